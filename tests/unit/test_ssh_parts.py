@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import base64
+import functools
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,12 +22,12 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
-from torchx_monarch.backends.ssh import workspace
+from torchx_monarch.backends.ssh import native, workspace
 from torchx_monarch.backends.ssh.fleet import with_fleet
 from torchx_monarch.backends.ssh.in_job.code import Code
 from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
 from torchx_monarch.backends.ssh.machine_name import MachineName, parse_hosts
-from torchx_monarch.backends.ssh.native import MachineConnection, SshError
+from torchx_monarch.backends.ssh.native import MachineConnection, Machines, SshError
 from torchx_monarch.backends.ssh.options import SshOpts
 from torchx_monarch.backends.ssh.request import SshRequest
 from torchx_monarch.backends.ssh.snapshot import Found, SshSnapshot, build
@@ -97,6 +99,85 @@ def test_fleets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with_fleet(SshOpts(fleet="lib"))
     with pytest.raises(UserError, match="'host'; a fleet has hosts, python, setup"):
         with_fleet(SshOpts(fleet="odd"))
+
+
+# -- connections
+
+
+class Login:
+    """A connection whose machine answers each order with the order's name."""
+
+    made = 0
+
+    def __init__(self, *key: str) -> None:
+        Login.made += 1
+        self.key = key
+        self.is_open = True
+        self.during: Callable[[], object] = lambda: None
+
+    def ask(self, order: str) -> str:
+        """Carry out an order."""
+        if not self.is_open:
+            raise SshError(self.key[0], "closed")
+        self.during()
+        return order
+
+    def close(self) -> None:
+        """End it."""
+        self.is_open = False
+
+
+@pytest.fixture
+def logins(monkeypatch: pytest.MonkeyPatch) -> Machines:
+    """Return connections that need no ssh."""
+    monkeypatch.setattr(native, "MachineConnection", Login)
+    monkeypatch.setattr(Login, "made", 0)
+    return Machines()
+
+
+def test_a_connection_is_used_again_after_it_was_taken(logins: Machines) -> None:
+    assert logins.take("a", "", "") is None
+    own = logins.connect("a", "", "")
+    logins.keep(own)
+    assert logins.ask("a", "", "", "read") == "read"
+    assert logins.take("b", "", "") is None and logins.take("a", "", "") is own
+    assert logins.take("a", "", "") is None
+    logins.keep(own)
+    assert logins.ask("a", "", "", "stop") == "stop" and Login.made == 1
+    logins.close()
+    assert not own.is_open
+
+
+def test_a_connection_with_an_order_under_way_is_not_taken(logins: Machines) -> None:
+    own = logins.connect("a", "", "")
+    taken: list[object] = []
+    cast(Login, own).during = lambda: taken.append(logins.take("a", "", ""))
+    logins.keep(own)
+    logins.ask("a", "", "", "read")
+    assert taken == [None] and logins.take("a", "", "") is own
+
+
+def test_of_two_connections_to_a_machine_one_is_kept(logins: Machines) -> None:
+    first, second, third = (logins.connect("a", "", "") for _ in range(3))
+    logins.keep(first)
+    logins.keep(second)
+    assert first.is_open and not second.is_open
+    first.close()
+    logins.keep(third)
+    assert logins.ask("a", "", "", "read") == "read" and Login.made == 3
+    logins.close()
+    assert not third.is_open
+
+
+def test_a_connection_that_is_lost_is_closed_when_another_takes_its_place(logins: Machines) -> None:
+    first, second = logins.connect("a", "", ""), logins.connect("a", "", "")
+    closed: list[object] = []
+    for each in (first, second):
+        cast(Login, each).close = functools.partial(closed.append, each)  # type: ignore[method-assign]
+    logins.keep(first)
+    cast(Login, first).is_open = False  # its ssh has ended; it still has pipes
+    logins.keep(second)
+    assert closed == [first] and logins.take("a", "", "") is second
 
 
 # -- the request

@@ -112,6 +112,9 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
                 if isinstance(error, (SshError, OSError)):
                     raise SubmitError(f"the app was not started: {error}") from None
                 raise
+            stack.pop_all()
+            for connection in connections.values():
+                self._machines.keep(connection)
         self._machines.forget_lost()
         return request.app_id
 
@@ -244,19 +247,28 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             "tail": query.tail,
             "follow": query.follow,
         }
+        has_ended = query.has_ended if query.follow else None
         seen = 0
         while True:
+            # Following ends with its connection, and queries of the state go on meanwhile.
+            open_one = None if query.follow else self._machines.take(machine, place.python, place.setup)
             try:
-                connection = self._machines.connect(machine, place.python, place.setup)
-                with contextlib.closing(connection):
-                    for number, (when, text) in enumerate(connection.stream("log", query.has_ended, **fields)):
+                with contextlib.ExitStack() as stack:
+                    connection = open_one or self._machines.connect(machine, place.python, place.setup)
+                    stack.callback(connection.close)
+                    for number, (when, text) in enumerate(connection.stream("log", has_ended, **fields)):
                         if number >= seen:
                             seen += 1
                             yield TimedLine(when, text)
+                    if not query.follow:
+                        stack.pop_all()
+                        self._machines.keep(connection)
                 return
             except RefusedOrderError:
                 raise
             except SshError:
+                if open_one is not None:  # the machine may have been rebooted since
+                    continue
                 if not query.follow or query.has_ended():
                     raise
                 time.sleep(1.0)

@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -82,12 +83,16 @@ class MachineConnection:
         python: the Python interpreter there; empty for the one that has started an app there last.
         setup: the shell commands before it.
 
+    Attributes:
+        key: these three.
+
     Raises:
         SshError: it cannot be reached, or its Python lacks this package.
     """
 
     def __init__(self, machine: str, python: str, setup: str) -> None:
         self.machine = machine
+        self.key = (machine, python, setup)
         self._lock = threading.Lock()
         ssh = shutil.which("ssh")
         if ssh is None:
@@ -131,12 +136,13 @@ class MachineConnection:
             self._send(json.dumps({"order": order, **fields}, separators=(",", ":")).encode() + b"\n")
             return self._answer(self._line(time.monotonic() + _ANSWER_TIMEOUT))
 
-    def stream(self, order: str, has_ended: Callable[[], bool], **fields: Any) -> Iterator[Any]:
+    def stream(self, order: str, has_ended: Callable[[], bool] | None, **fields: Any) -> Iterator[Any]:
         """Send an order and yield its answers, until an answer is None.
 
         Args:
             order: the order.
-            has_ended: ends the wait for further answers.
+            has_ended: ends the wait for further answers; None for an order that ends by itself, as a word of the end
+                would be the next order.
             fields: of the order.
         """
         self._send(json.dumps({"order": order, **fields}, separators=(",", ":")).encode() + b"\n")
@@ -148,7 +154,7 @@ class MachineConnection:
                 if answer is None:
                     return
                 yield from answer
-            elif not told and has_ended():
+            elif has_ended is not None and not told and has_ended():
                 told = True
                 self._send(b'{"order":"ended"}\n')
 
@@ -243,12 +249,25 @@ class Machines:
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, str, str], MachineConnection] = {}
+        self._asking: Counter[tuple[str, str, str]] = Counter()
         self._lost: dict[str, tuple[float, SshError]] = {}
         self._lock = threading.Lock()
 
     def connect(self, machine: str, python: str, setup: str) -> MachineConnection:
         """Return a connection of the caller's own, which it closes."""
         return MachineConnection(machine, python, setup)
+
+    def take(self, machine: str, python: str, setup: str) -> MachineConnection | None:
+        """Return an open connection on which no order is under way; the caller then has it alone. None without one."""
+        key = (machine, python, setup)
+        with self._lock:
+            if self._asking[key] or key not in self._open:
+                return None
+            return self._open.pop(key)
+
+    def keep(self, connection: MachineConnection) -> None:
+        """Keep a caller's connection for later orders. All of its orders must have been answered to the end."""
+        self._put(connection)
 
     def ask(self, machine: str, python: str, setup: str, order: str, **fields: Any) -> Any:
         """Send an order, which may be repeated, to a machine and return its answer.
@@ -259,14 +278,19 @@ class Machines:
         key = (machine, python, setup)
         with self._lock:
             connection = self._open.get(key)
-        if connection is not None and connection.is_open:
-            try:
-                return connection.ask(order, **fields)
-            except RefusedOrderError:
-                raise
-            except SshError:
-                connection.close()  # the machine may have been rebooted since
-        return self._opened(key).ask(order, **fields)
+            self._asking[key] += 1
+        try:
+            if connection is not None and connection.is_open:
+                try:
+                    return connection.ask(order, **fields)
+                except RefusedOrderError:
+                    raise
+                except SshError:
+                    connection.close()  # the machine may have been rebooted since
+            return self._opened(key).ask(order, **fields)
+        finally:
+            with self._lock:
+                self._asking[key] -= 1
 
     def _opened(self, key: tuple[str, str, str]) -> MachineConnection:
         """Open a connection; raise what was found a moment ago for a machine that could not be reached."""
@@ -280,13 +304,17 @@ class Machines:
             with self._lock:
                 self._lost[key[0]] = time.monotonic(), lost
             raise
+        return self._put(connection)
+
+    def _put(self, connection: MachineConnection) -> MachineConnection:
+        """Hold a connection, unless another one to its machine can be used; return that one, and close the other."""
         with self._lock:
-            other = self._open.get(key)
-            if other is None or not other.is_open:
-                self._open[key] = connection
-                return connection
-        connection.close()
-        return other
+            other = self._open.get(connection.key)
+            held, needless = (connection, other) if other is None or not other.is_open else (other, connection)
+            self._open[connection.key] = held
+        if needless is not None:
+            needless.close()
+        return held
 
     def forget_lost(self) -> None:
         """Try machines again that could not be reached."""
