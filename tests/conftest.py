@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 import signal
 import tempfile
 import time
@@ -18,6 +19,8 @@ from typing import Any
 import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.fork_server import ForkServer
 
 # Beside test modules, pytest shows the values in failed assertions of these.
 pytest.register_assert_rewrite("tests.contract.contract", "tests.contract.place")
@@ -157,7 +160,7 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     monkeypatch.delenv("HYPERACTOR_EXECUTION_ID", raising=False)  # of a Monarch that another test has imported here
     yield
     until = time.monotonic() + _GONE_WITHIN
-    while (alive := marked_processes(mark, older)) and time.monotonic() < until:
+    while (alive := {**marked_processes(mark, older), **ForkServer.running()}) and time.monotonic() < until:
         time.sleep(0.05)
     for pid in alive:
         os.kill(pid, 9)
@@ -187,6 +190,21 @@ def _said_by_jobs(folder: Path) -> Iterator[tuple[Path, str]]:
             ours = [line[:300] for line in lines if line.startswith(("[monarch] ", "{"))]
             if ours:
                 yield path, "\n".join(ours[-30:])
+
+
+@pytest.fixture
+def folder(leaves_nothing: None) -> Iterator[Path]:
+    """Yield a folder with a short path, for sockets, logs and events of hosts, which may be ending after the test."""
+    path = Path(tempfile.mkdtemp(prefix="h"))
+    yield path
+    until = time.monotonic() + _GONE_WITHIN
+    while path.exists():
+        try:
+            shutil.rmtree(path)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
 
 
 @pytest.fixture

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.launchers import Launchers, TorchrunServer
+from tests.conformance.launchers import Launchers
 from tests.conformance.recording import Recording
+from tests.fork_server import ForkServer
 
 
 @pytest.fixture(scope="session")
-def torchrun_server() -> Iterator[TorchrunServer]:
-    server = TorchrunServer()
+def torchrun_server() -> Iterator[ForkServer]:
+    server = ForkServer("torchrun")
     yield server
     server.close()
 
@@ -28,7 +29,7 @@ def recorded(request: pytest.FixtureRequest) -> Recording:
 
 @pytest.fixture
 def both(
-    torchrun_server: TorchrunServer,
+    torchrun_server: ForkServer,
     recorded: Recording,
     leaves_nothing: None,
     tmp_path: Path,

@@ -8,16 +8,11 @@ What torchrun does is taken from a recording, unless a test or the run wants the
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import re
-import select
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -29,6 +24,7 @@ import pytest
 
 from tests.conformance import recording
 from tests.conformance.recording import Places, Recording, Stored
+from tests.fork_server import Forked, ForkServer
 from tests.local.hosts import Hosts
 
 REPORT = textwrap.dedent("""
@@ -138,53 +134,6 @@ class Pair(NamedTuple):
     ours: Outcome
 
 
-class TorchrunServer:
-    """Starts torchrun in forks of a process that has imported it (see ``torchrun_server``), once there is a launch."""
-
-    @functools.cached_property
-    def _process(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(Path(__file__).with_name("torchrun_server.py"))]
-        # It outlives the test that is the first to need it, and is not to be taken for one of its processes.
-        env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHX_MONARCH_")}
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=env, cwd="/")
-
-    def start(self, launch: Mapping[str, Any]) -> int:
-        """Start a launch; returns its process."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(launch).encode() + b"\n")
-        return self._number()
-
-    def wait(self, pid: int) -> int:
-        """The exit code of a launch; ended by force when it takes too long."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"wait": pid}).encode() + b"\n")
-        ready, _, _ = select.select([self._process.stdout], [], [], TIMEOUT)
-        if not ready:
-            os.kill(pid, signal.SIGKILL)
-        code = self._number()
-        assert ready, "torchrun does not end"
-        return code
-
-    def close(self) -> None:
-        """End the server."""
-        if "_process" not in vars(self):
-            return
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def _number(self) -> int:
-        assert self._process.stdout is not None
-        line = b""
-        while not line.endswith(b"\n"):
-            data = self._process.stdout.read(1)
-            assert data, "the torchrun server has ended"
-            line += data
-        return int(line)
-
-
 class Launchers:
     """Runs commands under both.
 
@@ -199,7 +148,7 @@ class Launchers:
 
     def __init__(
         self,
-        server: TorchrunServer,
+        server: ForkServer,
         recorded: Recording,
         test: str,
         folder: Path,
@@ -318,17 +267,20 @@ class Launchers:
         self, words: list[list[str]], during: Callable[[Job], None] | None, preload: str, notes: dict[str, Any]
     ) -> tuple[list[int], bytes, bytes]:
         consoles = [(self._console / f"out{node}", self._console / f"err{node}") for node in range(len(words))]
-        pids, codes = [], []
+        processes: list[Forked] = []
         for args, (out, err) in zip(words, consoles, strict=True):
             out.touch()
             err.touch()
-            files = {"stdin": self._stdin, "stdout": str(out), "stderr": str(err)}
-            pids.append(self._server.start({"args": args, "env": dict(os.environ), "cwd": os.getcwd(), **files}))
+            streams = str(self._stdin), str(out), str(err)
+            processes.append(self._server.start(args, os.environ, os.getcwd(), *streams))
         try:
             if during:
-                during(Job(pids, self._work, "torchrun", notes))
+                during(Job([process.pid for process in processes], self._work, "torchrun", notes))
+            codes = [process.wait(TIMEOUT) for process in processes]
         finally:
-            codes = [self._server.wait(pid) for pid in pids]
+            for process in processes:
+                process.kill()
+                process.wait()
         texts = [b"".join(path.read_bytes() for path in paths) for paths in zip(*consoles, strict=True)]
         return codes, texts[0], texts[1]
 
@@ -354,7 +306,7 @@ class Launchers:
             b"".join((hosts.logs(node) / name).read_bytes() for node in hosts.processes) for name in ("out", "err")
         )
         shutil.rmtree(folder)
-        return [process.returncode for process in processes], out, err
+        return [process.wait() for process in processes], out, err
 
     def _reports(self) -> dict[int, Any]:
         return {int(path.name): json.loads(path.read_text()) for path in self._observed.iterdir()}

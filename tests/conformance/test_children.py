@@ -199,7 +199,7 @@ CHILDREN = {
     "limits of a child": "mark(os.popen('ulimit -a').read())",
     "stdin of a child": "mark(repr(os.popen('cat').read()))",
     "waiting for any child": "try:\n    os.waitpid(-1, os.WNOHANG)\nexcept ChildProcessError:\n    mark('no children')",
-    "environment of a child": "mark(os.popen('env | grep -E \"RANK|SIZE|MAX\" | sort').read())",
+    "environment of a child": "mark(os.popen('env | grep -E \"(RANK|WORLD_SIZE|MAX_RESTARTS)=\" | sort').read())",
     "asyncio": "import asyncio\nasync def f():\n    p = await asyncio.create_subprocess_exec('sh', '-c', 'exit 9')\n"
     "    mark(await p.wait())\nasyncio.run(f())",
 }

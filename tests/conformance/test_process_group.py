@@ -217,6 +217,7 @@ def test_peer_of_a_failed_rank_in_a_collective(both: Launchers) -> None:
     assert "rank 1 " in ours.error["message"]
 
 
+@pytest.mark.nightly("7 s of processor time: the torchrun of this machine, and four imports of torch")
 def test_a_rank_with_a_group_has_one_more_thread(both: Launchers) -> None:
     body = """
         import json, sys, threading

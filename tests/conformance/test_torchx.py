@@ -49,7 +49,10 @@ def torchx_run(scheduler: str, folder: Path, *words: str, preload: str = "torch"
     return done.returncode, seen
 
 
-@pytest.mark.parametrize(("ending", "code", "preload"), [("end", 0, "torch"), ("fail", 1, "none")])
+@pytest.mark.parametrize(
+    ("ending", "code", "preload"),
+    [pytest.param("end", 0, "torch", marks=pytest.mark.nightly("5 s of processor time")), ("fail", 1, "none")],
+)
 def test_arguments_and_exit_code(ending: str, code: int, preload: str, tmp_path: Path) -> None:
     words = ["-j", "1x2", "--script", "prog.py", "--", ending, *ARGUMENTS]
     schedulers = ("local_cwd", "monarch_local")
@@ -61,6 +64,7 @@ def test_arguments_and_exit_code(ending: str, code: int, preload: str, tmp_path:
         assert ours[1][rank]["path"] == theirs[1][rank]["path"]
 
 
+@pytest.mark.nightly("6 s of processor time; two hosts are compared with torchrun itself every time")
 def test_environment_of_two_hosts(tmp_path: Path) -> None:
     words = ["-j", "2x1", "--rdzv_port", str(free_port()), "--script", "prog.py", "--", "end"]
     schedulers = ("local_cwd", "monarch_local")

@@ -17,7 +17,7 @@ from tests.conformance.launchers import Job, Launchers, Outcome
 from tests.conformance.test_environment import environments
 
 
-@pytest.mark.parametrize("rdzv", ["static", "c10d"])
+@pytest.mark.parametrize("rdzv", [pytest.param("static", marks=pytest.mark.nightly("4 s of processor time")), "c10d"])
 def test_environment(rdzv: str, both: Launchers) -> None:
     # With the c10d backend, torchrun numbers its agents as they happen to come; the variables of a rank do not show it.
     theirs, ours = both.script("report(dict(os.environ))", "--role", "r", nodes=2, rdzv=rdzv)

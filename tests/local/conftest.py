@@ -4,21 +4,11 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-
-@pytest.fixture
-def folder(leaves_nothing: None) -> Iterator[Path]:
-    """Where hosts have their sockets, logs and events: short."""
-    path = Path(tempfile.mkdtemp(prefix="h"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture
