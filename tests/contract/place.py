@@ -25,18 +25,15 @@ TORCHX = [sys.executable, "-c", "import sys; sys.argv[0] = 'torchx'; from torchx
 """The torchx command. Under this name it shows users' mistakes without a traceback."""
 
 
-_TRAINING = "13 s of processor time, most of it for imports; monarch_local and Slurm have it every time"
-_OTHER_CASE = "the other host, or policy, goes the same way through the core; another backend has this one every time"
-
-NO_TAKE_OVER = "a new leader would need an address that hosts and clients know; replica 0 can be replaced (REPLICA)"
-"""Why the hosts of a backend cannot do the scenario ``take-over``."""
+_TRAINING = "13 s of processor time, most of it for imports; monarch_local has it every time"
+_OTHER_CASE = "it goes through the core as another case does; at least one other backend has it every time"
 
 
 def left_to_others(*cases: str, training: bool = True) -> dict[str, str]:
-    """Return ``Place.nightly``.
+    """Return ``Place.nightly``: cases that another backend runs every time.
 
     Args:
-        cases: names of tests with the parameters of one case, of which the backend runs the other case every time.
+        cases: names of tests, with their parameters where the backend runs other cases of the test every time.
         training: whether the training is among them.
     """
     return {**({"two hosts, digits": _TRAINING} if training else {}), **dict.fromkeys(cases, _OTHER_CASE)}
@@ -233,6 +230,13 @@ class Place(abc.ABC):
         done = run_torchx(*words, cwd=elsewhere, env=env, seconds=240 * self.patience)
         assert done.returncode == code, f"torchx {' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout + (done.stderr if code else "")
+
+    def cancel(self, handle: str) -> None:
+        """Cancel an app, from another process if that can know the scheduler."""
+        if self.is_registered:
+            self.torchx("cancel", handle)
+        else:
+            self.runner.cancel(handle)
 
     # -- what happens to apps ------------------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import subprocess
@@ -11,9 +13,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.fork_server import Forked, ForkServer
+
+
+@functools.cache
+def _host_server() -> ForkServer:
+    server = ForkServer("host")
+    atexit.register(server.close)
+    return server
+
 
 class Hosts:
     """The replicas of one role, on this machine. Changes of ``environ`` count for those started from then on.
+
+    They are forks of a process that has imported the host's modules, unless a wrapper or their environment needs new
+    interpreters; tests of backends start all of theirs as ``python -m torchx_monarch.host``.
 
     Args:
         folder: for sockets, logs and events; short.
@@ -36,11 +50,11 @@ class Hosts:
     ) -> None:
         self.folder = folder
         self.replicas = replicas
-        self._command = [*wrapper, sys.executable, "-m", "torchx_monarch.host", "--app", "app", "--role", "trainer"]
+        self._wrapper = wrapper
         self._rest = ["--replicas", str(replicas), *options, "--", *command]
         self.environ = dict(environ or {})
         self.within = dict(within or {})
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, subprocess.Popen[bytes] | Forked] = {}
 
     def start(self, *which: int) -> Hosts:
         """Start the given replicas, or all."""
@@ -56,9 +70,15 @@ class Hosts:
                 "TORCHELASTIC_ERROR_FILE": str(logs / "error.json"),
                 **self.environ,
             }
+            before = (*self.within.get(replica, ()), *self._wrapper)
+            words = ["--app", "app", "--role", "trainer", "--replica", str(replica), *self._rest]
             with open(logs / "out", "ab") as out, open(logs / "err", "ab") as err:
+                if not before and ForkServer.fits(env):
+                    streams = os.devnull, out.name, err.name
+                    self.processes[replica] = _host_server().start(words, env, os.getcwd(), *streams)
+                    continue
                 self.processes[replica] = subprocess.Popen(
-                    [*self.within.get(replica, ()), *self._command, "--replica", str(replica), *self._rest],
+                    [*before, sys.executable, "-m", "torchx_monarch.host", *words],
                     env=env,
                     stdin=subprocess.DEVNULL,
                     stdout=out,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.contract.place import Place
+from tests.contract.place import Place, left_to_others
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import state, submit
 from torchx_monarch.backends.local.request import LocalRequest
@@ -29,6 +29,12 @@ class LocalPlace(Place):
         "credentials not on show": "hosts of one machine meet at socket files of their own and need none",
         "missing tool says what to install": "it needs nothing beside this package",
     }
+    nightly = left_to_others(
+        "test_a_lost_host_is_replaced[1]",
+        "test_the_job_begins_again_when_a_host_is_lost[1]",
+        "test_a_preempted_job_goes_on[REPLICA]",
+        training=False,
+    )
 
     def _host(self, handle: str, replica: int) -> int:
         """Return the pid of a replica's host."""

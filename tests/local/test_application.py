@@ -83,7 +83,9 @@ def begins(start: list[str]) -> list[str]:
 ALL = ["begin reader0", "begin reader1", "begin trainer0", "begin trainer1"]
 
 
-@pytest.mark.parametrize("failing", ["reader", "trainer"])
+@pytest.mark.parametrize(
+    "failing", ["reader", pytest.param("trainer", marks=pytest.mark.nightly("roles are equal here"))]
+)
 def test_all_begin_again_when_one_role_has_failed_and_none_before_the_others_are_gone(
     folder: Path, roles: Callable[..., tuple[Hosts, Hosts]], failing: str
 ) -> None:
@@ -160,7 +162,7 @@ def test_a_first_role_that_has_succeeded_disturbs_nobody(
     assert len(starts(folder)) == 1
 
 
-@pytest.mark.parametrize("code", [0, 7])
+@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.nightly("the wait is the same")), 7])
 def test_a_first_role_waits_for_those_that_it_is_to_await(
     folder: Path, roles: Callable[..., tuple[Hosts, Hosts]], eventually: Eventually, code: int
 ) -> None:

@@ -19,6 +19,8 @@ from torchx_monarch.backends.local.submit import StateDirError
 
 Eventually = Callable[..., object]
 
+_OTHER_RANKS = pytest.mark.nightly("the other ranks lack the same every time")
+
 
 @pytest.fixture
 def apps() -> Detached:
@@ -150,8 +152,15 @@ def test_no_inodes_are_left(apps: Detached, tmp_path: Path, monkeypatch: pytest.
             time.sleep(0.1)
 
 
-@pytest.mark.parametrize("lacking", ["space", "inodes"])
-@pytest.mark.parametrize("recorded", [False, True], ids=["plain", "record"])
+@pytest.mark.parametrize(
+    ("recorded", "lacking"),
+    [
+        pytest.param(False, "space", marks=_OTHER_RANKS),
+        (False, "inodes"),
+        (True, "space"),
+        pytest.param(True, "inodes", marks=_OTHER_RANKS),
+    ],
+)
 def test_a_rank_fails_on_a_full_disk(
     apps: Detached,
     tmp_path: Path,

@@ -277,6 +277,7 @@ def test_events_tell_the_story(apps: Detached) -> None:
 def test_delete_ends_a_running_app(apps: Detached, eventually: Eventually) -> None:
     app_id = apps.run(sh("sleep 1000"))
     apps.runner.delete(apps.handle(app_id))
+    assert apps.runner.status(apps.handle(app_id)) is None, "not the state of a keeper that is about to end"
     assert not Path(apps.paths(app_id).root).exists()
     assert os.listdir(os.path.dirname(apps.paths(app_id).root)) == []
 

@@ -161,7 +161,8 @@ def test_both_are_killed(apps: Detached, family: Family, eventually: Eventually)
     watchers = apps.watchers(family.app_id)
     os.kill(watchers.keeper.pid, signal.SIGKILL)
     os.kill(watchers.supervisor.pid, signal.SIGKILL)
-    eventually(lambda: not lives(pid_in(family.folder / "main")), "the kernel to kill the replica")
+    killed = [watchers.keeper.pid, watchers.supervisor.pid, pid_in(family.folder / "main")]
+    eventually(lambda: not any(map(lives, killed)), "the kernel to kill them and the replica")
     status = apps.status(family.app_id)
     assert status.state is AppState.FAILED
     assert str(watchers.supervisor.pid) in status.msg and "were killed" in status.msg

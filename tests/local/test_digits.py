@@ -57,6 +57,7 @@ def test_two_ranks_train_and_one_goes_on_to_95_percent(tmp_path: Path) -> None:
     assert path.stat().st_size > 1000
 
 
+@pytest.mark.nightly("5 s of processor time for the example alone")
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     path = tmp_path / "latest.pt"
     path.write_bytes(b"not a checkpoint")

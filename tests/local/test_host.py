@@ -150,6 +150,9 @@ def test_two_hosts_are_one_world(folder: Path, script: Callable[[str], str]) -> 
     assert all("seconds" in event for event in hosts.events() if event["kind"] != "attempt_end")
 
 
+@pytest.mark.nightly(
+    "5 s of processor time; tests/conformance/test_process_group.py has one host without preload every time"
+)
 def test_process_group_without_preload_uses_the_reserved_port(folder: Path, script: Callable[[str], str]) -> None:
     path = script("""
         import torch.distributed as dist

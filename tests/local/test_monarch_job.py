@@ -43,7 +43,13 @@ def log(runner: Runner, handle: str, role: str, k: int = 0) -> str:
     return "\n".join(runner.log_lines(handle, role, k))
 
 
-@pytest.mark.parametrize("kind", ["MonarchJob", "ProcessJob"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "MonarchJob",
+        pytest.param("ProcessJob", marks=pytest.mark.nightly("that the program is as Monarch's own job wants it")),
+    ],
+)
 def test_a_program_of_monarchs_documentation(tmp_path: Path, runner: Runner, kind: str) -> None:
     """The same program with Monarch's own job and with ours: the constructor is all that differs."""
     text = DOCUMENTED.replace("{JOB}", kind + "({'trainers': 2, 'dataloaders': 1})")

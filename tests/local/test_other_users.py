@@ -73,7 +73,10 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.communicate(timeout=240)[0].strip()
 
 
-@pytest.mark.parametrize(("scheme", "monarch"), [("unix", ""), ("tls", ""), ("unix", "0.7.99")])
+@pytest.mark.parametrize(
+    ("scheme", "monarch"),
+    [("tls", ""), ("unix", "0.7.99"), pytest.param("unix", "", marks=pytest.mark.nightly("0.7.99 can do less"))],
+)
 def test_other_users_are_refused_and_disturb_nothing(
     start: Start, folder: Path, scheme: str, monarch: str, eventually: Callable[..., object]
 ) -> None:

@@ -29,6 +29,9 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.nightly(
+    "10 s of processor time: four jobs that load a data set; a job that is cancelled is tested every time"
+)
 def test_the_pipeline_finds_the_best_setting(tmp_path: Path, example: ModuleType) -> None:
     command = [sys.executable, str(SCRIPT), "--folder", str(tmp_path), "--settings", "0.01,10"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)

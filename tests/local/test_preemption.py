@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, AppStatus, Role
@@ -200,8 +201,9 @@ def test_cancelling_ranks_that_ignore_sigterm(script: Callable[[str], str], even
     eventually(lambda: job.text().count("]:pid") == 4, "the ranks")
     job.cancel()
     assert job.wait().state is AppState.CANCELLED
-    left = [pid for pid in processes.marked(job.marker) if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"]
-    assert not left, "what is left is the keeper, which leaves in a moment"
+    left = set(processes.marked(job.marker))
+    names = [one.info["name"] for one in psutil.process_iter(["name"]) if one.pid in left]
+    assert "sleep" not in names, "what is left is the keeper, which leaves in a moment"
 
 
 def test_a_cancelled_job_is_not_preempted(script: Callable[[str], str], eventually: Eventually) -> None:

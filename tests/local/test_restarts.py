@@ -15,6 +15,8 @@ from tests.local.hosts import Hosts
 
 NO_PRELOAD = ("--grace", "5", "--preload", "")
 
+_OTHER_GROUPS = pytest.mark.nightly("2 s of processor time; another way to the same end is tested every time")
+
 
 def torchrun(*words: str, restarts: int, nnodes: int = 1) -> list[str]:
     options = ["--nproc-per-node", "2", "--nnodes", str(nnodes), "--role", "r", "--tee", "3"]
@@ -104,17 +106,26 @@ def test_exit_codes_that_are_not_retried(
     [
         # Twice in a row without a group; what one does with the exception is all the same.
         ("dist.init_process_group('gloo', init_method='none://')", 2),
-        (
+        pytest.param(
             "try: dist.init_process_group('gloo', init_method='none://')\n"
             "except Exception as error: raise OSError('no group') from error",
             2,
+            marks=_OTHER_GROUPS,
         ),
         # In a group before, with and without an URL, and destroyed.
         ("join(); dist.init_process_group('gloo', init_method='none://')", 3),
-        ("join(store=dist.HashStore(), rank=0, world_size=1); dist.init_process_group(timeout='x')", 3),
+        pytest.param(
+            "join(store=dist.HashStore(), rank=0, world_size=1); dist.init_process_group(timeout='x')",
+            3,
+            marks=_OTHER_GROUPS,
+        ),
         # Not of forming a group, or not with torch.distributed at all.
         ("raise RuntimeError('init_process_group')", 3),
-        ("dist.init_process_group('gloo', init_method='none://') if attempt % 2 else sys.exit(1)", 3),
+        pytest.param(
+            "dist.init_process_group('gloo', init_method='none://') if attempt % 2 else sys.exit(1)",
+            3,
+            marks=_OTHER_GROUPS,
+        ),
     ],
 )
 def test_a_rank_that_fails_to_join_twice_in_a_row_is_not_started_again(

@@ -201,7 +201,7 @@ def test_a_program_that_is_not_python_is_not_signalled(folder: Path) -> None:
         "3",
         "sh",
         "-c",
-        "sleep 100 & echo ready; wait",
+        "sleep 100 & until grep -q sleep /proc/$!/comm; do :; done; echo ready; wait",
     ]
     hosts = Hosts(folder, command, options=NO_PRELOAD).start()
     wait_for(hosts, "ready", 1)

@@ -121,3 +121,16 @@ def test_a_job_that_needs_all_hosts_ends_with_replica_0(folder: Path, eventually
     assert job.hosts.wait()[1] == 1
     assert not job.events("take_over")
     assert job.error(1)["message"]["message"].endswith("lost replica 0")
+
+
+def test_a_preempted_leader_hands_over_and_clients_find_the_next_one(folder: Path, eventually: Eventually) -> None:
+    job = Job(folder, "1:3")
+    job.hosts.start()
+    eventually(lambda: job.said(2, 0) == ["2 3 2 0"], "the first attempt")
+    job.hosts.processes[0].send_signal(signal.SIGTERM)
+    eventually(lambda: job.said(1, 1) == ["0 2 0 1"] and job.said(2, 1) == ["1 2 1 1"], "the attempt under host 1")
+    assert job.hosts.processes[0].wait(30) == 128 + signal.SIGTERM
+    assert (folder / "r.sock").exists()  # clients find the new leader there
+    assert [event["replica"] for event in job.events("preempted")] == [0]
+    assert job.finish() == [128 + signal.SIGTERM, 0, 0]
+    assert [event["code"] for event in job.events("result")] == [0]

@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,13 +18,6 @@ from torchx_monarch.transport import credentials
 
 PORT = 26599
 """Of the rendezvous, on machine 0; each network has its own."""
-
-
-@pytest.fixture
-def folder(leaves_nothing: None) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="h"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture
@@ -42,19 +35,20 @@ def network(leaves_nothing: None) -> Iterator[Callable[[int], Network]]:
             stack.callback(one.remove)
 
 
+def host_processes(folder: Path, network: Network, command: list[str], replicas: int = 2, **rest: Any) -> Hosts:
+    """Make host processes that meet over TLS, replica N on machine N."""
+    hosts, client = credentials.create()
+    (folder / "client").write_text(client.to_text())
+    environ = {
+        "MONARCH_RENDEZVOUS": f"tls:{network.address(0)}:{PORT}",
+        "MONARCH_CREDENTIALS": hosts.to_text(),
+        **rest.pop("environ", {}),
+    }
+    within = {replica: network.within(replica) for replica in range(replicas)}
+    return Hosts(folder, command, replicas, environ=environ, within=within, **rest)
+
+
 @pytest.fixture
 def networked(folder: Path) -> Callable[..., Hosts]:
-    """Host processes that meet over TLS, replica N on machine N."""
-
-    def make(network: Network, command: list[str], replicas: int = 2, **rest: object) -> Hosts:
-        hosts, client = credentials.create()
-        (folder / "client").write_text(client.to_text())
-        environ = {
-            "MONARCH_RENDEZVOUS": f"tls:{network.address(0)}:{PORT}",
-            "MONARCH_CREDENTIALS": hosts.to_text(),
-            **rest.pop("environ", {}),  # type: ignore[dict-item]
-        }
-        within = {replica: network.within(replica) for replica in range(replicas)}
-        return Hosts(folder, command, replicas, environ=environ, within=within, **rest)  # type: ignore[arg-type]
-
-    return make
+    """Makes host processes (``host_processes``)."""
+    return functools.partial(host_processes, folder)

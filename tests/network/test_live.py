@@ -13,37 +13,16 @@ from pathlib import Path
 import pytest
 
 from tests.local.hosts import Hosts
+from tests.network.clients import Client
 from tests.network.conftest import PORT
 from tests.network.namespaces import Network, requires_namespaces
-from torchx_monarch.client import hosts as client_hosts
 from torchx_monarch.client.connection import ask
-from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.address import Address
 
 pytestmark = requires_namespaces
-
-
-class Dialled(client_hosts.Hosts):
-    """Hosts of which it is known where to dial."""
-
-    def __init__(self, target: Target) -> None:
-        super().__init__("monarch_slurm://torchx/app")
-        self._there = target
-
-    @property
-    def target(self) -> Target:
-        return self._there
-
-
-class Client(SPMDJob):
-    """The job of such hosts."""
-
-    def __init__(self, target: Target) -> None:
-        super().__init__("monarch_slurm://torchx/app")
-        self._hosts = self.dialled = Dialled(target)
 
 
 def _pump(one: socket.socket, other: socket.socket) -> None:

@@ -4,12 +4,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import socket
 import stat
 from pathlib import Path
 
+import pytest
+
 from torchx_monarch.backends.core import client_credentials
+from torchx_monarch.client.connection import Connection
+from torchx_monarch.client.target import Target
+from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.transport import credentials
+from torchx_monarch.transport.address import Address
 
 
 def test_is_for_its_owner_alone_until_the_app_is_deleted() -> None:
@@ -27,3 +35,20 @@ def test_is_for_its_owner_alone_until_the_app_is_deleted() -> None:
     client_credentials.forget("monarch_batch", "queue:app/1")
     assert not path.exists()
     assert client_credentials.kept("monarch_batch", "queue:app/1") == ("", {})
+
+
+def test_keeps_the_roles_that_another_host_can_take_over() -> None:
+    client_credentials.keep("monarch_slurm", "7", "secret", {"a": "tls:@A:1", "b": "tls:@B:2"}, hands_over=["b"])
+    assert [client_credentials.hands_over("monarch_slurm", "7", role) for role in ("a", "b")] == [False, True]
+    assert not client_credentials.hands_over("monarch_slurm", "8", "b")
+
+
+def test_asks_the_other_hosts_when_replica_0_is_lost() -> None:
+    with socket.socket() as lost, socket.create_server(("127.0.0.2", 0)) as leader:
+        lost.bind(("127.0.0.1", leader.getsockname()[1]))  # and refuses connections
+        there = Address("insecure-tcp", "127.0.0.1", leader.getsockname()[1])
+        with Connection.open(Target(there, successors=lambda: ["127.0.0.1", "127.0.0.2"]), {"type": "look"}) as link:
+            assert link.fileno() >= 0
+        for hosts in ([], ["127.0.0.1"]):
+            with pytest.raises(UnreachableError, match="127.0.0.1:.* connection refused"):
+                Connection.open(Target(there, successors=functools.partial(list, hosts)), {"type": "look"})

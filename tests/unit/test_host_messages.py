@@ -37,9 +37,9 @@ from torchx_monarch.controller.host_messages import (
     encode_message,
     encode_request,
 )
-from torchx_monarch.controller.run_request import RunRequest
 from torchx_monarch.model.codec import DecodeError
 from torchx_monarch.model.job_result import RankExit
+from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.world import World
 
 WORLD = World(1, 2, 1, (0, 3), (2, 4), "node7", 29500, True, "id")

@@ -49,7 +49,7 @@ def event(kind: str, message: str = "", time: float = 950.0, **fields: Any) -> d
 STARTED = [
     event("submitted", time=901.0),
     event("supervised", time=910.0),
-    event("hosts", "hosts 2/2"),
+    event("hosts", "hosts 2/2", role="train"),
     event("mesh", "mesh"),
     event("ranks", "ranks 8/8", role="train"),
 ]
@@ -82,6 +82,15 @@ def test_a_running_job() -> None:
 )
 def test_the_phases_of_a_start(count: int, phase: str | None) -> None:
     assert status_of(snapshot(), STARTED[:count]).phase == phase
+
+
+@pytest.mark.parametrize("role", [{"role": "train"}, {}])  # a log does not name the role
+def test_an_elastic_job_on_fewer_hosts(role: dict[str, Any]) -> None:
+    app = snapshot(State.FAILED, State.RUNNING, State.RUNNING)
+    assert status_of(app).hosts == 3
+    fewer = [event("hosts", "hosts 2/3 (elastic, 1 to 3)", **role), event("ranks", "ranks 8/8", **role)]
+    found = status_of(app, fewer)
+    assert (found.hosts, found.ranks) == (2, 8) and "  hosts        2x4 (world size 8)" in render(found, NOW)
 
 
 def test_a_queued_job() -> None:

@@ -97,6 +97,8 @@ def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> Non
         member = await RendezvousClient.join(address, host(1), 5)
         first.hosts.form(first.hosts.able)
         spare = await RendezvousClient.join(address, host(2), 5)
+        while not changes:
+            await asyncio.sleep(0.01)
         assert changes == [None]
         spare._writer.close()
         await asyncio.wait_for(first.hosts.until(lambda: first.hosts.present == 2), 5)

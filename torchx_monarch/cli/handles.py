@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -96,11 +95,11 @@ def check_local(handle: str) -> None:
 def unknown(word: str) -> HandleError:
     """Return the error for a word that names no app, with the apps whose names are similar."""
     from torchx_monarch.cli.known_apps import known_apps
+    from torchx_monarch.model.spelling import similar
 
     apps = known_apps()
-    typed = word.rpartition("/")[2]
-    similar = difflib.get_close_matches(typed, {each for app in apps for each in app.words}, n=_CANDIDATES)
-    near = [f"  {one_line(app.handle)}" for app in apps if app.words.intersection(similar)]
+    alike = similar(word.rpartition("/")[2], {each for app in apps for each in app.words}, _CANDIDATES)
+    near = [f"  {one_line(app.handle)}" for app in apps if app.words & alike]
     text = f"there is no app {one_line(word)!r}"
     if near:
         return HandleError("\n".join([f"{text}; similar ones:", *_first(near)]), exit_codes.UNKNOWN_APP)

@@ -8,6 +8,7 @@ The connection is blocking, because programs and notebooks that use it have no e
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import ssl
 import tempfile
@@ -20,6 +21,13 @@ from torchx_monarch.transport.address import REPLICA0_NAME, Address, explain
 
 TIMEOUT = 15.0
 """Seconds for establishing a connection, and the default number of seconds for an answer."""
+
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+"""Options with which the kernel breaks a connection to a machine that is silent for 25 s. A client that follows a run
+then connects again, and loses nothing."""
+
+_SUCCESSOR_TIMEOUT = 4.0
+"""Seconds for a host that may have taken over from replica 0 to accept a connection: those that have not refuse it."""
 
 
 class Connection:
@@ -52,7 +60,7 @@ class Connection:
             data = messages.encode({"version": messages.VERSION, "role": target.role, **greeting})
         except messages.ProtocolError as error:
             raise UnreachableError(f"the request is too long: {error}", final=True) from None
-        link = cls(_connected(target, timeout), target.address)
+        link = cls(*_connected(target, timeout))
         try:
             link.send_bytes(data)
         except BaseException:
@@ -158,8 +166,21 @@ def ask(target: Target, greeting: dict[str, Any], timeout: float = TIMEOUT) -> d
         return link.answer(timeout)
 
 
-def _connected(target: Target, timeout: float) -> socket.socket:
-    address = target.address
+def _connected(target: Target, timeout: float) -> tuple[socket.socket, Address]:
+    """Connect to replica 0, or else to the host that has taken over; return the socket and the address."""
+    try:
+        return _dial(target, target.address, timeout), target.address
+    except UnreachableError as error:
+        if error.final:
+            raise
+        for host in target.successors():
+            address = dataclasses.replace(target.address, host=host)
+            with contextlib.suppress(UnreachableError):
+                return _dial(target, address, min(timeout, _SUCCESSOR_TIMEOUT)), address
+        raise
+
+
+def _dial(target: Target, address: Address, timeout: float) -> socket.socket:
     context = _context(target) if address.scheme == "tls" else None
     connection: socket.socket | None = None
     try:
@@ -171,7 +192,7 @@ def _connected(target: Target, timeout: float) -> socket.socket:
         connection = socket.create_connection((address.host, address.port), timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+        for option, value in _KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         return context.wrap_socket(connection, server_hostname=REPLICA0_NAME) if context else connection
     except (OSError, ValueError) as error:

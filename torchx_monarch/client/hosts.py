@@ -141,8 +141,10 @@ class Hosts:
         state, message = self._scheduler_state
         return f"has ended ({state}){': ' + message if message else ''}" if state in _ENDED else ""
 
-    def log_folder(self) -> Path | None:
-        """Return the folder of replica 0's logs, also after the app's end; None if this machine does not have it.
+    def log_folders(self) -> list[Path]:
+        """Return the folders of the logs of the hosts that may have led, also after the app's end.
+
+        The first is replica 0's. The list is empty if this machine does not have them.
 
         Raises:
             AllocationError: the app has no such role, or it is no live allocation.
@@ -154,12 +156,14 @@ class Hosts:
         scheduler_name, _, app_id = parse_app_handle(self.handle)
         apps = torchx_api.scheduler_of(self.runner, scheduler_name).apps
         found = apps.read(app_id)
-        specs = [role.spec for role in found[0].roles] if found is not None else []
-        names = [spec.name for spec in specs if spec.workload is WorkloadKind.SESSION]
-        if self._role not in ("", *names) or not names:
+        roles = [role.spec for role in found[0].roles] if found is not None else []
+        specs = {spec.name: spec for spec in roles if spec.workload is WorkloadKind.SESSION}
+        if self._role not in ("", *specs) or not specs:
             raise AllocationError(f"{self.handle} {self.end_reason}; it was no live allocation of such a role")
-        folder: Path | None = apps.log_folder(app_id, self._role or names[0], 0)
-        return folder
+        spec = specs[self._role or next(iter(specs))]
+        replicas = range(spec.replicas if spec.hands_over else 1)
+        folders = [apps.log_folder(app_id, spec.name, replica) for replica in replicas]
+        return [folder for folder in folders if folder is not None]
 
     def release(self) -> None:
         """Cancel the app through its scheduler; does nothing if the app has ended."""

@@ -23,8 +23,9 @@ from torchx_monarch.insight.log_lines import LineParser, is_coloured, is_termina
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.line_output import LineOutput
 
-_RECONNECT_FOR = 30.0
-"""Seconds for which a broken connection is retried. After that the client gives up; the run itself continues."""
+_RECONNECT_FOR = 120.0
+"""Seconds for which a broken connection is retried. After that the client gives up; the run itself continues. A host
+that takes over from replica 0 waits for the lease, and then for the end of the ranks, before clients can reach it."""
 
 _LINES = re.compile(r"[^\n]*\n|[^\n]+")
 
@@ -59,6 +60,7 @@ class Records:
         self._hosts = hosts
         self._link = link
         self._seen = 0
+        self._leader: int | None = None
         self._closed = False
         self.run = 0
 
@@ -89,6 +91,8 @@ class Records:
             self._hosts.check_alive()
             raise UnreachableError(f"{self._hosts.target.address}: no answer")
         self.run = answer["run"]
+        if answer.get("leader") != self._leader:  # another host has taken over: its log begins then
+            self._leader, self._seen = answer.get("leader"), 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the records up to the last one, ``result``. Stop early if ``close`` is called.

@@ -143,19 +143,27 @@ def _kept_logs(hosts: Hosts, error: AllocationError) -> dict[int, Path]:
     """Return the paths of the run logs by number, in order; raise the error if the allocation has not ended."""
     if not hosts.end_reason:
         raise error
-    folder = hosts.log_folder()
-    if folder is None:
+    folders = hosts.log_folders()
+    if not folders:
         reason = f"{error}. Its runs were kept by its hosts alone; for its log: torchx log {hosts.handle}"
         raise AllocationError(reason) from None
-    found = {}
-    for name in os.listdir(folder) if folder.is_dir() else ():
-        number, path = name.removeprefix("run_"), folder / name / "journal.jsonl"
-        if name != number and number.isascii() and number.isdigit() and path.is_file():
-            found[int(number)] = path
+    found: dict[int, Path] = {}
+    for folder in folders:
+        for name in os.listdir(folder) if folder.is_dir() else ():
+            number, path = name.removeprefix("run_"), folder / name / "journal.jsonl"
+            is_log = name != number and number.isascii() and number.isdigit() and path.is_file()
+            if is_log and (int(number) not in found or _goes_on(found[int(number)], path)):
+                found[int(number)] = path
     return dict(sorted(found.items()))
 
 
-def _info(number: int, path: Path) -> RunInfo:
+def _goes_on(log: Path, other: Path) -> bool:
+    """Return whether the log of another host goes on with a run, because the leader that wrote ``log`` was lost."""
+    return not _first_and_last(log)[1] and bool(_first_and_last(other)[0])
+
+
+def _first_and_last(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the record of a run, with which the log of a leader begins, and its result; each empty if it is absent."""
     first, last = {}, {}
     try:
         with open(safe_files.open_file(path), "rb") as file:
@@ -164,8 +172,14 @@ def _info(number: int, path: Path) -> RunInfo:
             last = _record(file.read().rstrip(b"\n").rpartition(b"\n")[2])
     except OSError:
         pass  # the file was removed, or is no file of this user: what is known is its number
-    first = first if first.get("type") == "run" else {}
-    last = last if last.get("type") == "result" else {}
+    return (
+        first if first.get("type") == "run" else {},
+        last if last.get("type") == "result" else {},
+    )
+
+
+def _info(number: int, path: Path) -> RunInfo:
+    first, last = _first_and_last(path)
     code = _field(last, "exit_code", 1)
     state = "stopped" if not last or _field(last, "stopped", False) else "failed" if code else "succeeded"
     started = _field(last, "started", 0.0)

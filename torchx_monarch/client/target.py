@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.backends.core import client_credentials, state_files
@@ -29,12 +31,15 @@ class Target:
         role: name of the role; empty for the role that listens at the address.
         credentials: text of ``transport.credentials.ClientCredentials``; empty if this machine has none.
         given: whether the user gave the address; otherwise it comes from the scheduler or this machine's records.
+        successors: returns the host names, as this machine reaches them, of the replicas that may have taken over from
+            replica 0 and listen on its port then.
     """
 
     address: Address
     role: str = ""
     credentials: str = ""
     given: bool = False
+    successors: Callable[[], Sequence[str]] = tuple
 
     @classmethod
     def of(cls, handle: str, role: str = "", address: str = "", runner: Runner | None = None) -> Target:
@@ -65,9 +70,11 @@ class Target:
             known = ", ".join(kept)
             raise UnreachableError(f"{handle} has no role {role!r} with hosts of ours; it has {known}", final=True)
         there = Address.parse(kept[role], "the kept address")
-        return cls(
-            Address(there.scheme, _host(handle, app_id, role, there.host, runner), there.port), role, credentials
-        )
+        where = Address(there.scheme, _host(handle, app_id, role, there.host, runner), there.port)
+        found = cls(where, role, credentials)
+        if client_credentials.hands_over(scheduler, app_id, role):
+            found = replace(found, successors=functools.partial(_successors, handle, app_id, role, runner))
+        return found
 
 
 def _given(address: str, kept: dict[str, str], role: str) -> Address:
@@ -116,13 +123,27 @@ def _host(handle: str, app_id: str, role: str, known: str, runner: Runner | None
     """
     if not known.startswith("@"):
         return known
+    with _asked(handle, runner) as apps:
+        host: str = apps.address(app_id, role)
+    if not host:
+        raise UnreachableError(f"{handle}: its scheduler does not say yet where replica 0 of role {role!r} runs")
+    return host
+
+
+def _successors(handle: str, app_id: str, role: str, runner: Runner | None) -> list[str]:
+    """Return the host names of the replicas of a role that may have taken over from replica 0."""
+    with _asked(handle, runner) as apps:
+        found: list[str] = apps.successors(app_id, role)
+        return found
+
+
+@contextlib.contextmanager
+def _asked(handle: str, runner: Runner | None) -> Iterator[Any]:
+    """Yield the apps (``core.apps``) of a handle's scheduler, from the runner if there is one."""
     with contextlib.ExitStack() as stack:
         if runner is None:
             from torchx.runner import get_runner
 
             runner = stack.enter_context(get_runner())
         scheduler: Any = torchx_api.scheduler_of(runner, handle.partition(":")[0])
-        host: str = scheduler.apps.address(app_id, role)
-    if not host:
-        raise UnreachableError(f"{handle}: its scheduler does not say yet where replica 0 of role {role!r} runs")
-    return host
+        yield scheduler.apps

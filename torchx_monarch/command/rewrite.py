@@ -47,6 +47,7 @@ class WrapOptions:
             backends.
         always_together: whether, on those backends, the failure of one role ends all roles whatever their retry policy,
             and the end of the first role ends all. The first role then waits for the other roles that are not sidecars.
+        hands_over: whether another host can take over when replica 0 of a role is lost.
     """
 
     python: str = "python"
@@ -54,6 +55,7 @@ class WrapOptions:
     rendezvous: Mapping[str, str] = field(default_factory=dict)
     application: str = ""
     always_together: bool = False
+    hands_over: bool = True
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,9 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
             fewest = found.command.fewest(role.num_replicas)
             role.num_replicas, role.min_replicas = role.num_replicas + spares, fewest
             spec = replace(spec, replicas=role.num_replicas, min_replicas=fewest, spares=spares)
-        hands_over = _hands_over(role, spec, alone=len(hosts) <= 1)
+        # Hosts that a backend starts again one by one look for replica 0, which must then be started again as well.
+        hands_over = options.hands_over and not (options.application and role.max_retries)
+        hands_over = hands_over and _hands_over(role, spec, is_connected=bool(peer_roles or registry))
         specs.append(replace(spec, awaits_clients=found.awaits_clients, hands_over=hands_over))
         own = replace(options, spec=replace(options.spec, spares=spares, hands_over=hands_over))
         words = _host_arguments(role, own, peers if found.kind == "actors" else "", registry, peer_roles, awaited)
@@ -324,17 +328,17 @@ def _host_arguments(
     return ["-m", HOST_MODULE, *words, "--"]
 
 
-def _hands_over(role: Role, spec: RoleSpec, alone: bool) -> bool:
+def _hands_over(role: Role, spec: RoleSpec, is_connected: bool) -> bool:
     """Return whether another host takes over when replica 0 of a role is lost.
 
     Args:
         role: the role.
         spec: what the backend must know of it.
-        alone: whether no other role of hosts is connected to it.
+        is_connected: whether replicas 0 of the app's roles are connected, and end together or look each other up.
     """
     can_lose = spec.spares > 0 or (spec.min_replicas or spec.replicas) < spec.replicas
-    local = not spec.rendezvous  # a new leader has no address on a network yet
-    return spec.workload is WorkloadKind.RANKS and can_lose and local and alone and not _are_replaced(role)
+    runs_ranks = spec.workload in (WorkloadKind.RANKS, WorkloadKind.SESSION)
+    return runs_ranks and can_lose and not is_connected and not _are_replaced(role)
 
 
 def _are_replaced(role: Role) -> bool:

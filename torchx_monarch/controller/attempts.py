@@ -121,6 +121,22 @@ class Attempts:
             self.number += 1
             self._uncounted += joined
 
+    def progress(self, attempt: int) -> AttemptProgress:
+        """Return what another host must know to go on with the attempts.
+
+        Args:
+            attempt: number of the attempt that is about to start; -1 if a client is yet to ask for a run.
+        """
+        return AttemptProgress(
+            attempt=attempt,
+            uncounted=self._uncounted,
+            restarts_left=self._restarts_left,
+            rank_restarts=self._reporter.rank_restarts,
+            first_log_attempt=self._options.first_log_attempt,
+            furthest_step=self._same_step.furthest,
+            failures_at_step=self._same_step.in_a_row,
+        )
+
     async def run(self, hosts: list[Registration]) -> JobResult:
         """Run attempts until one has succeeded or no other may help; return the result.
 
@@ -179,7 +195,7 @@ class Attempts:
         if self._options.sizes.elastic and (newcomers := await self._events.interrupt(arrived())):
             raise Interrupted(_joined(newcomers[0]))
         world = await self._world(hosts)
-        await self._gatherer.publish(self._progress())
+        await self._gatherer.publish(self.progress(self.number))
         self._launched = self.number
         launched = [answer async for answer in self._agents.ask(LaunchRanks(world))]
         self._reporter.phase(
@@ -200,17 +216,6 @@ class Attempts:
         if output is not None and cause is None:
             output.cancel()
         return cause
-
-    def _progress(self) -> AttemptProgress:
-        return AttemptProgress(
-            attempt=self.number,
-            uncounted=self._uncounted,
-            restarts_left=self._restarts_left,
-            rank_restarts=self._reporter.rank_restarts,
-            first_log_attempt=self._options.first_log_attempt,
-            furthest_step=self._same_step.furthest,
-            failures_at_step=self._same_step.in_a_row,
-        )
 
     async def _end(self, world_size: int, hanging: asyncio.Future[Hang]) -> RankExit | None:
         """Wait for the end of the ranks; stop the others when one has failed. Return the root cause, or None."""

@@ -135,8 +135,11 @@ class Controller:
         wanted = isinstance(event, StopRequested) and event.result.stopped
         more = {"host": event.host} if isinstance(event, HostExcluded) else {}
         self._reporter.note("stop" if wanted else event.KIND, event.result.reason, replica=event.replica, **more)
+        own_preemption = event.replica == self._gatherer.leader and isinstance(event, HostPreempted)
+        if own_preemption and await self._rendezvous.hand_over(event.result.reason):
+            return event.result  # the other hosts end their ranks themselves
         left = await self._dismiss_host(event)
-        # An event of the controller's own host ends the job.
+        # An event of the controller's own host ends the job, unless another host has taken over.
         goes_on = (left or isinstance(event, (HostJoined, HostExcluded))) and not self._is_own(event)
         goes_on = goes_on and (self._sizes.can_lose or self._replacements_left > 0)
         if not goes_on:

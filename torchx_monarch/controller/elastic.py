@@ -237,7 +237,8 @@ class HostGatherer:
 
     async def publish(self, progress: AttemptProgress) -> None:
         """Tell the other hosts of the present attempt, so that one of them can go on if this host is lost."""
-        await self._rendezvous.publish(tuple(host.replica for host in self._members), progress)
+        places = tuple(host.replica for host in self._members)
+        await self._rendezvous.record.publish(places, dataclasses.replace(progress, failures=self._failures.recorded))
 
     def shortage(self, replaced: bool) -> str:
         """Return why the job cannot go on with the remaining hosts; empty if it can.

@@ -9,8 +9,9 @@ that it replaces: the ranks of all other hosts keep their numbers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
+from torchx_monarch.model.job_record import MachineFailures
 from torchx_monarch.model.registration import Registration
 
 
@@ -57,20 +58,36 @@ class HostFailures:
     Args:
         after: number of failures after which a machine is excluded; 0 for never.
         window: seconds within which failures count.
-        clock: returns the time in seconds.
+        before: the failures that an earlier leader of the job has counted.
+        clock: returns the time in seconds since the epoch: a later leader has no other clock in common with this one.
     """
 
-    def __init__(self, after: int, window: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.excluded: set[str] = set()
+    def __init__(
+        self,
+        after: int,
+        window: float,
+        before: Iterable[MachineFailures] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        before = tuple(before)
+        self.excluded = {each.machine for each in before if each.excluded}
         self._after = after
         self._window = window
         self._clock = clock
-        self._failures: dict[str, list[float]] = {}
+        self._failures = {each.machine: list(each.times) for each in before}
 
     @property
     def enabled(self) -> bool:
         """Whether machines are ever excluded."""
         return self._after > 0
+
+    @property
+    def recorded(self) -> tuple[MachineFailures, ...]:
+        """The failures for a later leader; empty if machines are never excluded."""
+        names = sorted({*self._failures, *self.excluded}) if self.enabled else []
+        return tuple(
+            MachineFailures(name, tuple(self._failures.get(name, ())), name in self.excluded) for name in names
+        )
 
     def add(self, name: str) -> bool:
         """Count a failure of a machine; return whether it is the one that excludes the machine."""

@@ -13,13 +13,13 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias, get_args
 
-from torchx_monarch.controller.run_request import RunRequest
 from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import HostFacts, Link
 from torchx_monarch.model.job_result import RankExit
+from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.world import World
 
 

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import socket
 from collections.abc import Callable, Iterable
 
 from torchx_monarch.model.env_names import CREDENTIALS
@@ -46,6 +47,8 @@ class HostNetwork:
         serve_address: service id of this host, and the URL on which its worker loop listens.
         worker_address: the address with which a controller or a client attaches to the worker loop.
         worker_port: where Monarch starts only when the first client connects: its port until then; else None.
+        reserved: the port on which this host listens once it has taken over, and until then refuses connections; None
+            if it never takes over, or all hosts are on one machine.
     """
 
     rendezvous: Address
@@ -57,6 +60,7 @@ class HostNetwork:
     serve_address: str
     worker_address: str
     worker_port: WorkerPort | None = None
+    reserved: socket.socket | None = None
 
     @classmethod
     def setup(
@@ -68,6 +72,7 @@ class HostNetwork:
         folder: str,
         first: bool = False,
         deferred: bool = False,
+        hands_over: bool = False,
     ) -> HostNetwork:
         """Create the certificate and open the ports.
 
@@ -79,6 +84,7 @@ class HostNetwork:
             folder: folder for sockets and keys; mode 0700.
             first: whether this is replica 0.
             deferred: whether Monarch starts only when the first client connects.
+            hands_over: whether another host takes over when replica 0 is lost.
 
         Raises:
             CredentialsError: under TLS, the credentials are missing or invalid.
@@ -102,7 +108,8 @@ class HostNetwork:
                 )
             # All names by which others may dial this host: schedulers give out names, or addresses of any interface.
             names = {advertised, rendezvous.host, os.uname().nodename, *local_addresses.interfaces().values()}
-            names |= {REPLICA0_NAME} if first else set()
+            # Clients expect this name of the host that has taken over, too.
+            names |= {REPLICA0_NAME} if first or hands_over else set()
             identity = Identity.of(HostCredentials.load(credentials), names, folder)
         scheme = _MONARCH_SCHEMES[rendezvous.scheme]
         client_socket, worker_socket = local_addresses.bind_port(options), local_addresses.bind_port(options)
@@ -115,7 +122,15 @@ class HostNetwork:
         addresses, worker_port = (client_url, serve_address, worker_address), None
         if deferred:
             worker_port = WorkerPort(serve_address)
-        return cls(rendezvous, options, advertised, bind, identity, *addresses, worker_port)
+        reserved = local_addresses.reserve_port(rendezvous, options) if hands_over and not first else None
+        return cls(rendezvous, options, advertised, bind, identity, *addresses, worker_port, reserved)
+
+    @property
+    def listener(self) -> Address | None:
+        """Return the address at which this host listens once it has taken over; None as for ``reserved``."""
+        if self.reserved is None:
+            return None
+        return Address(self.rendezvous.scheme, self.advertised, self.reserved.getsockname()[1])
 
     async def start_monarch(
         self,

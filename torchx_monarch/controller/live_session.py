@@ -26,6 +26,7 @@ from torchx_monarch.controller.host_messages import (
 )
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.controller.run import Run
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.controller.spmd_work import Session
 from torchx_monarch.insight.progress import Reporter
@@ -55,6 +56,7 @@ class LiveSession(Session):
         self, options: JobOptions, rendezvous: Rendezvous, reporter: Reporter, agents: Agents, run_queue: RunQueue
     ) -> None:
         super().__init__(options, rendezvous.events)
+        self._leader = rendezvous.leader
         self._reporter = reporter
         self._agents = agents
         self._run_queue = run_queue
@@ -63,6 +65,9 @@ class LiveSession(Session):
         run_queue.handle_code = self._handle_code
         run_queue.stop_ranks = self._stop_ranks
         rendezvous.on_output = self._output
+        if (run := run_queue.current) is not None:  # of an earlier leader
+            self._show_phases_of(run)
+            reporter.line(f"run {run.number} goes on under host {self._leader}; its ranks start again")
 
     @property
     def running(self) -> bool:
@@ -75,9 +80,13 @@ class LiveSession(Session):
             return JobResult(0, f"no run for {self._run_queue.idle_timeout:g} s: the hosts end", stopped=True)
         run = self._run_queue.begin()
         self._received = {}
-        self._reporter.echo = lambda text: run.run_log.append({"type": "phase", "text": text})
+        self._show_phases_of(run)
         self._reporter.note("run", f"run {run.number}: {run.request.shown}", run=run.number)
         return None
+
+    def _show_phases_of(self, run: Run) -> None:
+        """Have the clients of a run see the progress lines."""
+        self._reporter.echo = lambda text: run.run_log.append({"type": "phase", "text": text})
 
     def set_ready(self, ready: bool) -> None:
         """Note whether the hosts are together, on a new mesh."""
@@ -104,7 +113,7 @@ class LiveSession(Session):
             if answer.fresh:
                 self._received[answer.replica] = 0
         run.ranks = sum(answer.nproc for answer in begun.values())
-        first = begun[0]
+        first = begun[self._leader]
         options = dataclasses.replace(
             self._options, run_id=first.run_id, max_restarts=first.max_restarts, grace=first.grace
         )
@@ -169,6 +178,6 @@ class LiveSession(Session):
         self._arrived.set()
 
     async def _all_arrived(self, finished: Sequence[RunFinished]) -> None:
-        while any(self._received.get(one.replica, 0) < one.records for one in finished if one.replica):
+        while any(self._received.get(one.replica, 0) < one.records for one in finished if one.replica != self._leader):
             self._arrived.clear()
             await self._arrived.wait()

@@ -12,7 +12,8 @@ host to replica 0          ``register`` (greeting, with the protocol's version),
 client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and the kinds in
                            ``Rendezvous.clients``
 replica 0 to either        ``registered`` (with its name and term), ``alive``, ``refused`` (with the reason), ``state``,
-                           ``job`` (what a host must know to go on with the job), ``result``
+                           ``job`` (what a host must know to go on with the job), ``leaves`` (with the reason for which
+                           another host is to take over), ``result``
 =========================  =======================================================================================
 
 When replica 0 is lost, another host may take over this side of the rendezvous (``succession``): it is the leader then.
@@ -28,10 +29,11 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable, Collection
 
-from torchx_monarch.controller import succession
+from torchx_monarch.controller import quorum, succession
 from torchx_monarch.controller.host_events import (
     HostEvent,
     HostEvents,
@@ -43,9 +45,11 @@ from torchx_monarch.controller.host_events import (
 )
 from torchx_monarch.controller.host_messages import AgentLost, RunOutput, SignalReceived, decode_report
 from torchx_monarch.controller.host_registry import HostRegistry
+from torchx_monarch.controller.quorum import Quorum
+from torchx_monarch.controller.record_publisher import RecordPublisher
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
-from torchx_monarch.model.job_record import AttemptProgress, JobRecord
+from torchx_monarch.model.job_record import JobRecord
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import connections, messages
@@ -57,8 +61,8 @@ _GREETING_TIMEOUT = 10.0
 
 _LATECOMERS = 1.0
 
-_PUBLISH_TIMEOUT = 1.0
-"""Seconds to send the state of the job to hosts before an attempt starts."""
+_LEAVE_TIMEOUT = 1.0
+"""Seconds to tell the other hosts that this one leaves the job to them."""
 
 _STOPPED = JobResult(128 + signal.SIGTERM, "the job was stopped by its client", stopped=True)
 
@@ -89,6 +93,9 @@ class Rendezvous:
         leader: replica of this host.
         events: the events that interrupt the controller.
         hosts: the hosts that are registered.
+        record: keeps the hosts informed of what another one must know to take over.
+        handed_over: whether this host has left the job to another leader.
+        superseded: whether another host leads the job, or may do so.
         clients: handlers of client greetings, by kind, which extend or replace those of this module. The handler owns
             the connection until it returns; its ``RendezvousError`` refuses the client.
         on_idle_change: called when hosts that take no part in the present attempt have changed, with the loss of one or
@@ -108,6 +115,8 @@ class Rendezvous:
         term: its term as leader.
         absent: replicas that are not waited for.
         hands_over: whether another host takes over when this one is lost.
+        before: the job, as the leader before this one has left it; None on replica 0.
+        reserved: a socket that is bound to the port of ``address``; None to bind one.
     """
 
     def __init__(
@@ -124,10 +133,13 @@ class Rendezvous:
         term: int = 0,
         absent: Collection[int] = (),
         hands_over: bool = False,
+        before: JobRecord | None = None,
+        reserved: socket.socket | None = None,
     ) -> None:
         self.leader = leader
         self.events = HostEvents()
         self.hosts = HostRegistry(replicas, absent)
+        self.handed_over = self.superseded = False
         self.clients: dict[str, Serve] = {}
         self.on_output: Callable[[Registration, RunOutput], None] | None = None
         self.on_idle_change: Callable[[HostEvent | None], None] | None = None
@@ -139,13 +151,14 @@ class Rendezvous:
         self._fewest = replicas if fewest is None else fewest
         self._spares = spares
         self._term = term
-        self._hands_over = hands_over
-        self._attempt: tuple[tuple[int, ...], AttemptProgress] | None = None
+        self._reserved = reserved
+        self._voters_before = before.voters if before is not None else ()
+        self._quorum = Quorum(leader, self._voters_before) if hands_over and address.networked else None
         self._socket = 0
-        self._tasks: set[asyncio.Task[bool]] = set()  # the event loop holds tasks by weak references only
         self._leases: Leases[int] = Leases(lease, self._lease_expired)
         self._silent: set[int] = set()
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self.record = RecordPublisher(leader, term, self._others, self._writers, hands_over, self._quorum, before)
         self._ending = False
         self._result: JobResult | None = None
         self._informed: set[int] = set()
@@ -158,12 +171,12 @@ class Rendezvous:
             RendezvousError: the process cannot listen on the address.
         """
         try:
-            address = succession.listener_of(self._address, self._term)
+            address = self._address if self._address.networked else succession.listener_of(self._address, self._term)
             self._listener = await connections.listen(
-                address, self._serve, self._identity, self._bind, self._peer_timeout
+                address, self._serve, self._identity, self._bind, self._peer_timeout, self._reserved
             )
-            if self._term:
-                _put_at(address.path, self._address.path)
+            if self._term and not address.networked:
+                connections.put_at(address.path, self._address.path)
             if not address.networked:
                 self._socket = os.stat(address.path).st_ino
         except (ConnectError, OSError) as error:
@@ -177,33 +190,41 @@ class Rendezvous:
             reason = f"{host.name} cannot start: {host.error}"
             result = JobResult(host.code, reason, replica=host.replica)
             self.events.post(StopRequested(host.replica, result))
-        elif self.hosts.is_idle(host):
-            self._note_idle_change(None)
 
-    async def publish(self, places: tuple[int, ...], progress: AttemptProgress) -> None:
-        """Tell every host the state of the job before an attempt starts, if another host is to go on with it.
+    async def hand_over(self, reason: str) -> bool:
+        """Leave the job to another host; return False, and do nothing, if no other host can take over.
 
         Args:
-            places: replicas of the attempt, in the order of their node ranks.
-            progress: the progress of the attempts.
+            reason: why this host leaves.
         """
-        self._attempt = places, progress
-        if sending := self._send_job():
-            await asyncio.wait(sending, timeout=_PUBLISH_TIMEOUT)  # a host that does not read must not delay others
+        leaving = {event.replica for event in self.events.pending if isinstance(event, (HostLost, HostPreempted))}
+        staying = {host.replica for host in self.hosts.able} - leaving - {self.leader}
+        voters = set(self._quorum.voters if self._quorum else ()) - {self.leader}
+        enough = len(staying) >= self._fewest and quorum.suffice(staying, voters, new=True)
+        if not self.record.has_begun or not enough:
+            return False
+        self.handed_over = self.superseded = True
+        if self._listener is not None:
+            self._listener.close()  # before the other hosts know: the next leader puts its socket file in this place
+        await self._tell({"type": "leaves", "reason": reason}, _LEAVE_TIMEOUT)
+        return True
 
-    def _send_job(self) -> list[asyncio.Task[bool]]:
-        """Send every host the state of the job, which has changed; return the tasks that do so."""
-        if self._attempt is None or not self._hands_over:
-            return []
-        places, progress = self._attempt
-        others = tuple(sorted(host.replica for host in self.hosts.able if host.replica in self._writers))
-        record = dataclasses.asdict(JobRecord(self._term, self.leader, others, places, progress))
-        message = {"type": "job", "job": record}
-        sending = [asyncio.ensure_future(messages.send(writer, message)) for writer in self._writers.values()]
-        for task in sending:
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        return sending
+    async def gather_majority(self, timeout: float) -> str:
+        """Wait for the hosts without which a new leader must not go on.
+
+        Args:
+            timeout: seconds to wait for them.
+
+        Returns:
+            Why it must not go on; empty if it may.
+        """
+
+        def why_not() -> str:
+            return quorum.why_not({host.replica for host in self.hosts.able}, self._voters_before, new=True)
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.hosts.until(lambda: not why_not()), timeout)
+        return why_not()
 
     async def dismiss(self, replica: int, result: JobResult) -> None:
         """Send one host the result with which it ends, while the job goes on without it."""
@@ -229,9 +250,7 @@ class Rendezvous:
         if result.code != 0:
             self.end()
         started = time.monotonic()
-        message = {"type": "result", **result.to_json()}
-        if telling := [asyncio.ensure_future(messages.send(writer, message)) for writer in self._writers.values()]:
-            await asyncio.wait(telling, timeout=timeout)  # in parallel: a host that does not read must not delay others
+        await self._tell({"type": "result", **result.to_json()}, timeout)
         open_for = 0.0 if self.hosts.formed or self._listener is None else _LATECOMERS
         while (self._writers or open_for) and time.monotonic() < started + timeout:
             await asyncio.sleep(0.005)
@@ -241,6 +260,10 @@ class Rendezvous:
             self._listener.close()
             if not self._address.networked:
                 self._remove_socket()
+
+    async def _tell(self, message: messages.Message, timeout: float) -> None:
+        if telling := [asyncio.ensure_future(messages.send(writer, message)) for writer in self._writers.values()]:
+            await asyncio.wait(telling, timeout=timeout)  # in parallel: a host that does not read must not delay others
 
     def _remove_socket(self) -> None:
         """Remove the socket files of this leader and those before it, unless another host has taken over."""
@@ -282,20 +305,30 @@ class Rendezvous:
             self._listener.mark_authenticated()
         own = self.hosts.registered.get(self.leader)
         name = own.name if own else f"replica {self.leader}"
-        await messages.send(writer, {"type": "registered", "name": name, "term": self._term})
-        self._send_job()
+        answer = {"type": "registered", "name": name, "term": self._term, "generation": self.record.generation}
+        await messages.send(writer, answer)
+        self.record.send_soon()
+        if self.hosts.is_idle(host) and not host.error:
+            await asyncio.sleep(0)  # lets the record be written: the others know a spare host before the log names it
+            self._note_idle_change(None)
         if self._result is not None:
             await messages.send(writer, {"type": "result", **self._result.to_json()})
         try:
             lost = await self._follow(host, reader)
         except messages.ProtocolError as error:
             lost = _lost(host, f"was lost: {error}")
+        ended = connections.closed_by_peer(reader) and host.replica not in self._silent
+        self._silent.discard(host.replica)
         if self._writers.get(host.replica) is writer:
             del self._writers[host.replica]
             self._leases.drop(host.replica)
-        if not host.error and self.hosts.registered.get(host.replica) is host:
+        known = self.hosts.registered.get(host.replica)
+        if known is host:
             self.hosts.remove(host.replica)
-            self._send_job()
+        if known in (host, None):
+            self._keep_quorum(host, ended)
+        if known is host and not host.error:
+            self.record.send_soon()
             if self._is_needless(host):
                 self._note_idle_change(lost)
             else:
@@ -320,6 +353,10 @@ class Rendezvous:
         hosts = [dataclasses.asdict(host) for host in self.hosts.registered.values()]
         return {"hosts": hosts, "missing": self.hosts.missing, "ended": self._result is not None}
 
+    def _others(self) -> list[Registration]:
+        """Return the hosts but this one that can take part."""
+        return [host for host in self.hosts.able if host.replica != self.leader]
+
     def _admit(self, greeting: messages.Message) -> Registration:
         try:
             host = decode(Registration, greeting.get("host"), "the registration")
@@ -329,7 +366,7 @@ class Rendezvous:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
         followed = greeting.get("term")
         if reason := succession.why_deposed(self._term, followed if isinstance(followed, int) else 0):
-            self.events.post(StopRequested(self.leader, JobResult(1, reason, replica=self.leader)))
+            self._end_superseded(JobResult(1, reason, replica=self.leader))
             raise _EndingError(reason)
         if host.replica < self.leader:
             raise RendezvousError(f"replica {self.leader} has taken over the job, which goes on without this host")
@@ -371,20 +408,40 @@ class Rendezvous:
                     self.events.post(event)
             if isinstance(report, RunOutput) and self.on_output is not None:
                 self.on_output(host, report)
+            if self._quorum is not None and message.get("generation") == self.record.generation:
+                self._quorum.confirm(host.replica)
             if message.get("type") == "alive" and host.replica in self._writers:
                 await messages.send(self._writers[host.replica], {"type": "alive"})
         if host.replica in self._silent:
-            self._silent.discard(host.replica)
             return _lost(host, f"does not answer: no message from it for {self._leases.seconds:g} s (lease)")
         if (pause := self._leases.own_pause) and self.leader in self.hosts.registered:
             # This process paused, so its lease at the host expired. The host is sound and may register again.
             own = self.hosts.registered[self.leader]
             blamed = _lost(own, f"did not run for {pause:.0f} s, and {host.name} has left it")
-            if self._attempt is not None and self._hands_over:
+            if self.record.has_begun:
                 # Another host has taken over. The event of the lost host follows: its ranks are not waited for.
-                self.events.post(StopRequested(self.leader, blamed.result))
+                self._end_superseded(blamed.result)
             return dataclasses.replace(blamed, replica=host.replica)
         return _lost(host, "was lost: its connection broke")
+
+    def _keep_quorum(self, lost: Registration, ended: bool) -> None:
+        """End the job on this side of the network, if a host is lost and the others may go on without this side.
+
+        Args:
+            lost: the lost host.
+            ended: whether its process is known to have ended.
+        """
+        if self._quorum is None or self._result is not None:
+            return
+        if ended:
+            self._quorum.note_ended(lost.replica)
+        elif reason := self._quorum.why_not({host.replica for host in self.hosts.able}):
+            self._end_superseded(JobResult(1, f"{lost.name} was lost: {reason}", replica=self.leader))
+
+    def _end_superseded(self, result: JobResult) -> None:
+        """End this leader, because another host leads the job or may do so."""
+        self.superseded = True
+        self.events.post(StopRequested(self.leader, result))
 
     def _is_needless(self, host: Registration) -> bool:
         """Return whether the present attempt goes on if a host, other than replica 0, is lost."""
@@ -397,15 +454,7 @@ class Rendezvous:
 
     def _lease_expired(self, replica: int) -> None:
         self._silent.add(replica)
-        self._writers[replica].transport.abort()  # ends ``_follow`` of this host
-
-
-def _put_at(path: str, place: str) -> None:
-    """Give the socket file of a listener another path, where clients look for it, in place of the file there."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"{path}.new")
-    os.link(path, f"{path}.new")
-    os.replace(f"{path}.new", place)
+        connections.give_up(self._writers[replica])  # ends ``_follow`` of this host
 
 
 def _lost(host: Registration, how: str) -> HostLost:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torchx_monarch.controller import succession
 from torchx_monarch.controller.host_messages import Report, encode_message
 from torchx_monarch.controller.rendezvous import RendezvousError
-from torchx_monarch.model.codec import DecodeError, decode
+from torchx_monarch.model.codec import DecodeError
 from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
 from torchx_monarch.model.job_record import JobRecord
 from torchx_monarch.model.job_result import JobResult
@@ -108,9 +108,9 @@ async def handshake(
     raise RendezvousError(f"{aim} in {timeout:g} s: {why}")
 
 
-def _term(message: messages.Message) -> int:
-    term = message.get("term")
-    return term if isinstance(term, int) else 0
+def _number(message: messages.Message, name: str, default: int) -> int:
+    number = message.get(name)
+    return number if isinstance(number, int) else default
 
 
 class RendezvousClient:
@@ -118,6 +118,7 @@ class RendezvousClient:
 
     Attributes:
         lost: why replica 0 is lost; empty if no more is known than that the connection broke.
+        left: whether replica 0 has left the job, for another host to take over.
         dismissed: whether the result is for this host alone, and the job goes on without it.
         job: what this host must know to go on with the job; None if no other host takes over.
         paused: whether this host did not run for so long that it may have been given up.
@@ -127,18 +128,26 @@ class RendezvousClient:
         writer: writer of the connection to replica 0.
         name: name of replica 0's host, for messages.
         lease: seconds of silence after which replica 0 counts as lost.
+        address: address on which replica 0 listens; None if it is not known.
     """
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str = "replica 0", lease: float = LEASE
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        name: str = "replica 0",
+        lease: float = LEASE,
+        address: Address | None = None,
     ) -> None:
         self.lost = ""
+        self.left = False
         self.dismissed = False
         self.job: JobRecord | None = None
         self.paused = False
         self._reader = reader
         self._writer = writer
         self._name = name
+        self._address = address
         self._leases: Leases[str] = Leases(lease, self._lease_expired)
 
     @classmethod
@@ -152,6 +161,7 @@ class RendezvousClient:
         on_failure: Callable[[ConnectError], None] = lambda error: None,
         lease: float = LEASE,
         term: int = 0,
+        generation: int = -1,
     ) -> RendezvousClient:
         """Connect to replica 0 and register. Retry until it listens.
 
@@ -165,6 +175,7 @@ class RendezvousClient:
             on_failure: called with the error of each failed try.
             lease: seconds of silence, after the registration, after which replica 0 counts as lost.
             term: the highest term of a leader that this host has followed.
+            generation: that of the newest record that this host has; -1 for none.
 
         Raises:
             RendezvousError: replica 0 refused the host, or did not answer within ``timeout`` seconds.
@@ -174,10 +185,15 @@ class RendezvousClient:
         answer, reader, writer = await handshake(
             address, greeting, "registered", timeout, identity, peer_timeout, on_failure
         )
-        if succession.why_deposed(led := _term(answer), term):
+        if succession.why_deposed(led := _number(answer, "term", 0), term):
             writer.close()
             raise RendezvousError(f"term {led} of the leader at {address} is over: this host has followed term {term}")
-        return cls(reader, writer, str(answer.get("name"))[:200], lease)
+        if (newest := _number(answer, "generation", generation)) < generation:
+            writer.close()
+            raise RendezvousError(
+                f"the leader at {address} knows the job up to record {newest}, and this host up to record {generation}"
+            )
+        return cls(reader, writer, str(answer.get("name"))[:200], lease, address)
 
     async def report(self, report: Report) -> None:
         """Send a report to replica 0."""
@@ -192,7 +208,12 @@ class RendezvousClient:
             while message := await messages.receive(self._reader):
                 self._leases.renew(self._name)
                 if message.get("type") == "job":
-                    self.job = decode(JobRecord, message.get("job"), "the job")
+                    self.job = JobRecord.from_json(message.get("job"))
+                    await messages.send(self._writer, {"type": "alive", "generation": self.job.generation})
+                if message.get("type") == "leaves":
+                    self.left = True
+                    self.lost = f"{self._name} leaves the job to another host: {str(message.get('reason'))[:1000]}"
+                    return None
                 if message.get("type") == "result":
                     self.dismissed = message.get("dismissed") is True
                     return JobResult.from_json(message)
@@ -206,6 +227,12 @@ class RendezvousClient:
             self._leases.stop()
         return None
 
+    async def leader_has_ended(self) -> bool:
+        """Return whether the process of replica 0, which is lost over a network, is known to lead no more."""
+        if self.left:
+            return True
+        return not self.lost and self._address is not None and await connections.has_ended(self._address, self._reader)
+
     async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(self._leases.heartbeat)
@@ -213,4 +240,4 @@ class RendezvousClient:
 
     def _lease_expired(self, name: str) -> None:
         self.lost = f"{name} does not answer: no message from it for {self._leases.seconds:g} s (lease)"
-        self._writer.transport.abort()
+        connections.give_up(self._writer)

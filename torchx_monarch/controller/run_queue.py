@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import signal
 import time
@@ -31,9 +30,11 @@ from typing import Any
 
 from torchx_monarch.controller.host_events import RunEndRequested, StopRequested
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
-from torchx_monarch.controller.run_request import RunRequest
+from torchx_monarch.controller.run import Run
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.run_request import RunRequest
+from torchx_monarch.model.session_record import SessionRecord
 from torchx_monarch.transport import messages
 
 TIMED_OUT = 124
@@ -42,79 +43,16 @@ TIMED_OUT = 124
 _RUNS_KEPT = 1000
 """Number of runs that replica 0 remembers; each takes some kilobytes."""
 
+_ENDED_PUBLISHED = 20
+"""Number of ended runs of which the other hosts know: a client whose connection broke asks for the last result."""
+
+_REQUESTS_PUBLISHED = messages.MAX_MESSAGE // 2
+"""Bytes of requests that the other hosts get in one message; runs beyond that in the queue are lost with this host."""
+
 _CLOSE_TIMEOUT = 5.0
 """Seconds for clients to receive the last records when the hosts end."""
 
 Handler = Callable[["RunQueue", messages.Message, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-@dataclasses.dataclass(eq=False)
-class Run:
-    """One run.
-
-    Attributes:
-        number: number of the run, from 1.
-        request: the client's request.
-        run_log: the records of the run.
-        token: identifies the run even after a restart of this replica 0.
-        submitted: time of acceptance, in seconds since the epoch.
-        started: time of the start, in seconds since the epoch; 0 before it.
-        ended: time of the end, in seconds since the epoch; 0 before it.
-        result: result of the run; None before its end.
-        ending: result of the run after a request to end it; None without such a request.
-        last_record: the last record of its log; None before the end.
-        ranks: number of ranks; 0 before the hosts have started the run.
-    """
-
-    number: int
-    request: RunRequest
-    run_log: RunLog
-    token: str
-    submitted: float = dataclasses.field(default_factory=time.time)
-    started: float = 0.0
-    ended: float = 0.0
-    result: JobResult | None = None
-    ending: JobResult | None = None
-    last_record: dict[str, Any] | None = None
-    ranks: int = 0
-
-    @property
-    def state(self) -> str:
-        """Return ``queued``, ``running``, ``succeeded``, ``failed`` or ``stopped``."""
-        if self.result is None:
-            return "running" if self.started else "queued"
-        return "stopped" if self.result.stopped else "failed" if self.result.code else "succeeded"
-
-    def describe(self) -> str:
-        """Return a description of the run for messages."""
-        since = time.time() - (self.started or self.submitted)
-        by = f" by {self.request.by}" if self.request.by else ""
-        return f"run {self.number}{by} ({self.state} for {since:.0f} s: {self.request.shown})"
-
-    def why_no_rank(self, rank: int | None) -> str:
-        """Return why the run has no such rank; empty if it has, if ``rank`` is None, or if it has not started yet."""
-        if rank is None or 0 <= rank < self.ranks:
-            return ""
-        if not self.ranks:
-            return f"run {self.number} has started no ranks" if self.result else ""
-        known = f"ranks 0 to {self.ranks - 1}" if self.ranks > 1 else "rank 0 alone"
-        return f"run {self.number} has no rank {rank}; it has {known}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the run's state as JSON values for a client."""
-        return {
-            "run": self.number,
-            "state": self.state,
-            "command": self.request.shown,
-            "cwd": self.request.cwd,
-            "code": self.request.code,
-            "by": self.request.by,
-            "submitted": self.submitted,
-            "started": self.started,
-            "ended": self.ended,
-            "exit_code": self.result.code if self.result else None,
-            "reason": self.result.reason if self.result else "",
-        }
 
 
 class RunQueue:
@@ -137,6 +75,9 @@ class RunQueue:
         default_command: command of runs that name none; empty for none.
         idle_timeout: seconds without a run after which the allocation ends; 0 for no limit.
         is_warm: returns whether ranks of this host are to find their modules imported.
+        before: the runs, as the leader before this one has left them; None on replica 0.
+        own_log: returns the log of a run, by its token, that this host has begun under that leader; None for no such
+            run.
     """
 
     KINDS: dict[str, Handler] = {}
@@ -150,6 +91,8 @@ class RunQueue:
         default_command: tuple[str, ...],
         idle_timeout: float,
         is_warm: Callable[[], bool],
+        before: SessionRecord | None = None,
+        own_log: Callable[[str], RunLog | None] = lambda token: None,
     ) -> None:
         self.current: Run | None = None
         self.ready = False
@@ -175,6 +118,29 @@ class RunQueue:
         self._timer: asyncio.TimerHandle | None = None
         for kind, handler in self.KINDS.items():
             rendezvous.clients[kind] = self._bound(handler)
+        if before is not None:
+            self._go_on(before, own_log)
+
+    def _go_on(self, before: SessionRecord, own_log: Callable[[str], RunLog | None]) -> None:
+        """Go on with the runs of an earlier leader."""
+        self._number, self._count = max(self._number, before.last), before.ended
+        for each in before.runs:
+            try:
+                run = Run.of(each, own_log(each.token) or self._new_log(each.number))
+            except OSError:  # clients learn that the run is not known here
+                continue
+            _append(run.run_log, {"type": "run", **run.to_json()})
+            if run.result is not None:
+                _append(run.run_log, run.last_record or {})
+                run.run_log.close()
+                self._ended.append(run)
+            elif run.started:
+                self.current = run
+                self._start_timeout(run)
+                if run.ending is not None:
+                    self._rendezvous.events.post(RunEndRequested(0, run.ending))
+            else:
+                self._queue.append(run)
 
     # -- for the controller --------------------------------------------------------------------------------------------
 
@@ -193,11 +159,27 @@ class RunQueue:
         """Remove the next run from the queue, start its timeout and return it."""
         self.current = run = self._queue.popleft()
         run.started = time.time()
+        self._start_timeout(run)
+        self.publish()
+        return run
+
+    def _start_timeout(self, run: Run) -> None:
         if run.request.timeout is not None:
             reason = f"run {run.number} was ended by its timeout of {run.request.timeout:g} s"
             result = JobResult(TIMED_OUT, reason, stopped=True)
-            self._timer = asyncio.get_running_loop().call_later(run.request.timeout, self.end_run, run, result)
-        return run
+            left = max(0.0, run.started + run.request.timeout - time.time())
+            self._timer = asyncio.get_running_loop().call_later(left, self.end_run, run, result)
+
+    def publish(self) -> None:
+        """Tell the other hosts the runs, if one of them takes over when this host is lost."""
+        if not self._rendezvous.record.enabled:
+            return
+        room, records = _REQUESTS_PUBLISHED, [run.to_record() for run in list(self._ended)[-_ENDED_PUBLISHED:]]
+        for run in self._unended():
+            room -= run.request_size
+            if room >= 0:
+                records.append(run.to_record())
+        self._rendezvous.record.set_session(SessionRecord(self._number, self._count, tuple(records)))
 
     def finish(self, run: Run, result: JobResult, records: list[dict[str, Any]]) -> None:
         """Record the end of a run.
@@ -211,18 +193,7 @@ class RunQueue:
             self._timer.cancel()
             self._timer = None
         run.result, run.ended = result, time.time()
-        run.last_record = {
-            "type": "result",
-            "run": run.number,
-            "exit_code": result.code,
-            "reason": result.reason,
-            "stopped": result.stopped,
-            "cause": result.cause.rank if result.cause else None,
-            "started": run.started,
-            "seconds": run.ended - (run.started or run.ended),
-            "code": run.request.code,
-        }
-        for record in (*records, run.last_record):
+        for record in (*records, run.last_record or {}):
             _append(run.run_log, record)
         run.run_log.close()
         self._ended.append(run)
@@ -230,6 +201,11 @@ class RunQueue:
             self.current = None
             self._count += 1
         self._busy_at = time.monotonic()
+        self.publish()
+
+    async def publish_now(self) -> None:
+        """Wait until the other hosts have been sent the runs: what a client has been granted outlives this host."""
+        await self._rendezvous.record.send()
 
     def touch(self) -> None:
         """Restart the idle timeout for a use of the hosts that is not a run."""
@@ -249,13 +225,21 @@ class RunQueue:
             self.finish(run, result, [])
         elif run is self.current:
             run.ending = run.ending or result
+            self.publish()
             self._rendezvous.events.post(RunEndRequested(0, run.ending, number))
 
     async def close(self, result: JobResult) -> None:
-        """End all runs because the hosts end, and wait until the clients have received the last records."""
+        """End all runs because the hosts end, and wait until the clients have received the last records.
+
+        Runs that another host may go on with have not ended: clients lose the connection and look for that host.
+        """
         self._result = result
+        if self._rendezvous.superseded:
+            for feeding in self._feeding:
+                feeding.cancel()
+            return
         reason = f"the hosts have ended: {result.reason}"
-        for run in [*([self.current] if self.current else []), *self._queue]:
+        for run in self._unended():
             self.finish(run, JobResult(result.code or 1, reason, stopped=result.stopped), [])
         self._queue.clear()
         if self._feeding:
@@ -305,7 +289,7 @@ class RunQueue:
             raise RendezvousError(f"{before.describe()} has these hosts; wait for it, end it, or have this one wait")
         number = self._number + 1
         try:
-            run_log = RunLog(os.path.join(self._log_dir, f"run_{number}", "journal.jsonl"))
+            run_log = self._new_log(number)
         except OSError as error:
             raise RendezvousError(f"the run's folder cannot be made: {error.strerror}: {error.filename}") from None
         self._number = number
@@ -313,7 +297,11 @@ class RunQueue:
         _append(run_log, {"type": "run", **run.to_json()})
         self._queue.append(run)
         self._wake.set()
+        self.publish()
         return run
+
+    def _new_log(self, number: int) -> RunLog:
+        return RunLog(os.path.join(self._log_dir, f"run_{number}", "journal.jsonl"))
 
     def find(self, number: object) -> Run:
         """Return the run with the given number.
@@ -324,7 +312,7 @@ class RunQueue:
         Raises:
             RendezvousError: no such run is known.
         """
-        known = [*self._ended, *([self.current] if self.current else []), *self._queue]
+        known = [*self._ended, *self._unended()]
         if number is None and known:
             return self.current or known[-1]
         for run in known:
@@ -335,8 +323,10 @@ class RunQueue:
 
     def runs(self) -> list[dict[str, Any]]:
         """Return the state of all known runs, oldest first."""
-        known = [*self._ended, *([self.current] if self.current else []), *self._queue]
-        return [run.to_json() for run in known]
+        return [run.to_json() for run in (*self._ended, *self._unended())]
+
+    def _unended(self) -> list[Run]:
+        return [*([self.current] if self.current else []), *self._queue]
 
     async def feed(
         self,
@@ -360,7 +350,7 @@ class RunQueue:
         """
         if why := run.why_no_rank(rank):
             raise RendezvousError(why)
-        if not await messages.send(writer, {"type": "accepted", "run": run.number}):
+        if not await messages.send(writer, {"type": "accepted", "run": run.number, "leader": self._rendezvous.leader}):
             return
         feeding = asyncio.ensure_future(self._feed(run, rank, wait, writer))
         gone = asyncio.ensure_future(reader.read(1))
@@ -419,7 +409,9 @@ async def _run(
         request = RunRequest.from_message(greeting)
     except ValueError as error:
         raise RendezvousError(str(error)) from None
-    await run_queue.feed(run_queue.submit(request), reader, writer)
+    run = run_queue.submit(request)
+    await run_queue.publish_now()
+    await run_queue.feed(run, reader, writer)
 
 
 async def _follow(
@@ -447,6 +439,7 @@ async def _end_run(run_queue: RunQueue, greeting: messages.Message, reader: Any,
         128 + number, f"run {run.number} was {'killed' if kill else 'stopped'} by its client", stopped=True
     )
     run_queue.end_run(run, result, number)
+    await run_queue.publish_now()
     if kill and run is run_queue.current and run_queue.stop_ranks is not None:
         # Directly: the controller may be waiting out the grace period of an earlier stop request.
         with contextlib.suppress(Exception):

@@ -125,9 +125,10 @@ class SpmdWork:
         try:
             while True:
                 if not self._session.running:
+                    self._attempts = self._new_attempts()
+                    await self._gatherer.publish(self._attempts.progress(-1))
                     if idle := await self._events.interrupt(self._session.next_run(), concerns_hosts):
                         return idle
-                    self._attempts = self._new_attempts()
                 with self._recorder.recording():
                     result = await self._execute(hosts)
                 ended = await self._session.finish(self._attempts, result)

@@ -14,13 +14,13 @@ from collections.abc import Collection
 from torchx_monarch.model.job_record import JobRecord
 from torchx_monarch.transport.connections import Address
 
-_SUCCESSORS = 8
+SUCCESSORS = 8
 """Hosts that may take over. More than these are hardly lost together, and each costs the others a time-out."""
 
 
 def successors(record: JobRecord) -> list[tuple[int, int]]:
     """Return the replicas that take over, in their order, each with the term that it has as leader."""
-    return [(replica, record.term + 1 + place) for place, replica in enumerate(record.hosts[:_SUCCESSORS])]
+    return [(replica, record.term + 1 + place) for place, replica in enumerate(record.hosts[:SUCCESSORS])]
 
 
 def suffice(record: JobRecord, fewest: int) -> bool:
@@ -28,9 +28,30 @@ def suffice(record: JobRecord, fewest: int) -> bool:
     return len(record.hosts) >= fewest
 
 
-def listener_of(address: Address, term: int) -> Address:
-    """Return the socket file at which the leader of a term listens for hosts; ``address`` is replica 0's."""
-    return dataclasses.replace(address, path=f"{address.path}.{term}") if term else address
+def listener_of(address: Address, term: int, registered: str = "") -> Address:
+    """Return the address at which the leader of a term listens for hosts.
+
+    Args:
+        address: replica 0's.
+        term: the leader's term.
+        registered: the address with which the leader has registered (``Registration.listener``); empty on one machine,
+            where it listens at a socket file of its term.
+    """
+    if not term:
+        return address
+    if registered:
+        return Address.parse(registered, "the address of a host that takes over")
+    return dataclasses.replace(address, path=f"{address.path}.{term}")
+
+
+def listeners(record: JobRecord) -> dict[int, str]:
+    """Return the addresses at which the successors listen, by replica; empty on one machine."""
+    return dict(zip(record.hosts, record.listeners, strict=False))
+
+
+def without_leader(record: JobRecord) -> JobRecord:
+    """Return the record of a job whose leader is known to have ended."""
+    return dataclasses.replace(record, voters=tuple(each for each in record.voters if each != record.leader))
 
 
 def places(record: JobRecord, leader: int) -> list[int]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
-from torchx_monarch.controller import succession
+from torchx_monarch.controller import quorum, succession
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
@@ -37,7 +37,8 @@ class Follower:
     """Take part in the job of another host's controller.
 
     Attributes:
-        lost_agent: the result that names the lost agent of this host; None unless it is lost.
+        ended: the result with which this host ends once the leader is lost, instead of following another: its agent is
+            lost, or it is preempted. None if it goes on.
 
     Args:
         host: the host.
@@ -51,7 +52,7 @@ class Follower:
     def __init__(
         self, host: Host, workload: Workload, registration: Registration, network: HostNetwork, fewest: int, lead: Lead
     ) -> None:
-        self.lost_agent: JobResult | None = None
+        self.ended: JobResult | None = None
         self._host = host
         self._workload = workload
         self._registration = registration
@@ -59,6 +60,7 @@ class Follower:
         self._fewest = fewest
         self._lead = lead
         self._term = 0
+        self._generation = -1
 
     async def run(self, join_timeout: float) -> JobResult:
         """Register with replica 0 and return the job's result, or the reason for not knowing it.
@@ -83,22 +85,24 @@ class Follower:
                     host.reporter.line(f"host {registration.replica} was refused: {result.reason}")
                 return result
             host.report = None
-            self._term = max(self._term, client.job.term if client.job is not None else 0)
+            if client.job is not None:
+                self._term = max(self._term, client.job.term)
+                self._generation = client.job.generation
             this = f"host {registration.replica} ({host.hostname})"
             leader = client.job.leader if client.job is not None else 0
             lost_leader = JobResult(1, client.lost or f"{this} lost replica {leader}", consequence=True, replica=leader)
-            result = self.lost_agent or lost_leader
+            result = self.ended or lost_leader
             host.reporter.line(result.reason)
             rejoins = host.options.replacements > 0 and self._workload.replaced and not registration.error
-            job, able = client.job, not client.paused and not self.lost_agent
+            job, able = client.job, not client.paused and not self.ended
             if job is not None and able and succession.suffice(job, self._fewest):
-                successor = await self._succeed(job)
+                successor = await self._succeed(job, client, lost_leader)
                 if isinstance(successor, JobResult):
                     return successor
                 if successor is not None:
                     client = successor
                     continue
-            if self.lost_agent or not rejoins:
+            if self.ended or not rejoins:
                 return result
             pool, attempt = self._workload.pool, -1
             if pool is not None:
@@ -111,22 +115,36 @@ class Follower:
                 host.reporter.line(f"host {registration.replica}: {error}")
                 return result
 
-    async def _succeed(self, job: JobRecord) -> RendezvousClient | JobResult | None:
+    async def _succeed(
+        self, job: JobRecord, lost: RendezvousClient, result: JobResult
+    ) -> RendezvousClient | JobResult | None:
         """Follow the next leader, or become it; return None if no host could take over.
 
+        Args:
+            job: the job's record.
+            lost: the connection to the lost leader.
+            result: the result without a new leader.
+
         Returns:
-            The connection to the new leader, or the result of the job under this host as leader.
+            The connection to the new leader, or the result: that of the job under this host as leader, or the given one
+            with the reason for which no host may take over.
         """
         host, pool = self._host, self._workload.pool
         ending = asyncio.ensure_future(pool.stop(signal.SIGTERM, host.grace) if pool is not None else asyncio.sleep(0))
+        if job.voters and await lost.leader_has_ended():
+            job = succession.without_leader(job)
+        if reason := quorum.why_not(job.hosts, job.voters, new=True):
+            await ending
+            return dataclasses.replace(result, reason=f"{result.reason}; no other host takes over: {reason}")
         # Hosts notice the silence of a leader at different times, up to a heartbeat apart.
         patience = _SUCCESSOR_TIMEOUT + host.options.lease / 2
+        listeners = succession.listeners(job)
         for replica, term in succession.successors(job):
             if replica == self._registration.replica:
                 return await self._lead(job, term, ending)
             await ending
             again = dataclasses.replace(self._registration, attempt=pool.attempt if pool is not None else -1)
-            where = succession.listener_of(self._network.rendezvous, term)
+            where = succession.listener_of(self._network.rendezvous, term, listeners.get(replica, ""))
             try:
                 client = await self._join(again, patience, f"host {replica}, which takes over", where)
             except RendezvousError as error:
@@ -160,7 +178,7 @@ class Follower:
 
             self._host.connector = connect
             return await RendezvousClient.join(
-                where, registration, left, network.identity, peer_timeout, failed, lease, self._term
+                where, registration, left, network.identity, peer_timeout, failed, lease, self._term, self._generation
             )
 
         return await self._host.reporter.while_waiting(joining(), lambda: whom + failure)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import os
@@ -26,6 +27,7 @@ from torchx_monarch.controller.host_messages import AgentLost, SignalReceived
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.host.follower import Follower
 from torchx_monarch.host.meeting_point import settle_addresses
 from torchx_monarch.host.no_restart_marker import NoRestartMarker
@@ -48,6 +50,9 @@ if TYPE_CHECKING:
 
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to exit before it exits."""
+
+_DEPOSE_EVERY = 1.0
+"""Seconds for which a host that has taken over tries to reach replica 0, and for which it waits then."""
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -131,7 +136,7 @@ class HostProcess:
         host = self._host
         await self._stop_ranks(signal.SIGTERM)
         why = retry.why_no_other_start(result, host.options.retry_on)
-        restarts = host.reporter.rank_restarts
+        restarts = host.reporter.own_restarts
         self._write_and_exit(HostResult.of(result, rank_restarts=restarts, no_retry_reason=why))
 
     def _write_and_exit(self, result: HostResult) -> NoReturn:
@@ -176,7 +181,14 @@ class HostProcess:
             network_options = NetworkOptions.of(options)
             deferred = options.replicas == 1 and not self._workload.needs_monarch
             network = HostNetwork.setup(
-                rendezvous, advertised, network_options, credentials, host.sockets, options.replica == 0, deferred
+                rendezvous,
+                advertised,
+                network_options,
+                credentials,
+                host.sockets,
+                options.replica == 0,
+                deferred,
+                options.hands_over,
             )
         except ValueError as failure:
             return self._conclude(JobResult(1, f"host {options.replica}: {failure}"))
@@ -184,7 +196,8 @@ class HostProcess:
             await self._workload.start_worker(network, self._warn, self._agent_lost)
             address = network.worker_address
         registration = Registration(options.replica, address, host.hostname, os.getpid(), nproc, error, code)
-        registration = dataclasses.replace(registration, machine=host.environ.get("MONARCH_NODE", ""))
+        machine, listener = host.environ.get("MONARCH_NODE", ""), str(network.listener or "")
+        registration = dataclasses.replace(registration, machine=machine, listener=listener)
         self._registration = registration
         sizes = NodeRange.of(self._workload.command, options.world, options.host_timeout, options.spares)
         if options.replica == 0:
@@ -245,10 +258,12 @@ class HostProcess:
         host, replica = self._host, registration.replica
         reporter = host.reporter
         reporter.take_over(host.environ.get("MONARCH_EVENTS"), job.progress.rank_restarts)
-        text = f"host {replica} ({host.hostname}) takes over from host {job.leader}, which is lost"
+        text = f"host {replica} ({host.hostname}) takes over from host {job.leader}"
         more = {"replica": replica, "replaces": job.leader, "host": host.hostname}
         reporter.record("take_over", text, term=term, **more)
-        if sizes.spares:  # the place of a lost host that a spare one takes counts as a restart
+        if (
+            sizes.spares and job.progress.attempt >= 0
+        ):  # the place of a lost host that a spare one takes counts as a restart
             reporter.restarted(text, **more)
         else:
             reporter.line(text)
@@ -269,7 +284,7 @@ class HostProcess:
         roles = host.roles
         assert roles is not None
         self._rendezvous = rendezvous = Rendezvous(
-            network.rendezvous,
+            (after and network.listener) or network.rendezvous,
             options.replicas,
             network.identity,
             network.bind,
@@ -280,7 +295,9 @@ class HostProcess:
             options.replica,
             after.term if after else 0,
             succession.absent(after.job, options.replica, options.replicas) if after else (),
-            options.hands_over and not network.rendezvous.networked,
+            options.hands_over,
+            after.job if after else None,
+            network.reserved if after else None,
         )
         job = JobOptions.of(
             options,
@@ -296,10 +313,12 @@ class HostProcess:
             job = dataclasses.replace(job, first_log_attempt=after.job.progress.first_log_attempt)
         if not workload.replaced:
             job = dataclasses.replace(job, replacements=0)
-        failures = HostFailures(options.exclude_after, options.exclude_window)
+        failures = HostFailures(
+            options.exclude_after, options.exclude_window, after.job.progress.failures if after else ()
+        )
         places = succession.places(after.job, options.replica) if after else ()
         gatherer = HostGatherer(sizes, rendezvous, host.reporter, network.unreachable, failures, places)
-        work = workload.work(Control(rendezvous, network, gatherer, job, after.job.progress if after else None))
+        work = workload.work(Control(rendezvous, network, gatherer, job, after.job if after else None))
         # The other hosts end their ranks before they register with a new leader.
         first_wait = max(sizes.last_call, host.grace + _HOST_EXIT_TIMEOUT) if after else None
         controller = Controller(job, rendezvous, host.reporter, gatherer, work, first_wait)
@@ -316,11 +335,35 @@ class HostProcess:
             attempt = workload.pool.attempt if workload.pool is not None else -1
             registration = dataclasses.replace(registration, attempt=attempt)
         rendezvous.register(registration)
+        if after is not None and (why_not := await rendezvous.gather_majority(options.lease + (first_wait or 0.0))):
+            return await self._give_up(rendezvous, after.job.leader, why_not)
+        if after is not None and network.reserved is not None:
+            self._spawn(self._depose_replica0(registration, network, after.term))
         await coordinator.begin(options.host_timeout)
-        result = await coordinator.await_others(await controller.run(), options.host_timeout)
+        result = await controller.run()
+        if rendezvous.handed_over:
+            return result  # that of this host: the next leader announces the job's
+        result = await coordinator.await_others(result, options.host_timeout)
         self._conclude(result)
         await coordinator.end(result, _HOST_EXIT_TIMEOUT + (0.0 if result.stopped else host.grace))
         await rendezvous.announce(result, _HOST_EXIT_TIMEOUT + host.grace)
+        return result
+
+    async def _depose_replica0(self, registration: Registration, network: HostNetwork, term: int) -> None:
+        """End a replica 0 that the backend starts again, or that was cut off: it must not lead another attempt."""
+        options = self._host.options
+        while True:
+            with contextlib.suppress(RendezvousError):
+                await RendezvousClient.join(
+                    network.rendezvous, registration, _DEPOSE_EVERY, network.identity, options.peer_timeout, term=term
+                )
+            await asyncio.sleep(_DEPOSE_EVERY)
+
+    async def _give_up(self, rendezvous: Rendezvous, lost: int, why: str) -> JobResult:
+        """End without having taken over from the lost leader."""
+        reason = f"host {self._host.options.replica} has not taken over from host {lost}: {why}"
+        result = self._conclude(JobResult(1, reason, consequence=True, replica=lost))
+        await rendezvous.announce(result, _HOST_EXIT_TIMEOUT + self._host.grace)
         return result
 
     def _conclude(self, result: JobResult) -> JobResult:
@@ -340,7 +383,7 @@ class HostProcess:
             return  # of the leader from which this host has taken over
         self._spawn(self._stop_ranks(signal.SIGKILL))
         if self._follower is not None and self._registration is not None:
-            self._follower.lost_agent = host_events.agent_lost(self._registration, silent).result
+            self._follower.ended = host_events.agent_lost(self._registration, silent).result
         if self._host.report is not None:
             self._spawn(self._host.report(AgentLost(silent)))
 
@@ -352,6 +395,8 @@ class HostProcess:
         announced = os.path.exists(stop_file) if stop_file else None
         registration = self._registration or Registration(replica, "", host.hostname, os.getpid(), 0)
         event = host_events.signalled(registration, number, announced)
+        if self._follower is not None and host.options.hands_over and isinstance(event, host_events.HostPreempted):
+            self._follower.ended = event.result
         if host.report is not None:
             self._spawn(host.report(SignalReceived(number, announced)))
         elif self._rendezvous is not None:

@@ -31,7 +31,6 @@ from torchx_monarch.controller.host_messages import (
 )
 from torchx_monarch.controller.live_session import LiveSession
 from torchx_monarch.controller.run_queue import RunQueue
-from torchx_monarch.controller.run_request import RunRequest
 from torchx_monarch.controller.spmd_work import Session
 from torchx_monarch.host.batch_run import check_script, log_folder
 from torchx_monarch.host.code_distribution import OPS, HostCode, distribute_code
@@ -46,6 +45,7 @@ from torchx_monarch.host.ranks.watchdog import ENABLED, FILE
 from torchx_monarch.host.ranks.zygote import Zygotes
 from torchx_monarch.host.workload import Control, Host
 from torchx_monarch.insight.run_log import RunLog
+from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.world import LaunchError
 
 _MESSAGE = 30_000
@@ -79,6 +79,8 @@ class LiveRuns:
         self._breakpoints: Breakpoints | None = None
         self._run_log: RunLog | None = None
         self._forwarding: asyncio.Task[None] | None = None
+        self._sent = 0  # records of the present run to the present leader
+        self._sent_by = host.report
         self._code: HostCode | None = None
         self._programs: LearnedPrograms | None = None
         self._present: tuple[LearnedPreload, RankStarter, Mapping[str, str]] | None = None
@@ -105,7 +107,7 @@ class LiveRuns:
         return 0
 
     def session(self, control: Control, agents: Agents) -> Session:
-        """Return the session of the allocation, on replica 0."""
+        """Return the session of the allocation, on replica 0 or the host that has taken over."""
         options, spec = self._host.options, self._allocation_spec
         self._run_queue = run_queue = RunQueue(
             control.rendezvous,
@@ -115,6 +117,8 @@ class LiveRuns:
             spec.words,
             spec.idle_timeout,
             self._is_warm,
+            control.before.session if control.before is not None else None,
+            self._own_log,
         )
         run_queue.distribute_code = lambda code: distribute_code(run_queue, self._host_code(), code)
         return LiveSession(control.options, control.rendezvous, self._host.reporter, agents, run_queue)
@@ -241,21 +245,34 @@ class LiveRuns:
         return command
 
     async def _finish(self, token: str) -> int:
-        """End a run and all its processes; return how many records of this host replica 0 must have received."""
+        """End a run and all its processes; return how many records of this host its leader must have received."""
         if self._begun is None or self._begun[0] != token or self.pool is None:
             return 0
         await self.pool.stop(signal.SIGKILL, 0.0)
         self.pool.retire()
         self._learn()
         await self._host_code().release()
-        run_log = self._run_log
         await self._close_run_log()
-        return run_log.count if run_log is not None else 0
+        return self._sent
+
+    def _own_log(self, token: str) -> RunLog | None:
+        """Return the log of the run that this host has begun under an earlier leader, without the records sent there.
+
+        Args:
+            token: that of the run that goes on under this host.
+        """
+        if self._begun is None or self._begun[0] != token or self._run_log is None:
+            return None
+        if self._forwarding is not None:
+            self._forwarding.cancel()
+            self._forwarding = None
+        self._run_log.restart()
+        return self._run_log
 
     # -- its output ----------------------------------------------------------------------------------------------------
 
     def _open_run_log(self, folder: str, token: str) -> None:
-        """Open the log of a run: on replica 0 that of the run queue, elsewhere one that is sent to replica 0.
+        """Open the log of a run: on the leader that of the run queue, elsewhere one that is sent to the leader.
 
         Raises:
             LaunchError: it cannot be created.
@@ -267,6 +284,7 @@ class LiveRuns:
             self._run_log = RunLog(os.path.join(folder, "journal.jsonl"))
         except OSError as error:
             raise LaunchError(f"cannot make {error.filename}: {error.strerror}") from None
+        self._sent = 0
         self._forwarding = asyncio.ensure_future(self._forward(self._run_log, token))
 
     async def _close_run_log(self) -> None:
@@ -290,5 +308,9 @@ class LiveRuns:
                 while lines and size + len(lines[0]) < _MESSAGE:
                     size += len(lines[0])
                     message.append(lines.pop(0))
-                if self._host.report is not None:
-                    await self._host.report(RunOutput(token, b"".join(message).decode()))
+                report = self._host.report
+                if report is not self._sent_by:  # another leader
+                    self._sent, self._sent_by = 0, report
+                if report is not None:
+                    self._sent += len(message)
+                    await report(RunOutput(token, b"".join(message).decode()))

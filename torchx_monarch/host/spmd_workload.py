@@ -180,10 +180,12 @@ class SpmdWorkload:
         self._host.connector = sessions.connect
         session = self._runs.session(control, agents)
         first_output = self._runs.first_output
+        progress = control.before.progress if control.before is not None and session.running else None
 
         def new_attempts() -> Attempts:
+            nonlocal progress
             preflight = Preflight(options.preflight, control.network.rendezvous.networked, agents, reporter)
-            gatherer, before = control.gatherer, control.before
+            gatherer, before, progress = control.gatherer, progress, None  # of the run that goes on, and of no other
             return Attempts(options, agents, gatherer, events, reporter, hang_watch, first_output, preflight, before)
 
         # Only where a command finds it again: beside the events of the job.

@@ -23,7 +23,7 @@ from torchx_monarch.host.ranks.rank_logs import RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.model.job_record import AttemptProgress
+from torchx_monarch.model.job_record import JobRecord
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import ConnectError
@@ -120,14 +120,14 @@ class Control:
         network: connections of this host.
         gatherer: gathers the hosts.
         options: options of the job.
-        before: the progress of the job under an earlier leader; None without one.
+        before: the job, as an earlier leader has left it; None without one.
     """
 
     rendezvous: Rendezvous
     network: HostNetwork
     gatherer: HostGatherer
     options: JobOptions
-    before: AttemptProgress | None = None
+    before: JobRecord | None = None
 
 
 class Workload(Protocol):

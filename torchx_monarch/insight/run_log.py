@@ -72,6 +72,11 @@ class RunLog:
             self.append({"type": "output", "rank": rank, "stream": stream, "text": text[start:end]})
             start = end
 
+    def restart(self) -> None:
+        """Remove all records: those that follow are for another reader, without the former ones."""
+        os.ftruncate(self._file, 0)
+        self.count = 0
+
     def close(self) -> None:
         """Mark the log as complete; later records are dropped."""
         if not self._closed:

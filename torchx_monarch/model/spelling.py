@@ -37,5 +37,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {name}?" if name else ""
 
 
+def similar(word: str, known: Iterable[str], at_most: int) -> set[str]:
+    """Return the known names that are like a word, with the same tolerance for case, ``-`` and ``_``.
+
+    Args:
+        word: what was typed.
+        known: the names that exist.
+        at_most: the number of different names to return at most.
+    """
+    folded = {name: _folded(name) for name in known}
+    near = difflib.get_close_matches(_folded(word), set(folded.values()), n=at_most)
+    return {name for name, each in folded.items() if each in near}
+
+
 def _folded(name: str) -> str:
     return name.strip("-").replace("_", "-").lower()

@@ -69,13 +69,14 @@ _COUNTED_FROM = frozenset({"job_started", "restart", "requeue", "run", "run_end"
 _HANG_ENDS = frozenset({"hang_end", "ranks", *_FAILURES, "run_end", "result"})
 """The kinds of events after which ranks that hung do not hang any more."""
 
+_HOSTS = re.compile(r"hosts (\d+)/\d+")
 _RANKS = re.compile(r"ranks (\d+)/\d+")
 _RUN = re.compile(r"run (\d{1,9})\b")
 _RESTART = re.compile(r"restart \d+ of (\d+) after: (.*)")
 _SPARE_HOST = re.compile(r"host \d+ \((.*?), pid \d+\)")
 
 _PROGRESS = (
-    (re.compile(r"hosts \d+/\d+"), "hosts"),
+    (_HOSTS, "hosts"),
     (re.compile(r"mesh \("), "mesh"),
     (_RANKS, "ranks"),
     (re.compile(r"first output"), "output"),
@@ -165,7 +166,7 @@ class JobStatus:
         attempt: number of the present attempt of the ranks, from 1.
         attempts: how many attempts ``--max-restarts`` allows.
         restarts: how often the app, a replica or ranks were restarted.
-        hosts: number of hosts, or of replicas, without spare ones.
+        hosts: number of hosts of the last attempt; before it, of replicas, without spare ones.
         spares: names of the spare hosts that are ready.
         excluded: the hosts that are not used again because they have failed, each with its name and the reason.
         ranks: number of ranks of all hosts.
@@ -261,7 +262,7 @@ def build(
         attempt=attempt,
         attempts=attempts,
         restarts=count_restarts(app),
-        hosts=_hosts(app),
+        hosts=_hosts(app, happened),
         spares=() if status.state.is_terminal else _spares(happened),
         excluded=[Failure(each["time"], one_line(each["message"])) for each in happened if each["kind"] == "excluded"],
         ranks=_ranks(app, happened, commands),
@@ -373,9 +374,15 @@ def _attempt(happened: Sequence[Event], commands: _Commands) -> tuple[int | None
     return attempt, attempts
 
 
-def _hosts(app: AppSnapshot) -> int | None:
-    replicas = len(app.replicas) - sum(role.spec.spares for role in app.roles)
-    return replicas or (sum(role.num_replicas for role in app.app.roles) if app.app else 0) or None
+def _hosts(app: AppSnapshot, happened: Sequence[Event]) -> int | None:
+    """Return the number of hosts of the last attempt; before it, what was asked for, without spare hosts."""
+    gathered = [each for each in happened if each["kind"] == "hosts"]
+    formed = {each.get("role"): int(found[1]) for each in gathered if (found := _HOSTS.match(each["message"]))}
+    asked = {role.spec.name: len(role.replicas) - role.spec.spares for role in app.roles}
+    if len(asked) == 1 and None in formed:  # the lines of a log do not name the role
+        formed = dict.fromkeys(asked, formed[None])
+    hosts = sum(formed.get(name, count) for name, count in asked.items())
+    return hosts or (sum(role.num_replicas for role in app.app.roles) if app.app else 0) or None
 
 
 def _spares(happened: Sequence[Event]) -> list[str]:

@@ -109,8 +109,13 @@ async def _receive(reading: Coroutine[Any, Any, bytes], timeout: float | None) -
 
 async def send(writer: asyncio.StreamWriter, message: Message) -> bool:
     """Send a message; return False when the connection is closed or broken."""
+    return await send_bytes(writer, encode(message))
+
+
+async def send_bytes(writer: asyncio.StreamWriter, data: bytes) -> bool:
+    """Send an encoded message; return False when the connection is closed or broken."""
     try:
-        writer.write(encode(message))
+        writer.write(data)
         await writer.drain()
     except (OSError, RuntimeError):
         return False

@@ -14,7 +14,7 @@ from pathlib import Path
 from torchx.specs import Resource
 
 from tests.clusters.docker.daemon import Daemon
-from tests.contract.place import NO_TAKE_OVER, Place, left_to_others
+from tests.contract.place import Place, left_to_others
 from tests.network.namespaces import entered
 from torchx_monarch.schedulers import monarch_docker
 
@@ -31,13 +31,16 @@ class Apps(Place):
 
     name = NAME
     factory = staticmethod(monarch_docker)
-    cannot = {
-        "take-over": NO_TAKE_OVER,
-    }
     nightly = left_to_others(
+        "take-over",
         "test_a_lost_host_is_replaced[1]",
         "test_the_job_begins_again_when_a_host_is_lost[0]",
         "test_a_preempted_job_goes_on[APPLICATION]",
+        "test_a_spare_host_takes_the_place_of_a_lost_one",
+        "test_delete_leaves_nothing[0]",
+        "test_describe_gives_the_original_app[1]",
+        "test_exit_code_78_asks_for_no_restart",
+        "test_a_rank_that_others_wait_for_is_the_root_cause",
     )
     own_bad_options = (({"innit": False}, "(?s)innit.*init"),)
     package = "docker"

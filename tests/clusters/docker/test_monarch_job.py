@@ -16,6 +16,7 @@ from tests.clusters.live import actors, controller, had_all_meshes
 pytestmark = [pytest.mark.slow]
 
 
+@pytest.mark.nightly("4 s of processor time; Kubernetes has this every time")
 def test_actors_run_in_containers(apps: Apps, daemon: Daemon, tmp_path: Path) -> None:
     app = AppDef("app", [apps.role("x", name="trainers", replicas=2), apps.role("x", name="loaders")])
     # The daemon has its bridge in a network namespace of its own.

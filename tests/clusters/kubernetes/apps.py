@@ -23,7 +23,7 @@ from kubernetes import config
 from torchx.specs import Resource, Role
 
 from tests.clusters.kubernetes.cluster import WIRE, Cluster
-from tests.contract.place import NO_TAKE_OVER, Place, left_to_others
+from tests.contract.place import Place, left_to_others
 from tests.network.relay import Relay
 from torchx_monarch.backends.kubernetes.names import LABEL_APP
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
@@ -46,13 +46,14 @@ class Apps(Place):
 
     name = NAME
     factory = staticmethod(monarch_kubernetes)
-    cannot = {
-        "take-over": NO_TAKE_OVER,
-    }
     nightly = left_to_others(
+        "take-over",
         "test_a_lost_host_is_replaced[0]",
         "test_the_job_begins_again_when_a_host_is_lost[1]",
         "test_a_preempted_job_goes_on[REPLICA]",
+        "test_delete_leaves_nothing[0]",
+        "test_describe_gives_the_original_app[1]",
+        "test_a_rank_that_others_wait_for_is_the_root_cause",
     )
     wire = WIRE
     wires = dict.fromkeys(("bad options named", "missing tool says what to install"), "real")

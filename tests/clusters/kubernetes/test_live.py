@@ -53,6 +53,7 @@ def test_takes_two_pods_and_runs_in_them(apps: Apps, tmp_path: Path) -> None:
     assert apps.wait(taken.handle, AppState.CANCELLED).num_restarts == 0
 
 
+@pytest.mark.nightly("4 s of processor time; Docker and Slurm have this every time")
 def test_a_controller_has_the_meshes_of_all_roles(apps: Apps) -> None:
     handle = apps.run(*controller(apps.role))
     status = apps.wait(handle, AppState.FAILED)

@@ -79,6 +79,7 @@ def test_volcano_runs_two_roles_and_everything_is_known(volcano: Apps) -> None:
     assert apps.described(handle).roles[0].args == main.args
 
 
+@pytest.mark.nightly("5 s of processor time; what a cancelled or ended Volcano job leaves is tested every time")
 def test_a_volcano_job_that_is_deleted_by_other_means_leaves_nothing(volcano: Apps) -> None:
     apps = volcano
     handle = apps.run(apps.role("sleep", "1000"), mode="volcano")

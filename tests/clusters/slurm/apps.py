@@ -19,7 +19,7 @@ from torchx.specs import AppState, Resource, Role
 from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.slurm.cluster import SlurmCluster
-from tests.contract.place import NO_TAKE_OVER, Place, left_to_others
+from tests.contract.place import Place, left_to_others
 from torchx_monarch.backends.slurm import folder as folders
 from torchx_monarch.backends.slurm import native
 from torchx_monarch.backends.slurm.folder import JobFolder
@@ -55,14 +55,12 @@ class Apps(Place):
 
     name = NAME
     factory = staticmethod(monarch_slurm)
-    cannot = {
-        "take-over": NO_TAKE_OVER,
-    }
     nightly = left_to_others(
         "test_a_lost_host_is_replaced[1]",
         "test_the_job_begins_again_when_a_host_is_lost[1]",
         "test_a_preempted_job_goes_on[APPLICATION]",
-        training=False,
+        "test_delete_leaves_nothing[0]",
+        "test_describe_gives_the_original_app[1]",
     )
     own_bad_options = (
         ({"partitoin": "main"}, "(?s)partitoin.*partition"),

@@ -59,7 +59,10 @@ def test_fails_after_a_host_was_killed_without_retries(apps: Apps, checkpoint: P
     assert "host 1 (n2" in status.structured_error_msg
 
 
-@pytest.mark.parametrize("way", ["batch TERM", "preemption", "node"])
+@pytest.mark.parametrize(
+    "way",
+    ["batch TERM", pytest.param("preemption", marks=pytest.mark.nightly("the contract has it every time")), "node"],
+)
 def test_goes_on_after_the_job_was_queued_again(
     apps: Apps, cluster: SlurmCluster, checkpoint: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ state = job.state(cached_path=None)
 for mesh in (state.trainers, state.loaders):
     mesh.spawn_procs().initialized.get(timeout=240)
 listeners = [one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-tables = state.query_engine_client.query("show tables")
+tables = state.query_engine_client.query("show tables", timeout=120)
 job.kill()
 print(json.dumps([str(tables), state.admin_url, [ip for ip in listeners if ip != "127.0.0.1"]]))
 """
@@ -60,6 +60,7 @@ def test_a_program_of_monarchs_documentation(apps: Apps, cluster: SlurmCluster, 
     assert "INSECURE" not in lines
 
 
+@pytest.mark.nightly("9 s of processor time each; a program of Monarch's documentation runs every time")
 @pytest.mark.parametrize("out_of_cluster", [False, True])
 def test_telemetry_and_the_mesh_admin_reach_the_nodes(
     apps: Apps, cluster: SlurmCluster, tmp_path: Path, out_of_cluster: bool

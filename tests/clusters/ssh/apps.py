@@ -19,7 +19,7 @@ from torchx.runner import Runner
 from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.ssh.machines import Machines
-from tests.contract.place import NO_TAKE_OVER, Place, left_to_others
+from tests.contract.place import Place, left_to_others
 from torchx_monarch.backends.ssh.in_job.wire import folder_name
 from torchx_monarch.schedulers import monarch_ssh
 
@@ -48,12 +48,17 @@ class Apps(Place):
     )
     cannot = {
         "cancel while pending": "a job begins as soon as it is submitted: nothing else uses the machines",
-        "take-over": NO_TAKE_OVER,
     }
     nightly = left_to_others(
+        "take-over",
         "test_a_lost_host_is_replaced[0]",
         "test_the_job_begins_again_when_a_host_is_lost[0]",
         "test_a_preempted_job_goes_on[REPLICA]",
+        "test_a_spare_host_takes_the_place_of_a_lost_one",
+        "test_delete_leaves_nothing[1000]",
+        "test_describe_gives_the_original_app[1]",
+        "test_exit_code_78_asks_for_no_restart",
+        "test_a_rank_that_others_wait_for_is_the_root_cause",
     )
 
     def __init__(self, machines: Machines, hosts: Sequence[str] = ()) -> None:

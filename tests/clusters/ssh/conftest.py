@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -40,9 +40,11 @@ def machines(leaves_nothing: None, all_machines: Machines, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def apps(machines: Machines) -> Iterator[Apps]:
+def apps(machines: Machines, eventually: Callable[..., object]) -> Iterator[Apps]:
     """Yield apps on the machines. Files that a test leaves of them fail it."""
     apps = Apps(machines)
     yield apps
     apps.close()
+    # The far end of a connection may be busy with an order when the connection ends.
+    eventually(lambda: not any("in_job.entry" in line for line in machines.processes()), "the ends of connections")
     assert apps.files() == []

@@ -1,10 +1,13 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Lose machines under running jobs: ``python -m tests.clusters.ssh.lost_machines 20``.
+"""Lose machines under running jobs: ``python -m tests.clusters.ssh.lost_machines 20 [leader]``.
 
 Each job has a rank on each of three machines, under RetryPolicy.REPLICA. When all ranks run, the power of one machine
 fails, and comes back some seconds later; the machines take turns. A loss is recovered when all ranks have begun again
 once, and the job has succeeded. Prints for each loss how long the ranks did not run.
+
+With ``leader``, a job has a rank on each of two machines, and a spare one. The machine of host 0 loses its power for as
+long as the job runs: another host takes over.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
+from typing import Any
 
 from torchx.specs import AppState, RetryPolicy
 
@@ -33,42 +37,47 @@ while attempt == 0:
 """
 
 
-def lose(apps: Apps, name: str, off: float = OFF) -> tuple[float, str]:
+def lose(apps: Apps, name: str, off: float = OFF, *, leader: bool = False) -> tuple[float, str]:
     """Run a job and switch a machine off under it.
 
     Args:
         apps: where.
         name: the machine.
         off: seconds until it is switched on again.
+        leader: whether it is that of host 0, which is not replaced, and stays off until the job has ended.
 
     Returns:
         Seconds from the loss to the begin of the last rank of the next attempt; what went wrong, empty if nothing did.
     """
     folder = apps.folder / uuid.uuid4().hex
     folder.mkdir()
-    count = len(apps.hosts)
-    role = apps.torchrun(
-        *(apps.program(_PROGRAM), str(folder)), nproc=1, replicas=count, max_retries=1, retry_policy=RetryPolicy.REPLICA
-    )
+    count = len(apps.hosts) - leader
+    more: dict[str, Any] = {"max_retries": 1, "retry_policy": RetryPolicy.REPLICA}
+    if leader:
+        more = {"metadata": {"monarch": {"spares": 1}}}
+    role = apps.torchrun(*(apps.program(_PROGRAM), str(folder)), nproc=1, replicas=count, **more)
     handle = apps.run(role, name="lost", lease=10)
     apps.until(lambda: len(list(folder.glob("attempt0-*"))) == count, "the ranks", handle)
     machine = apps.machines[name]
     began = time.time()
     machine.power_off()
-    time.sleep(off)
-    machine.boot()
+    if not leader:
+        time.sleep(off)
+        machine.boot()
     try:
         status = apps.wait(handle, seconds=180)
     except AssertionError as error:
         return 0.0, str(error)
+    finally:
+        apps.machines.mend()
     begun = [path.stat().st_mtime for path in folder.glob("attempt[1-9]*-*")]
     if status.state is not AppState.SUCCEEDED or len(begun) != count:
         return 0.0, f"{status}\n{sorted(path.name for path in folder.iterdir())}\n{apps.everything(handle)}"
     return max(begun) - began, ""
 
 
-def main(losses: int) -> int:
-    """Lose so many machines; return the exit code."""
+def main(losses: int, leader: bool) -> int:
+    """Lose so many machines, all of them of host 0 with ``leader``; return the exit code."""
     if reason := missing():
         print(reason, file=sys.stderr)
         return 1
@@ -80,10 +89,10 @@ def main(losses: int) -> int:
         try:
             os.environ.update(machines.up().environ)
             for number in range(losses):
-                name = machines.names[number % len(machines.names)]
+                name = machines.names[0 if leader else number % len(machines.names)]
                 apps = Apps(machines)
                 try:
-                    seconds, wrong = lose(apps, name)
+                    seconds, wrong = lose(apps, name, leader=leader)
                 finally:
                     apps.close()
                 if not wrong:
@@ -100,4 +109,4 @@ def main(losses: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 20))
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 20, "leader" in sys.argv[2:]))

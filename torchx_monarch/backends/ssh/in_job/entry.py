@@ -58,8 +58,9 @@ class OrderServer:
             replicas.start(name, request, place, count, app, self._code, workspace)
 
     def confirm(self) -> Any:
-        """Keep what was started."""
+        """Keep what was started. The client may keep the connection, so what only it needs goes now."""
         self._unconfirmed.clear()
+        self._code.close()
 
     def give_up(self) -> Any:
         """Remove what was started and not confirmed."""

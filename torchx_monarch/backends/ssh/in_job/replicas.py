@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import folder, gpus, state, status
+from torchx_monarch.backends.local import gpus, state, status
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.backends.ssh.in_job.code import Code
@@ -23,7 +23,7 @@ from torchx_monarch.insight import events
 from torchx_monarch.model import codec
 from torchx_monarch.model.role_spec import RetryPolicy
 from torchx_monarch.model.state import State
-from torchx_monarch.system import processes, safe_files
+from torchx_monarch.system import safe_files
 
 _GONE_WITHIN = 60.0
 
@@ -223,10 +223,4 @@ def remove(name: str) -> None:
         until = time.monotonic() + _GONE_WITHIN
         while (latest := state.current_state(paths)) and not latest.terminal and time.monotonic() < until:
             time.sleep(0.02)
-    request = load_request(paths)
-    if request is not None and request.job:
-        until = time.monotonic() + 5.0  # keeper and supervisor are about to end
-        while processes.marked(request.job) and time.monotonic() < until:
-            time.sleep(0.02)
-        processes.kill_until_gone(lambda: processes.marked(request.job))
-    folder.remove_app(paths)
+    state.remove_ended(paths)
