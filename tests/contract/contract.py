@@ -277,12 +277,16 @@ class Contract:
 
             place.until(lambda: reading() == {0, 1}, "the ranks", handle)
             words = ["--address", address] if address else []
-            told = place.torchx("monarch", "stacks", handle, *words)
+
+            def are_shown_once() -> bool:
+                told = place.torchx("monarch", "stacks", handle, *words)
+                return told.startswith("ranks 0-1: main thread\n") and "in read_data" in told
+
+            place.until(are_shown_once, "both ranks on the same line", handle)
             samples, _ = ask_samples(hosts)
             assert [(one.rank, one.state, one.rss_bytes > 0) for one in samples] == [
                 (rank, "running", True) for rank in (0, 1)
             ]
-            assert told.startswith("ranks 0-1: main thread\n") and "in read_data" in told, told
             place.tell("go")
             place.until(lambda: [one.rank for one in list_breakpoints(hosts)] == [1], "the breakpoint", handle)
             command = [*TORCHX, "monarch", "debug", handle, *words]
