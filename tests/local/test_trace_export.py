@@ -33,7 +33,9 @@ def test_one_trace_with_its_attempts_and_phases_and_nothing_that_is_secret(
     """)
     with receiver() as collector:
         events.append(folder / "events.jsonl", "submitted", "hunter2 is submitted", seconds=0.5)
-        hosts = job(folder, path, collector.endpoint, "--password", "hunter2", SECRET="hunter2")
+        hosts = job(
+            folder, path, collector.endpoint, "--password", "hunter2", SECRET="hunter2", OTEL_EXPORTER_OTLP_TIMEOUT="60"
+        )
         assert hosts.wait() == [0], hosts.err()
         spans = {span.name: span for span in collector.spans}
         bodies = b"".join(collector.bodies)

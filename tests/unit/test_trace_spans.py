@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.host import trace_exporter
+from torchx_monarch.host import trace_export, trace_exporter
 from torchx_monarch.insight import trace_spans
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.trace_spans import TraceSpan
@@ -129,3 +129,21 @@ def test_another_protocol_is_refused_and_said(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(SystemExit, match="no traces: the protocol is grpc"):
         trace_exporter.main(["3", "app", "r", "0"])
+
+
+@pytest.mark.parametrize(
+    ("variables", "seconds"),
+    [
+        ({}, 1),
+        ({"OTEL_EXPORTER_OTLP_TIMEOUT": "5"}, 5),
+        ({"OTEL_EXPORTER_OTLP_TIMEOUT": "5", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "0.5"}, 0.5),
+        ({"OTEL_EXPORTER_OTLP_TIMEOUT": "10000"}, 60),
+        ({"OTEL_EXPORTER_OTLP_TIMEOUT": "-1"}, 0),
+        ({"OTEL_EXPORTER_OTLP_TIMEOUT": "nan"}, 0),
+        ({"OTEL_EXPORTER_OTLP_TIMEOUT": "soon"}, 1),
+    ],
+)
+def test_the_last_spans_have_the_time_that_opentelemetrys_variables_give(
+    variables: dict[str, str], seconds: float
+) -> None:
+    assert trace_export.end_timeout(variables) == seconds

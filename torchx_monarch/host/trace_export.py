@@ -3,7 +3,7 @@
 """Send the job's trace to an OpenTelemetry collector, from a process that the host never waits for in its work.
 
 The host passes each event on without blocking; ``host.trace_exporter`` makes spans of them and sends them. What that
-process has not sent ``_END_TIMEOUT`` after the host's end is lost.
+process has not sent ``_END_TIMEOUT`` after the host's end, or the time-out in OpenTelemetry's variables, is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from torchx_monarch.model.env_names import TRACE_ENDPOINTS, is_for_hosts
 from torchx_monarch.model.host_spec import HostSpec
 
 _END_TIMEOUT = 1.0
-"""Seconds that the last spans may take after the host has asked for the end of the process."""
+"""Seconds that the last spans may take after the host has asked for the end of the process, by default."""
+
+_LONGEST_END_TIMEOUT = 60.0
+"""The same, whatever the variables say: other languages' exporters read them as milliseconds."""
+
+_TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
+"""OpenTelemetry's variables for the longest time of an export; Python's exporter takes them as seconds."""
 
 _NO_FIELDS: Mapping[str, object] = MappingProxyType({})
 
@@ -45,6 +51,7 @@ class TraceExport:
         # A message is sent as a whole or not at all.
         self._channel, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._role = options.role
+        self._end_timeout = end_timeout(environ)
         with far_end:
             command = [sys.executable, "-m", "torchx_monarch.host.trace_exporter", str(far_end.fileno())]
             try:
@@ -68,10 +75,10 @@ class TraceExport:
         self._send({**trace_spans.reduce(kind, time.time(), seconds, fields), "role": self._role})
 
     def end(self) -> None:
-        """End the process, at most ``_END_TIMEOUT`` from now."""
+        """End the process once it has sent the last spans, or after the time-out."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
-            select.select([self._channel], [], [], _END_TIMEOUT)  # readable once the process has closed its end
+            select.select([self._channel], [], [], self._end_timeout)  # readable once the process has closed its end
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._process.wait()
@@ -80,6 +87,20 @@ class TraceExport:
     def _send(self, event: Event) -> None:
         with contextlib.suppress(OSError):
             self._channel.send(json.dumps(event).encode())
+
+
+def end_timeout(environ: Mapping[str, str]) -> float:
+    """Return the seconds that the last spans of a job may take after its end.
+
+    Args:
+        environ: environment of the host process.
+    """
+    text = next((environ[name] for name in _TIMEOUTS if environ.get(name)), "")
+    try:
+        seconds = float(text)
+    except ValueError:
+        return _END_TIMEOUT  # none is set, or none that Python's exporter can use
+    return min(max(0.0, seconds), _LONGEST_END_TIMEOUT)  # 0 for NaN
 
 
 def start(options: HostSpec, environ: Mapping[str, str]) -> TraceExport | None:

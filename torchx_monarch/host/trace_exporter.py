@@ -16,11 +16,13 @@ if __name__ == "__main__" and sys.path[0] == os.getcwd() and not getattr(sys.fla
     del sys.path[0]
 
 import json  # noqa: E402
+import math  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Callable, Iterator, Sequence  # noqa: E402
 
+from torchx_monarch.host.trace_export import end_timeout  # noqa: E402
 from torchx_monarch.insight import trace_spans  # noqa: E402
 from torchx_monarch.insight.events import Event  # noqa: E402
 from torchx_monarch.insight.trace_spans import TraceSpan  # noqa: E402
@@ -31,8 +33,8 @@ _MOST_EVENTS = 20_000
 _PARTS_END_WITH = frozenset({"rank_restart", "run_end", "replacement", "result"})
 """The kinds of events at which the spans that have ended are sent; the others follow at the end."""
 
-_LAST_SECONDS = 2
-"""Seconds that this process outlives its host, which has been killed if it does not end this process itself."""
+_MARGIN = 1
+"""Seconds after the host's time-out: a host that has not ended this process by then has been killed."""
 
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
@@ -91,7 +93,7 @@ def send_all(
             seen.append(event)
         if event["kind"] in _PARTS_END_WITH and seen[-1] is event:
             send(event["time"] + 1, complete=False)
-    signal.alarm(_LAST_SECONDS)
+    signal.alarm(math.ceil(end_timeout(os.environ)) + _MARGIN)
     if seen:
         send(time.time(), complete=True)
 
