@@ -21,6 +21,7 @@ from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_record import AttemptProgress
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.number_ranges import consecutive
 from torchx_monarch.model.registration import Registration
 
 _MAX_RUNS = 50
@@ -320,13 +321,8 @@ class HostGatherer:
 
 def listed(replicas: Iterable[int]) -> str:
     """Return numbers of replicas for a person, ``0, 1, 4-4095``: a line must not grow with the job."""
-    runs: list[list[int]] = []
-    for replica in sorted(replicas):
-        if runs and replica == runs[-1][1] + 1:
-            runs[-1][1] = replica
-        else:
-            runs.append([replica, replica])
     shown = [
-        str(first) if first == last else f"{first}{'-' if last > first + 1 else ', '}{last}" for first, last in runs
+        str(first) if first == last else f"{first}{'-' if last > first + 1 else ', '}{last}"
+        for first, last in consecutive(sorted(replicas))
     ]
     return ", ".join([*shown[:_MAX_RUNS], *([f"and {len(shown) - _MAX_RUNS} more"] if len(shown) > _MAX_RUNS else [])])

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torchx_monarch.model.number_ranges import consecutive
 from torchx_monarch.system.untrusted_text import one_line
 
 _MAX_THREADS = 200
@@ -193,13 +194,7 @@ def group(stacks: Iterable[ProcessStacks]) -> list[StackGroup]:
 
 def rank_ranges(ranks: Sequence[int]) -> str:
     """Return ascending ranks in the form ``rank 3`` or ``ranks 0-2,4-7``."""
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    shown = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    shown = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in consecutive(ranks))
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 

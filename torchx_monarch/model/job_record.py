@@ -8,11 +8,11 @@ that is higher than those of all leaders before it. A host that has followed a l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchx_monarch.model.codec import DecodeError, decode
+from torchx_monarch.model.number_ranges import consecutive
 from torchx_monarch.model.session_record import SessionRecord
 
 _MOST_REPLICAS = 1 << 20
@@ -91,7 +91,7 @@ class JobRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, in which consecutive replicas are runs: first and last."""
-        return {**asdict(self), **{name: _runs(getattr(self, name)) for name in _REPLICAS}}
+        return {**asdict(self), **{name: consecutive(getattr(self, name)) for name in _REPLICAS}}
 
     @classmethod
     def from_json(cls, values: Any) -> JobRecord:
@@ -103,16 +103,6 @@ class JobRecord:
         if not isinstance(values, dict):
             raise DecodeError("the job is no JSON object")
         return decode(cls, {**values, **{name: _replicas(values.get(name)) for name in _REPLICAS}}, "the job")
-
-
-def _runs(replicas: Iterable[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for replica in replicas:
-        if runs and replica == runs[-1][1] + 1:
-            runs[-1][1] = replica
-        else:
-            runs.append([replica, replica])
-    return runs
 
 
 def _replicas(runs: Any) -> list[int]:
