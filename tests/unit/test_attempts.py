@@ -1,11 +1,13 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The result of an attempt whose host has stopped its own ranks, after a signal to the host."""
+"""The result of an attempt whose host has stopped its own ranks, and what is recorded of an attempt."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -45,6 +47,9 @@ class ScriptedAgents:
             watched = isinstance(request, WatchRanks)
             yield RanksExited(one.replica, (one,)) if watched else Launched(one.replica, (one.pid,))
 
+    async def stop(self, number: int, grace: float, note: object) -> None:
+        """No rank is left to be stopped."""
+
 
 def result_of(exits: list[RankExit], report: HostPreempted | None = None) -> JobResult:
     """The result of a job of one attempt; ``report`` arrives after the exits."""
@@ -76,3 +81,21 @@ def test_ranks_that_a_host_has_stopped_without_a_report_have_not_succeeded() -> 
     result = result_of([exit_of(0, 0), exit_of(1, -15, stopped_at=1.0)])
     assert result.code == 143
     assert result.reason.startswith("host 1 has stopped its ranks and not reported why: rank 1 (")
+
+
+def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_path: Path) -> None:
+    recorded = tmp_path / "events.jsonl"
+
+    async def run() -> None:
+        events, reporter = HostEvents(), Reporter(Console(2), str(recorded), "trainer")
+        agents = cast(Agents, ScriptedAgents(exit_of(0, 0), exit_of(1, 0)))
+        gatherer = cast(HostGatherer, Mock(HostGatherer, leader=0))
+        attempts = Attempts(OPTIONS, agents, gatherer, events, reporter, HangWatch(agents, reporter), None)
+        await attempts.run([Registration(replica, "", "node", 1, 1) for replica in range(2)])
+        attempts.hosts_changed(joined=True)
+        assert attempts.number == 1
+        await attempts.stop(15)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    kinds = [(event["kind"], event.get("attempt")) for event in map(json.loads, recorded.read_text().splitlines())]
+    assert [attempt for kind, attempt in kinds if kind == "attempt_end"] == [0]

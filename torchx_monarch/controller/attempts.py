@@ -300,8 +300,8 @@ class Attempts:
             stopping.cancel()
 
     def _record_exits(self) -> None:
-        """Report the exits of the attempt's ranks as an event, once."""
-        if self.exits and self._recorded != self.number:
+        """Report the exits of the attempt's ranks as an event, once; nothing if its ranks have not started."""
+        if self.exits and self._launched == self.number != self._recorded:
             self._recorded = self.number
             cause = root_cause(self.exits.values())
             shown = [
