@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -18,25 +19,29 @@ from torchx_monarch.backends.local import state
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.system import processes
 
-_JOB = "a-removed1:x"
+
+@pytest.fixture
+def job() -> str:
+    """Return an app's marker that no test beside this one has: a removal kills each process with the marker."""
+    return f"a-removed1:{uuid.uuid4().hex}"
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> state_files.AppPaths:
+def paths(tmp_path: Path, job: str) -> state_files.AppPaths:
     """Return the paths of an app whose folder holds its request."""
     root = tmp_path / "a-removed1"
     root.mkdir(mode=0o700)
     found = state_files.AppPaths(str(root))
-    state_files.write_json(found.request, asdict(LocalRequest("a-removed1", "a", [], job=_JOB)))
+    state_files.write_json(found.request, asdict(LocalRequest("a-removed1", "a", [], job=job)))
     return found
 
 
 @pytest.fixture
-def keeper(eventually: Callable[..., object]) -> Iterator[subprocess.Popen[bytes]]:
+def keeper(eventually: Callable[..., object], job: str) -> Iterator[subprocess.Popen[bytes]]:
     """Yield a process with the app's marker, which ends when its stdin is closed."""
-    env = {**os.environ, processes.MARKER: _JOB}
+    env = {**os.environ, processes.MARKER: job}
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env=env) as process:
-        eventually(lambda: processes.marked(_JOB), "its environment")  # the kernel shows it a little later
+        eventually(lambda: processes.marked(job), "its environment")  # the kernel shows it a little later
         yield process
 
 
