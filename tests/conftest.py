@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -163,7 +164,8 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     while (alive := {**marked_processes(mark, older), **ForkServer.running()}) and time.monotonic() < until:
         time.sleep(0.05)
     for pid in alive:
-        os.kill(pid, 9)
+        with contextlib.suppress(ProcessLookupError):  # it ends with another one
+            os.kill(pid, 9)
     sockets = [str(path) for path in [*short.rglob("*"), *tmp_path.rglob("*")] if path.is_socket()]
     for path in sorted(short.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -132,7 +132,7 @@ def test_hosts_lost_together_leave_replica_0(folder: Path, eventually: Eventuall
 
 
 def test_fewer_than_the_fewest_fail(folder: Path, eventually: Eventually) -> None:
-    job = Job(folder, *conf(), fewest=2)
+    job = Job(folder, *conf(last_call=600), fewest=2)
     job.hosts.start()
     eventually(lambda: job.events("output"), "the ranks")
     job.kill(1)
@@ -176,7 +176,7 @@ def test_below_the_fewest_waits_for_a_replacement(folder: Path, eventually: Even
 
 
 def test_a_host_that_is_told_to_stop_leaves_alone(folder: Path, eventually: Eventually) -> None:
-    job = Job(folder, *conf())
+    job = Job(folder, *conf(last_call=600))
     job.hosts.start()
     eventually(lambda: job.events("output"), "the ranks")
     job.hosts.processes[2].terminate()
@@ -189,7 +189,7 @@ def test_a_host_that_is_told_to_stop_leaves_alone(folder: Path, eventually: Even
 
 
 def test_a_host_that_cannot_start_does_not_disturb_those_that_run(folder: Path, eventually: Eventually) -> None:
-    job = Job(folder, *conf())
+    job = Job(folder, *conf(), fewest=2)
     job.hosts.start(0, 1)
     eventually(lambda: job.events("output"), "the ranks")
     job.hosts.environ["PYTHON_EXEC"] = "/no/such/python"

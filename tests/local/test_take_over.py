@@ -22,7 +22,9 @@ class Job:
     Where there is a file ``fail``, rank 0 removes it and exits with code 3.
     """
 
-    def __init__(self, folder: Path, nnodes: str, *options: str, replicas: int = 3, restarts: int = 0) -> None:
+    def __init__(
+        self, folder: Path, nnodes: str, *options: str, replicas: int = 3, restarts: int = 0, last_call: int = 60
+    ) -> None:
         self.folder = folder
         program = folder / "prog.py"
         program.write_text(
@@ -38,7 +40,7 @@ class Job:
                     time.sleep(0.05)
             """)
         )
-        conf = ("--rdzv-conf", "join_timeout=60,last_call_timeout=1")
+        conf = ("--rdzv-conf", f"join_timeout=60,last_call_timeout={last_call}")
         command = ["torchrun", "--nnodes", nnodes, *conf, "--max-restarts", str(restarts), str(program)]
         given = ("--grace", "5", "--preload", "", "--hands-over", "1", *options)
         self.hosts = Hosts(folder, command, replicas=replicas, options=given)
@@ -114,7 +116,7 @@ def test_a_stopped_leader_that_goes_on_ends_itself(folder: Path, eventually: Eve
 
 
 def test_a_job_that_needs_all_hosts_ends_with_replica_0(folder: Path, eventually: Eventually) -> None:
-    job = Job(folder, "2:3")
+    job = Job(folder, "2:3", last_call=1)
     job.hosts.start(0, 1)
     eventually(lambda: job.said(1, 0), "the first attempt")
     job.kill(0)

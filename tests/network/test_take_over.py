@@ -44,7 +44,7 @@ class Job:
         self.folder = folder
         program = folder / "prog.py"
         program.write_text(_PROGRAM.format(go=str(folder / "go")))
-        conf = ("--rdzv-conf", "join_timeout=60,last_call_timeout=1")
+        conf = ("--rdzv-conf", "join_timeout=60,last_call_timeout=60")
         command = ["torchrun", "--nnodes", nnodes, "--nproc-per-node", "1", "--tee", "3", *conf, str(program)]
         options = ("--grace", "2", "--preload", "", "--lease", "6", "--peer-timeout", "2", "--hands-over", "1", *more)
         self.replicas = replicas
