@@ -165,7 +165,8 @@ for host in range(2):
     files.slice(hosts=host).copy.call(mounted + "/a.txt", f"{made}/hosts_{host}").get(timeout=240)
 said = {host: open(f"{gathered}/{host}/copy.txt").read() for host in sorted(os.listdir(gathered))}
 job.kill()
-print(json.dumps(said))
+print(json.dumps(said), flush=True)
+os._exit(0)  # Monarch may abort the interpreter as it ends: docs/explanation/upstream.md
 """
 
 
