@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -68,7 +69,12 @@ _SHARING = (
 )
 """Tests that share a cluster, environments, launches or pages, made once in each process that runs some of them."""
 
-_IMPORTING_TORCH = ("local/test_digits.py", "unit/test_master_endpoint.py", "unit/test_options.py")
+_IMPORTING_TORCH = (
+    "local/test_digits.py",
+    "unit/test_master_endpoint.py",
+    "unit/test_options.py",
+    "unit/test_step_progress.py",
+)
 """Tests that import torch, which each process that runs some of them does for over a second."""
 
 
@@ -112,6 +118,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    # Each process collects all tests. Torch would take it over a second more, and its 45 loggers would get a handler
+    # before each phase of each test.
+    assert "torch" not in sys.modules, "a test module imports torch: import it in the tests that need it"
     gc.freeze()
     gc.enable()
 

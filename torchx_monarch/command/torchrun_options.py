@@ -9,6 +9,7 @@ the table with ``torch.distributed.run.get_args_parser()`` and fails when torch 
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -196,23 +197,23 @@ class Option:
     env: bool = True
     since: str = ""
 
-    @property
+    @functools.cached_property
     def flags(self) -> tuple[str, ...]:
         """Its spellings, in torchrun's order: torchrun takes ``_`` for each ``-`` within a name as well."""
         spellings = (each for name in self.names.split() for each in (name, name[:2] + name[2:].replace("-", "_")))
         return tuple(dict.fromkeys(spellings))
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """The first long spelling, which messages use and from which argparse derives ``dest``."""
         return next(flag for flag in self.flags if flag.startswith("--"))
 
-    @property
+    @functools.cached_property
     def dest(self) -> str:
         """The attribute name of the value in argparse's namespace."""
         return self.name[2:].replace("-", "_")
 
-    @property
+    @functools.cached_property
     def variable(self) -> str:
         """The environment variable that supplies the value if ``env`` is True."""
         return f"PET_{self.dest.upper()}"
@@ -393,7 +394,8 @@ class _Prints(argparse.Action):
         raise HelpRequested
 
 
-def _build_parser() -> _Parser:
+@functools.cache
+def _parser() -> _Parser:
     # Values stay text: UNEXPANDED, which stands for a shell's expansion, cannot be converted to a type.
     parser = _Parser(prog="torchrun", add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action=_Prints, nargs=0)
@@ -436,7 +438,7 @@ def _up_to_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[st
     Returns:
         The options and the script, the options that torchrun does not have, and the index of the script's arguments.
     """
-    parser = _build_parser()
+    parser = _parser()
     for end in range(len(arguments)):
         try:
             return *parser.parse_known_args(arguments[:end]), end
