@@ -7,8 +7,6 @@ Python's own socket library stands for Monarch's. Who is refused then: tests/loc
 
 from __future__ import annotations
 
-import _ctypes
-import _socket
 import re
 import subprocess
 import sys
@@ -18,14 +16,13 @@ import pytest
 
 from torchx_monarch.monarch_adapter import socket_guard
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(_socket, "__file__") or not hasattr(_ctypes, "__file__"), reason="this Python has its modules built in"
-)
-
 _PREPARED = """
 import _ctypes, _socket, ctypes, socket, threading
 from torchx_monarch.monarch_adapter import library_imports, socket_guard
 from torchx_monarch.monarch_adapter.socket_guard import TESTED, protect
+
+# Debian's Python has the module in its executable, which the dynamic linker knows by no name.
+LIBRARY = getattr(_socket, "__file__", None)
 
 socket_guard._SOCKET_TIMEOUT = 1.0
 socket_guard._PROOF_TIMEOUT = 1.0
@@ -40,7 +37,7 @@ def ended():
 
 def guarded():
     # Whether none of the library's entries leads to the real function.
-    found = list(library_imports.entries(_socket.__file__, ("accept4", "accept")))
+    found = list(library_imports.entries(LIBRARY, ("accept4", "accept")))
     real = {name: ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value for name, _ in found}
     return bool(found) and all(ctypes.c_size_t.from_address(entry).value != real[name] for name, entry in found)
 
@@ -58,7 +55,7 @@ def accepting(listener):
 """
 
 _ACCEPTS = """
-protect(_socket.__file__, TESTED[0], warn)
+protect(LIBRARY, TESTED[0], warn)
 for family, where in ((socket.AF_UNIX, b""), (socket.AF_INET, ("127.0.0.1", 0))):
     with socket.socket(family) as listener:
         listener.bind(where)
@@ -98,7 +95,7 @@ def test_a_guarded_library_accepts_our_own_connections() -> None:
 
 def test_is_on_with_an_unknown_version_that_it_can_guard() -> None:
     program = """
-protect(_socket.__file__, "99.1", warn)
+protect(LIBRARY, "99.1", warn)
 accepting(listening())
 ended()
 print(guarded())
@@ -109,10 +106,10 @@ print(guarded())
 @pytest.mark.parametrize("version", ["99.1", ""])
 def test_is_off_with_an_unknown_version_that_accepts_in_another_way(version: str) -> None:
     program = f"""
-protect(_socket.__file__, "{version}", warn)
+protect(LIBRARY, "{version}", warn)
 sockets = listening()  # the connections of a program that has another function for it stay unseen
 ended()
-protect(_socket.__file__, "{version}", warn)
+protect(LIBRARY, "{version}", warn)
 print(guarded())
 """
     text, guarded = said(program)
@@ -125,7 +122,7 @@ print(guarded())
 
 
 def test_is_off_with_an_unknown_version_that_opens_no_socket() -> None:
-    text, guarded = said('protect(_socket.__file__, "99.1", warn)\nended()\nprint(guarded())')
+    text, guarded = said('protect(LIBRARY, "99.1", warn)\nended()\nprint(guarded())')
     assert "(Monarch 99.1): it is not tested with this version, and had no socket to be tried on within 1 s. " in text
     assert guarded == "False"
 
@@ -137,7 +134,7 @@ def test_is_off_when_the_library_does_not_import_the_function() -> None:
 
 
 def test_a_local_build_of_a_tested_version_is_tested() -> None:
-    assert said('protect(_socket.__file__, TESTED[0] + "+cu130", warn)\nended()\nprint(guarded())') == ["True"]
+    assert said('protect(LIBRARY, TESTED[0] + "+cu130", warn)\nended()\nprint(guarded())') == ["True"]
 
 
 def test_the_version_of_the_tests_is_among_the_tested_ones() -> None:
