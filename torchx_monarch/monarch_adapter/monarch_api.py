@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.exceptions import ClientError
 from torchx_monarch.monarch_adapter import socket_guard
+from torchx_monarch.monarch_adapter.attachment import CA, attach
 
 if TYPE_CHECKING:
     from monarch import actor
@@ -41,11 +42,6 @@ _BEYOND_LEASE = 15.0
 leases and name the host; Monarch's error only names a mesh, a rank and a time-out."""
 
 _TLS_VARIABLES = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
-
-_CA = "trust_all_connections"
-"""The only value that 0.7 accepts. It grants nothing: the mode of its folder protects an ipc:// address, mutual TLS
-protects a tls:// address, and ``socket_guard`` protects the abstract sockets that Monarch always opens in the process
-of the worker loop."""
 
 
 def log_to_stderr() -> None:
@@ -93,7 +89,7 @@ def start_worker(
     actor.unhandled_fault_hook = lambda failure: on_fault(str(failure))
     actor.enable_transport(client_url)
     if on_shutdown is None:
-        actor.start_worker_loop_forever(ca=_CA, address=serve_address)
+        actor.start_worker_loop_forever(ca=CA, address=serve_address)
     else:
         _serve_until_shutdown(serve_address, on_fault, on_shutdown)
 
@@ -130,7 +126,7 @@ def _serve_until_shutdown(address: str, on_fault: Callable[[str], None], on_shut
 
     def serve() -> None:
         try:
-            actor.run_worker_loop_until_shutdown(ca=_CA, address=address)
+            actor.run_worker_loop_until_shutdown(ca=CA, address=address)
         except Exception as error:
             on_fault(f"the worker loop failed: {error}")
         on_shutdown()
@@ -170,10 +166,7 @@ class AgentMesh:
     """
 
     def __init__(self, addresses: Sequence[str], agent: type[actor.Actor], number: int, timeout: float) -> None:
-        from monarch import actor
-
-        hosts = actor.attach_to_workers(ca=_CA, workers=list(addresses), name=f"hosts{number}")
-        hosts.initialized.get(timeout=timeout)
+        hosts = attach(f"hosts{number}", addresses, timeout)
         self._agents: Any = hosts.spawn_procs(per_host={"agent": 1}, name=f"agents{number}").spawn("agent", agent)
         self._agents.initialized.get(timeout=timeout)
 
@@ -240,18 +233,15 @@ def host_mesh(name: str, addresses: Sequence[str]) -> actor.HostMesh:
     Raises:
         ClientError: a host could not be reached in time.
     """
-    from monarch import actor
     from monarch._src.actor.sync_state import fake_sync_state
 
-    mesh = actor.attach_to_workers(ca=_CA, workers=list(addresses), name=name)
     try:
         with fake_sync_state():  # as JobTrait does: state() is also called from within asyncio
-            mesh.initialized.get(timeout=_ATTACH_TIMEOUT)
+            return attach(name, addresses, _ATTACH_TIMEOUT)
     except Exception as error:
         raise ClientError(
             f"the hosts of mesh {name!r} cannot be reached ({', '.join(addresses)}): {error!r}"
         ) from error
-    return mesh
 
 
 def stop_mesh(mesh: actor.HostMesh) -> None:

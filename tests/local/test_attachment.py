@@ -1,0 +1,87 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attaching to worker loops that are not ready for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from torchx_monarch.monarch_adapter import worker_port
+from torchx_monarch.monarch_adapter.monarch_api import LOG_TO_STDERR
+
+_WORKER = """
+import sys
+from monarch import actor
+
+actor.enable_transport(sys.argv[1])
+actor.run_worker_loop_until_shutdown(ca="trust_all_connections", address=sys.argv[2])
+"""
+
+_CLIENT = """
+import os, sys
+from monarch import actor
+from torchx_monarch.monarch_adapter.attachment import attach
+
+actor.unhandled_fault_hook = lambda failure: print("a fault:", failure)
+actor.enable_transport(sys.argv[1])
+try:
+    attach("hosts", sys.argv[3:], float(sys.argv[2]))
+    print("attached")
+except TimeoutError:
+    print("not in time")
+sys.stdout.flush()
+os._exit(0)
+"""
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Start a program with these arguments: ``start(program, *arguments)``; its output goes to files of the folder."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def one(program: str, *arguments: str) -> subprocess.Popen[bytes]:
+        url = f"ipc://{folder}/client{len(processes)}"
+        with (folder / f"out{len(processes)}").open("wb") as out, (folder / f"err{len(processes)}").open("wb") as err:
+            command = [sys.executable, "-c", program, url, *arguments]
+            processes.append(subprocess.Popen(command, stdout=out, stderr=err, env={**os.environ, **LOG_TO_STDERR}))
+        return processes[-1]
+
+    yield one
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_request_that_comes_back_is_sent_again(folder: Path, start: Start, eventually: Callable[..., object]) -> None:
+    url = f"ipc://{folder}/worker"
+    # A worker loop with another id sends requests back, as one that cannot deliver them yet.
+    other = start(_WORKER, f"{worker_port.new_service_id()}@{url}")
+    address = f"{worker_port.new_service_id()}@{url}"
+    ready = f"{worker_port.new_service_id()}@ipc://{folder}/ready"
+    start(_WORKER, ready)
+    eventually((folder / "ready").exists, "the worker loop that is ready")
+    client = start(_CLIENT, "60", address, ready)
+    # Three, which takes a second: Monarch sends to the next worker loop again what the first has not acknowledged.
+    eventually(lambda: (folder / "err2").read_text().count("undeliverable_message") > 2, "the returned requests")
+    other.kill()
+    other.wait()
+    (folder / "worker").unlink()
+    start(_WORKER, address)
+    assert client.wait(60) == 0
+    assert (folder / "out2").read_text() == "attached\n", (folder / "err2").read_text()
+
+
+def test_a_request_that_comes_back_again_and_again_is_an_error(folder: Path, start: Start) -> None:
+    url = f"ipc://{folder}/worker"
+    start(_WORKER, f"{worker_port.new_service_id()}@{url}")
+    client = start(_CLIENT, "3", f"{worker_port.new_service_id()}@{url}")
+    assert client.wait(60) == 0
+    assert (folder / "out1").read_text() == "not in time\n", (folder / "err1").read_text()

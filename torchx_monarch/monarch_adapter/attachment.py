@@ -1,0 +1,98 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attach to worker loops, and again where one of them has lost the request.
+
+Monarch's worker loop accepts connections a moment before it can deliver messages to its host agent. A request that
+arrives in this moment is sent back ("ttl expired"), on a busy machine in about one of a hundred jobs. Monarch would
+wait a minute for the answer, and fail. It reports the returned message only as a fault of this process's root client,
+which can attach again. See docs/explanation/upstream.md.
+
+Each client numbers its messages to a host agent, which holds back those after a missing one: with it, all further
+requests. But a client counts from 1 for each spelling of an address. So it sends a request that was returned to another
+spelling, and the others to the same one as before. An address of a network has no other spelling; replica 0 connects to
+these before it attaches (``HostNetwork.unreachable``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monarch import actor
+
+CA = "trust_all_connections"
+"""The only value that 0.7 accepts. It grants nothing: the mode of its folder protects an ipc:// address, mutual TLS
+protects a tls:// address, and ``socket_guard`` protects the abstract sockets that Monarch always opens in the process
+of the worker loop."""
+
+_FIRST_LOOK = 0.25
+"""Seconds until the first attempt looks for a returned request, and each further one twice as many. An attachment that
+succeeds takes some hundredths of a second."""
+
+_RETURNED = re.compile(r"undeliverable message to host_agent\.(service<\w+>).*::SetClientConfig\b", re.DOTALL)
+
+_returned: set[str] = set()
+"""Service ids of worker loops that have sent back a request to attach since it was sent."""
+
+
+class _FaultHook:
+    """Notes the requests to attach that were sent back, and passes on all other faults.
+
+    Args:
+        others: the hook for the other faults.
+    """
+
+    def __init__(self, others: Callable[[Any], None]) -> None:
+        self._others = others
+
+    def __call__(self, failure: Any) -> None:
+        if found := _RETURNED.search(str(failure)):
+            _returned.add(found[1])
+        else:
+            self._others(failure)
+
+
+def attach(name: str, addresses: Sequence[str], timeout: float) -> actor.HostMesh:
+    """Attach to worker loops, and wait until it is done.
+
+    Args:
+        name: name of the mesh.
+        addresses: address of each worker loop: service id, ``@``, and the URL on which it listens.
+        timeout: seconds for all attempts together.
+
+    Raises:
+        Exception: any error of Monarch; TimeoutError after ``timeout`` seconds.
+    """
+    from monarch import actor
+
+    if not isinstance(actor.unhandled_fault_hook, _FaultHook):
+        actor.unhandled_fault_hook = _FaultHook(actor.unhandled_fault_hook)
+    lost = {address.partition("@")[0]: 0 for address in addresses}
+    until = time.monotonic() + timeout
+    for attempt in itertools.count():
+        wait = _FIRST_LOOK * 2**attempt
+        _returned.difference_update(lost)
+        workers = [_spelled(address, count) for address, count in zip(addresses, lost.values(), strict=True)]
+        mesh = actor.attach_to_workers(ca=CA, workers=workers, name=name)
+        done = mesh.initialized
+        while True:
+            left = until - time.monotonic()
+            try:
+                done.get(timeout=max(0.0, min(wait, left)))
+                return mesh
+            except TimeoutError:
+                if left <= wait:
+                    raise
+            if returned := _returned.intersection(lost):
+                lost.update({service: lost[service] + 1 for service in returned})
+                break
+    raise AssertionError("unreachable")
+
+
+def _spelled(address: str, number: int) -> str:
+    """Return one of the spellings of the address of a socket file; another one for each number."""
+    return address.replace("@ipc://", f"@ipc://{'/' * number}")
