@@ -25,7 +25,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.fork_server import ForkServer
 
 # Beside test modules, pytest shows the values in failed assertions of these.
-pytest.register_assert_rewrite("tests.contract.contract", "tests.contract.place")
+pytest.register_assert_rewrite("tests.clusters.live", "tests.contract.contract", "tests.contract.place")
 pytest_plugins = ["tests.contract.table"]
 
 # What collection makes stays to the end: scanning it for garbage again and again takes a third of the collection.

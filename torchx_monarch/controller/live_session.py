@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from torchx_monarch.controller.agents import Agents, HostRefused, HostsError
@@ -35,10 +34,7 @@ from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import LaunchError
 
 _FINISH_TIMEOUT = 30.0
-"""Seconds for a host to send the last output of a run and to prepare for the next run."""
-
-_OUTPUT_TIMEOUT = 5.0
-"""Seconds for output that a host has sent to arrive."""
+"""Seconds for the hosts to send the last output of a run and to prepare for the next run."""
 
 
 class LiveSession(Session):
@@ -129,9 +125,7 @@ class LiveSession(Session):
         assert run is not None
         word = "STOPPED" if result.stopped else "FAILED" if result.code else "SUCCEEDED"
         try:
-            finishing = asyncio.wait_for(self._broadcast(FinishRun(run.token)), _FINISH_TIMEOUT)
-            finished = await self._events.interrupt(finishing, concerns_hosts)
-            await asyncio.wait_for(self._all_arrived(finished), _OUTPUT_TIMEOUT)
+            await self._events.interrupt(asyncio.wait_for(self._finish_hosts(run), _FINISH_TIMEOUT), concerns_hosts)
         except Interrupted:
             pass  # the hosts are not together any more, or the session ends: the next wait handles the event
         except (HostsError, asyncio.TimeoutError) as error:
@@ -177,7 +171,9 @@ class LiveSession(Session):
         self._received[host.replica] = self._received.get(host.replica, 0) + len(records)
         self._arrived.set()
 
-    async def _all_arrived(self, finished: Sequence[RunFinished]) -> None:
+    async def _finish_hosts(self, run: Run) -> None:
+        """Have the hosts finish a run, and wait until all the output that they have sent has arrived."""
+        finished: list[RunFinished] = await self._broadcast(FinishRun(run.token))
         while any(self._received.get(one.replica, 0) < one.records for one in finished if one.replica != self._leader):
             self._arrived.clear()
             await self._arrived.wait()
