@@ -182,22 +182,9 @@ def _connected(target: Target, timeout: float) -> tuple[socket.socket, Address]:
 
 def _dial(target: Target, address: Address, timeout: float) -> socket.socket:
     context = _context(target) if address.scheme == "tls" else None
-    connection: socket.socket | None = None
     try:
-        if not address.networked:
-            connection = socket.socket(socket.AF_UNIX)
-            connection.settimeout(timeout)
-            connection.connect(address.path)
-            return connection
-        connection = socket.create_connection((address.host, address.port), timeout)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        return context.wrap_socket(connection, server_hostname=REPLICA0_NAME) if context else connection
+        return _open_socket(address, context, timeout)
     except (OSError, ValueError) as error:
-        if connection is not None:
-            connection.close()
         hint = ""
         if address.networked and not isinstance(error, ssl.SSLError):
             hint = ". From outside its network: forward the port and give its near end as address (docs/how_to/live.md)"
@@ -205,6 +192,24 @@ def _dial(target: Target, address: Address, timeout: float) -> socket.socket:
         # An address from the scheduler may not belong to replica 0 yet: Kubernetes reuses the addresses of pods, so
         # another program may listen there until the host is ready. Only an address from the user is final.
         raise UnreachableError(f"{why}{hint}", why.final and target.given) from None
+
+
+def _open_socket(address: Address, context: ssl.SSLContext | None, timeout: float) -> socket.socket:
+    with contextlib.ExitStack() as unfinished:
+        if not address.networked:
+            connection = unfinished.enter_context(socket.socket(socket.AF_UNIX))
+            connection.settimeout(timeout)
+            connection.connect(address.path)
+        else:
+            connection = unfinished.enter_context(socket.create_connection((address.host, address.port), timeout))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE.items():
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            if context is not None:
+                connection = context.wrap_socket(connection, server_hostname=REPLICA0_NAME)
+        unfinished.pop_all()
+        return connection
 
 
 def _context(target: Target) -> ssl.SSLContext:

@@ -11,6 +11,7 @@ unauthenticated connection closes it and is not logged.
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -86,6 +87,8 @@ class Listener:
             self._unauthenticated[task] = loop.call_later(_AUTHENTICATION_TIMEOUT, task.cancel)
             task.add_done_callback(self._all.discard)
             task.add_done_callback(self._forget_unauthenticated)
+            # A task that is cancelled before its first step does not close the connection.
+            task.add_done_callback(functools.partial(_close, connection))
 
     def _forget_unauthenticated(self, task: asyncio.Task[None]) -> None:
         if timer := self._unauthenticated.pop(task, None):
@@ -121,3 +124,7 @@ class Listener:
             pass
         finally:
             writer.transport.abort()
+
+
+def _close(connection: socket.socket, _task: asyncio.Task[None]) -> None:
+    connection.close()
