@@ -17,9 +17,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from torchx_monarch.host.ranks import version_queries
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.model.host_facts import HostFacts, ProgramFile
+
+_VERSION_QUERIES = str(Path(__file__).with_name("ranks") / "version_queries.py")
 
 _TIMEOUT = 10.0
 """Seconds for the program's interpreter, and for nvidia-smi, which takes some where no process holds the driver."""
@@ -55,7 +56,7 @@ def _versions(run: RunSpec) -> tuple[dict[str, str], str]:
             found["NVIDIA driver"] = driver[1]
     if run.command.program.mode == "exec":
         return found, ""
-    command = [*run.python(), str(version_queries.__file__)]
+    command = [*run.python(), _VERSION_QUERIES]
     try:
         done = subprocess.run(
             command,
