@@ -72,6 +72,7 @@ def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) 
         lambda found: (
             len(found) == 4
             and found[2].state == "stopped"
+            and not found[2].groups  # a stopped process does not answer; it may have been asked before
             and all(found[rank].groups and len(found[rank].groups[0].recent) == 6 for rank in (0, 1))
             and all(one.last_line for one in found.values())
         ),
@@ -93,7 +94,6 @@ def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) 
     assert samples[0].last_line.startswith("loss \\x1b[31m0 xxx") and len(samples[0].last_line) == 200
     assert (samples[0].collectives, samples[3].collectives) == (6, 5)
     assert samples[0].groups[0].ranks == "0-3"
-    assert not samples[2].groups  # a stopped process does not answer
     stop(hosts)
 
 
