@@ -28,6 +28,9 @@ _WATCHED = ("/api/v1/pods", "/apis/batch/v1/jobs", f"{VOLCANO}/jobs")
 _AT_MOST_EVERY, _AT_LEAST_EVERY = 0.1, 0.5
 """Seconds between two looks of one part while objects change, and while none does, for what is due at a time."""
 
+_WITHOUT_PODS_EVERY = 5.0
+"""Seconds between two looks while there are no pods, so that nothing is due: most of a run has no use for a cluster."""
+
 
 def main(folder: Path, port: int) -> None:
     ended = threading.Event()
@@ -45,7 +48,7 @@ def main(folder: Path, port: int) -> None:
                 traceback.print_exc()
                 time.sleep(0.5)
             time.sleep(_AT_MOST_EVERY)
-            changed.wait(_AT_LEAST_EVERY - _AT_MOST_EVERY)
+            changed.wait((_AT_LEAST_EVERY if kubelet.pods else _WITHOUT_PODS_EVERY) - _AT_MOST_EVERY)
 
     def watch(path: str, api: Api) -> None:
         while not ended.is_set():
