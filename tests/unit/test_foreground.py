@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torchx.specs import TORCHX_CONTEXT_NAME
 
+from tests.unit.impatient_terminal import ImpatientTerminal
 from torchx_monarch.schedulers.foreground import Foreground
 
 
@@ -19,6 +20,7 @@ class Plain:
     def __init__(self, slow: bool) -> None:
         self.slow = slow
         self.cancelled = 0
+        self.graces: list[float | None] = []
 
     def wait(self, app_id: str, timeout: float) -> bool:
         if self.cancelled and self.slow:
@@ -27,6 +29,7 @@ class Plain:
 
     def cancel(self, app_id: str, grace: float | None = None) -> None:
         self.cancelled += 1
+        self.graces.append(grace)
 
     def read(self, app_id: str) -> None:
         return None
@@ -40,9 +43,9 @@ def _polls_return_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchx_monarch.schedulers.foreground._LONGEST_WAIT", 0.0)
 
 
-def foreground_of(apps: Plain) -> Foreground:
+def foreground_of(apps: Plain, kills: bool = False) -> Foreground:
     found: Any = apps
-    return Foreground(found, "plain", kills=False)
+    return Foreground(found, "plain", kills=kills)
 
 
 def submit(foreground: Foreground) -> None:
@@ -71,6 +74,27 @@ def test_ctrl_c_cancels_what_is_waited_for(
     assert ("keeps running; to end it: torchx cancel plain://torchx/a-1" in said) is (polls == 1)
     assert ("cancelling plain://torchx/a-1; Ctrl-C again waits no longer for it" in said) is (polls == 2)
     assert "killing" not in said
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_second_ctrl_c_is_heeded_as_soon_as_its_effect_is_told(kills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third and fourth one, which a held key sends, arrive while the app is killed."""
+    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
+    monkeypatch.setattr("sys.argv", ["torchx", "run", "--wait", "utils.echo"])
+    monkeypatch.setattr("sys.stderr", terminal := ImpatientTerminal())
+    apps = Plain(slow=False)
+    foreground = foreground_of(apps, kills)
+    submit(foreground)
+    with terminal.heeded():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+                foreground.on_close()
+        assert ended.type is SystemExit and str(ended.value) == "130"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert apps.graces == ([0.0] if kills else [None])
+    assert ("killing plain://torchx/a-1" in terminal.getvalue()) is kills
 
 
 def test_a_program_that_inherits_the_variable_of_torchx_run_is_not_that_command(

@@ -1,17 +1,22 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The runs of an allocation that has ended, from the run logs in its folder."""
+"""The runs of an allocation: those of one that has ended, from the run logs in its folder, and Ctrl-C to a run."""
 
 from __future__ import annotations
 
 import json
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from tests.unit.impatient_terminal import ImpatientTerminal
 from torchx_monarch.client.hosts import Hosts
-from torchx_monarch.client.run import Collector
+from torchx_monarch.client.result import RunResult
+from torchx_monarch.client.run import Collector, RunHandle, collect_with_interrupts
 from torchx_monarch.client.runs import follow_run, list_runs
 from torchx_monarch.exceptions import AllocationError, RefusedError
 
@@ -136,3 +141,47 @@ def test_links_and_other_files_are_no_runs(tmp_path: Path) -> None:
     [run] = list_runs(hosts(tmp_path))
     assert run["command"] == "" and run["exit_code"] is None
     assert list_runs(hosts(tmp_path / "missing")) == []
+
+
+class RunningRun:
+    """The records of a run that ends when it is killed, and its hosts, which note what they are asked."""
+
+    run = 1
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self._killed = threading.Event()
+
+    def ask(self, request: dict[str, Any], wait: bool) -> None:
+        self.asked.append(request)
+        if request["kill"]:
+            self._killed.set()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        assert self._killed.wait(30)
+        yield RESULT
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_second_ctrl_c_kills_a_run_before_its_effect_is_told_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    running: Any = RunningRun()
+
+    class Terminal(ImpatientTerminal):
+        def flush(self) -> None:
+            if "killing" not in self.getvalue():  # the third one would leave the run alone
+                super().flush()
+
+    class Handle(RunHandle):
+        def result(self, timeout: float | None = None) -> RunResult:
+            if not running.asked and not terminal.getvalue():
+                signal.raise_signal(signal.SIGINT)
+            return super().result(timeout)
+
+    monkeypatch.setattr("torchx_monarch.client.run.RunHandle", Handle)
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    with terminal.heeded(), pytest.raises(KeyboardInterrupt):
+        collect_with_interrupts(running, running, Collector("stream"))
+    assert running.asked == [{"type": "end-run", "run": 1, "kill": True}]
+    assert "stopping run 1" in terminal.getvalue() and "killing run 1" in terminal.getvalue()

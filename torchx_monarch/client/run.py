@@ -317,16 +317,18 @@ def collect_with_interrupts(hosts: Hosts, records: RunRecords, collector: Collec
     """
     run, interrupts = RunHandle(hosts, records, collector, check=False), 0
     while True:
+        # The request is inside the block: the next Ctrl-C may come while it is told or sent.
         try:
+            if interrupts:
+                kill = interrupts == 2
+                say(f"{'killing' if kill else 'stopping'} run {run.run}{'' if kill else '; Ctrl-C again kills it'}")
+                run.cancel(kill)
             result = run.result()
             break
         except KeyboardInterrupt:
             interrupts += 1
             if interrupts > 2:
                 raise
-            kill = interrupts == 2
-            say(f"{'killing' if kill else 'stopping'} run {run.run}{'' if kill else '; Ctrl-C again kills it'}")
-            run.cancel(kill)
     if interrupts:
         raise KeyboardInterrupt
     return result

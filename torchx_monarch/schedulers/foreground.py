@@ -195,29 +195,46 @@ class Foreground:
             return
         number = error.number if isinstance(error, _Signalled) else signal.SIGINT
         for app_id, polls in self._polls.items():
-            if self._apps.wait(app_id, 0.0):
-                continue
-            handle = f"{self._scheduler}://torchx/{app_id}"
             # Before the second poll, only the command line's options show whether the command waits.
-            if polls < 2 and not _is_to_wait(sys.argv):
+            if polls >= 2 or _is_to_wait(sys.argv):
+                self._cancel(app_id, number)
+            elif not self._apps.wait(app_id, 0.0):
+                handle = self._handle(app_id)
                 _print_stderr(f"\n{handle} keeps running; to end it: torchx cancel {handle}")
-                continue
-            second = "kills it" if self._kills else "waits no longer for it"
-            why = "" if number == signal.SIGINT else f" ({signal.Signals(number).name})"
-            _print_stderr(f"\ncancelling {handle}{why}; Ctrl-C {'again ' if not why else ''}{second}")
-            try:
-                self._apps.cancel(app_id)
-                while not self._apps.wait(app_id, 3600.0):
-                    continue
-                self._show_end(app_id)
-            except KeyboardInterrupt:
-                if not self._kills:
-                    continue
-                _print_stderr(f"\nkilling {handle}")
-                self._apps.cancel(app_id, 0.0)
-                if self._apps.wait(app_id, _KILL_TIMEOUT):
-                    self._show_end(app_id)
         raise SystemExit(128 + number) from None
+
+    def _cancel(self, app_id: str, number: int) -> None:
+        """Cancel an app that has not ended, and wait for its end; after Ctrl-C kill it, or wait no longer.
+
+        Args:
+            app_id: id of the app.
+            number: the signal because of which the command exits.
+        """
+        is_requested = False
+        # The message is inside the block: its reader may press Ctrl-C before the call that prints it has returned.
+        try:
+            if self._apps.wait(app_id, 0.0):
+                return
+            second = "kills it" if self._kills else "waits no longer for it"
+            name, again = ("", "again ") if number == signal.SIGINT else (f" ({signal.Signals(number).name})", "")
+            _print_stderr(f"\ncancelling {self._handle(app_id)}{name}; Ctrl-C {again}{second}")
+            self._apps.cancel(app_id)
+            is_requested = True
+            while not self._apps.wait(app_id, 3600.0):
+                continue
+            self._show_end(app_id)
+        except KeyboardInterrupt:
+            with _interrupts_ignored():
+                if self._kills:
+                    _print_stderr(f"\nkilling {self._handle(app_id)}")
+                    self._apps.cancel(app_id, 0.0)
+                    if self._apps.wait(app_id, _KILL_TIMEOUT):
+                        self._show_end(app_id)
+                elif not is_requested:
+                    self._apps.cancel(app_id)
+
+    def _handle(self, app_id: str) -> str:
+        return f"{self._scheduler}://torchx/{app_id}"
 
     def _warn_of_input(self) -> None:
         """Print once that standard input is not forwarded, if the user has given some."""
@@ -230,8 +247,7 @@ class Foreground:
         with contextlib.suppress(BackendError, OSError, ValueError):  # ValueError: stderr is closed
             found = self._apps.read(app_id)
             if found is not None and found[1].state.is_terminal:
-                handle = f"{self._scheduler}://torchx/{app_id}"
-                summary_of(handle, *found, self._submitted[app_id], time.time()).write(sys.stderr)
+                summary_of(self._handle(app_id), *found, self._submitted[app_id], time.time()).write(sys.stderr)
 
     def _show(self, app_id: str) -> None:
         path = self._apps.events_path(app_id)
@@ -242,6 +258,16 @@ class Foreground:
         for event in found:
             seconds = f" ({event['seconds']:.2f} s)" if event.get("seconds") is not None else ""
             print(f"{one_line(event['message'])}{seconds}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ignore Ctrl-C during the block: a key that is held down repeats it."""
+    previous = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous or signal.SIG_DFL)
 
 
 def _print_stderr(text: str) -> None:
