@@ -11,12 +11,16 @@ Each client numbers its messages to a host agent, which holds back those after a
 requests. But a client counts from 1 for each spelling of an address. So it sends a request that was returned to another
 spelling, and the others to the same one as before. An address of a network has no other spelling; replica 0 connects to
 these before it attaches (``HostNetwork.unreachable``).
+
+A fault that reaches the root client before Monarch has constructed its actor interrupts the main thread instead
+("Actor object is missing when executing method __supervise__"). So the actor is waited for first.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,6 +36,9 @@ of the worker loop."""
 _FIRST_LOOK = 0.25
 """Seconds until the first attempt looks for a returned request, and each further one twice as many. An attachment that
 succeeds takes some hundredths of a second."""
+
+_MAX_RESENDS = 4
+"""Each makes the path of a socket three bytes longer, and MAX_RUN_DIR of ``run_dirs`` leaves room for these."""
 
 _RETURNED = re.compile(r"undeliverable message to host_agent\.(service<\w+>).*::SetClientConfig\b", re.DOTALL)
 
@@ -65,7 +72,8 @@ def attach(name: str, addresses: Sequence[str], timeout: float) -> actor.HostMes
         timeout: seconds for all attempts together.
 
     Raises:
-        Exception: any error of Monarch; TimeoutError after ``timeout`` seconds.
+        TimeoutError: a worker loop has not answered within ``timeout`` seconds, or the root client has not started.
+        Exception: any error of Monarch.
     """
     from monarch import actor
 
@@ -73,6 +81,7 @@ def attach(name: str, addresses: Sequence[str], timeout: float) -> actor.HostMes
         actor.unhandled_fault_hook = _FaultHook(actor.unhandled_fault_hook)
     lost = {address.partition("@")[0]: 0 for address in addresses}
     until = time.monotonic() + timeout
+    _start_root_client(timeout)
     for attempt in itertools.count():
         wait = _FIRST_LOOK * 2**attempt
         _returned.difference_update(lost)
@@ -87,12 +96,38 @@ def attach(name: str, addresses: Sequence[str], timeout: float) -> actor.HostMes
             except TimeoutError:
                 if left <= wait:
                     raise
-            if returned := _returned.intersection(lost):
+            if attempt < _MAX_RESENDS and (returned := _returned.intersection(lost)):
                 lost.update({service: lost[service] + 1 for service in returned})
                 break
     raise AssertionError("unreachable")
 
 
+def _start_root_client(timeout: float) -> None:
+    """Create the root client of this process, if it has none, and wait until Monarch has constructed its actor.
+
+    Monarch constructs the actor in the background, some milliseconds after ``context()`` has returned.
+
+    Raises:
+        TimeoutError: the actor was not constructed within ``timeout`` seconds.
+    """
+    from monarch import actor
+    from monarch._src.actor import actor_mesh
+
+    if actor_mesh._client_context.try_get() is not None:
+        return
+    constructed = threading.Event()
+    actor_mesh.RootClientActor.__init__ = lambda self: constructed.set()
+    try:
+        actor.context()
+        if not constructed.wait(timeout):
+            raise TimeoutError(f"Monarch's root client has not started within {timeout:g} s")
+    finally:
+        del actor_mesh.RootClientActor.__init__
+
+
 def _spelled(address: str, number: int) -> str:
-    """Return one of the spellings of the address of a socket file; another one for each number."""
-    return address.replace("@ipc://", f"@ipc://{'/' * number}")
+    """Return one of the spellings of the address of a socket file; another one for each number.
+
+    ``//`` or ``/./`` would not do: Monarch compares addresses as Rust compares paths, without these.
+    """
+    return address.replace("@ipc://", f"@ipc://{'/..' * number}")

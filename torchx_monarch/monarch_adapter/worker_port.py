@@ -13,7 +13,9 @@ import os
 import secrets
 import socket
 
-_BASE58 = "123456789abcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRSTUVWXYZ"
+_DIGITS = "23456789abcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRSTUVWXYZ"
+"""The digits of base 58 but for zero, which is ``1``: Monarch does not print an id's leading zeros, so an id with some
+would not be recognized in its messages (``attachment``)."""
 
 
 def new_service_id() -> str:
@@ -22,7 +24,7 @@ def new_service_id() -> str:
     A host with a service id is identified by that id, and not by the address that it believes it serves. An id of
     Monarch's own is a number of 64 bits in base 58. Ten digits of that base fit into 64 bits whatever they are.
     """
-    return f"service<{''.join(secrets.choice(_BASE58) for _ in range(10))}>"
+    return f"service<{''.join(secrets.choice(_DIGITS) for _ in range(10))}>"
 
 
 class WorkerPort:
