@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -25,6 +26,7 @@ def main(argv: list[str]) -> NoReturn:
     Args:
         argv: command-line arguments without the program's name: the options, ``--``, and the role's command.
     """
+    gc.disable()  # what is imported stays: to scan it for garbage again and again takes a tenth of the imports
     from torchx_monarch.host.ranks.zygote_process import start_early
     from torchx_monarch.model.host_spec import HostSpec
 
@@ -35,6 +37,7 @@ def main(argv: list[str]) -> NoReturn:
     from torchx_monarch.system import processes
 
     processes.collect_rarely()
+    gc.enable()
     HostProcess(options, os.environ, lambda host: choose_workload(host, early)).main()
 
 
