@@ -24,7 +24,7 @@ from torchx_monarch.monarch_adapter import monarch_api
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.torchx_adapter import torchx_api
 
-monarch_api.log_to_stderr()
+monarch_api.prepare_import()
 
 from monarch.job import JobState, JobTrait  # noqa: E402
 

@@ -13,7 +13,7 @@ from typing import Any
 from torchx_monarch.exceptions import ClientError
 from torchx_monarch.monarch_adapter import monarch_api
 
-monarch_api.log_to_stderr()
+monarch_api.prepare_import()
 
 from monarch.job import JobState  # noqa: E402
 

@@ -7,9 +7,14 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import os
 import re
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +49,44 @@ leases and name the host; Monarch's error only names a mesh, a rank and a time-o
 _TLS_VARIABLES = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
 
 
-def log_to_stderr() -> None:
-    """Have Monarch log to this process's stderr. Without effect once Monarch is imported."""
+_THREAD = "monarch-pytokio"
+"""Name of Monarch's threads that take the GIL."""
+
+_THREADS_END_WITHIN = 10.0
+
+
+@functools.cache
+def prepare_import() -> None:
+    """Have Monarch log to this program's stderr, and its threads end before the interpreter. Call it before the import.
+
+    Without effect once Monarch is imported.
+    """
+    _log_to_stderr()
+    if "monarch._rust_bindings" not in sys.modules:
+        atexit.register(_wait_for_threads)
+
+
+def _log_to_stderr() -> None:
     for name, value in LOG_TO_STDERR.items():
         os.environ.setdefault(name, value)
+
+
+def _wait_for_threads() -> None:
+    """Wait until Monarch's threads have ended, but 10 s at most.
+
+    Monarch's functions at exit run before this one, as they are registered later. They stop the threads, and wait for
+    them for one second. A thread that takes the GIL later, on a busy machine, aborts the process ("FATAL: exception not
+    rethrown", see docs/explanation/upstream.md).
+    """
+    until = time.monotonic() + _THREADS_END_WITHIN
+    while any(name.startswith(_THREAD) for name in _thread_names()) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _thread_names() -> Iterator[str]:
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:  # it may have ended meanwhile
+            yield file.read()
 
 
 def start_worker(
@@ -77,7 +116,7 @@ def start_worker(
         outlives_client: whether this process may go on, as a client itself, when the one that has attached to it is
             lost.
     """
-    log_to_stderr()
+    _log_to_stderr()
     for name, value in {**_TUNING, **_patience(lease, outlives_client)}.items():
         os.environ.setdefault(name, value)
     if tls is not None:
