@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every file is type-checked: half a minute of one core, beside other tests."""
+"""Every file is type-checked: a quarter of a minute of one core, beside other tests."""
 
 from __future__ import annotations
 
