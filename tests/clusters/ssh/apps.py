@@ -50,11 +50,11 @@ class Apps(Place):
         "cancel while pending": "a job begins as soon as it is submitted: nothing else uses the machines",
     }
     nightly = left_to_others(
+        "spare host",
         "take-over",
         "test_a_lost_host_is_replaced[0]",
         "test_the_job_begins_again_when_a_host_is_lost[0]",
         "test_a_preempted_job_goes_on[REPLICA]",
-        "test_a_spare_host_takes_the_place_of_a_lost_one",
         "test_delete_leaves_nothing[1000]",
         "test_describe_gives_the_original_app[1]",
         "test_exit_code_78_asks_for_no_restart",
