@@ -115,8 +115,8 @@ def test_bundles_keep_what_the_user_wrote() -> None:
     assert [one["type"] for one in derived["linux"]["namespaces"]] == ["pid", "mount"]
     assert "hostname" not in derived and derived["process"]["terminal"] is False
     assert derived["process"]["user"] == {"uid": 7}
-    # /etc is mounted already; hosts need a /tmp that they can write.
-    assert [one["destination"] for one in derived["mounts"]] == ["/etc/", "/tmp", "/given"]
+    # /etc is mounted already; hosts need a /tmp that they can write, and that hides nothing of the bundle below it.
+    assert [one["destination"] for one in derived["mounts"]] == ["/tmp", "/etc/", "/given"]
     assert derived["mounts"][-1]["options"] == ["rbind", "ro"]
     (allowed,) = derived["linux"]["resources"]["devices"]
     assert allowed == {"allow": True, "access": "rw", "type": "c", "major": 1, "minor": 3}

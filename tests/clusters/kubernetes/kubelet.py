@@ -163,6 +163,9 @@ class Pod:
             for one in self.container.get("volumeMounts") or ()
             if "hostPath" in volumes.get(one["name"], {})
         ]
+        # What the image has of this machine, where it is in the /tmp that the pod does not see.
+        of_image = {str(ROOT), sys.prefix, sys.base_prefix}
+        mounts += [(path, path) for path in sorted(of_image) if path.startswith("/tmp/")]
         image = {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": "/root"}
         words = [*(self.container.get("command") or ()), *(self.container.get("args") or ())]
         spec = {

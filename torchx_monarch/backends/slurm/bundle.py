@@ -93,7 +93,8 @@ def derive(config: Mapping[str, Any], mounts: Sequence[Mount]) -> dict[str, Any]
     ]
     if filesystem.get("readonly") and not is_mounted("/tmp"):  # the hosts' sockets are there
         options = ["nosuid", "nodev", "mode=1777"]
-        made.append({"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": options})
+        # First, so that it hides no mount of the bundle below /tmp.
+        made.insert(0, {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": options})
     for one in mounts:
         if one.device:
             linux.setdefault("devices", []).append({"path": one.target, "fileMode": 0o666, **one.device})
