@@ -17,7 +17,7 @@ from torchx.specs import AppDef, InvalidRunConfigException, Resource, RetryPolic
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.slurm import folder, job_state, macros, native, prune, states
+from torchx_monarch.backends.slurm import folder, job_state, macros, native, prune, snapshot, states
 from torchx_monarch.backends.slurm.backend import SlurmBackend
 from torchx_monarch.backends.slurm.macros import first_node
 from torchx_monarch.backends.slurm.native import Job
@@ -323,8 +323,10 @@ def test_deleted_jobs_stay_deleted_while_slurm_remembers_them() -> None:
     folder.delete("7", paths)
     assert folder.known() == {}
     assert folder.find("7") is None
-    assert folder.is_deleted("7", paths)
-    assert not folder.is_deleted("8", paths)
+    assert snapshot.is_deleted("7", paths, [job("COMPLETED")])
+    assert snapshot.is_deleted("7", paths, [job("COMPLETING")])
+    assert not snapshot.is_deleted("7", paths, [job("COMPLETED"), job("RUNNING")])
+    assert not snapshot.is_deleted("8", paths, [job("COMPLETED")])
 
 
 def test_folders_of_jobs_that_ended_long_ago_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:

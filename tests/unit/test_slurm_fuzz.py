@@ -420,6 +420,26 @@ def test_an_app_without_its_description_is_shown_by_its_components(apps: Apps) -
         apps.restore()
 
 
+@pytest.mark.parametrize("app_id", [ONE, ARRAY])
+def test_running_job_whose_folder_was_removed_is_found_and_cancelled(apps: Apps, app_id: str) -> None:
+    root = apps.folders[app_id].root
+    aside = Path(root).rename(f"{root}.aside")
+    try:
+        assert (app_id, AppState.RUNNING) in [(each.app_id, each.state) for each in apps.scheduler.list()]
+        found = apps.scheduler.describe(app_id)
+        assert found is not None and found.state is AppState.RUNNING
+        if app_id == ONE:
+            assert found.msg.startswith(f"its folder {root} was removed")
+        apps.scheduler.cancel(app_id)
+        assert [words[-1] for words in apps.slurm.told] == [app_id]
+        # Slurm has ended it: it counts as deleted.
+        assert apps.scheduler.describe(app_id) is None
+        assert app_id not in [each.app_id for each in apps.scheduler.list()]
+    finally:
+        aside.rename(root)
+        apps.restore()
+
+
 def test_an_app_that_its_batch_step_watches_over_is_not_ended_by_a_reader(apps: Apps) -> None:
     """Of its two replicas one has failed long ago: the batch step decides what follows."""
     found = apps.scheduler.describe(ONE)

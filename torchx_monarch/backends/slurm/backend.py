@@ -157,7 +157,7 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         known = folder.known()
         for app_id, jobs in live.items():
             noted = folder.noted(jobs[0].comment)
-            if noted is not None and not folder.is_deleted(app_id, noted):
+            if noted is not None and not snapshot.is_deleted(app_id, noted, jobs):
                 known[app_id] = noted
         states = {
             app_id: ended

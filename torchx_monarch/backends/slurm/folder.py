@@ -172,8 +172,8 @@ def remove(root: str) -> None:
     remove_tree(trash)
 
 
-def is_deleted(app_id: str, folder: JobFolder) -> bool:
-    """Whether a job that Slurm still remembers was deleted through this state directory."""
+def is_removed(app_id: str, folder: JobFolder) -> bool:
+    """Whether the folder to which this state directory links a job's id does not exist any more."""
     try:
         return os.readlink(os.path.join(ids_dir(), app_id)) == folder.root and not os.path.isdir(folder.root)
     except OSError:

@@ -70,10 +70,7 @@ class JobState:
         If job.json says that the app has ended but Slurm reports that it runs, the job is about to exit or the file is
         wrong.
         """
-        in_slurm = any(
-            not states.to_state(one.state).is_terminal and states.word(one.state) != "COMPLETING"
-            for one in self.components
-        )
+        in_slurm = any(one.is_live for one in self.components)
         return not self.state.is_terminal or in_slurm or any(task.is_live for task in self.tasks.values())
 
 
@@ -92,6 +89,8 @@ def of_job(folder: JobFolder, components: list[Job], *, save: bool) -> JobState:
         message = f"{message}; {damage}" if message else damage
     elif outcome.state is State.FAILED and record is None and not damage and os.path.isdir(folder.whole.root):
         message += f"; it has written no record to {folder.root}: do all nodes see that folder (run option job_dir)?"
+    elif outcome.state is State.RUNNING and not os.path.isdir(folder.whole.root):
+        message = f"its folder {folder.whole.root} was removed or is not on this machine: details and logs are missing"
     outcome = Outcome(outcome.state, message, time=_end_time(outcome.state, record))
     nodes = [one.nodes for one in components if one.nodes] or (record.nodes if record else [])
     found = JobState(folder, outcome, nodes, components, record, damage)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchx_monarch.backends.core.errors import BackendError
-from torchx_monarch.backends.slurm import array
+from torchx_monarch.backends.slurm import array, states
 from torchx_monarch.backends.slurm.folder import MARK
 from torchx_monarch.model.env_names import JOB_VARIABLES
 
@@ -73,6 +73,11 @@ class Job:
     exit_code: int = 0
     tasks: tuple[int, ...] = ()
     other_user: str = ""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it waits or runs. While Slurm cleans up the nodes (COMPLETING), it has ended."""
+        return not states.to_state(self.state).is_terminal and states.word(self.state) != "COMPLETING"
 
 
 def client_environment(environ: Mapping[str, str]) -> dict[str, str]:

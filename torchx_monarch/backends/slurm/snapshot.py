@@ -65,7 +65,7 @@ def look(app_id: str) -> JobState | None:
     if components:
         # Slurm reuses job ids, and clusters may share a home directory: the job's comment takes precedence.
         folder = folders.noted(components[0].comment) or folder
-    if folder is None or components and folders.is_deleted(leader, folder):
+    if folder is None or components and is_deleted(leader, folder, components):
         return None
     # Another user's comment may name a folder of this user: nothing is written there.
     other_user = next((job.other_user for job in components if job.other_user), "")
@@ -94,6 +94,19 @@ def known(
         return job_state.of_job(folder, components, save=save)
     ended = job_state.of_ended(folder, records.read(EndRecord, folder.end))
     return ended or job_state.of_job(folder, recorded()[:1], save=save)
+
+
+def is_deleted(app_id: str, folder: JobFolder, components: Sequence[Job]) -> bool:
+    """Return whether a job that Slurm still remembers was deleted (``folder.delete``) through this state directory.
+
+    `torchx delete` waits for the job's end, so the folder of a job that lives was removed by another program.
+
+    Args:
+        app_id: id of the job or the array.
+        folder: its folder.
+        components: Slurm's records of it.
+    """
+    return folders.is_removed(app_id, folder) and not any(job.is_live for job in components)
 
 
 def folder_of(app_id: str) -> JobFolder | None:
