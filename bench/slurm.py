@@ -140,7 +140,7 @@ class Bench:
     def _hosts(self, job_id: str) -> list[float]:
         paths = folders.find(job_id)
         assert paths is not None
-        every = [records.read_task(paths.record("r", replica)) for replica in range(NODES)]
+        every = [records.read_task(paths, "r", replica) for replica in range(NODES)]
         return [one.started for one in every if one and one.started is not None]
 
     def _state(self, job_id: str) -> float:

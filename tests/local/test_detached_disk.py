@@ -15,7 +15,7 @@ import pytest
 from torchx.specs import AppState, Role
 
 from tests.local.detached import Detached, py, sh
-from torchx_monarch.backends.local.submit import StateDirError
+from torchx_monarch.backends.core.errors import StateDirError
 
 Eventually = Callable[..., object]
 

@@ -85,7 +85,7 @@ def test_a_run_has_succeeded_when_all_roles_but_sidecars_have(make: Make) -> Non
     end(batch, "b", 0)
     assert batch._stopping == "every role that the job waits for has succeeded"
     assert batch._conclude() == 0
-    record = records.read(BatchRecord, batch._paths.job)
+    record = records.read(BatchRecord, batch._paths.job, batch._paths.trusted)
     assert record is not None and (record.state, record.msg, record.job_id) == (S, "", "7")
 
 
@@ -166,7 +166,7 @@ def test_the_app_is_restarted_while_it_has_retries(make: Make, how: str) -> None
     assert batch._conclude() == (None if how == "in_place" else 3)
     assert batch.started == ([("r",)] if how == "in_place" else [])
     assert not batch._stopping or how == "requeue"
-    record = records.read(BatchRecord, batch._paths.job)
+    record = records.read(BatchRecord, batch._paths.job, batch._paths.trusted)
     assert record is not None and record.retries == 1
     # The batch step of the next start of the job, which Slurm has queued again, continues the count.
     following = make(spec)

@@ -144,7 +144,7 @@ def test_a_task_without_python_leaves_its_record(image: Path, tmp_path: Path, re
     # The batch step's number is in the environment of an OCI container, and not the task's.
     done = subprocess.run(words, env={**env, "SLURM_PROCID": "0"}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (78, f"the image {image} has no python on its PATH\n")
-    record = records.read_task(paths.record("trainer", 3))
+    record = records.read_task(paths, "trainer", 3)
     assert record is not None
     assert (record.id, record.job_restart, record.exit_code, record.hostname) == (3, restart, 78, "n4")
     assert "has no python" in str(record.error)

@@ -6,20 +6,24 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, Role
 
 from torchx_monarch.backends.core import client_credentials, state_files
+from torchx_monarch.backends.core.errors import StateAccessError, StateDirError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import prune, status, submit
 from torchx_monarch.backends.local.render import render
-from torchx_monarch.backends.local.submit import StateAccessError, StateDirError
+from torchx_monarch.backends.slurm import folder, records
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers import monarch_local
+from torchx_monarch.schedulers import monarch_local, monarch_slurm
 
 SOMEBODY_ELSE = 12345
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
@@ -157,3 +161,112 @@ def test_how_many_apps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prune.prune(state_files.apps_dir()) == [names[3]]
     monkeypatch.setenv("MONARCH_KEEP_APPS", "0")
     assert sorted(prune.prune(state_files.apps_dir())) == sorted(names[:3])
+
+
+# -- monarch_slurm -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forgetful_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Slurm's commands, which know no job; the folder to which sbatch writes its arguments."""
+    scripts = {
+        "squeue": "",
+        "sacct": "",
+        "scontrol": "echo Invalid job id; exit 1",
+        "sbatch": "touch $0.called; echo 7",
+    }
+    for name, script in scripts.items():
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    return tmp_path / "bin"
+
+
+def precious_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "thesis.tex").write_text("mine\n")
+    return path
+
+
+def content(path: Path) -> list[str]:
+    return sorted(os.listdir(path))
+
+
+@root_only
+@pytest.mark.usefixtures("forgetful_slurm")
+def test_another_users_jobs_of_slurm(tmp_path: Path, forgetful_slurm: Path) -> None:
+    ids = Path(folder.ids_dir())
+    ids.mkdir(parents=True)
+    precious = precious_folder(tmp_path / "train-0123456789")
+    (ids / "99").symlink_to(precious)
+    os.chown(ids, SOMEBODY_ELSE, -1)
+    scheduler = monarch_slurm("torchx")
+    asked: list[Callable[[], object]] = [scheduler.list, partial(scheduler.describe, "99")]
+    asked.append(partial(scheduler.delete, "99"))
+    for ask in asked:
+        with pytest.raises(StateAccessError, match=f"{ids} belongs to uid {SOMEBODY_ELSE}.*MONARCH_STATE_DIR"):
+            ask()
+    runner = Runner("torchx", {"monarch_slurm": monarch_slurm})
+    role = Role("r", image="", entrypoint="true")
+    for cfg in ({}, {"job_dir": str(tmp_path / "jobs")}):
+        with pytest.raises(StateDirError, match=f"{ids}: belongs to uid {SOMEBODY_ELSE}.*MONARCH_STATE_DIR"):
+            runner.run(AppDef("x", [role]), "monarch_slurm", cfg=cfg)
+    assert not (forgetful_slurm / "sbatch.called").exists()
+    assert not list(Path(state_files.state_dir()).rglob("request.json"))
+    assert content(precious) == ["thesis.tex"]
+
+
+@pytest.mark.usefixtures("forgetful_slurm")
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("precious", "is not named as the folder of a job is"),
+        ("bin/../train-0123456789", "is not named as the folder of a job is"),
+        ("train-0123456789", "is not the folder of a job of yours: No such file or directory"),
+    ],
+)
+def test_a_link_of_an_id_names_a_jobs_folder(
+    tmp_path: Path, target: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    precious = precious_folder(tmp_path / os.path.normpath(target))
+    path = os.path.join(tmp_path, target)
+    folder.link_id("99", path)
+    scheduler = monarch_slurm("torchx")
+    assert scheduler.list() == []
+    assert f"{folder.ids_dir()}/99 is not used: {path} {reason}" in caplog.text
+    assert scheduler.describe("99") is None
+    scheduler.delete("99")
+    with pytest.raises(OSError, match=reason):
+        folder.delete("99", folder.JobFolder(path))
+    assert content(precious) == ["thesis.tex"]
+
+
+def test_a_job_folder_elsewhere_is_used(tmp_path: Path) -> None:
+    job = folder.JobFolder(folder.new("train", str(tmp_path / "jobs")))
+    os.makedirs(job.root)
+    Path(job.script).write_text("#!/bin/sh\n")
+    folder.link_id("7", job.root)
+    assert folder.known() == {"7": job}
+    folder.delete("7", job)
+    assert folder.known() == {} and content(tmp_path / "jobs") == []
+
+
+@pytest.mark.usefixtures("forgetful_slurm")
+def test_a_file_for_a_folder_of_slurm() -> None:
+    ids = Path(folder.ids_dir())
+    ids.parent.mkdir(parents=True)
+    ids.write_text("")
+    with pytest.raises(StateAccessError, match=f"{ids} is not a folder"):
+        monarch_slurm("torchx").list()
+
+
+def test_records_of_a_job_are_not_read_through_links(tmp_path: Path) -> None:
+    job = folder.JobFolder(folder.new("train", None))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    os.makedirs(os.path.dirname(job.replica_logs("r", 0)))
+    os.symlink(elsewhere, job.replica_logs("r", 0))
+    (elsewhere / "replica.json").write_text('{"id": 0, "state": "FAILED"}')
+    assert records.read_task(job, "r", 0) is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torchx.specs.finder import ComponentValidationException
 
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.exceptions import TorchXMonarchError
 
 
@@ -22,3 +23,54 @@ class BackendError(TorchXMonarchError, ComponentValidationException, RuntimeErro
 
 class SubmitError(BackendError):
     """Raised when an app could not be started; nothing is left of it."""
+
+
+class StateDirError(SubmitError):
+    """Raised when the state directory cannot be written.
+
+    Attributes:
+        path: the file or folder that could not be written.
+        reason: the system's error message.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"cannot write the state of the app to {self.path}: {self.reason}. "
+            "Set MONARCH_STATE_DIR to a folder on this machine that you can write to."
+        )
+
+
+class StateAccessError(BackendError):
+    """Raised when this user must not use a part of the state directory.
+
+    Attributes:
+        path: the file or folder.
+        reason: why it must not be used.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    @classmethod
+    def of(cls, error: OSError, path: str) -> StateAccessError:
+        """Build the error from an error of the system.
+
+        Args:
+            error: the error.
+            path: the path in use; it counts if ``error`` names none.
+        """
+        return cls(str(error.filename or path), error.strerror or str(error))
+
+    def __str__(self) -> str:
+        reason = self.reason if self.reason.startswith(("is ", "belongs ")) else f"cannot be read: {self.reason}"
+        return (
+            f"{self.path} {reason}. The state of your own jobs is in {state_files.state_dir()}; MONARCH_STATE_DIR sets "
+            "another folder, which must belong to you"
+        )

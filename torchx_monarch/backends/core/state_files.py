@@ -175,31 +175,66 @@ def app_ids(root: str | None = None) -> list[str]:
         safe_files.UnsafeFileError: another user owns the state directory.
         PermissionError: the state directory may not be read.
     """
-    root = root if root is not None else state_dir()
+    return [name for name in names_in(apps_dir(root), root) if not name.startswith(".")]
+
+
+def make_folder(*names: str) -> str:
+    """Make a folder of the state directory, and those above it, with mode 0700; return its path.
+
+    Args:
+        names: its path below the state directory, one name for each folder.
+
+    Raises:
+        safe_files.UnsafeFileError: one of these folders is a link or belongs to another user.
+        OSError: it cannot be made.
+    """
+    root = path = state_dir()
+    os.makedirs(root, mode=0o700, exist_ok=True)
+    for name in names:
+        path = os.path.join(path, name)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        os.close(safe_files.open_folder(path, below=root))  # before anything is made inside of it
+    return path
+
+
+def names_in(folder: str, root: str | None = None) -> list[str]:
+    """Return the names in a folder of the state directory, in no order; none if it does not exist.
+
+    Args:
+        folder: its path.
+        root: the state directory; None for ``state_dir()``.
+
+    Raises:
+        safe_files.UnsafeFileError: the folder, or one above it, is a link, no folder, or belongs to another user.
+        PermissionError: it may not be read.
+    """
     try:
-        fd = safe_files.open_folder(apps_dir(root), below=root)
+        fd = safe_files.open_folder(folder, below=root if root is not None else state_dir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     try:
-        return [name for name in os.listdir(fd) if not name.startswith(".")]
+        return os.listdir(fd)
     finally:
         os.close(fd)
 
 
-def write_json(path: str, value: object, *, durable: bool = False) -> None:
+def write_json(path: str, value: object, *, durable: bool = False, below: str | None = None) -> None:
     """Replace the file at ``path`` atomically.
 
     Args:
         path: the file.
         value: the content; objects that JSON does not support are written as their ``str``.
         durable: whether to sync the file to disk, after readers can see it.
+        below: as for ``read_json``.
 
     Raises:
+        safe_files.UnsafeFileError: a folder between ``below`` and the file is a link or belongs to another user.
         OSError: the file could not be written; its old content is unchanged.
     """
     data = json.dumps(value, default=str, separators=(",", ":")).encode()
     aside = f"{path}.{os.getpid()}.tmp"
-    fd = safe_files.open_file(aside, os.O_WRONLY | os.O_CREAT)
+    fd = safe_files.open_file(aside, os.O_WRONLY | os.O_CREAT, below=below)
     try:
         try:
             os.ftruncate(fd, 0)  # a killed process with the same pid may have left the file

@@ -20,7 +20,7 @@ from torchx.specs import AppDef
 
 from torchx_monarch.backends.core import state_files, submitted_app
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
-from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.backends.core.errors import BackendError, StateAccessError
 from torchx_monarch.backends.core.options import MonarchOpts
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -28,7 +28,6 @@ from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.local import owners, render, request, state, submit
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
-from torchx_monarch.backends.local.submit import StateAccessError
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.supervisor import log_reader

@@ -39,14 +39,15 @@ def of_array(
         save: whether to save final states in end.json.
     """
     jobs = by_task(components)
-    end = records.read(EndRecord, folder.end)
+    end = records.read(EndRecord, folder.end, folder.trusted)
     saved = end.tasks if end else {}
     accounts: dict[int, Job] | None = None
     tasks: dict[int, JobState] = {}
     for index in indices:
         part, job = folder.task(index), jobs.get(index)
         if job is None:
-            if ended := job_state.of_ended(part, records.read(EndRecord, part.end) or saved.get(str(index))):
+            own = records.read(EndRecord, part.end, part.trusted)
+            if ended := job_state.of_ended(part, own or saved.get(str(index))):
                 tasks[index] = ended
                 continue
             if accounts is None:

@@ -23,7 +23,7 @@ from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
 from torchx_monarch.backends.core import state_files, submitted_app
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
-from torchx_monarch.backends.core.errors import SubmitError, UserError
+from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
@@ -104,6 +104,7 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         """Submit the job and return its id.
 
         Raises:
+            StateDirError: the state directory cannot be written, or a part of it belongs to another user.
             SubmitError: the job's folder cannot be written. It is removed, as it is when sbatch fails.
         """
         check_containers({role.container.kind for role in request.roles if role.container is not None})
@@ -111,6 +112,7 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
             request = request.renamed(folder.new(request.name, os.path.dirname(request.folder)))
         paths = JobFolder(request.folder)
         began = time.time()
+        folder.prepare(paths)
         try:
             os.makedirs(os.path.dirname(paths.root), mode=0o700, exist_ok=True)
             os.mkdir(paths.root, 0o700)
@@ -162,7 +164,8 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         states = {
             app_id: ended
             for app_id, paths in known.items()
-            if app_id not in live and (ended := job_state.of_ended(paths, records.read(EndRecord, paths.end)))
+            if app_id not in live
+            and (ended := job_state.of_ended(paths, records.read(EndRecord, paths.end, paths.trusted)))
         }
         recorded = native.recorded_jobs([app_id for app_id in known if app_id not in live and app_id not in states])
         found = []
@@ -202,6 +205,7 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
             tail=query.tail,
             ended=lambda: self.has_ended(run_id),
             follow=query.follow and not run.state.is_terminal,
+            below=run.folder.trusted,
         )
 
     def native_request(self, app_id: str) -> tuple[SlurmRequest, SubmittedApp | None] | None:
@@ -209,8 +213,8 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         paths = snapshot.folder_of(app_id)
         if paths is None:
             return None
-        request = records.read(SlurmRequest, paths.request)
-        return (request, submitted_app.load(paths.app)) if request else None
+        request = records.read(SlurmRequest, paths.request, paths.trusted)
+        return (request, submitted_app.load(paths.app, paths.trusted)) if request else None
 
     def events_path(self, app_id: str) -> Path | None:
         """Return the path of the app's events file; None if this state directory does not know its folder."""
@@ -274,8 +278,17 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
             native.run(["scancel", "--signal=KILL", app.app_id])
 
     def remove(self, app: SlurmSnapshot) -> None:
-        """Remove the job's folder."""
-        folder.delete(app.app_id, app.job.folder)
+        """Remove the job's folder.
+
+        Raises:
+            BackendError: it is not the folder of a job of this user, or cannot be removed.
+        """
+        try:
+            folder.delete(app.app_id, app.job.folder)
+        except OSError as error:
+            raise BackendError(
+                f"{error.filename or app.job.folder.root} of job {app.app_id} cannot be removed: {error.strerror}"
+            ) from None
 
 
 def _check_owner(app: SlurmSnapshot) -> None:

@@ -35,12 +35,12 @@ def cancel(app_id: str, job: JobState) -> None:
     Raises:
         SlurmError: a command of Slurm's fails or cannot be run.
     """
-    before = records.read(CancelRecord, job.folder.cancel)
+    before = records.read(CancelRecord, job.folder.cancel, job.folder.trusted)
     with contextlib.suppress(OSError):  # the folder is on another machine: scancel works without it
         if before is None:
             if os.path.isdir(job.folder.whole.root):
                 os.makedirs(job.folder.root, mode=0o700, exist_ok=True)  # array tasks get a folder when they begin
-            state_files.write_json(job.folder.cancel, {"time": time.time()})
+            state_files.write_json(job.folder.cancel, {"time": time.time()}, below=job.folder.trusted)
     grace = records.read_submission(job.folder).grace
     overdue = before is not None and time.time() > before.time + grace + _CANCEL_EXTRA
     left = [index for index, task in job.tasks.items() if task.is_live]

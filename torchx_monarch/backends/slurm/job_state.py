@@ -82,7 +82,7 @@ def of_job(folder: JobFolder, components: list[Job], *, save: bool) -> JobState:
         components: Slurm's records; empty if Slurm has forgotten the job.
         save: whether to save a final state in end.json.
     """
-    record, damage = records.checked(BatchRecord, folder.job)
+    record, damage = records.checked(BatchRecord, folder.job, folder.trusted)
     outcome = derive_outcome(components[0] if components else None, record, folder.is_cancelled, damage)
     message = outcome.message
     if damage and damage not in message:
@@ -103,7 +103,7 @@ def of_ended(folder: JobFolder, end: RunEnd | None) -> JobState | None:
     """Return the state of a job or an array task from its saved end; None without one."""
     if end is None:
         return None
-    record = records.read(BatchRecord, folder.job)
+    record = records.read(BatchRecord, folder.job, folder.trusted)
     outcome = Outcome(end.state, end.msg, time=_end_time(end.state, record))
     return JobState(folder, outcome, end.nodes, record=record)
 
@@ -120,10 +120,10 @@ def save_end(folder: JobFolder, end: Mapping[str, Any]) -> None:
         folder: the folder; nothing is saved if it does not exist.
         end: the content, as ``records.EndRecord`` reads it.
     """
-    if not os.path.isdir(folder.root) or state_files.read_json(folder.end) == end:
+    if not os.path.isdir(folder.root) or state_files.read_json(folder.end, folder.trusted) == end:
         return
     with contextlib.suppress(OSError):  # another user's folder, or a full disk: the next call tries again
-        state_files.write_json(folder.end, end)
+        state_files.write_json(folder.end, end, below=folder.trusted)
 
 
 def derive_outcome(job: Job | None, record: BatchRecord | None, cancelled: bool, damage: str = "") -> Outcome:

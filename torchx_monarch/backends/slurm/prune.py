@@ -30,7 +30,7 @@ def prune() -> None:
     asked = 0
     for root in _older(folder.jobs_dir(), oldest):
         paths = JobFolder(root)
-        ended = records.read(EndRecord, paths.end) is not None or folder.TRASH in os.path.basename(root)
+        ended = records.read(EndRecord, paths.end, paths.trusted) is not None or folder.TRASH in os.path.basename(root)
         if not ended and root in ids and asked < _ASKED:
             asked += 1
             with contextlib.suppress(SlurmError):
@@ -46,11 +46,14 @@ def prune() -> None:
 
 
 def _older(path: str, than: float) -> list[str]:
-    """Return the paths of a folder's entries last modified before ``than``, in seconds since the epoch."""
+    """Return the paths of a folder's entries last modified before ``than``, in seconds since the epoch.
+
+    Raises:
+        OSError: the folder must not or cannot be read (``state_files.names_in``).
+    """
     found = []
-    with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
-        for entry in entries:
-            with contextlib.suppress(FileNotFoundError):
-                if entry.stat(follow_symlinks=False).st_mtime < than:
-                    found.append(entry.path)
-    return sorted(found)
+    for each in sorted(os.path.join(path, name) for name in state_files.names_in(path)):
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(each, follow_symlinks=False).st_mtime < than:
+                found.append(each)
+    return found

@@ -132,25 +132,31 @@ class TaskRecord(ReplicaRecord):
             raise ValueError("exit_code is out of range")
 
 
-def read(cls: type[T], path: str) -> T | None:
-    """Read a file; return None if it is missing or damaged."""
-    return checked(cls, path)[0]
+def read(cls: type[T], path: str, below: str) -> T | None:
+    """Read a file; return None if it is missing or damaged.
+
+    Args:
+        cls: its content.
+        path: the file.
+        below: ``JobFolder.trusted``.
+    """
+    return checked(cls, path, below)[0]
 
 
-def checked(cls: type[T], path: str) -> tuple[T | None, str]:
-    """Read a file; return also what is wrong with it, which is empty if the file is sound or missing."""
+def checked(cls: type[T], path: str, below: str) -> tuple[T | None, str]:
+    """Read a file as ``read`` does; return also what is wrong with it, which is empty if it is sound or missing."""
     try:
-        return state_files.load(cls, path), ""
+        return state_files.load(cls, path, below), ""
     except state_files.DamagedFileError as error:
         return None, str(error)
 
 
 def read_submission(folder: JobFolder) -> Submission:
     """Read what a job's folder says of its submission: nothing if request.json is missing or damaged."""
-    return read(Submission, folder.request) or Submission()
+    return read(Submission, folder.request, folder.trusted) or Submission()
 
 
-def read_task(path: str) -> TaskRecord | None:
+def read_task(folder: JobFolder, role: str, replica: int) -> TaskRecord | None:
     """Read the record of a replica; keep the known fields of its error only (``error_files.cleaned``)."""
-    found = read(TaskRecord, path)
+    found = read(TaskRecord, folder.record(role, replica), folder.trusted)
     return found and replace(found, error=error_files.cleaned(found.error or "") or None)

@@ -55,7 +55,7 @@ def look(app_id: str) -> JobState | None:
         return None
     leader, index = parts
     folder = folders.find(leader)
-    end = records.read(EndRecord, folder.end) if folder else None
+    end = records.read(EndRecord, folder.end, folder.trusted) if folder else None
     try:
         components = [job for job in native.live_job(leader) if job.leader == leader]
     except SlurmError:
@@ -92,7 +92,7 @@ def known(
         return array_state.of_array(folder, indices, components, recorded, save=save)
     if components:
         return job_state.of_job(folder, components, save=save)
-    ended = job_state.of_ended(folder, records.read(EndRecord, folder.end))
+    ended = job_state.of_ended(folder, records.read(EndRecord, folder.end, folder.trusted))
     return ended or job_state.of_job(folder, recorded()[:1], save=save)
 
 
@@ -126,7 +126,7 @@ def has_recorded_end(folder: JobFolder) -> bool:
 
 
 def _records_an_end(run: JobFolder) -> bool:
-    record = records.read(BatchRecord, run.job)
+    record = records.read(BatchRecord, run.job, run.trusted)
     return record is not None and record.ended is not None
 
 
@@ -135,7 +135,7 @@ def _records_an_end(run: JobFolder) -> bool:
 
 def submitted(folder: JobFolder) -> SubmittedApp | None:
     """Read the submitted app; return None if app.json is missing, damaged or holds an impossible app."""
-    found = submitted_app.load(folder.app)
+    found = submitted_app.load(folder.app, folder.trusted)
     for spec in found.roles if found else ():
         try:
             state_files.path_name(spec.name)
@@ -202,8 +202,7 @@ def _replicas(job: JobState, role: RoleSpec, index: int, brief: bool) -> list[Re
         brief: read no records; the node is known of replica 0 only then.
     """
     now = job.record.role_restarts.get(role.name, 0) if job.record else 0
-    places = [job.folder.record(role.name, replica) for replica in range(role.replicas)]
-    every = [None if brief else records.read_task(place) for place in places]
+    every = [None if brief else records.read_task(job.folder, role.name, number) for number in range(role.replicas)]
     nodes = job.nodes[index] if index < len(job.nodes) else ""
     all_recorded = all(record is not None and record.job_restart == now for record in every)
     hosts = [] if not nodes or all_recorded else [macros.first_node(nodes)] if brief else native.hostnames(nodes)

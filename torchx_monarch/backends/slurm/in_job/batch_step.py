@@ -90,7 +90,7 @@ class BatchStep:
         self._is_array = bool(request.sbatch.get("array"))
         job_id = array.own_id(os.environ) if self._is_array else os.environ["SLURM_JOB_ID"]
         self._commands = JobCommands(job_id)
-        before = records.read(BatchRecord, paths.job)
+        before = records.read(BatchRecord, paths.job, paths.trusted)
         # Preemptions and administrators do not use up retries (TorchX counts all of SLURM_RESTART_COUNT).
         self._retries = RetryBudget(before.retries if before else 0)
         restarts = before.restarts + 1 if before else 0
@@ -250,8 +250,7 @@ class BatchStep:
         """
         now = self._record.role_restarts[role.name]
         every = {
-            replica: records.read_task(self._paths.record(role.name, replica))
-            for replica in replicas or range(role.replicas)
+            replica: records.read_task(self._paths, role.name, replica) for replica in replicas or range(role.replicas)
         }
         return {replica: one for replica, one in every.items() if one is not None and one.job_restart == now}
 
@@ -312,7 +311,7 @@ class BatchStep:
         places = [(role.name, replica) for role in self._specs.values() for replica in range(role.replicas)]
         until = time.monotonic() + self._request.grace + _STOP_EXTRA
         for place in places:
-            while (one := records.read_task(self._paths.record(*place))) and one.state is State.RUNNING:
+            while (one := records.read_task(self._paths, *place)) and one.state is State.RUNNING:
                 if time.monotonic() > until:
                     return
                 time.sleep(0.2)
