@@ -36,6 +36,9 @@ _PASSES = 5
 _TRIES = 20
 """Largest number of times that a file is read if it changes while it is read."""
 
+_MAX_CACHE_BYTES = 256 << 20
+"""Largest size of a file with cached values: a million files have about half of it."""
+
 _PAUSE = 0.02
 """Seconds between two attempts to read a changing file."""
 
@@ -79,13 +82,23 @@ class StatCache:
 
     @classmethod
     def load(cls, path: str, root: str) -> StatCache:
-        """Read the cache of the workspace ``root``; return an empty one if the file is missing or unusable."""
+        """Read the cache of the workspace ``root``; return an empty one if the file is missing or unusable.
+
+        The cache decides which files are not read. So its folder and that above it must be the caller's, as must it.
+
+        Args:
+            path: the file, in a folder of the state directory.
+            root: absolute path of the workspace.
+        """
         try:
-            with open(path, encoding="utf-8") as file:
-                values: Any = json.load(file)
+            values: Any = safe_files.read_json(path, limit=_MAX_CACHE_BYTES, below=_state_dir(path))
             if values["version"] == _VERSION and values["root"] == root:
-                return cls({p: tuple(v) for p, v in values["files"].items()}, values["rules"], set(values["left_out"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                return cls(
+                    {name: _known(each) for name, each in values["files"].items()},
+                    dict(values["rules"].items()),
+                    set(values["left_out"]),
+                )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass
         return cls()
 
@@ -100,7 +113,22 @@ class StatCache:
         }
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            os.close(safe_files.open_folder(os.path.dirname(path), below=_state_dir(path)))
             safe_files.replace_file(path, json.dumps(values, separators=(",", ":")).encode())
+
+
+def _state_dir(path: str) -> str:
+    return os.path.dirname(os.path.dirname(path))
+
+
+def _known(values: Any) -> Known:
+    """Return cached values of a file as read from JSON.
+
+    Raises:
+        ValueError, TypeError: they are none.
+    """
+    size, mtime, ctime, inode, digest = values
+    return int(size), int(mtime), int(ctime), int(inode), str(digest)
 
 
 def scan(root: str, memory: StatCache, limits: Limits = Limits()) -> Tree:
