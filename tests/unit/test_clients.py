@@ -37,6 +37,21 @@ def test_is_for_its_owner_alone_until_the_app_is_deleted() -> None:
     assert client_credentials.kept("monarch_batch", "queue:app/1") == ("", {})
 
 
+def test_a_stray_file_hides_no_app(caplog: pytest.LogCaptureFixture) -> None:
+    for scheduler in ("monarch_batch", "monarch_slurm", "monarch_ssh"):
+        client_credentials.keep(scheduler, "7", "secret", {})
+    clients = Path(client_credentials.path("monarch_slurm", "7")).parent.parent
+    (clients / ".DS_Store").write_text("")
+    (clients / "aaa").write_text("")
+    linked = clients / "monarch_slurm"
+    linked.rename(clients.parent / "elsewhere")
+    linked.symlink_to(clients.parent / "elsewhere")
+    assert client_credentials.known() == [("monarch_batch", "7"), ("monarch_ssh", "7")]
+    assert f"{linked} is a symbolic link" in caplog.text
+    client_credentials.forget("monarch_slurm", "7")
+    assert (clients.parent / "elsewhere" / "7").exists()
+
+
 def test_keeps_the_roles_that_another_host_can_take_over() -> None:
     client_credentials.keep("monarch_slurm", "7", "secret", {"a": "tls:@A:1", "b": "tls:@B:2"}, hands_over=["b"])
     assert [client_credentials.hands_over("monarch_slurm", "7", role) for role in ("a", "b")] == [False, True]

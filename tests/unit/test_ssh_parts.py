@@ -18,23 +18,29 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, RetryPolicy, Role, Workspace
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.errors import StateAccessError, SubmitError, UserError
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.local import gpus, state
+from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
-from torchx_monarch.backends.ssh import native, workspace
+from torchx_monarch.backends.ssh import known, native, workspace
 from torchx_monarch.backends.ssh.fleet import with_fleet
+from torchx_monarch.backends.ssh.in_job import replicas
 from torchx_monarch.backends.ssh.in_job.code import Code
 from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
+from torchx_monarch.backends.ssh.known import Layout
 from torchx_monarch.backends.ssh.machine_name import MachineName, parse_hosts
 from torchx_monarch.backends.ssh.native import MachineConnection, Machines, SshError
 from torchx_monarch.backends.ssh.options import SshOpts
 from torchx_monarch.backends.ssh.request import SshRequest
 from torchx_monarch.backends.ssh.snapshot import Found, SshSnapshot, build
+from torchx_monarch.code_sync.manifest import Tree
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_ssh
-from torchx_monarch.supervisor.records import ReplicaRecord
+from torchx_monarch.supervisor.records import ReplicaRecord, ReplicaRequest
 
 
 @pytest.fixture
@@ -274,6 +280,47 @@ def test_a_workspace_is_sent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for machine in machines:
         machine.code.close()
     assert not list((tmp_path / "state" / "code").glob(".*"))
+
+
+def test_contents_of_workspaces_are_kept_in_a_folder_of_the_user(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("mine")
+    os.utime(precious / "thesis.tex", (0, 0))
+    code = Path(state_files.state_dir(), "code")
+    code.parent.mkdir()
+    code.symlink_to(precious)
+    with pytest.raises(OSError, match=f"{code} is a symbolic link"):
+        Code().expect(Tree({}).encode())
+    assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
+
+
+def test_another_users_list_of_machines(tmp_path: Path) -> None:
+    folder = Path(state_files.state_dir(), "ssh")
+    folder.parent.mkdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(OSError, match=f"{folder} is a symbolic link"):
+        known.keep("x@a", Layout([["a"]]))
+    with pytest.raises(StateAccessError, match=f"{folder} is a symbolic link"):
+        known.app_ids()
+    (tmp_path / "x").write_text("")
+    known.forget("x")
+    assert (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("place", ["{", '{"gpus": 5}', None])
+def test_a_damaged_place_keeps_its_gpus_and_no_other_job(monkeypatch: pytest.MonkeyPatch, place: str | None) -> None:
+    """None of its supervisors runs here; that is not asked."""
+    monkeypatch.setattr(gpus, "devices", lambda environ: ["0", "1", "2"])
+    monkeypatch.setattr(state, "current_state", lambda paths: AppRecord("x.0.0", "x", 0.0))
+    spec = RoleRequest(RoleSpec("r"), [ReplicaRequest(["x"], {gpus.CUDA_VISIBLE_DEVICES: "1,2"}, "/")])
+    paths = replicas.paths_of("x.0.0")
+    os.makedirs(paths.root)
+    state_files.write_json(paths.request, LocalRequest("x.0.0", "x", [spec]).to_json())
+    Path(paths.root, "place.json").write_text(place) if place else os.mkfifo(Path(paths.root, "place.json"))
+    assert replicas._free_gpus(1, "") == ["0"]
+    with pytest.raises(SubmitError, match="asks for 2 of this machine's 3 GPUs, and 1 are free"):
+        replicas._free_gpus(2, "")
 
 
 def test_the_home_folder_is_no_workspace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runner: Runner) -> None:

@@ -16,9 +16,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.system import safe_files
 
 _log = logging.getLogger("torchx_monarch")
+
+_FOLDER = "clients"
 
 
 @dataclass
@@ -33,7 +34,7 @@ class _StoredCredentials:
 
 def path(scheduler: str, app_id: str) -> str:
     """Return the path of an app's file."""
-    return os.path.join(state_files.state_dir(), "clients", scheduler, urllib.parse.quote(app_id, safe=""))
+    return os.path.join(state_files.state_dir(), _FOLDER, scheduler, urllib.parse.quote(app_id, safe=""))
 
 
 def keep(
@@ -59,11 +60,9 @@ def keep(
         OSError: the file cannot be written.
     """
     where = path(scheduler, app_id)
-    for folder in (state_files.state_dir(), os.path.dirname(os.path.dirname(where)), os.path.dirname(where)):
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-    os.close(safe_files.open_folder(os.path.dirname(where), below=state_files.state_dir()))
+    state_files.make_folder(_FOLDER, scheduler)
     stored = _StoredCredentials(name, credentials, dict(rendezvous), list(hands_over))
-    state_files.write_json(where, asdict(stored))
+    state_files.write_json(where, asdict(stored), below=state_files.state_dir())
 
 
 def kept(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
@@ -93,17 +92,24 @@ def name_of(scheduler: str, app_id: str) -> str:
 
 
 def known() -> list[tuple[str, str]]:
-    """List all stored apps as pairs of scheduler and app id."""
-    root = os.path.join(state_files.state_dir(), "clients")
+    """List all stored apps as pairs of scheduler and app id; warn of folders that belong to another user."""
+    root = os.path.join(state_files.state_dir(), _FOLDER)
     found = []
-    with contextlib.suppress(OSError):
-        for scheduler in sorted(os.listdir(root)):
-            names = sorted(os.listdir(os.path.join(root, scheduler)))
-            found += [(scheduler, urllib.parse.unquote(name)) for name in names if not name.endswith(".tmp")]
+    for scheduler in _names_in(root):
+        if not scheduler.startswith("."):  # files of a desktop, such as .DS_Store
+            names = [name for name in _names_in(os.path.join(root, scheduler)) if not name.endswith(".tmp")]
+            found += [(scheduler, urllib.parse.unquote(name)) for name in names]
     return found
+
+
+def _names_in(folder: str) -> list[str]:
+    try:
+        return sorted(state_files.names_in(folder))
+    except OSError as error:
+        _log.warning("the certificates in %s are not used: %s", folder, error)
+        return []
 
 
 def forget(scheduler: str, app_id: str) -> None:
     """Remove the file of an app, if it exists."""
-    with contextlib.suppress(OSError):
-        os.unlink(path(scheduler, app_id))
+    state_files.remove_file(path(scheduler, app_id))

@@ -219,6 +219,16 @@ def names_in(folder: str, root: str | None = None) -> list[str]:
         os.close(fd)
 
 
+def remove_file(path: str) -> None:
+    """Remove a file of the state directory, if it exists; do nothing if its folder must not or cannot be used."""
+    with contextlib.suppress(OSError):
+        fd = safe_files.open_folder(os.path.dirname(path), below=state_dir())
+        try:
+            os.unlink(os.path.basename(path), dir_fd=fd)
+        finally:
+            os.close(fd)
+
+
 def write_json(path: str, value: object, *, durable: bool = False, below: str | None = None) -> None:
     """Replace the file at ``path`` atomically.
 

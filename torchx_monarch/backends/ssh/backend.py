@@ -205,7 +205,12 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         return None
 
     def snapshots(self, options: Cfg) -> Sequence[SshSnapshot]:
-        """Read the state of all apps of the machines that the options name, and of those that are stored here."""
+        """Read the state of all apps of the machines that the options name, and of those that are stored here.
+
+        Raises:
+            StateAccessError: another user owns the state directory.
+            SshError: none of the machines can be reached.
+        """
         chosen = with_fleet(SshOpts.from_cfg(self.run_opts().resolve(dict(options))))
         machines = {name: (chosen.python, chosen.setup) for name in parse_hosts(chosen.hosts)}
         for app_id in known.app_ids():

@@ -10,6 +10,7 @@ import urllib.parse
 from dataclasses import asdict, dataclass
 
 from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.errors import StateAccessError
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ def keep(app_id: str, layout: Layout) -> None:
     """Store where an app runs.
 
     Raises:
-        OSError: that cannot be written.
+        OSError: that cannot be written, or the folder belongs to another user.
     """
-    os.makedirs(_folder(), mode=0o700, exist_ok=True)
-    state_files.write_json(_path(app_id), asdict(layout))
+    state_files.make_folder("ssh")
+    state_files.write_json(_path(app_id), asdict(layout), below=state_files.state_dir())
 
 
 def kept(app_id: str) -> Layout | None:
@@ -58,13 +59,17 @@ def kept(app_id: str) -> Layout | None:
 
 
 def app_ids() -> list[str]:
-    """Return the ids of all stored apps."""
-    with contextlib.suppress(OSError):
-        return [urllib.parse.unquote(name) for name in os.listdir(_folder()) if not name.endswith(".tmp")]
-    return []
+    """Return the ids of all stored apps.
+
+    Raises:
+        StateAccessError: another user owns the state directory, or it cannot be read.
+    """
+    try:
+        return [urllib.parse.unquote(name) for name in state_files.names_in(_folder()) if not name.endswith(".tmp")]
+    except OSError as error:
+        raise StateAccessError.of(error, _folder()) from None
 
 
 def forget(app_id: str) -> None:
     """Remove what is stored of an app."""
-    with contextlib.suppress(OSError):
-        os.unlink(_path(app_id))
+    state_files.remove_file(_path(app_id))

@@ -19,6 +19,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.code_sync.archive import Unpacker
 from torchx_monarch.code_sync.manifest import Tree
 from torchx_monarch.code_sync.work_folder import WorkFolder
+from torchx_monarch.system import safe_files
 
 _INCOMING = ".new-"
 
@@ -40,11 +41,11 @@ class Code:
 
         Raises:
             TreeError: it is none.
-            OSError: the disk has too little space, or the folder cannot be made.
+            OSError: the disk has too little space, or the folder cannot be made or belongs to another user.
         """
         self.close()
         tree = Tree.decode(encoded)
-        os.makedirs(self._folder, mode=0o700, exist_ok=True)
+        state_files.make_folder("code")
         self._remove_old()
         missing = {digest: size for digest, size in tree.contents.items() if not self._has(digest, size)}
         free = os.statvfs(self._folder)
@@ -92,7 +93,7 @@ class Code:
         """Return whether a content is here as it was sent: a machine that lost its power may have lost some of it."""
         found = hashlib.sha256()
         try:
-            with open(self._path(digest), "rb", buffering=0) as file:
+            with open(safe_files.open_file(self._path(digest)), "rb", buffering=0) as file:
                 if os.fstat(file.fileno()).st_size != size:
                     return False
                 os.utime(file.fileno())
@@ -104,10 +105,10 @@ class Code:
 
     def _remove_old(self) -> None:
         oldest = time.time() - max(state_files.keep_days(), 1.0) * 86400
-        for name in os.listdir(self._folder):
+        for name in state_files.names_in(self._folder):
             path = os.path.join(self._folder, name)
             with contextlib.suppress(OSError):
-                if os.stat(path).st_mtime < oldest:
+                if os.stat(path, follow_symlinks=False).st_mtime < oldest:
                     if name.startswith(_INCOMING):
                         shutil.rmtree(path, ignore_errors=True)
                     else:

@@ -107,8 +107,7 @@ def _note_python() -> None:
 @contextlib.contextmanager
 def _gpu_lock() -> Iterator[None]:
     """Let one client at a time choose GPUs; the folder of a replica says which it has."""
-    os.makedirs(state_files.apps_dir(), mode=0o700, exist_ok=True)
-    lock = os.open(state_files.apps_dir(), os.O_RDONLY | os.O_CLOEXEC)
+    lock = os.open(state_files.make_folder("apps"), os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -130,9 +129,9 @@ def _free_gpus(count: int, path: str) -> list[str]:
     taken = set[str]()
     for name in names():
         paths = paths_of(name)
-        record, place = state.current_state(paths), state_files.load(Place, _place_file(paths), paths.trusted)
-        if record is not None and not record.terminal and place is not None:
-            taken.update(place.gpus)
+        record = state.current_state(paths)
+        if record is not None and not record.terminal:
+            taken.update(_gpus_of(paths))
     free = [one for one in every if one not in taken]
     if len(free) < count:
         raise SubmitError(
@@ -140,6 +139,18 @@ def _free_gpus(count: int, path: str) -> list[str]:
             "have the rest"
         )
     return free[:count]
+
+
+def _gpus_of(paths: state_files.AppPaths) -> list[str]:
+    """Return the GPUs that a replica was given: as its place says, or its request if place.json is damaged."""
+    with contextlib.suppress(state_files.DamagedFileError):
+        place = state_files.load(Place, _place_file(paths), paths.trusted)
+        return place.gpus if place is not None else []
+    with contextlib.suppress(state_files.DamagedFileError):
+        if request := load_request(paths):
+            given = request.roles[0].replicas[0].env.get(gpus.CUDA_VISIBLE_DEVICES, "")
+            return [one for one in given.split(",") if one]
+    return []
 
 
 def read(name: str, revive: bool) -> Any:
