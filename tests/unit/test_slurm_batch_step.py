@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,6 +20,7 @@ import pytest
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.slurm import records
+from torchx_monarch.backends.slurm.container import last_error
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.in_job import batch_step, commands
 from torchx_monarch.backends.slurm.in_job.batch_step import BatchStep
@@ -24,6 +28,7 @@ from torchx_monarch.backends.slurm.records import BatchRecord, TaskRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
+from torchx_monarch.system import safe_files
 
 S, F, C, R = State.SUCCEEDED, State.FAILED, State.CANCELLED, State.RUNNING
 TERMINATED = 143
@@ -173,6 +178,47 @@ def test_the_app_is_restarted_while_it_has_retries(make: Make, how: str) -> None
     write(following, "r", F)
     end(following, "r", 3)
     assert (following._conclude(), following._record.restarts) == (3, record.restarts + 1)
+
+
+@pytest.mark.parametrize("reserve", [True, False])
+def test_a_full_disk_costs_no_job_and_not_its_cause(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], reserve: bool
+) -> None:
+    batch = make(RoleSpec("other"), RoleSpec("r", max_retries=1, retry_policy=RetryPolicy.ROLE))
+    batch._write()
+    if reserve:
+        safe_files.make_reserve(batch._paths.reserve, batch_step._RESERVE)
+
+    def full(path: str, value: object, **_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    monkeypatch.setattr(state_files, "write_json", full)
+    batch._restart(["r"], "role r")  # the other role goes on
+    assert batch.started == [("r",)]
+    assert batch._finish(F, "role r ended with exit code 3", 3) == 3
+    record = records.read(BatchRecord, batch._paths.job, batch._paths.trusted)
+    assert record is not None
+    assert (record.state, record.msg) == ((F, "role r ended with exit code 3") if reserve else (R, ""))
+    told = capfd.readouterr().out
+    assert told.count("could not be written: [Errno 28] No space left on device") == (1 if reserve else 2)
+
+
+def test_a_removed_folder_does_not_end_the_batch_step(make: Make, tmp_path: Path) -> None:
+    batch = make(RoleSpec("r"))
+    tmp_path.rename(f"{tmp_path}.removed")
+    assert batch._finish(S, "", 0) == 0
+
+
+def test_the_jobs_log_on_a_full_disk() -> None:
+    code = "from torchx_monarch.backends.slurm.in_job.commands import say; say('lost')"
+    with open("/dev/full", "wb") as full:
+        assert subprocess.run([sys.executable, "-c", code], stdout=full, timeout=60, check=False).returncode == 0
+
+
+def test_a_fifo_in_the_place_of_the_jobs_log(tmp_path: Path) -> None:
+    log = str(tmp_path / "job.log")
+    os.mkfifo(log)
+    assert last_error(log) == ""
 
 
 def test_a_cancel_overrides_a_failure(make: Make) -> None:

@@ -274,9 +274,12 @@ def write_last_json(path: str, value: object, reserve: str) -> None:
     """
     try:
         write_json(path, value, durable=True)
-    except OSError:
+    except OSError as error:
         data = json.dumps(value, default=str, separators=(",", ":")).encode()
-        safe_files.write_into_reserve(reserve, path, data)
+        try:
+            safe_files.write_into_reserve(reserve, path, data)
+        except FileNotFoundError:  # without a reserve, the first error says what is wrong
+            raise error from None
     else:
         with contextlib.suppress(OSError):
             os.unlink(reserve)

@@ -15,6 +15,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchx_monarch.system import safe_files
+
 KINDS = ("pyxis", "oci")
 """The values of the run option ``container``."""
 
@@ -103,7 +105,7 @@ def last_error(job_log: str) -> str:
     Args:
         job_log: the log of the batch step, with the output of its steps, in which the task's number precedes each line.
     """
-    with contextlib.suppress(OSError), open(job_log, "rb") as file:
+    with contextlib.suppress(OSError), open(safe_files.open_file(job_log), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _READ))
         for line in reversed(file.read().decode(errors="replace").splitlines()):
             found = _ERROR.match(line)

@@ -14,6 +14,7 @@ SIGUSR1 requests cancellation; SIGTERM comes from Slurm. On either, the batch st
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -30,7 +31,7 @@ from torchx_monarch.backends.core.state import HOST_EXTRA, reduce
 from torchx_monarch.backends.slurm import array, macros, records
 from torchx_monarch.backends.slurm.container import last_error
 from torchx_monarch.backends.slurm.folder import JobFolder, read_request, run_folder
-from torchx_monarch.backends.slurm.in_job.commands import RUNNING, JobCommands
+from torchx_monarch.backends.slurm.in_job.commands import RUNNING, JobCommands, say
 from torchx_monarch.backends.slurm.records import BatchRecord, TaskRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest, decode_or_exit
 from torchx_monarch.insight import events
@@ -39,6 +40,7 @@ from torchx_monarch.model.host_result import no_retry_reason
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import signal_pipe
+from torchx_monarch.system import safe_files
 
 _STOP_EXTRA = HOST_EXTRA + 5.0
 """Seconds beyond the grace period after which steps that have not stopped are killed."""
@@ -51,6 +53,9 @@ _RESIGNAL_AFTER = 1.0
 
 _REQUEUE_TIMEOUT = 120.0
 """Seconds in which Slurm ends this process after scancel or a requeue."""
+
+_RESERVE = 64 * 1024
+"""Bytes of disk space for the last record: some kilobytes, and more for long lists of nodes and roles."""
 
 _TERMINATED = 128 + signal.SIGTERM
 _CANCELLED = "cancelled"
@@ -119,6 +124,8 @@ class BatchStep:
     def run(self) -> int:
         """Run the job and return the exit code of the role that decided its result."""
         wake = signal_pipe.watch((signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD))
+        with contextlib.suppress(OSError):  # a full disk
+            safe_files.make_reserve(self._paths.reserve, _RESERVE)
         self._write()
         self._event("job_started", f"job {self._record.job_id} runs on {', '.join(self._record.nodes)}")
         cancelled = self._paths.is_cancelled  # the job was cancelled while Slurm requeued it
@@ -363,7 +370,7 @@ class BatchStep:
 
     def _kill(self) -> None:
         """Send SIGTERM to the sruns that still run, which makes them kill their tasks; on the next call, SIGKILL."""
-        print("steps did not stop in time: killing them", flush=True)
+        say("steps did not stop in time: killing them")
         for step in self._steps.values():
             os.kill(step, signal.SIGKILL if self._killing else signal.SIGTERM)
         self._killing = True
@@ -373,18 +380,26 @@ class BatchStep:
 
     def _finish(self, state: State, message: str, code: int) -> int:
         self._record.state, self._record.msg, self._record.ended = state, message, time.time()
-        self._write()
+        self._write(is_last=True)
         if self._is_array:
             with contextlib.suppress(OSError):
                 os.utime(self._paths.whole.root)  # prune() goes by the mtime of the whole job's folder
         self._event("ended", f"{state}: {message}" if message else str(state))
         return code
 
-    def _write(self) -> None:
-        state_files.write_json(self._paths.job, asdict(self._record))
+    def _write(self, *, is_last: bool = False) -> None:
+        """Write the record, the last one on a full disk, too. A loss is no reason to end the job: it is logged."""
+        content = asdict(self._record)
+        try:
+            if is_last:
+                state_files.write_last_json(self._paths.job, content, self._paths.reserve)
+            else:
+                state_files.write_json(self._paths.job, content)
+        except OSError as error:
+            say(f"the record {json.dumps(content, default=str)} could not be written: {error}")
 
     def _event(self, kind: str, message: str, **fields: str) -> None:
-        print(message, flush=True)
+        say(message)
         events.append(self._paths.events, kind, message, seconds=None, **fields)
         if self._is_array and kind in ("job_started", "ended"):
             message = f"array task {os.path.basename(self._paths.root)}: {message}"

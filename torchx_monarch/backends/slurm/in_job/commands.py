@@ -4,10 +4,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
 _TIMEOUT = 60.0
 """Seconds that a command may take."""
 
 RUNNING = "RUNNING"
+
+
+def say(text: str) -> None:
+    """Write a line to the job's log, which may be on a full disk: text that it cannot take is lost, and no error.
+
+    ``print`` would keep that text, and end the process with code 120 for it.
+    """
+    with contextlib.suppress(OSError):
+        os.write(1, f"{text}\n".encode(errors="backslashreplace"))
 
 
 class JobCommands:
@@ -43,7 +55,7 @@ class JobCommands:
 
 
 def _run(*words: str) -> str | None:
-    """Run a command and return its stdout; print a message and return None if it fails."""
+    """Run a command and return its stdout; log a message and return None if it fails."""
     import subprocess  # imported late: its import would delay the start of the steps
 
     try:
@@ -54,5 +66,5 @@ def _run(*words: str) -> str | None:
         failure = str(error)
     else:
         return done.stdout
-    print(f"{' '.join(words)}: {failure}", flush=True)
+    say(f"{' '.join(words)}: {failure}")
     return None
