@@ -43,6 +43,10 @@ def app(name: str, state: State = State.SUCCEEDED, ended: float | None = None) -
     return paths
 
 
+def content(path: Path) -> list[str]:
+    return sorted(os.listdir(path))
+
+
 def refused(app_id: str) -> str:
     """The message with which an app is refused, whatever is asked about it."""
     scheduler = monarch_local("torchx")
@@ -78,7 +82,8 @@ def test_a_planted_app_is_refused_by_name(tmp_path: Path, whose: str, caplog: py
     assert precious.read_text() == "mine\n"
 
 
-def test_a_link_in_an_app_is_not_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("linked", ["files", "a folder"])
+def test_a_link_in_an_app_is_not_followed(tmp_path: Path, linked: str) -> None:
     # No supervisor runs: the one who lists notes the end, with an event.
     dead = app("dead", State.RUNNING)
     record = status.load(dead)
@@ -88,14 +93,23 @@ def test_a_link_in_an_app_is_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine\n")
     logs = Path(dead.replica_logs("r", 0))
-    for link in (dead.events, logs / "stderr.log", logs / "combined.log"):
-        os.symlink(precious, link)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    os.symlink(precious, dead.events)
+    if linked == "files":
+        for name in ("stderr.log", "combined.log"):
+            os.symlink(precious, logs / name)
+    else:
+        logs.rmdir()
+        os.symlink(elsewhere, logs)
     scheduler = monarch_local("torchx")
     assert [each.state for each in scheduler.list()] == [AppState.FAILED]
     assert precious.read_text() == "mine\n"
     assert events.read(dead.events) == ([], 0)
+    assert content(elsewhere) == []
+    link = logs / "combined.log" if linked == "files" else logs
     assert list(scheduler.log_iter(dead.app_id, "r")) == [
-        f"[monarch] this log cannot be read: {logs}/combined.log is a symbolic link\n"
+        f"[monarch] this log cannot be read: {link} is a symbolic link\n"
     ]
 
 
@@ -188,10 +202,6 @@ def precious_folder(path: Path) -> Path:
     path.mkdir(parents=True)
     (path / "thesis.tex").write_text("mine\n")
     return path
-
-
-def content(path: Path) -> list[str]:
-    return sorted(os.listdir(path))
 
 
 @root_only

@@ -55,7 +55,9 @@ def append(
         return False
 
 
-def read(path: str | os.PathLike[str], offset: int = 0) -> tuple[list[Event], int]:
+def read(
+    path: str | os.PathLike[str], offset: int = 0, *, below: str | os.PathLike[str] | None = None
+) -> tuple[list[Event], int]:
     """Read the events written since ``offset``.
 
     Only whole lines are read, so a reader never sees half an event. A line that is not an event (cut short by a full
@@ -65,12 +67,13 @@ def read(path: str | os.PathLike[str], offset: int = 0) -> tuple[list[Event], in
     Args:
         path: the events file.
         offset: offset in bytes that the previous call returned; 0 for the beginning.
+        below: a folder of the caller inside which no link is followed (``safe_files.open_file``); None for no check.
 
     Returns:
         The events, oldest first, and the offset for the next call.
     """
     try:
-        fd = safe_files.open_file(path)
+        fd = safe_files.open_file(path, below=below)
     except OSError:
         return [], offset
     with open(fd, "rb") as file:

@@ -253,7 +253,7 @@ class Foreground:
         path = self._apps.events_path(app_id)
         if path is None:
             return
-        found, offset = events.read(path, self._offsets.get(app_id, 0))
+        found, offset = events.read(path, self._offsets.get(app_id, 0), below=path.parent)
         self._offsets[app_id] = offset
         for event in found:
             seconds = f" ({event['seconds']:.2f} s)" if event.get("seconds") is not None else ""

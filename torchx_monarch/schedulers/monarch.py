@@ -320,7 +320,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     def read_events(self, app_id: str) -> Sequence[events.Event]:
         """Return the events of an app, the oldest first; none if this machine does not have them."""
         path = self.apps.events_path(app_id)
-        return events.read(path)[0] if path is not None else []
+        return events.read(path, below=path.parent)[0] if path is not None else []
 
     def _similar(self, app_id: str) -> str:
         """Return a suggestion to append to the message about an app that does not exist; empty if no name is near."""

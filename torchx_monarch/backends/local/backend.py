@@ -109,7 +109,8 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             grace = rendered.grace if rendered else grace
         app = _snapshot(paths.app_id, record, hostname, None if brief else submitted_app.load(paths.app, paths.trusted))
         # Each restart of ranks within one start of their hosts is an event.
-        ranks = 0 if brief else sum(event["kind"] == "rank_restart" for event in events.read(paths.events)[0])
+        happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
+        ranks = sum(event["kind"] == "rank_restart" for event in happened)
         return replace(app, grace=grace, restarts=record.restarts + ranks, ui_url=Path(paths.root).as_uri())
 
     def snapshots(self, options: Cfg) -> list[AppSnapshot]:

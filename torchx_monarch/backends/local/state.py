@@ -49,7 +49,7 @@ def request_stop(paths: state_files.AppPaths, grace: float | None) -> None:
     """
     unwritten: OSError | None = None
     try:
-        state_files.write_json(paths.cancel, {"grace": grace})
+        state_files.write_json(paths.cancel, {"grace": grace}, below=paths.trusted)
     except OSError as error:  # a full disk, or a folder of that name: a running supervisor ends the app nevertheless
         unwritten = error
     found = supervisors(paths)
@@ -221,17 +221,12 @@ def mark_dead(paths: state_files.AppPaths, record: status.AppRecord, request: Lo
     for role in record.roles:
         for replica in role.replicas:
             if not replica.state.is_terminal:
-                _append_to_logs(paths.replica_logs(role.name, replica.id), reason)
+                logs = log_writer.ReplicaLogs(paths.replica_logs(role.name, replica.id), paths.trusted)
+                logs.say(reason)
+                logs.close()
     if request is not None:
         folder.remove_run_dir(paths, request.run_dir)
     events.append(paths.events, "ended", f"FAILED: {reason}")
     # On a read-only or full disk, each later query determines the state again.
     with contextlib.suppress(OSError):
         status.close_for_dead(paths, record, reason)
-
-
-def _append_to_logs(log_dir: str, reason: str) -> None:
-    if os.path.isdir(log_dir):
-        logs = log_writer.ReplicaLogs(log_dir)
-        logs.say(reason)
-        logs.close()

@@ -242,7 +242,7 @@ def _restarts(job: JobState) -> int:
     now = job.record.restarts if job.record else 0
     if job.components:
         now = max(now, job.components[0].restarts)
-    happened, _ = events.read(job.folder.events)
+    happened, _ = events.read(job.folder.events, below=job.folder.trusted)
     return now + len([event for event in happened if event["kind"] == "rank_restart"])
 
 

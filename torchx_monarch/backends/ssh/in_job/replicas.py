@@ -42,6 +42,15 @@ def paths_of(name: str) -> state_files.AppPaths:
     return state_files.app_paths(name)
 
 
+def _exists(paths: state_files.AppPaths) -> bool:
+    """Return whether the folder of a replica exists, is this user's and no link."""
+    try:
+        paths.check_owner()
+    except OSError:
+        return False
+    return True
+
+
 def _place_file(paths: state_files.AppPaths) -> str:
     return os.path.join(paths.root, "place.json")
 
@@ -161,9 +170,7 @@ def read(name: str, revive: bool) -> Any:
         revive: start it again if this machine was rebooted while it ran and its role has retries left.
     """
     paths = paths_of(name)
-    try:
-        paths.check_owner()
-    except OSError:
+    if not _exists(paths):
         return None
     place = state_files.read_json(_place_file(paths), paths.trusted)
     ending = state_files.read_json(_ending_file(paths), paths.trusted)
@@ -174,7 +181,8 @@ def read(name: str, revive: bool) -> Any:
     rebooted = watching is not None and _is_of_another_boot(watching.machine)
     if revive and rebooted and ending is None and record.state is State.FAILED:
         record = _start_again(paths, record) or record
-    ranks = sum(event["kind"] == "rank_restart" for event in events.read(paths.events)[0]) if revive else 0
+    happened = events.read(paths.events, below=paths.trusted)[0] if revive else []
+    ranks = sum(event["kind"] == "rank_restart" for event in happened)
     return {"place": place, "ending": ending, "record": record.to_json(), "rank_restarts": ranks}
 
 
@@ -213,7 +221,7 @@ def _start_again(paths: state_files.AppPaths, record: status.AppRecord) -> statu
 def stop(name: str, ending: Any, grace: float | None) -> None:
     """Begin to end a replica, and record why, unless that is recorded."""
     paths = paths_of(name)
-    if not os.path.isdir(paths.root):
+    if not _exists(paths):
         return
     if not os.path.exists(_ending_file(paths)):
         with contextlib.suppress(OSError):
@@ -226,7 +234,7 @@ def stop(name: str, ending: Any, grace: float | None) -> None:
 def remove(name: str) -> None:
     """Kill what runs of a replica, and remove its folder."""
     paths = paths_of(name)
-    if not os.path.isdir(paths.root):
+    if not _exists(paths):
         return
     record = state.current_state(paths)
     if record is not None and not record.terminal:
