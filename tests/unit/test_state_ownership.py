@@ -17,13 +17,14 @@ from torchx.specs import AppDef, AppState, Role
 from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.backends.core.errors import StateAccessError, StateDirError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local import prune, status, submit
+from torchx_monarch.backends.local import prune, state, status, submit
 from torchx_monarch.backends.local.render import render
 from torchx_monarch.backends.slurm import folder, records
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_local, monarch_slurm
+from torchx_monarch.system.safe_files import UnsafeFileError
 
 SOMEBODY_ELSE = 12345
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
@@ -164,6 +165,20 @@ def test_names_and_messages_do_not_reach_the_terminal_as_codes() -> None:
     assert found.msg == "one\ntwo \\x1b[31mred\\r"
     for error in (found.structured_error_msg, found.roles_statuses[0].replicas[0].structured_error_msg):
         assert error == '{"message": "a\\\\x1b[2J", "errorCode": 1}'
+
+
+@pytest.mark.parametrize("name", ["\x1b]0;owned\x07", "x\udcff"])
+def test_a_planted_name_does_not_reach_the_terminal(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, planted = app("mine"), app("planted")
+    os.rename(planted.root, os.path.join(os.path.dirname(planted.root), name))
+    monkeypatch.setattr(state, "removed_but_running", lambda apps: [name])
+    assert [each.app_id for each in monarch_local("torchx").list()] == [mine.app_id]
+    assert caplog.text.isprintable()
+    # Any folder of the state directory may have such a name, such as the target of a link.
+    for error in (StateAccessError(name, "is a link"), StateDirError(name, "is a link"), UnsafeFileError(name, "is")):
+        assert str(error).isprintable()
 
 
 def test_how_many_apps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

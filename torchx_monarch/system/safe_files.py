@@ -19,6 +19,8 @@ import os
 import stat
 from typing import Any
 
+from torchx_monarch.system.untrusted_text import one_line
+
 MAX_JSON_BYTES = 1024 * 1024
 """The maximum bytes read of a rank's error file, which torch itself keeps to a few kilobytes."""
 
@@ -48,7 +50,7 @@ class UnsafeFileError(OSError):
         super().__init__(errno.EPERM, reason, path)
 
     def __str__(self) -> str:
-        return f"{self.filename} {self.strerror}"
+        return f"{one_line(self.filename)} {self.strerror}"
 
 
 def open_file(

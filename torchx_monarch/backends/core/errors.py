@@ -11,6 +11,7 @@ from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.exceptions import TorchXMonarchError
+from torchx_monarch.system.untrusted_text import one_line
 
 
 class UserError(TorchXMonarchError, ComponentValidationException, ValueError):  # type: ignore[misc]
@@ -40,7 +41,7 @@ class StateDirError(SubmitError):
 
     def __str__(self) -> str:
         return (
-            f"cannot write the state of the app to {self.path}: {self.reason}. "
+            f"cannot write the state of the app to {one_line(self.path)}: {self.reason}. "
             "Set MONARCH_STATE_DIR to a folder on this machine that you can write to."
         )
 
@@ -71,6 +72,6 @@ class StateAccessError(BackendError):
     def __str__(self) -> str:
         reason = self.reason if self.reason.startswith(("is ", "belongs ")) else f"cannot be read: {self.reason}"
         return (
-            f"{self.path} {reason}. The state of your own jobs is in {state_files.state_dir()}; MONARCH_STATE_DIR sets "
-            "another folder, which must belong to you"
+            f"{one_line(self.path)} {reason}. The state of your own jobs is in {state_files.state_dir()}; "
+            "MONARCH_STATE_DIR sets another folder, which must belong to you"
         )

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torchx_monarch.model import codec
 from torchx_monarch.system import safe_files
+from torchx_monarch.system.untrusted_text import one_line
 
 T = TypeVar("T")
 
@@ -166,7 +167,7 @@ def app_paths(app_id: str, root: str | None = None) -> AppPaths:
 
 
 def app_ids(root: str | None = None) -> list[str]:
-    """Return the ids of all apps on disk, in no order.
+    """Return the ids of all apps on disk, in no order. What is not named as an app is none.
 
     Args:
         root: the state directory; None for ``state_dir()``.
@@ -175,7 +176,7 @@ def app_ids(root: str | None = None) -> list[str]:
         safe_files.UnsafeFileError: another user owns the state directory.
         PermissionError: the state directory may not be read.
     """
-    return [name for name in names_in(apps_dir(root), root) if not name.startswith(".")]
+    return [name for name in names_in(apps_dir(root), root) if is_app_id(name)]
 
 
 def make_folder(*names: str) -> str:
@@ -317,6 +318,6 @@ def load(cls: type[T], path: str, below: str | None = None) -> T | None:
     except safe_files.UnsafeFileError as error:
         raise DamagedFileError(str(error)) from None
     except OSError as error:
-        raise DamagedFileError(f"{path} cannot be read: {error.strerror}") from None
+        raise DamagedFileError(f"{one_line(path)} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise DamagedFileError(f"{path} is damaged: {error}") from None
+        raise DamagedFileError(f"{one_line(path)} is damaged: {error}") from None

@@ -120,7 +120,8 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             StateAccessError: another user owns the state directory.
         """
         try:
-            app_ids = [*state_files.app_ids(), *state.removed_but_running(state_files.apps_dir())]
+            removed = state.removed_but_running(state_files.apps_dir())  # as command lines of processes say
+            app_ids = [*state_files.app_ids(), *filter(state_files.is_app_id, removed)]
         except OSError as error:
             raise StateAccessError.of(error, state_files.apps_dir()) from None
         found = []
