@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, Role
 
 from torchx_monarch.backends.core import client_credentials, state_files
-from torchx_monarch.backends.core.errors import StateAccessError, StateDirError
+from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, StateDirError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import prune, state, status, submit
 from torchx_monarch.backends.local.render import render
@@ -24,6 +25,7 @@ from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_local, monarch_slurm
+from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.system.safe_files import UnsafeFileError
 
 SOMEBODY_ELSE = 12345
@@ -266,6 +268,27 @@ def test_a_link_of_an_id_names_a_jobs_folder(
     with pytest.raises(OSError, match=reason):
         folder.delete("99", folder.JobFolder(path))
     assert content(precious) == ["thesis.tex"]
+
+
+@pytest.mark.usefixtures("forgetful_slurm")
+@pytest.mark.parametrize("scheduler", [monarch_local, monarch_slurm])
+def test_a_read_only_state_directory_keeps_the_app(
+    scheduler: Callable[[str], MonarchScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app_id, root = "7", folder.new("train", None)
+    if scheduler is monarch_local:
+        app_id, root = (done := app("done")).app_id, done.root
+    else:
+        os.makedirs(root)
+        folder.link_id("7", root)
+
+    def read_only(source: str, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
+
+    monkeypatch.setattr(os, "rename", read_only)
+    with pytest.raises(RemoveError, match=f"app {app_id} cannot be deleted: .*: Read-only file system"):
+        scheduler("torchx").delete(app_id)
+    assert os.path.isdir(root)
 
 
 def test_a_job_folder_elsewhere_is_used(tmp_path: Path) -> None:

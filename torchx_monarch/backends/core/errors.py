@@ -22,6 +22,20 @@ class BackendError(TorchXMonarchError, ComponentValidationException, RuntimeErro
     """Raised when the place where apps run is missing, does not answer, or refuses a request."""
 
 
+class RemoveError(BackendError):
+    """Raised when the folder of an app cannot be removed; the app is kept.
+
+    Args:
+        app_id: the app.
+        folder: its folder; counts if ``error`` names no file.
+        error: the error of the system.
+    """
+
+    def __init__(self, app_id: str, folder: str, error: OSError) -> None:
+        where = one_line(str(error.filename or folder))
+        super().__init__(f"app {app_id} cannot be deleted: {where}: {error.strerror or error}")
+
+
 class SubmitError(BackendError):
     """Raised when an app could not be started; nothing is left of it."""
 

@@ -20,7 +20,7 @@ from torchx.specs import AppDef
 
 from torchx_monarch.backends.core import state_files, submitted_app
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
-from torchx_monarch.backends.core.errors import BackendError, StateAccessError
+from torchx_monarch.backends.core.errors import BackendError, RemoveError, StateAccessError
 from torchx_monarch.backends.core.options import MonarchOpts
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -188,7 +188,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         """Ask the app's supervisor to end the app.
 
         Raises:
-            BackendError: the app runs on another machine.
+            BackendError: the app runs on another machine, or the request cannot be written and nothing of it runs here.
         """
         paths = state_files.app_paths(app.app_id)
         if not state.supervisors(paths):
@@ -196,11 +196,22 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             if watching is not None and watching.life(watching.supervisor) is owners.ProcessStatus.ELSEWHERE:
                 machine = watching.machine.hostname
                 raise BackendError(f"app {app.app_id} runs on {machine}; it can only be cancelled there")
-        state.request_stop(paths, grace)
+        try:
+            state.request_stop(paths, grace)
+        except OSError as error:
+            raise BackendError(f"app {app.app_id} cannot be cancelled: {error}") from None
 
     def remove(self, app: AppSnapshot) -> None:
-        """Wait for the end of the app's keeper and supervisor, and remove the app's folder."""
-        state.remove_ended(state_files.app_paths(app.app_id))
+        """Wait for the end of the app's keeper and supervisor, and remove the app's folder.
+
+        Raises:
+            RemoveError: it cannot be removed.
+        """
+        paths = state_files.app_paths(app.app_id)
+        try:
+            state.remove_ended(paths)
+        except OSError as error:
+            raise RemoveError(app.app_id, paths.root, error) from None
 
 
 def _look(paths: state_files.AppPaths) -> AppRecord | None:

@@ -23,7 +23,7 @@ from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
 from torchx_monarch.backends.core import state_files, submitted_app
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
-from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
+from torchx_monarch.backends.core.errors import RemoveError, SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
@@ -281,14 +281,12 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         """Remove the job's folder.
 
         Raises:
-            BackendError: it is not the folder of a job of this user, or cannot be removed.
+            RemoveError: it is not the folder of a job of this user, or cannot be removed.
         """
         try:
             folder.delete(app.app_id, app.job.folder)
         except OSError as error:
-            raise BackendError(
-                f"{error.filename or app.job.folder.root} of job {app.app_id} cannot be removed: {error.strerror}"
-            ) from None
+            raise RemoveError(app.app_id, app.job.folder.root, error) from None
 
 
 def _check_owner(app: SlurmSnapshot) -> None:
