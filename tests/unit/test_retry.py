@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from torchx_monarch.controller.retry import Backoff, SameStep, never_joined, why_not
+from torchx_monarch.controller.retry import SameStep, never_joined, why_not
+from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.exit_codes import parse_exit_codes
 from torchx_monarch.model.job_result import RankExit
 

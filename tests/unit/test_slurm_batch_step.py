@@ -186,6 +186,7 @@ def test_a_full_disk_costs_no_job_and_not_its_cause(
 ) -> None:
     batch = make(RoleSpec("other"), RoleSpec("r", max_retries=1, retry_policy=RetryPolicy.ROLE))
     batch._write()
+    write(batch, "r", F)
     if reserve:
         safe_files.make_reserve(batch._paths.reserve, batch_step._RESERVE)
 
@@ -193,7 +194,7 @@ def test_a_full_disk_costs_no_job_and_not_its_cause(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
     monkeypatch.setattr(state_files, "write_json", full)
-    batch._restart(["r"], "role r")  # the other role goes on
+    end(batch, "r", 3)  # the other role goes on
     assert batch.started == [("r",)]
     assert batch._finish(F, "role r ended with exit code 3", 3) == 3
     record = records.read(BatchRecord, batch._paths.job, batch._paths.trusted)
@@ -219,6 +220,51 @@ def test_a_fifo_in_the_place_of_the_jobs_log(tmp_path: Path) -> None:
     log = str(tmp_path / "job.log")
     os.mkfifo(log)
     assert last_error(log) == ""
+
+
+def failed_twice(make: Make, policy: RetryPolicy) -> Batch:
+    """The batch step of an app whose role "r" has failed at once for the second time."""
+    batch = make(RoleSpec("other"), RoleSpec("r", max_retries=5, retry_policy=policy))
+    for _ in range(2):
+        write(batch, "r", F)
+        batch._began["r"] = time.time()
+        end(batch, "r", 3)
+        if policy is RetryPolicy.APPLICATION:
+            assert batch._conclude() is None
+    return batch
+
+
+@pytest.mark.parametrize("policy", [RetryPolicy.ROLE, RetryPolicy.APPLICATION])
+def test_restarts_wait_longer_and_longer(make: Make, monkeypatch: pytest.MonkeyPatch, policy: RetryPolicy) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    batch = failed_twice(make, policy)
+    scope = ("r",) if policy is RetryPolicy.ROLE else ("other", "r")
+    batch._start_due()
+    assert batch.started == [scope] and set(batch._due) == set(scope)
+    assert batch._snapshot().roles[1].replicas[0].state is R  # it is not over, and not to be decided about again
+    wait = r"is restarted \(restart 2\); the restart waits \d\.\d s: the last attempt failed after 0.0 s"
+    assert re.search(wait, Path(batch._paths.events).read_text())
+    clock[0] += 1.0
+    batch._start_due()
+    assert batch.started == [scope, scope] and not batch._due
+    record = records.read(BatchRecord, batch._paths.job, batch._paths.trusted)
+    assert record is not None and record.restarts == 2 and record.role_restarts["r"] == 2
+    write(batch, "r", F)
+    batch._began["r"] = time.time() - 61.0  # it has lived
+    end(batch, "r", 3)
+    if policy is RetryPolicy.APPLICATION:
+        batch._conclude()
+    assert batch.started == [scope] * 3
+
+
+def test_a_cancel_ends_the_wait_for_a_restart(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    batch = failed_twice(make, RetryPolicy.APPLICATION)
+    assert batch._due
+    batch._stop("cancelled")
+    assert not batch._due and batch._conclude() == TERMINATED
+    assert batch._record.state is C
 
 
 def test_a_cancel_overrides_a_failure(make: Make) -> None:

@@ -36,6 +36,8 @@ from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.insight.hangs import Hang
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.backoff import Backoff
+from torchx_monarch.model.backoff import describe as describe_delay
 from torchx_monarch.model.job_record import AttemptProgress
 from torchx_monarch.model.job_result import (
     JobResult,
@@ -153,7 +155,7 @@ class Attempts:
                 raise Interrupted(excluded)
             return JobResult(1, reason)
         budget, never_joined = self._options.max_restarts, frozenset[int]()
-        backoff, clock = retry.Backoff(), asyncio.get_running_loop().time
+        backoff, clock = Backoff(), asyncio.get_running_loop().time
         began = clock()
         while cause := await self._attempt(hosts):
             lived = clock() - began
@@ -177,7 +179,7 @@ class Attempts:
                 self._agents.members = set()  # the ranks have ended
                 raise Interrupted(excluded)
             if delay := backoff.delay(lived):
-                self._reporter.line(f"the restart waits {delay:.1f} s: the last attempt failed after {lived:.1f} s")
+                self._reporter.line(describe_delay(delay, lived))
                 await self._events.interrupt(asyncio.sleep(delay))
             began = clock()
         self._record_exits()

@@ -1,55 +1,16 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Decisions about restarts: whether another attempt may help, and how long it waits.
+"""Decisions about restarts: whether another attempt may help. ``model.backoff`` decides how long it waits.
 
 torchrun restarts immediately, as long as ``--max-restarts`` lasts.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 from torchx_monarch.model.host_result import no_retry_reason
 from torchx_monarch.model.job_result import JobResult, RankExit, shell_code
-
-_FIRST_DELAY = 1.0
-"""Upper limit in seconds of the delay before the second restart in a row. It doubles with each further restart."""
-
-_LONGEST_DELAY = 60.0
-
-_LIVED = 60.0
-"""Seconds after which an attempt has made progress, so that its failure does not continue the previous one."""
-
-
-class Backoff:
-    """The delays between restarts, so that a program that fails immediately does not spin.
-
-    The first restart is immediate, and so is the first one after an attempt that ran for a minute. The delays of
-    further restarts double, up to a minute. Each delay is drawn from the upper half of its range, so that jobs that
-    failed by a common cause do not all restart at the same moment.
-
-    Args:
-        draw: returns a random number from 0 to 1.
-    """
-
-    def __init__(self, draw: Callable[[], float] = random.random) -> None:
-        self._draw = draw
-        self._in_a_row = 0
-
-    def delay(self, lived: float) -> float:
-        """Return the seconds to wait before the next attempt.
-
-        Args:
-            lived: seconds for which the last attempt ran.
-        """
-        if lived >= _LIVED:
-            self._in_a_row = 0
-        self._in_a_row += 1
-        if self._in_a_row == 1:
-            return 0.0
-        longest = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(self._in_a_row - 2, 32))
-        return longest * (0.5 + self._draw() / 2)
 
 
 class SameStep:

@@ -71,3 +71,14 @@ def remove_run_dir(paths: AppPaths, run_dir: str) -> None:
     """Remove a folder that ``make_run_dir`` has returned; leave any other folder alone."""
     if run_dir == paths.run or os.path.basename(run_dir).startswith(run_dirs.RUN_PREFIX):
         run_dirs.remove_tree(run_dir)
+
+
+def describe_full_disk(paths: AppPaths) -> str:
+    """Describe a full state directory, for which files that name the cause may be missing; empty if it has room."""
+    with contextlib.suppress(OSError):
+        found = os.statvfs(paths.root)
+        if found.f_blocks and not found.f_bavail:
+            return f"the disk of {paths.root} is full, so details may be missing"
+        if found.f_files and not found.f_favail:
+            return f"the file system of {paths.root} has no inodes left, so details may be missing"
+    return ""

@@ -8,7 +8,7 @@ passed. Two things are polled: whether the app's folder still exists, and whethe
 The rules:
 
 - ``core.state`` decides how the app and its roles have ended; sidecars that still run then are stopped.
-- A replica that fails is restarted while its role has retries left (``core.retries``).
+- A replica that fails is restarted while its role has retries left (``core.retries``), with a delay if it fails again.
 - A role with min_replicas continues without a replica whose failure it tolerates; only REPLICA restarts it first.
   The replica stays FAILED, and the app may still succeed.
 - Otherwise the app has FAILED: the failed replica's siblings get ``SETTLE`` seconds to end by themselves, then
@@ -37,7 +37,7 @@ from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.backends.local.stopped_hosts import StoppedHosts
 from torchx_monarch.insight import events
-from torchx_monarch.model import job_result
+from torchx_monarch.model import backoff, job_result
 from torchx_monarch.model.role_spec import RetryPolicy, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import signal_pipe
@@ -85,6 +85,8 @@ class SupervisorLoop:
         self._graceful_stops: list[GracefulStop] = []
         self._outcome: Outcome | None = None
         self._retries = RetryBudget()
+        self._waiting: dict[Replica, float] = {}
+        """Replicas that wait for their restart, and when it is due (``time.monotonic``)."""
         self._given_up: set[Replica] = set()
         """Replicas that have failed for good and are tolerated."""
         self._stopped = StoppedHosts(request.lease, _LOOK_EVERY)
@@ -296,6 +298,10 @@ class SupervisorLoop:
             self._on_success(replica)
 
     def _on_success(self, replica: Replica) -> None:
+        if replica.spec.runs_hosts:  # the hosts that another one would wait for have ended
+            late = set(self._roles[replica.role_index]) & set(self._waiting)
+            self._surplus.update(late)
+            self._forget_restarts(late)
         self._end_if_succeeded()
         if self._outcome is None and (replica.spec.runs_hosts or replica.spec.is_elastic):
             self.at(time.monotonic() + SETTLE, lambda: self._stop_late_hosts(replica))
@@ -362,29 +368,50 @@ class SupervisorLoop:
         elif spare and (siblings[0].succeeded or spec.retry_policy is not RetryPolicy.REPLICA):
             self._tolerate(replica)
         elif not replica.final and self._retries.take(spec, replica.record.id):
+            lived = max(0.0, (replica.record.ended or 0.0) - (replica.record.started or 0.0))
+            delay = self._retries.delay(spec, lived, replica.record.id)
+            note = backoff.describe(delay, lived) if delay else ""
             if spec.retry_policy is RetryPolicy.REPLICA:
-                self._restart([replica], f"replica {replica.name}")
-            elif spec.retry_policy is RetryPolicy.ROLE:
-                self._stop_gracefully(siblings, lambda: self._restart(siblings, f"role {spec.name}"), settling=siblings)
+                self._restart([replica], f"replica {replica.name}", delay, note)
             else:
-                self._stop_gracefully(self._all, lambda: self._restart(self._all, "the app"), settling=siblings)
+                is_role = spec.retry_policy is RetryPolicy.ROLE
+                scope, what = (siblings, f"role {spec.name}") if is_role else (self._all, "the app")
+                self._stop_gracefully(scope, lambda: self._restart(scope, what, delay, note), settling=siblings)
         elif spare:
             self._tolerate(replica)
         else:
             self._end(State.FAILED, replica.failure, settling=siblings)
 
-    def _restart(self, replicas: Collection[Replica], what: str) -> None:
+    def _restart(self, replicas: Collection[Replica], what: str, delay: float, note: str) -> None:
         self._graceful_stops = [w for w in self._graceful_stops if not set(w.scope) & set(replicas)]
         self._record.restarts += 1
         names = {replica.spec.name for replica in replicas}
         role = names.pop() if len(names) == 1 else None
-        self._event("restart", f"{what} is restarted (restart {self._record.restarts})", role=role)
+        text = f"{what} is restarted (restart {self._record.restarts})" + (f"; {note}" if note else "")
+        self._event("restart", text, role=role)
         self._given_up.difference_update(replicas)
         self._surplus.difference_update(replicas)
         for replica in replicas:
             replica.prepare_restart()
+            if note:
+                replica.logs.say(note)
             self._note_unfinished(replica)
-        self._start(replicas)
+        self._dirty = True
+        when = time.monotonic() + delay
+        self._waiting.update(dict.fromkeys(replicas, when))
+        if delay:
+            self.at(when, lambda: self._start_due(when))
+        else:
+            self._start_due(when)
+
+    def _start_due(self, when: float) -> None:
+        due = [replica for replica, its in self._waiting.items() if its == when]
+        self._forget_restarts(due)
+        self._start(due)
+
+    def _forget_restarts(self, replicas: Collection[Replica]) -> None:
+        for replica in replicas:
+            self._waiting.pop(replica, None)
 
     def _stop_gracefully(
         self,
@@ -394,6 +421,7 @@ class SupervisorLoop:
         grace: float | None = None,
         settling: Collection[Replica] = (),
     ) -> None:
+        self._forget_restarts(scope)
         for other in self._graceful_stops:
             if set(other.scope) & set(scope):
                 other.drop()
@@ -433,7 +461,7 @@ class SupervisorLoop:
         state, message, error = self._outcome.state, self._outcome.message, ""
         if state is State.FAILED:
             # The first replica to fail may only have lost another one, whose failure was reported later.
-            no_room = bool(self._note_on_disk())
+            no_room = bool(folder.describe_full_disk(self._paths))
             failed = [one for one in self._all if one.record.state is State.FAILED and one not in self._given_up]
             each = [one.snapshot(State.FAILED, one.read_error() or "", no_room) for one in failed]
             cause, error = root_cause(each)
@@ -449,7 +477,7 @@ class SupervisorLoop:
         if lost := sum(replica.logs.lost for replica in self._all):
             reason = next(replica.logs.reason for replica in self._all if replica.logs.lost)
             notes.append(f"{lost} bytes of output could not be written to the logs: {reason}")
-        if state is State.FAILED and (full := self._note_on_disk()):
+        if state is State.FAILED and (full := folder.describe_full_disk(self._paths)):
             notes.append(full)
         self._record.state, self._record.msg, self._record.ended = state, "; ".join(notes), time.time()
         self._record.error = error or None
@@ -465,13 +493,3 @@ class SupervisorLoop:
             except OSError as e:
                 print(f"the final status {self._record.to_json()} could not be written: {e}", file=sys.stderr)
         self._done = True
-
-    def _note_on_disk(self) -> str:
-        """Describe a full state directory, for which files that name the cause may be missing; empty if it has room."""
-        with contextlib.suppress(OSError):
-            found = os.statvfs(self._paths.root)
-            if found.f_blocks and not found.f_bavail:
-                return f"the disk of {self._paths.root} is full, so details may be missing"
-            if found.f_files and not found.f_favail:
-                return f"the file system of {self._paths.root} has no inodes left, so details may be missing"
-        return ""

@@ -69,7 +69,7 @@ class SlurmOpts(NetworkOpts):
     max_retries."""
 
     retry: str = "in_place"
-    """What max_retries does after a failure: `in_place` starts again at once on the same nodes, `requeue` gives them
+    """What max_retries does after a failure: `in_place` starts again on the same nodes, `requeue` gives them
     back and queues the job again (Slurm holds it for two minutes)."""
 
     signal: str | None = None

@@ -35,7 +35,7 @@ from torchx_monarch.backends.slurm.in_job.commands import RUNNING, JobCommands, 
 from torchx_monarch.backends.slurm.records import BatchRecord, TaskRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest, decode_or_exit
 from torchx_monarch.insight import events
-from torchx_monarch.model import job_result
+from torchx_monarch.model import backoff, job_result
 from torchx_monarch.model.host_result import no_retry_reason
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 from torchx_monarch.model.state import State
@@ -111,6 +111,10 @@ class BatchStep:
         self._steps: dict[str, int] = dict(zip(self._specs, step_pids, strict=False))
         self._ended: dict[str, tuple[int, float]] = {}
         """Exit code and time of the end of each role's step, by the role's name."""
+        self._began = dict.fromkeys(self._specs, self._record.started)
+        """When each role's step began, in seconds since the epoch."""
+        self._due: dict[str, float] = {}
+        """When each role starts that waits for its restart (``time.monotonic``)."""
         self._check_at = 0.0
         self._reset_stop()
 
@@ -169,7 +173,8 @@ class BatchStep:
                 self._ended[name] = code, time.time()
                 self._event("role_ended", f"role {name} ended with code {code}", role=name)
                 self._decide()
-            if not self._steps and (result := self._conclude()) is not None:
+            self._start_due()
+            if not self._steps and not self._due and (result := self._conclude()) is not None:
                 return result
             self._end_intolerable()
             if time.monotonic() > self._send_stop_at:
@@ -204,7 +209,7 @@ class BatchStep:
             code = job_result.shell_code(record.exit_code)
             final = no_retry_reason(record.exit_code, record.error)
         if not final and role.retry_policy is RetryPolicy.ROLE and self._retries.take(role):
-            self._restart([role.name], f"role {role.name}")
+            self._restart([role.name], f"role {role.name}", role)
             return
         self._outcome = _RunOutcome(State.FAILED, role, code, final)
         self._stop(f"role {role.name} failed")
@@ -294,7 +299,7 @@ class BatchStep:
                 self._write()
                 return self._requeue(message, outcome.code)
             self._reset_stop()
-            self._restart(list(self._specs), "the app")
+            self._restart(list(self._specs), "the app", role)
             return None
         return self._finish(State.FAILED, message, outcome.code)
 
@@ -331,12 +336,37 @@ class BatchStep:
         self._record.outside = True
         return self._finish(State.FAILED, "told to stop by Slurm (see the job's state there)", code)
 
-    def _restart(self, names: Sequence[str], what: str) -> None:
+    def _restart(self, names: Sequence[str], what: str, failed: RoleSpec) -> None:
+        """Start roles again, after a delay if they have failed before.
+
+        Args:
+            names: the roles' names.
+            what: describes them in messages.
+            failed: the role that has failed.
+        """
+        lived = max(0.0, self._ended[failed.name][1] - self._began[failed.name])
+        delay = self._retries.delay(failed, lived)
         self._record.restarts += 1
         role: dict[str, str] = {"role": names[0]} if len(names) == 1 else {}
-        self._event("restart", f"{what} is restarted (restart {self._record.restarts})", **role)
-        self._start(names)
-        self._write()
+        text = f"{what} is restarted (restart {self._record.restarts})"
+        self._event("restart", f"{text}; {backoff.describe(delay, lived)}" if delay else text, **role)
+        for name in names:
+            self._ended.pop(name, None)  # it counts as running
+            self._due[name] = time.monotonic() + delay
+        if delay:
+            self._write()
+        else:
+            self._start_due()
+
+    def _start_due(self) -> None:
+        """Start the roles whose restart is due."""
+        now = time.monotonic()
+        if names := [name for name, when in self._due.items() if when <= now]:
+            for name in names:
+                del self._due[name]
+                self._began[name] = time.time()
+            self._start(names)
+            self._write()
 
     def _requeue(self, message: str, code: int) -> int:
         self._event("requeue", f"{message}; the job goes back into the queue")
@@ -352,6 +382,7 @@ class BatchStep:
         if self._stopping == _CANCELLED or (self._stopping and reason != _CANCELLED):
             return
         self._stopping = reason
+        self._due.clear()
         if reason == _CANCELLED:
             self._outcome = _RunOutcome()
         if self._steps:

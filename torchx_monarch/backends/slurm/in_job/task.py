@@ -27,8 +27,9 @@ from torchx_monarch.backends.core.retries import RetryBudget
 from torchx_monarch.backends.slurm.in_job.task_start import STOP_SIGNALS, StartedTask
 from torchx_monarch.backends.slurm.records import TaskRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest, decode_or_exit
-from torchx_monarch.model import job_result
+from torchx_monarch.model import backoff, job_result
 from torchx_monarch.model.role_spec import RetryPolicy
+from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.graceful_stop import GracefulStop
 from torchx_monarch.supervisor.records import ReplicaRequest
 from torchx_monarch.supervisor.replica import Replica
@@ -49,6 +50,8 @@ class Task:
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._graceful_stop: GracefulStop | None = None
         self._stop_requested = False
+        self._waits = False
+        """Whether the replica waits for its restart."""
         self._wake = started_task.wake
         self._selector = selectors.DefaultSelector()
         restart = started_task.restart
@@ -70,7 +73,7 @@ class Task:
         else:
             self._replica.adopt(self._started_task.pid, self._started_task.started, self._started_task.pipes)
             self._write()
-        while self._replica.alive:
+        while self._replica.alive or self._waits:
             for key, _ in self._selector.select(self._timeout()):
                 if key.fd == self._wake:
                     self._on_signals(os.read(self._wake, 4096))
@@ -89,6 +92,7 @@ class Task:
         self._timers.append((when, call))
 
     def _start(self) -> None:
+        self._waits = False
         self._replica.start()
         self._write()
 
@@ -102,6 +106,9 @@ class Task:
         self._stop_requested = self._stop_requested or is_stop
         if signal.SIGCHLD in numbers:
             processes.reap(self._on_exit)
+        if is_stop and self._waits:
+            self._waits, self._timers = False, []
+            self._record.state = State.CANCELLED
         if is_stop and self._graceful_stop is None and self._replica.alive:
             self._graceful_stop = GracefulStop(self, [self._replica], lambda: None, grace=self._grace)
             self._graceful_stop.begin()
@@ -116,9 +123,15 @@ class Task:
         if replica.succeeded or replica.stopping or replica.final or self._spec.retry_policy is not RetryPolicy.REPLICA:
             return
         if self._retries.take(self._spec, replica.record.id):
+            lived = max(0.0, (replica.record.ended or 0.0) - (replica.record.started or 0.0))
             # Its record stays RUNNING meanwhile: FAILED is for a replica that is not restarted.
             replica.prepare_restart()
-            self._start()
+            if delay := self._retries.delay(self._spec, lived, replica.record.id):
+                replica.logs.say(backoff.describe(delay, lived))
+                self._waits = True
+                self.at(time.monotonic() + delay, self._start)
+            else:
+                self._start()
 
     def _await_stop_request(self) -> bool:
         """Whether a stop signal has arrived or arrives shortly: Slurm's SIGTERM reaches all processes, one by one."""

@@ -1,0 +1,111 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the supervisor of monarch_local decides about restarts, without processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import pytest
+
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
+from torchx_monarch.backends.local.status import AppRecord, new_roles
+from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
+from torchx_monarch.insight import events
+from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind
+from torchx_monarch.model.state import State
+from torchx_monarch.supervisor.records import ReplicaRequest
+from torchx_monarch.supervisor.replica import Replica
+
+
+class Loop(SupervisorLoop):
+    """A supervisor that notes what it would start, and whose replicas end when the test says so."""
+
+    started: list[list[str]]
+
+    def _start(self, replicas: Collection[Replica]) -> None:
+        if replicas:
+            self.started.append([replica.name for replica in replicas])
+        for replica in replicas:
+            replica.record.state, replica.record.started = State.RUNNING, time.time()
+
+    def end(self, name: str, state: State, lived: float = 0.0) -> None:
+        (replica,) = (one for one in self._all if one.name == name)
+        replica.record.state, replica.record.ended = state, (replica.record.started or 0.0) + lived
+        (self._on_success if state is State.SUCCEEDED else self._on_failure)(replica)
+
+    def pass_time(self) -> None:
+        """Let what is due in the next hour happen."""
+        self._timers = [(0.0, number, call) for _, number, call in self._timers]
+        self._on_time()
+
+
+@pytest.fixture
+def make() -> Callable[..., Loop]:
+    def made(*specs: RoleSpec) -> Loop:
+        roles = [RoleRequest(spec, [ReplicaRequest(["x"], {}, "/")] * spec.replicas) for spec in specs]
+        paths = state_files.app_paths("x")
+        for spec in specs:
+            for replica in range(spec.replicas):
+                os.makedirs(paths.replica_logs(spec.name, replica))
+        request = LocalRequest("x", "x", roles, run_dir=paths.run, job="x:1")
+        Path(paths.request).touch()
+        loop = Loop(paths, request, AppRecord("x", "x", time.time(), State.RUNNING, roles=new_roles(request)))
+        loop.started = []
+        loop._start(loop._all)
+        return loop
+
+    return made
+
+
+@pytest.mark.parametrize("policy", list(RetryPolicy))
+def test_restarts_wait_longer_and_longer(make: Callable[..., Loop], policy: RetryPolicy) -> None:
+    loop = make(RoleSpec("r", max_retries=1000, retry_policy=policy))
+    for restarts in range(4):
+        loop.end("r/0", State.FAILED)
+        assert len(loop.started) == 1 + max(1, restarts)  # the first restart is immediate
+        loop.pass_time()
+        assert len(loop.started) == 2 + restarts
+    loop.end("r/0", State.FAILED, lived=61.0)
+    assert len(loop.started) == 6
+    told = [event["message"] for event in events.read(loop._paths.events)[0] if event["kind"] == "restart"]
+    waits = [re.findall(r"the restart waits ([\d.]+) s: the last attempt failed after 0.0 s", text) for text in told]
+    assert [len(each) for each in waits] == [0, 1, 1, 1, 0]
+    assert [0.5 * 2**k <= float(each[0]) <= 2**k for k, each in enumerate(waits[1:4])] == [True] * 3
+    assert "the restart waits" in Path(loop._paths.replica_logs("r", 0), "combined.log").read_text()
+
+
+def test_a_cancel_ends_the_wait_for_a_restart(make: Callable[..., Loop]) -> None:
+    loop = make(RoleSpec("r", max_retries=1000))
+    for _ in range(2):
+        loop.end("r/0", State.FAILED)
+    loop._on_cancel()
+    assert loop._done and loop._record.state is State.CANCELLED
+    loop.pass_time()
+    assert len(loop.started) == 2
+
+
+def test_the_failure_of_another_role_restarts_what_waits_once(make: Callable[..., Loop]) -> None:
+    loop = make(RoleSpec("a", max_retries=9, retry_policy=RetryPolicy.ROLE), RoleSpec("b", max_retries=9))
+    for _ in range(2):
+        loop.end("a/0", State.FAILED)
+    loop.end("b/0", State.FAILED)
+    loop.pass_time()
+    assert loop.started == [["a/0", "b/0"], ["a/0"], ["a/0", "b/0"]]
+
+
+def test_a_host_that_waits_for_its_restart_is_not_started_after_its_role_has_succeeded(
+    make: Callable[..., Loop],
+) -> None:
+    role = RoleSpec("r", 2, max_retries=9, retry_policy=RetryPolicy.REPLICA, workload=WorkloadKind.RANKS)
+    loop = make(role)
+    for _ in range(2):
+        loop.end("r/1", State.FAILED)
+    loop.end("r/0", State.SUCCEEDED)
+    assert loop._done and loop._record.state is State.SUCCEEDED
+    assert loop.started == [["r/0", "r/1"], ["r/1"]]

@@ -1,0 +1,56 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The delays between restarts of a program, of its ranks as of its hosts. Standard library only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+_FIRST_DELAY = 1.0
+"""Upper limit in seconds of the delay before the second restart in a row. It doubles with each further restart."""
+
+_LONGEST_DELAY = 60.0
+
+_LIVED = 60.0
+"""Seconds after which an attempt has made progress, so that its failure does not continue the previous one."""
+
+
+def _random() -> float:
+    """Return a random number from 0 to 1. (The module ``random`` imports more than a supervisor needs at its start.)"""
+    return int.from_bytes(os.urandom(4), "big") / 2**32
+
+
+class Backoff:
+    """The delays between restarts, so that a program that fails immediately does not spin.
+
+    The first restart is immediate, and so is the first one after an attempt that ran for a minute. The delays of
+    further restarts double, up to a minute. Each delay is drawn from the upper half of its range, so that jobs that
+    failed by a common cause do not all restart at the same moment.
+
+    Args:
+        draw: returns a random number from 0 to 1.
+    """
+
+    def __init__(self, draw: Callable[[], float] = _random) -> None:
+        self._draw = draw
+        self._in_a_row = 0
+
+    def delay(self, lived: float) -> float:
+        """Return the seconds to wait before the next attempt.
+
+        Args:
+            lived: seconds for which the last attempt ran.
+        """
+        if lived >= _LIVED:
+            self._in_a_row = 0
+        self._in_a_row += 1
+        if self._in_a_row == 1:
+            return 0.0
+        longest = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(self._in_a_row - 2, 32))
+        return longest * (0.5 + self._draw() / 2)
+
+
+def describe(delay: float, lived: float) -> str:
+    """Return a line for the job's log about a delay; the arguments are those of ``Backoff.delay`` and its result."""
+    return f"the restart waits {delay:.1f} s: the last attempt failed after {lived:.1f} s"
