@@ -295,7 +295,7 @@ def test_contents_of_workspaces_are_kept_in_a_folder_of_the_user(tmp_path: Path)
     assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
 
 
-def test_another_users_list_of_machines(tmp_path: Path) -> None:
+def test_another_users_list_of_machines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = Path(state_files.state_dir(), "ssh")
     folder.parent.mkdir()
     folder.symlink_to(tmp_path)
@@ -304,6 +304,8 @@ def test_another_users_list_of_machines(tmp_path: Path) -> None:
     with pytest.raises(StateAccessError, match=f"{folder} is a symbolic link"):
         known.app_ids()
     (tmp_path / "x").write_text("")
+    assert known.kept("x") is None
+    assert f"{folder} is a symbolic link" in caplog.text
     known.forget("x")
     assert (tmp_path / "x").exists()
 

@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import urllib.parse
 from dataclasses import asdict, dataclass
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import StateAccessError
+
+_log = logging.getLogger("torchx_monarch")
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,12 @@ def keep(app_id: str, layout: Layout) -> None:
 
 
 def kept(app_id: str) -> Layout | None:
-    """Return where an app runs; None if that is not stored."""
-    with contextlib.suppress(state_files.DamagedFileError):
+    """Return where an app runs; None if that is not stored, or must not be used."""
+    try:
         return state_files.load(Layout, _path(app_id), state_files.state_dir())
-    return None
+    except state_files.DamagedFileError as error:
+        _log.warning("the machines of %s are not used: %s", app_id, error)
+        return None
 
 
 def app_ids() -> list[str]:
