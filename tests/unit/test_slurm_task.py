@@ -15,12 +15,14 @@ import pytest
 
 from torchx_monarch.backends.slurm import records
 from torchx_monarch.backends.slurm.folder import JobFolder
-from torchx_monarch.backends.slurm.in_job.task import Task
+from torchx_monarch.backends.slurm.in_job.task import _LOOK_EVERY, Task
 from torchx_monarch.backends.slurm.in_job.task_start import StartedTask
 from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 from torchx_monarch.model.state import State
+from torchx_monarch.supervisor import stopped_hosts
 from torchx_monarch.supervisor.replica import Replica
+from torchx_monarch.system import processes
 
 PID = 12345
 
@@ -63,6 +65,22 @@ def test_the_second_restart_waits_and_a_stop_ends_the_wait(task: Task) -> None:
     task._write()
     record = records.read_task(paths, "r", 0)
     assert record is not None and (record.state, record.exit_code) == (State.CANCELLED, 3)
+
+
+def test_a_stopped_host_counts_as_lost(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the only one, so that no other host notices."""
+    killed: list[str] = []
+    monkeypatch.setattr(Replica, "kill", lambda replica, failure: killed.append(failure))
+    monkeypatch.setattr(processes, "hosts", lambda pids: {pid: [pid + 1] for pid in pids})
+    monkeypatch.setattr(stopped_hosts, "_is_stopped", lambda pid: True)
+    looks = int(30.0 / _LOOK_EVERY) + 1
+    for _ in range(looks):
+        task._look_for_stopped()
+        assert not killed
+    task._look_for_stopped()
+    assert killed == [
+        f"its host (pid {PID + 1}) does not answer: stopped (SIGSTOP) for {(looks + 1) * _LOOK_EVERY:g} s"
+    ]
 
 
 def test_the_second_restart_comes(task: Task) -> None:

@@ -14,7 +14,6 @@
     supervise        the script that the supervisor's interpreter runs
     supervisor       the two processes that own an app: keeper and supervisor
     supervisor_loop  the supervisor's event loop: start, watch, retry, stop, end
-    stopped_hosts    detect hosts that are stopped (SIGSTOP)
     owners           which processes own an app, on which machine, and whether they are alive
 
 The package ``torchx_monarch.supervisor`` keeps the processes of replicas and their log files. The modules of the app's

@@ -35,7 +35,6 @@ from torchx_monarch.backends.core.state import SETTLE, reduce, root_cause
 from torchx_monarch.backends.local import folder, status
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord
-from torchx_monarch.backends.local.stopped_hosts import StoppedHosts
 from torchx_monarch.insight import events
 from torchx_monarch.model import backoff, job_result
 from torchx_monarch.model.role_spec import RetryPolicy, WorkloadKind
@@ -43,6 +42,7 @@ from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import signal_pipe
 from torchx_monarch.supervisor.graceful_stop import GracefulStop
 from torchx_monarch.supervisor.replica import Replica
+from torchx_monarch.supervisor.stopped_hosts import StoppedHosts
 from torchx_monarch.system import processes
 
 #: Seconds between two checks whether the app's folder still exists, and whether a host is stopped.

@@ -64,6 +64,7 @@ def render(app: AppDef, submitted: SubmittedApp, cfg: SlurmOpts) -> SlurmRequest
         grace=float(cfg.grace),
         requeue=requeue,
         retry=cfg.retry,
+        lease=float(cfg.lease),
     )
 
 

@@ -79,6 +79,7 @@ class SlurmRequest:
         grace: seconds from SIGTERM to SIGKILL when replicas are stopped.
         requeue: whether Slurm may restart the job after a lost node or a preemption.
         retry: how retries run: ``in_place`` on the same nodes, or ``requeue``.
+        lease: seconds for which a host may be stopped (SIGSTOP) until it counts as lost.
     """
 
     name: str
@@ -89,6 +90,7 @@ class SlurmRequest:
     grace: float = 30.0
     requeue: bool = False
     retry: str = "in_place"
+    lease: float = 30.0
 
     @property
     def script(self) -> str:

@@ -33,10 +33,15 @@ from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.graceful_stop import GracefulStop
 from torchx_monarch.supervisor.records import ReplicaRequest
 from torchx_monarch.supervisor.replica import Replica
+from torchx_monarch.supervisor.stopped_hosts import StoppedHosts
 from torchx_monarch.system import processes, run_dirs
 
 _TOLD_WITHIN = 0.5
 """The most seconds between a replica's death by SIGTERM and the same signal to this task, if Slurm sends both."""
+
+
+_LOOK_EVERY = 5.0
+"""Seconds between two checks whether the host is stopped (SIGSTOP)."""
 
 
 class Task:
@@ -50,6 +55,7 @@ class Task:
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._graceful_stop: GracefulStop | None = None
         self._stop_requested = False
+        self._stopped = StoppedHosts(request.lease, _LOOK_EVERY)
         self._waits = False
         """Whether the replica waits for its restart."""
         self._wake = started_task.wake
@@ -73,6 +79,7 @@ class Task:
         else:
             self._replica.adopt(self._started_task.pid, self._started_task.started, self._started_task.pipes)
             self._write()
+        self._look_for_stopped()
         while self._replica.alive or self._waits:
             for key, _ in self._selector.select(self._timeout()):
                 if key.fd == self._wake:
@@ -90,6 +97,14 @@ class Task:
     def at(self, when: float, call: Callable[[], None]) -> None:
         """Call the function when ``time.monotonic()`` reaches ``when``."""
         self._timers.append((when, call))
+
+    def _look_for_stopped(self) -> None:
+        """Kill a host that has been stopped for too long. A job that Slurm suspends has its tasks stopped as well."""
+        pid = self._replica.record.pid
+        if self._replica.alive and pid is not None and self._graceful_stop is None:
+            for why in self._stopped.look([pid]).values():
+                self._replica.kill(why)
+        self.at(time.monotonic() + _LOOK_EVERY, self._look_for_stopped)
 
     def _start(self) -> None:
         self._waits = False
