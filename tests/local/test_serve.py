@@ -132,7 +132,12 @@ def test_exec_from_another_shell_when_who_took_the_hosts_is_gone(
     assert "run 7 is not kept; those kept are: 1, 2" in torchx("monarch", "follow", handle, "7", check=False).stderr
 
 
-def test_ctrl_c_stops_the_run_and_not_the_allocation(
+DEFAULT_SIGHUP = (
+    "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+
+def test_ctrl_c_and_signals_stop_the_run_and_not_the_allocation(
     jobs: list[SPMDJob], script: Callable[[str], str], eventually: Eventually
 ) -> None:
     path = script("""
@@ -144,14 +149,19 @@ def test_ctrl_c_stops_the_run_and_not_the_allocation(
     job = serve(["torchrun", path], scheduler_cfg={**CFG, "grace": 1000})
     jobs.append(job)
     job.wait_ready(60)
-    shell = subprocess.Popen([*TORCHX, "monarch", "exec", job.handle], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    eventually(lambda: job.status().run and list(job.logs()) == ["begun"], "the run")
-    shell.send_signal(signal.SIGINT)
-    eventually(lambda: list(job.logs()) == ["begun", "told to stop"], "SIGTERM")
-    shell.send_signal(signal.SIGINT)
-    out, err = shell.communicate(timeout=240)  # less than the grace
-    assert shell.returncode == 130 and out.decode() == "begun\ntold to stop\n"
-    assert "stopping run 1; Ctrl-C again kills it" in err.decode() and "killing run 1" in err.decode()
+    for run, number, name in (1, signal.SIGINT, ""), (2, signal.SIGTERM, " (SIGTERM)"):
+        # What nohup ignores would be ignored here, too.
+        exec = [sys.executable, "-c", DEFAULT_SIGHUP, *TORCHX, "monarch", "exec", job.handle]
+        with subprocess.Popen(exec, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shell:
+            eventually(lambda run=run: job.status().run == run and list(job.logs(run=run)) == ["begun"], "the run")
+            shell.send_signal(number)
+            eventually(lambda run=run: list(job.logs(run=run)) == ["begun", "told to stop"], "the rank's SIGTERM")
+            if number == signal.SIGTERM:
+                shell.send_signal(signal.SIGHUP)  # systemd sends both
+            shell.send_signal(signal.SIGINT)
+            out, err = (text.decode() for text in shell.communicate(timeout=240))  # less than the grace
+        assert shell.returncode == 128 + number and out == "begun\ntold to stop\n", err
+        assert f"stopping run {run}{name}; Ctrl-C again kills it" in err and f"killing run {run}" in err
     assert job.run_spmd([path, "again"]).exit_code == 0
     assert torchx("monarch", "stop", job.handle, "--run", check=False).returncode == 0  # it has ended already
     assert job.status().ready

@@ -4,7 +4,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,3 +233,30 @@ def test_the_options_tell_before_the_command_waits(
             foreground.on_close()
     assert backend.cancelled == waits
     assert ("keeps running" in capsys.readouterr().err) is not waits
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_closed_terminal_takes_all_that_is_written_and_other_files_stay(is_terminal: bool, tmp_path: Path) -> None:
+    code = """if True:
+        import errno, os, sys
+        from torchx_monarch.system.termination import closed_terminal_is_null
+        os.read(0, 1)
+        for _ in range(2):
+            with closed_terminal_is_null():
+                print("out", flush=True)
+                print("err", file=sys.stderr, flush=True)
+        try:
+            with closed_terminal_is_null():
+                raise OSError(errno.EPIPE, "nobody reads")
+        except BrokenPipeError:
+            sys.exit(7)
+    """
+    master, slave = os.openpty()
+    with open(tmp_path / "err", "wb") as file:
+        err = slave if is_terminal else file
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=slave, stderr=err)
+    os.close(slave)
+    os.close(master)
+    process.communicate(b"x", timeout=60)
+    assert process.returncode == 7
+    assert is_terminal or (tmp_path / "err").read_text() in ("err\n", "err\nerr\n")

@@ -14,11 +14,13 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.impatient_terminal import ImpatientTerminal
+from torchx_monarch.cli import exit_codes
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, RunHandle, collect_with_interrupts
 from torchx_monarch.client.runs import follow_run, list_runs
 from torchx_monarch.exceptions import AllocationError, RefusedError
+from torchx_monarch.system.termination import termination
 
 BEGUN = {"type": "run", "run": 1, "command": "python x.py", "cwd": "/w", "code": "ab", "by": "me@here", "submitted": 7}
 OUTPUT = {"type": "output", "rank": 0, "stream": "stdout", "text": "[default0]:out\n"}
@@ -163,6 +165,40 @@ class RunningRun:
 
     def close(self) -> None:
         pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_signal_stops_a_run_also_one_that_came_before_its_number(
+    number: signal.Signals, is_held: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running: Any = RunningRun()
+    before = {each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGHUP)}
+
+    class Handle(RunHandle):
+        def result(self, timeout: float | None = None) -> RunResult:
+            if not running.asked:
+                signal.raise_signal(number)
+            elif len(running.asked) == 1:
+                signal.raise_signal(signal.SIGHUP)  # a closed terminal sends it twice
+                raise KeyboardInterrupt
+            return super().result(30)
+
+    monkeypatch.setattr("torchx_monarch.client.run.RunHandle", Handle)
+    try:
+        termination.install()
+        if is_held:
+            termination.hold()
+            signal.raise_signal(number)
+        with pytest.raises(KeyboardInterrupt) as ended:
+            collect_with_interrupts(running, running, Collector("stream"))
+    finally:
+        termination.remove()
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert exit_codes.interrupted(ended.value) == 128 + number
+    assert [request["kill"] for request in running.asked] == [False, True]
+    assert f"stopping run 1 ({number.name}); Ctrl-C again kills it" in capsys.readouterr().err
 
 
 def test_a_second_ctrl_c_kills_a_run_before_its_effect_is_told_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from torchx_monarch.client.run import Records
 from torchx_monarch.client.run_message import run_message
 from torchx_monarch.client.run_options import RunOptions
 from torchx_monarch.client.workspace_sync import SyncMode, current_workspace
+from torchx_monarch.system.termination import termination
 
 _USAGE = "usage: torchx monarch exec HANDLE [options] [-- torchrun --nproc-per-node 4 train.py ...]"
 
@@ -73,8 +74,12 @@ def run(args: argparse.Namespace) -> None:
         queue=args.queue,
     )
     hosts = hosts_of(args)
+    if not args.detach:
+        termination.install()
     hosts.wait(START_TIMEOUT, say)
-    records = Records.of(hosts, run_message(hosts, words or None, options))
+    message = run_message(hosts, words or None, options)
+    termination.hold()  # a run cannot be stopped before its number is known: collect_with_interrupts releases them
+    records = Records.of(hosts, message)
     if args.detach:
         print_accepted(args.handle, records.run) if args.json else print(records.run)
         records.close()

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 
+from torchx_monarch.system.termination import signal_of
+
 FAILED = 1
 """1: a check of ``doctor`` has failed."""
 
@@ -18,8 +20,10 @@ UNKNOWN_APP = os.EX_NOINPUT
 UNAVAILABLE = os.EX_UNAVAILABLE
 """69: the hosts or the scheduler cannot be reached, or refuse the request."""
 
-INTERRUPTED = 130
-"""The command was interrupted by Ctrl-C."""
-
 BROKEN_PIPE = 141
 """Nobody reads the output any more: a shell's code for SIGPIPE."""
+
+
+def interrupted(error: KeyboardInterrupt) -> int:
+    """Return the exit code after an interrupt: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
+    return 128 + signal_of(error)

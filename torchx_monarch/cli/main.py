@@ -117,8 +117,8 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
             if getattr(args, "handle", None) is not None:
                 args.handle = resolve(args.handle)
             load(args.sub_command).run(args)
-        except KeyboardInterrupt:
-            sys.exit(exit_codes.INTERRUPTED)
+        except KeyboardInterrupt as error:
+            sys.exit(exit_codes.interrupted(error))
         except BrokenPipeError:  # a run continues on the hosts
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(exit_codes.BROKEN_PIPE)

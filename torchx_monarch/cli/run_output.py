@@ -36,8 +36,8 @@ def stream_and_exit(
         collector = Collector("stream", say if verbose else None)
     try:
         result = collect_with_interrupts(hosts, records, collector) if ends else collector.collect(records)
-    except KeyboardInterrupt:
-        sys.exit(exit_codes.INTERRUPTED)
+    except KeyboardInterrupt as error:
+        sys.exit(exit_codes.interrupted(error))
     finally:
         records.close()
     if as_json:

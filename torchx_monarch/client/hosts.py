@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchx_monarch.client.connection import Connection, ask
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
+from torchx_monarch.system.termination import closed_terminal_is_null
 from torchx_monarch.torchx_adapter import torchx_api
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ _ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
 
 def say(text: str) -> None:
     """Print a progress line about the hosts to stderr."""
-    print(f"[monarch] {text}", file=sys.stderr, flush=True)
+    with closed_terminal_is_null():
+        print(f"[monarch] {text}", file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import signal
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, 
 from torchx_monarch.insight.log_lines import LineParser, is_coloured, is_terminal
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.line_output import LineOutput
+from torchx_monarch.system.termination import closed_terminal_is_null, signal_of, termination
 
 _RECONNECT_FOR = 120.0
 """Seconds for which a broken connection is retried. After that the client gives up; the run itself continues. A host
@@ -165,7 +167,8 @@ class Collector:
         for record in records:
             kind = record["type"]
             if kind == "output":
-                self._show(record["rank"], record["stream"], record["text"])
+                with closed_terminal_is_null():
+                    self._show(record["rank"], record["stream"], record["text"])
             elif kind == "phase" and self._on_phase is not None:
                 self._on_phase(record["text"])
             elif kind == "exit":
@@ -310,25 +313,30 @@ class RunHandle(Future[RunResult]):
 def collect_with_interrupts(hosts: Hosts, records: RunRecords, collector: Collector) -> RunResult:
     """Wait for the result of a run. The first Ctrl-C stops the run, the second kills it, the third leaves it alone.
 
+    A signal that the caller held back or has a handler for (``termination``) stops the run as the first Ctrl-C does.
     Another thread processes the records: Ctrl-C in the middle of one would lose its output.
 
     Raises:
-        KeyboardInterrupt: the run has ended after a Ctrl-C, or the user pressed Ctrl-C a third time.
+        KeyboardInterrupt: the run has ended after a Ctrl-C or a signal, or the user pressed Ctrl-C a third time. It is
+            the first one (``signal_of``).
     """
-    run, interrupts = RunHandle(hosts, records, collector, check=False), 0
+    run, interrupts = RunHandle(hosts, records, collector, check=False), list[KeyboardInterrupt]()
     while True:
         # The request is inside the block: the next Ctrl-C may come while it is told or sent.
         try:
+            termination.release()
             if interrupts:
-                kill = interrupts == 2
-                say(f"{'killing' if kill else 'stopping'} run {run.run}{'' if kill else '; Ctrl-C again kills it'}")
+                number, kill = signal_of(interrupts[-1]), len(interrupts) == 2
+                name = "" if number == signal.SIGINT else f" ({signal.Signals(number).name})"
+                hint = "" if kill else "; Ctrl-C again kills it"
+                say(f"{'killing' if kill else 'stopping'} run {run.run}{name}{hint}")
                 run.cancel(kill)
             result = run.result()
             break
-        except KeyboardInterrupt:
-            interrupts += 1
-            if interrupts > 2:
-                raise
+        except KeyboardInterrupt as error:
+            interrupts.append(error.with_traceback(None))
+            if len(interrupts) > 2:
+                break
     if interrupts:
-        raise KeyboardInterrupt
+        raise interrupts[0]
     return result

@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 from torchx.specs import TORCHX_CONTEXT_NAME
@@ -32,6 +31,7 @@ from torchx_monarch.insight import events
 from torchx_monarch.schedulers.app_summary import summary_of
 from torchx_monarch.schedulers.command import subcommand
 from torchx_monarch.schedulers.unread_input import WARNING, has_unread_input
+from torchx_monarch.system.termination import signal_of, termination
 from torchx_monarch.system.untrusted_text import one_line
 
 _LONGEST_WAIT = 30.0
@@ -41,71 +41,6 @@ _SLICE = 0.05
 """Seconds between two reads of the events file."""
 
 _KILL_TIMEOUT = 15.0
-
-_CANCEL_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-
-
-class _Signalled(KeyboardInterrupt):
-    """This process received SIGTERM or SIGHUP. As a ``KeyboardInterrupt``, it passes ``except Exception``.
-
-    Args:
-        number: the signal's number.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-
-
-class _Termination:
-    """The handler of SIGTERM and SIGHUP of this process."""
-
-    def __init__(self) -> None:
-        self._is_held = False
-        self._pending = 0
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Raise ``_Signalled``, or record the signal while signals are held back."""
-        for each in _CANCEL_SIGNALS:  # a closed terminal sends SIGHUP twice, and systemd SIGTERM and SIGHUP
-            if signal.getsignal(each) is self:
-                # Not SIG_IGN: Python reports an error for a pending signal that is ignored meanwhile.
-                signal.signal(each, lambda *_: None)
-        if not self._is_held:
-            raise _Signalled(number)
-        self._pending = number
-
-    def install(self) -> None:
-        """Install the handler for signals that have their default action; under nohup, SIGHUP stays ignored."""
-        if threading.current_thread() is threading.main_thread():
-            for number in _CANCEL_SIGNALS:
-                if signal.getsignal(number) is signal.SIG_DFL:
-                    signal.signal(number, self)
-
-    def remove(self) -> None:
-        """Restore the default action of the signals that this handler serves."""
-        if threading.current_thread() is threading.main_thread():
-            for number in _CANCEL_SIGNALS:
-                if signal.getsignal(number) is self:
-                    signal.signal(number, signal.SIG_DFL)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold signals back during the block; raise the first one at its end, unless the block raises.
-
-        Raises:
-            _Signalled: a signal arrived during the block.
-        """
-        self._is_held = True
-        try:
-            yield
-        finally:
-            self._is_held = False
-            number, self._pending = self._pending, 0
-        if number:
-            raise _Signalled(number)
-
-
-_termination = _Termination()
 
 
 class Foreground:
@@ -135,12 +70,12 @@ class Foreground:
         submission, because an app cannot be cancelled before its id is known.
 
         Raises:
-            _Signalled: a signal arrived during the submission.
+            Signalled: a signal arrived during the submission.
         """
         # The variable alone does not tell: programs that the command starts inherit it.
         in_command = os.environ.get(TORCHX_CONTEXT_NAME) == "cli_run" and subcommand() == "run"
         if in_command and _is_to_wait(sys.argv):
-            _termination.install()
+            termination.install()
 
         def submitted(app_id: str) -> None:
             if in_command:
@@ -149,7 +84,7 @@ class Foreground:
                 if _is_to_wait(sys.argv):
                     self._warn_of_input()
 
-        with _termination.held():
+        with termination.held():
             yield submitted
 
     def on_poll(self, app_id: str) -> None:
@@ -162,7 +97,7 @@ class Foreground:
         self._polls[app_id] += 1
         if self._polls[app_id] < 2:
             return
-        _termination.install()
+        termination.install()
         # With --log another thread prints the job's log, which contains the same lines.
         shows = sys.stderr is not None and sys.stderr.isatty() and threading.active_count() == 1
         until = time.monotonic() + _LONGEST_WAIT
@@ -186,14 +121,14 @@ class Foreground:
         """
         error = sys.exc_info()[1]
         if not isinstance(error, KeyboardInterrupt):
-            _termination.remove()
+            termination.remove()
             for app_id, polls in self._polls.items():
                 if polls >= 2:
                     self._warn_of_input()  # a slow writer may have begun only now
                     self._show_end(app_id)
             self._polls.clear()
             return
-        number = error.number if isinstance(error, _Signalled) else signal.SIGINT
+        number = signal_of(error)
         for app_id, polls in self._polls.items():
             # Before the second poll, only the command line's options show whether the command waits.
             if polls >= 2 or _is_to_wait(sys.argv):
