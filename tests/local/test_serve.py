@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
 import subprocess
@@ -88,7 +89,7 @@ def test_serve_leaves_the_app_as_it_is_and_holds_each_of_its_roles(
 
 
 def test_exec_from_another_shell_when_who_took_the_hosts_is_gone(
-    jobs: list[SPMDJob], script: Callable[[str], str]
+    jobs: list[SPMDJob], script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = script("""
         print("out", rank, flush=True)
@@ -103,10 +104,14 @@ def test_exec_from_another_shell_when_who_took_the_hosts_is_gone(
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     handle = done.stdout.split()[-1]
     jobs.append(SPMDJob(handle))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "caller.json"))
     done = torchx("monarch", "exec", handle, "--", "torchrun", "--nproc-per-node", "2", path, check=False)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     assert done.returncode == 5
     assert sorted(done.stdout.splitlines()) == ["out 0", "out 1"]
     assert "err 1" in done.stderr
+    message = json.loads((tmp_path / "caller.json").read_text())["message"]
+    assert message["message"].startswith("rank 1 (local rank 1 on ") and message["errorCode"] == 5
     summary = done.stderr[done.stderr.index("FAILED after ") :].splitlines()
     assert summary[0].endswith(f" s: run 1 on {handle}") and len(summary) <= 6
     assert summary[1].startswith("  cause:  rank 1 (local rank 1 on ")

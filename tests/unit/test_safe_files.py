@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import tty
 from collections.abc import Callable
 from pathlib import Path
 
@@ -163,3 +165,57 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
         except OSError:
             continue
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def _pipe(path: Path) -> tuple[int, str]:
+    os.mkfifo(path)
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK), str(path)
+
+
+def _link_to_pipe(path: Path) -> tuple[int, str]:
+    reader, target = _pipe(path)
+    path.with_name("link").symlink_to(target)
+    return reader, f"{path.with_name('link')}"
+
+
+def _terminal(path: Path) -> tuple[int, str]:
+    master, slave = os.openpty()
+    name = os.ttyname(slave)
+    tty.setraw(slave)
+    os.close(slave)
+    return master, name
+
+
+@pytest.mark.parametrize("make", [_pipe, _link_to_pipe, _terminal])
+def test_a_named_device_or_pipe_is_written_and_stays(make: Callable[[Path], tuple[int, str]], tmp_path: Path) -> None:
+    reader, path = make(tmp_path / "file")
+    before = os.lstat(path)
+    try:
+        safe_files.write_named_file(path, b"the cause")
+        assert os.read(reader, 100) == b"the cause"
+        after = os.lstat(path)
+        assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    finally:
+        os.close(reader)
+
+
+@pytest.mark.parametrize("plant", [_fifo, _link, lambda path: None, lambda path: path.write_text("of an earlier job")])
+def test_any_other_named_file_is_replaced(plant: Callable[[Path], None], tmp_path: Path) -> None:
+    plant(path := tmp_path / "file")
+    safe_files.write_named_file(str(path), b"the cause")
+    assert path.read_bytes() == b"the cause" and path.lstat().st_mode & 0o170777 == 0o100600
+    assert not (target := tmp_path / "target").exists() or target.read_text() == "secret"
+
+
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EACCES])
+def test_a_mount_point_is_written_in_place(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path := tmp_path / "termination-log").write_text("longer than the cause")
+
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "replace", refused)
+    inode = path.stat().st_ino
+    safe_files.write_named_file(str(path), b"the cause")
+    assert path.read_bytes() == b"the cause" and path.stat().st_ino == inode
+    assert os.listdir(tmp_path) == ["termination-log"]

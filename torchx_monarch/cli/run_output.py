@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections import Counter
 from typing import Any, NoReturn
 
@@ -15,6 +16,8 @@ from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, RunRecords, collect_with_interrupts
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
+from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.schedulers.caller_error_file import write_root_cause
 
 
 def stream_and_exit(
@@ -40,6 +43,8 @@ def stream_and_exit(
         sys.exit(exit_codes.interrupted(error))
     finally:
         records.close()
+    if ends and result.exit_code != 0:
+        write_root_cause(_error_file_of(result))
     if as_json:
         print_record({"type": "result", "handle": hosts.handle, **_to_json(result)})
     else:
@@ -54,6 +59,15 @@ def print_accepted(handle: str, run: int) -> None:
 
 def _print_output(rank: int, stream: str, text: str) -> None:
     print_record({"type": "output", "rank": rank, "stream": stream, "text": text})
+
+
+def _error_file_of(result: RunResult) -> str:
+    """Return the content of an error file with the root cause of a run that has failed."""
+    cause = result.ranks.get(result.cause) if result.cause is not None else None
+    whole = HostResult(result.exit_code, result.reason, failed_at=time.time())
+    if cause is not None:
+        whole = dataclasses.replace(whole, traceback=cause.traceback, replica=cause.replica, log=cause.log_path)
+    return whole.to_text()
 
 
 def _to_json(result: RunResult) -> dict[str, Any]:

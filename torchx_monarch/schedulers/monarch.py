@@ -17,7 +17,7 @@ from typing import Any
 from torchx.runner import config
 from torchx.schedulers import DEFAULT_SCHEDULER_MODULES
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
-from torchx.specs import AppDef, AppDryRunInfo, CfgVal, InvalidRunConfigException, Role, runopts
+from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, InvalidRunConfigException, Role, runopts
 from torchx.workspace import WorkspaceMixin
 
 from torchx_monarch.backends.core import client_credentials
@@ -312,7 +312,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             return None
         response = describe(*found, lambda: self.read_events(app_id))
         if self._foreground.has_submitted(app_id):
-            write_root_cause(response)
+            if response.state == AppState.FAILED and response.structured_error_msg != NONE:
+                write_root_cause(response.structured_error_msg)
             if found[1].state.is_terminal:
                 return shorten(response, found[1])
         return response

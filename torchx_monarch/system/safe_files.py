@@ -190,6 +190,46 @@ def replace_file(path: str, data: bytes) -> None:
         raise
 
 
+def write_named_file(path: str, data: bytes) -> None:
+    """Write a file whose name is the user's: replace it as ``replace_file`` does, or write to what cannot be replaced.
+
+    A device or a FIFO that has a reader, also behind a link, gets the data; it stays what it is. So does a file that is
+    a mount point or whose folder is not the caller's to write, such as the ``/dev/termination-log`` of Kubernetes.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:  # there is none, or a link leads nowhere
+        mode = stat.S_IFREG
+    if not stat.S_ISREG(mode):
+        try:
+            _write_in_place(path, data)
+            return
+        except OSError as error:
+            # Nobody reads a FIFO that a rank may have planted. A terminal, too, may fail with ENXIO, and stays.
+            if error.errno != errno.ENXIO or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+                raise
+    try:
+        replace_file(path, data)
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.EACCES, errno.EROFS):
+            raise
+        _write_in_place(path, data, os.O_NOFOLLOW)
+
+
+def _write_in_place(path: str, data: bytes, flags: int = 0) -> None:
+    """Replace the content of an existing file, or write to a device or a FIFO."""
+    fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | flags)
+    try:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            os.ftruncate(fd, 0)
+        write_all(fd, data)
+    finally:
+        os.close(fd)
+
+
 def make_reserve(path: str, size: int) -> None:
     """Make a file that holds disk space, for ``write_into_reserve`` to use when the disk is full.
 
