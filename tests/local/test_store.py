@@ -74,16 +74,18 @@ def test_it_serves_until_the_last_rank_of_any_host_has_ended(folder: Path, scrip
 
 def test_each_attempt_has_its_own(folder: Path, script: Callable[[str], str], eventually: Eventually) -> None:
     path = script("""
-        print(f"attempt {attempt} at {port}: {store.add('n', 1)}", flush=True)
+        print(f"attempt {attempt} at {address} {port}: {store.add('n', 1)}", flush=True)
         while not os.path.exists(f"go{attempt}"):
             time.sleep(0.02)
         sys.exit(1 - attempt)
     """)
-    hosts = Hosts(folder, ["torchrun", "--max-restarts", "1", path]).start()
+    hosts = Hosts(folder, ["torchrun", "--max-restarts", "1", "--local-addr", "127.0.0.2", path]).start()
     stores = []
 
     def meets(attempt: int) -> re.Match[str] | None:
-        return re.search(rf"attempt {attempt} at (\d+): 1\n", hosts.out())  # in a store that nobody has counted in
+        return re.search(
+            rf"attempt {attempt} at 127\.0\.0\.2 (\d+): 1\n", hosts.out()
+        )  # in a store that nobody has counted in
 
     for attempt in range(2):
         found = eventually(lambda at=attempt: meets(at), "the rank")

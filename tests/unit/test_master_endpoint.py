@@ -99,26 +99,40 @@ def test_without_a_word_of_the_user_it_is_the_meshs() -> None:
 
 def test_on_one_machine_address_and_port_are_the_users() -> None:
     named = ("--master-addr=localhost", "--master-port=29500")
-    expected = MasterEndpoint("localhost", 29500, "127.0.0.1")
+    expected = MasterEndpoint("localhost", 29500, "127.0.0.1", "--master-addr=localhost")
     assert endpoint_of(*named) == endpoint_of(*named, hosts=2) == expected
     assert endpoint_of(*named, advertised="node3", bind="") == expected
 
 
-@pytest.mark.parametrize(("address", "unused"), [("node0", "node0"), ("node3", ""), ("127.0.0.1", "")])
+def test_on_one_machine_the_local_address_is_where_the_ranks_meet() -> None:
+    expected = MasterEndpoint("127.0.0.2", 0, "127.0.0.2", "--local-addr=127.0.0.2")
+    assert endpoint_of("--local-addr=127.0.0.2") == endpoint_of("--local-addr=127.0.0.2", hosts=2) == expected
+    named = ("--local-addr=127.0.0.2", "--master-port=29500")  # a static rendezvous, as under torchrun
+    assert endpoint_of(*named) == MasterEndpoint("127.0.0.1", 29500, "127.0.0.1", "--master-addr=127.0.0.1")
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize(("address", "unused"), [("node0", "--local-addr=node0"), ("node3", "")])
+def test_on_several_machines_it_is_the_address_of_the_mesh(address: str, unused: str, hosts: int) -> None:
+    found = endpoint_of("--local-addr", address, advertised="node3", bind="", hosts=hosts)
+    assert found == MasterEndpoint("node3", 0, "", unused=unused)
+
+
+@pytest.mark.parametrize(("address", "unused"), [("node0", "--master-addr=node0"), ("node3", ""), ("127.0.0.1", "")])
 def test_on_several_machines_the_port_is_the_users(address: str, unused: str) -> None:
     words = ("--nnodes=2", "--master-addr", address, "--master-port=29500")
     found = endpoint_of(*words, advertised="node3", bind="", hosts=2)
-    assert found == MasterEndpoint("node3", 29500, "", unused)
+    assert found == MasterEndpoint("node3", 29500, "", unused=unused)
 
 
-def test_an_address_that_cannot_be_resolved() -> None:
-    with pytest.raises(EndpointError, match=r"--master-addr=no\.such\.invalid cannot be resolved: "):
-        endpoint_of("--master-addr=no.such.invalid", "--master-port=29500")
-
-
-def test_an_address_of_another_machine() -> None:
-    endpoint = MasterEndpoint("192.0.2.1", 29500, "192.0.2.1")
-    with pytest.raises(EndpointError, match=r"--master-addr=192\.0\.2\.1 is no address of this host"):
+@pytest.mark.parametrize("words", ["--master-addr={} --master-port=29500", "--local-addr={}"])
+def test_an_address_that_cannot_be_resolved_or_is_another_machines(words: str) -> None:
+    option = words.split("=")[0]
+    with pytest.raises(EndpointError, match=rf"{option}=no\.such\.invalid cannot be resolved: "):
+        endpoint_of(*words.format("no.such.invalid").split())
+    endpoint = endpoint_of(*words.format("192.0.2.1").split())
+    assert isinstance(endpoint, MasterEndpoint)
+    with pytest.raises(EndpointError, match=rf"{option}=192\.0\.2\.1 is no address of this host"):
         asyncio.run(_open(endpoint))
 
 

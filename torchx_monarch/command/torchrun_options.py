@@ -303,7 +303,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "--local-addr",
         Use.HONOURED,
-        "the address by which other hosts dial this one; on one machine there is none",
+        "the address by which other hosts dial this one; on one machine it is where the ranks meet",
     ),
     Option(
         "--logs-specs",

@@ -3,7 +3,7 @@
 """Write a root cause to the error file of the caller of ``torchx run --wait`` or ``torchx monarch exec``.
 
 torchrun does so for its caller: its ``main`` is decorated with ``@record``, which copies the error file of the rank
-that failed first to the TORCHELASTIC_ERROR_FILE of its own environment (``ErrorHandler.dump_error_file`` of torch 2.13).
+that failed first to the TORCHELASTIC_ERROR_FILE of its own environment (``ErrorHandler.dump_error_file``, torch 2.13).
 """
 
 from __future__ import annotations

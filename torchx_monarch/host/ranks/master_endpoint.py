@@ -25,20 +25,23 @@ class MasterEndpoint:
         address: MASTER_ADDR.
         port: MASTER_PORT; 0 for any free port.
         bind: local address that the store listens on; empty for all.
-        unused: the user's address if it is not used because several hosts take part; empty otherwise.
+        option: the user's option that names the address; empty without one.
+        unused: the user's option whose address is not used because of several machines; empty otherwise.
     """
 
     address: str
     port: int
     bind: str
+    option: str = ""
     unused: str = ""
 
     @classmethod
     async def of(cls, options: TorchrunOptions, bind: str, advertised: str, hosts: int) -> MasterEndpoint:
         """Derive the endpoint of a job from the options of its torchrun command.
 
-        The user's port is always used. The user's address is used on one machine only; ranks of several machines meet
-        on replica 0's machine, at the address that the other hosts have dialled.
+        The user's port is always used. The user's address (``--master-addr`` or the endpoint of a static rendezvous,
+        else ``--local-addr``) is used on one machine only; ranks of several machines meet on replica 0's machine, at
+        the address that the other hosts have dialled.
 
         Args:
             options: options of the torchrun command.
@@ -49,27 +52,30 @@ class MasterEndpoint:
         Raises:
             EndpointError: the user's address cannot be resolved.
         """
-        named = options.static_endpoint
-        if named is None:
+        named, is_local = options.static_endpoint, _is_loopback(advertised)
+        if named is not None:
+            (address, port), option = named, f"--master-addr={named[0]}"
+        elif options.local_addr:
+            address, port, option = options.local_addr, 0, f"--local-addr={options.local_addr}"
+        else:
             return cls(advertised, 0, bind)
-        address, port = named
-        if hosts > 1 and not _is_loopback(advertised):
-            unused = address if not _is_loopback(address) and address != advertised else ""
-            return cls(advertised, port, bind, unused)
+        if not is_local and (hosts > 1 or named is None):
+            unused = option if not _is_loopback(address) and address != advertised else ""
+            return cls(advertised, port, bind, unused=unused)
         try:
             found = await asyncio.get_running_loop().getaddrinfo(address, None, type=socket.SOCK_STREAM)
         except OSError as error:
-            raise EndpointError(f"--master-addr={address} cannot be resolved: {error.strerror}") from None
+            raise EndpointError(f"{option} cannot be resolved: {error.strerror}") from None
         resolved = sorted(found, key=lambda one: one[0] != socket.AF_INET)
-        return cls(address, port, str(resolved[0][4][0]))
+        return cls(address, port, str(resolved[0][4][0]), option)
 
     def refusal(self, error: OSError) -> EndpointError:
         """Return the exception to raise when the endpoint cannot be opened because of ``error``."""
+        if error.errno == errno.EADDRNOTAVAIL and self.option:
+            what = f"{self.option} is no address of this host, where the ranks are to meet"
+            return EndpointError(f"{what}. Leave it out, or name an address of the host of replica 0")
         if not self.port:
             return EndpointError(f"no port can be opened on {self.bind or 'any address'}: {error.strerror}")
-        if error.errno == errno.EADDRNOTAVAIL:
-            what = f"--master-addr={self.address} is no address of this host, where the ranks are to meet"
-            return EndpointError(f"{what}. Leave it out, or name an address of the host of replica 0")
         what = f"--master-port={self.port} cannot be opened on {self.bind or 'any address'}: {error.strerror}"
         return EndpointError(f"{what}. Choose another port, or leave it out for a free one")
 

@@ -62,7 +62,7 @@ class MasterStore:
             self._current = StoreProcess(endpoint.bind, endpoint.port, self._say)
             return self._current.port, True
         self.release()
-        self._reserved = bound(endpoint.bind if endpoint.port else "", endpoint.port, reuse=True)
+        self._reserved = bound(endpoint.bind if endpoint.port or endpoint.option else "", endpoint.port, reuse=True)
         return int(self._reserved.getsockname()[1]), False
 
     @property

@@ -167,7 +167,7 @@ class RankPool:
         try:
             endpoint = await MasterEndpoint.of(self._run.command.options, bind, advertised, hosts)
             if endpoint.unused and self.attempt < 0:
-                self._say(f"--master-addr={endpoint.unused} is not used: the ranks meet at {advertised}, replica 0's")
+                self._say(f"{endpoint.unused} is not used: the ranks meet at {advertised}, replica 0's")
             port, served = await self._starter.open_store(endpoint)
         except EndpointError as error:
             raise LaunchError(str(error)) from None
