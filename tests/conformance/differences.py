@@ -57,13 +57,15 @@ class Difference(Enum):
     STARTUP_FILES = (
         "`sitecustomize`, `usercustomize` and `.pth` files of a rank",
         "see its whole environment",
-        "run once per host, and see its environment, without `RANK` and the like; with `-cfg ranks=fresh` as there",
+        "run once per host, and see its environment, without `RANK` and the like; with `-cfg preload=none` or "
+        "`-cfg ranks=fresh` as there",
         "ranks are forks of one interpreter, which has started before",
     )
     EARLY_VARIABLES = (
         "A variable that torch reads when it is imported (`OMP_NUM_THREADS`, `TORCH_LOGS`, ...), set by the script",
         "has effect until the script imports torch",
-        "has none where torch is preloaded, and rank 0 says so once; with `-cfg ranks=fresh` it has",
+        "has none where torch is preloaded, and rank 0 says so once; with `-cfg preload=none` or `-cfg ranks=fresh` "
+        "it has",
         "torch has been imported ahead; set it where the job is submitted (`--env`)",
     )
 

@@ -55,7 +55,7 @@ def test_variables_that_torch_reads_when_it_is_imported(preload: str, both: Laun
         assert Difference.EARLY_VARIABLES
         assert ours.reports == {0: 1, 1: 1}
         assert len(said) == 1
-        assert said[0].startswith("warning: OMP_NUM_THREADS is set by the program and has no effect on torch")
+        assert said[0].startswith("warning: OMP_NUM_THREADS is set by the program, which has no effect on torch")
     else:
         assert ours.reports == theirs.reports
         assert said == []

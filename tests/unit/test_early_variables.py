@@ -38,7 +38,13 @@ def test_the_list_has_what_torch_reads() -> None:
     assert not [name for name in read if not is_read_at_import(name)]
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG", "PYTORCH_JIT"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG", "PYTORCH_JIT"),
+        *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
+    ],
+)
 def test_what_has_no_effect_afterwards(name: str) -> None:
     assert is_read_at_import(name)
 
@@ -76,7 +82,45 @@ def test_defaults_of_installed_packages_are_not_the_programs() -> None:
         import os, runpy
         runpy.run_path({early_variables.__file__!r})["watch"]()
         for way in ('environ["OMP_A"] = "1"', 'environ.setdefault("OMP_B", "1")', 'environ.update(OMP_C="1")'):
-            exec(compile(f"import os; os.{{way}}", "/usr/lib/python3/site-packages/sklearn/__init__.py", "exec"))
+            code = compile(f"import os; os.{{way}}", "/usr/lib/python3/site-packages/sklearn/__init__.py", "exec")
+            exec(code, {{"__name__": "sklearn"}})
         os.environ.update(OMP_D="1")
     """)
     assert [line.split()[1] for line in done.stderr.splitlines()] == ["OMP_D"]
+
+
+def test_a_program_that_is_installed_is_told_as_any_other() -> None:
+    done = python(f"""
+        import runpy
+        runpy.run_path({early_variables.__file__!r})["watch"]()
+        exec(compile("import os; os.environ['OMP_A'] = '1'", "/usr/lib/python3/site-packages/tool/__main__.py", "exec"))
+    """)
+    assert done.stderr.split()[1] == "OMP_A"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ('os.environ.pop("OMP_NUM_THREADS")', "removed"),
+        ('del os.environ["OMP_NUM_THREADS"]', "removed"),
+        ("os.environ.clear()", "removed"),
+        ('os.unsetenv("OMP_NUM_THREADS")', "removed"),
+        ('os.environb[b"OMP_NUM_THREADS"] = b"4"', "set"),
+        ('os.putenv("OMP_NUM_THREADS", "4")', "set"),
+        ('os.environ.pop("OMP_DYNAMIC", None)', ""),
+        ('os.putenv("OMP_NUM_THREADS", "1")', ""),
+        ('os.environb[b"OMP_NUM_THREADS"] = b"1"', ""),
+    ],
+)
+def test_every_way_to_change_one_is_told(change: str, said: str) -> None:
+    done = python(f"""
+        import os, runpy
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ.pop("OMP_DYNAMIC", None)
+        runpy.run_path({early_variables.__file__!r})["watch"]()
+        {change}
+    """)
+    lines = done.stderr.splitlines()
+    assert len(lines) == bool(said)
+    assert not said or f"OMP_NUM_THREADS is {said} by the program, which has no effect on torch" in lines[0]
+    assert not said or "-cfg preload=none, or ranks=fresh" in lines[0]

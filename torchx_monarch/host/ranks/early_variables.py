@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 
 _PREFIXES = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "MKLDNN_", "ONEDNN_", "DNNL_", "OPENBLAS_"),
@@ -28,6 +29,9 @@ _NAMES = (
     *("TORCH_DTRACE", "TORCH_ENRICH_RPOFILER_STACK_TRACE", "TORCH_FAKE_TENSOR_DEBUG"),
     *("TORCH_PYTHON_NATIVE_USER_GRAPH_ORDER_FN", "TORCH_ROCM_FA_PREFER_CK", "TORCH_SHOW_CPP_STACKTRACES"),
     *("TORCH_TRACE", "TORCH_USE_RTLD_GLOBAL"),
+    # Traced without CUDA. With it, c10's BackendStaticInitializer reads these when its library is loaded, before torch
+    # 2.10 for `backend:` alone: https://github.com/pytorch/pytorch/issues/104801, pull request 165298.
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
 )
 
 
@@ -43,31 +47,38 @@ def watch() -> None:
     """
     own_pid, named = os.getpid(), set[str]()
 
-    class _Environ(type(os.environ)):  # type: ignore[misc]
-        def __setitem__(self, name: str, value: str) -> None:
-            before = self.get(name) if is_read_at_import(name) else value
-            super().__setitem__(name, value)
-            if value != before and name not in named and os.getpid() == own_pid and not _is_set_by_package():
+    def watched(change: Callable[..., None]) -> Callable[..., None]:
+        def changed(key: str | bytes, *value: str | bytes) -> None:
+            name, after = os.fsdecode(key), os.fsdecode(value[0]) if value else None
+            before = os.environ.get(name) if is_read_at_import(name) else after
+            change(key, *value)
+            if after != before and name not in named and os.getpid() == own_pid and not _is_changed_by_package():
                 named.add(name)
-                _warn(name)
+                _warn(name, "removed" if after is None else "set")
 
-    os.environ.__class__ = _Environ
+        return changed
+
+    # os.environ and os.environb call these for each change: os.environ.pop, for one, calls os.unsetenv.
+    vars(os).update(putenv=watched(os.putenv), unsetenv=watched(os.unsetenv))
 
 
-def _is_set_by_package() -> bool:
-    """Return whether an installed package has called ``__setitem__``, perhaps through ``setdefault`` or ``update``."""
+def _is_changed_by_package() -> bool:
+    """Return whether an installed package other than the program has changed a variable, perhaps by ``setdefault``."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "collections.abc"):
         frame = frame.f_back
-    return any(f"{os.sep}{name}{os.sep}" in frame.f_code.co_filename for name in ("site-packages", "dist-packages"))
+    is_program = frame.f_globals.get("__name__") == "__main__"
+    folders = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+    return not is_program and any(folder in frame.f_code.co_filename for folder in folders)
 
 
-def _warn(name: str) -> None:
+def _warn(name: str, change: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed, full or a broken pipe
         if sys.stderr is not None:
             print(
-                f"warning: {name} is set by the program and has no effect on torch, which was imported before. Set it "
-                f"where the job is submitted (--env {name}=...), or have the program import torch (-cfg ranks=fresh)",
+                f"warning: {name} is {change} by the program, which has no effect on torch: it was imported before. "
+                f"Set it where the job is submitted (--env {name}=...), or have the program import torch "
+                "(-cfg preload=none, or ranks=fresh)",
                 file=sys.stderr,
                 flush=True,
             )
