@@ -84,10 +84,22 @@ def test_each_run_gets_what_it_is_given_and_nothing_of_another(
     assert texts(hosts.run(str(early), env=env)) == dict.fromkeys((0, 1), "7 1\n")
     assert texts(hosts.run(str(early))) == dict.fromkeys((0, 1), "1 0\n")
     assert texts(hosts.run("python", "-c", "import sys; print(sys.argv)")) == {0: "['-c']\n"}
+    # Of torchrun's options, some are the allocation's.
+    phases: list[str] = []
+    unused = ["--rdzv-conf", "join_timeout=5,read_timeout=6", "--signals-to-handle", "SIGUSR1"]
+    meet = "import os; print(os.environ['MASTER_ADDR'], os.environ['TORCHELASTIC_SIGNALS_TO_HANDLE'])"
+    (tmp_path / "meet.py").write_text(meet)
+    words = ["torchrun", "--local-addr", "127.0.0.2", *unused, str(tmp_path / "meet.py")]
+    assert texts(hosts.run(*words, on_phase=phases.append)) == {0: "127.0.0.2 SIGUSR1\n"}
+    for said_once in (
+        "--rdzv-conf join_timeout, read_timeout has no",
+        "--signals-to-handle SIGUSR1 has no effect on the",
+    ):
+        assert [said_once in line for line in phases].count(True) == hosts.err().count(said_once) == 1
     assert texts(hosts.run()) == said(["--held"], here, None, 2)
     logs = hosts.logs(0)
     assert (logs / "run_2/attempt_0/1/stdout.log").read_text() == said(["-x"], there, "0.1", 2)[1]
-    assert [run["state"] for run in hosts.job.runs()] == ["succeeded"] * 8
+    assert [run["state"] for run in hosts.job.runs()] == ["succeeded"] * 9
     assert list(hosts.job.logs(rank=1, run=1)) == [said(["--held"], here, None, 2)[1].rstrip()]
     assert hosts.end() == [0]
     assert "[monarch] SUCCEEDED: released by its client" in hosts.err()

@@ -31,6 +31,7 @@ from torchx_monarch.command.torchrun_options import (
     TorchrunOptions,
     Use,
     parse_options,
+    unused_options,
 )
 
 IMPLIED = {
@@ -232,6 +233,26 @@ def our_value(option: Option, arguments: list[str], env: Mapping[str, str] | Non
     if isinstance(value, RendezvousConf):
         return value.join_timeout or 600, value.last_call_timeout
     return (value,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "in_run", "lines"),
+    [
+        ([], True, []),
+        (["--rdzv-conf", "join_timeout=7,last_call_timeout=3", "--signals-to-handle", "SIGUSR1"], False, []),
+        (
+            ["--rdzv-conf", "join_timeout=7,timeout=3"],
+            False,
+            ["--rdzv-conf timeout has no effect: the hosts of the job"],
+        ),
+        (["--rdzv-conf", "keys=1"], False, ["--rdzv-conf keys has no effect: "]),
+        (["--rdzv-conf", "join_timeout=7,timeout=3"], True, ["--rdzv-conf join_timeout, timeout has no effect: "]),
+        (["--signals-to-handle", "SIGUSR1"], True, ["--signals-to-handle SIGUSR1 has no effect on the hosts: "]),
+    ],
+)
+def test_what_has_no_effect_is_told(arguments: list[str], in_run: bool, lines: list[str]) -> None:
+    told = unused_options(options(*arguments), in_run)
+    assert [line.startswith(start) for line, start in zip(told, lines, strict=True)] == [True] * len(lines)
 
 
 def test_every_value_is_read_or_refused_as_by_torchrun() -> None:

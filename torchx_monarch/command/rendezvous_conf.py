@@ -7,20 +7,29 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+_SUPPORTED = ("join_timeout", "last_call_timeout")
+
 _FORM = "use KEY=VALUE,..., such as join_timeout=600,last_call_timeout=30"
 
 
 @dataclass(frozen=True)
 class RendezvousConf:
-    """The supported keys of ``--rdzv-conf``; other keys (``close_timeout``, ``timeout``, ...) are ignored.
+    """The supported keys of ``--rdzv-conf``; other keys (``close_timeout``, ``timeout``, ...) have no effect.
 
     Attributes:
         join_timeout: seconds in which the minimum number of hosts must join; None for the host's default.
         last_call_timeout: seconds to wait for further hosts after that.
+        keys: all keys that were given, supported or not.
     """
 
     join_timeout: int | None = None
     last_call_timeout: int = 30
+    keys: tuple[str, ...] = ()
+
+    @property
+    def unsupported(self) -> tuple[str, ...]:
+        """The keys that were given and have no effect."""
+        return tuple(key for key in self.keys if key not in _SUPPORTED)
 
     @classmethod
     def parse(cls, text: str) -> RendezvousConf:
@@ -38,7 +47,7 @@ class RendezvousConf:
             if not value:
                 raise ValueError(f"{key} has no value; {_FORM}")
             values[key] = value
-        return cls(**{key: _seconds(key, values[key]) for key in cls.__dataclass_fields__ if key in values})
+        return cls(**{key: _seconds(key, values[key]) for key in _SUPPORTED if key in values}, keys=tuple(values))
 
 
 def _seconds(key: str, text: str) -> int:

@@ -384,6 +384,24 @@ class TorchrunOptions:
         return self.master_addr, self.master_port or 0
 
 
+def unused_options(options: TorchrunOptions, in_run: bool) -> list[str]:
+    """Return a line for each honoured option that has no effect in this command; the job's log shows them.
+
+    Args:
+        options: options of a torchrun command.
+        in_run: whether it is the command of a run of an allocation.
+    """
+    keys = options.rdzv_conf.keys if in_run else options.rdzv_conf.unsupported
+    lines = []
+    if keys:
+        why = "the hosts of an allocation have found each other before" if in_run else _MESH
+        lines.append(f"--rdzv-conf {', '.join(keys)} has no effect: {why}")
+    if in_run and options.signals_to_handle != DEFAULTS.signals_to_handle:
+        why = "signals to a host end its allocation, whatever the run; its ranks find the names in their environment"
+        lines.append(f"--signals-to-handle {options.signals_to_handle} has no effect on the hosts: {why}")
+    return lines
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise CommandError(f"torchrun: {message}. See `torchrun --help`.")

@@ -9,6 +9,7 @@ import os
 import shlex
 
 from torchx_monarch.command.command import Command, CommandError, check, parse
+from torchx_monarch.command.torchrun_options import unused_options
 from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import Answer, Request
@@ -63,6 +64,9 @@ class BatchRun:
         self._host.read_grace(command)
         self._host.restarts = int(env_number(self._host.environ, "MONARCH_RESTART", 0))
         check_script(command, os.getcwd())
+        if options.replica == 0:
+            for line in unused_options(command.options, in_run=False):
+                self._host.reporter.line(line)
         return command
 
     async def start(self) -> int:

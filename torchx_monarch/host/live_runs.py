@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from torchx_monarch.command.allocation_spec import AllocationSpec, run_command, with_program
 from torchx_monarch.command.command import Command, CommandError, Program, parse
-from torchx_monarch.command.torchrun_options import DEFAULTS
+from torchx_monarch.command.torchrun_options import DEFAULTS, unused_options
 from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import (
@@ -157,6 +157,9 @@ class LiveRuns:
         folder = os.path.join(host.log_dir, f"run_{begin.number}")
         run_id = command.options.rdzv_id if command.options.rdzv_id != "none" else f"{host.options.app}-{begin.number}"
         self._open_run_log(folder, begin.token)
+        if self._run_queue is not None:  # on the leader, whose lines the clients see
+            for line in unused_options(command.options, in_run=True):
+                host.reporter.line(line)
         where = "" if request.synced else cwd  # each copy of the code may lie in another folder
         learned = self._learned_of(program_key(command.program_of(0), where))
         self.pool = self._new_pool(command, log_folder(command, folder, cwd, run_id), request.env, cwd, learned)
