@@ -44,7 +44,7 @@ def texts(result: Any) -> dict[int, str]:
     return {rank: output.stdout for rank, output in result.output.items()}
 
 
-@pytest.mark.parametrize("preload", ["", "json"])
+@pytest.mark.parametrize("preload", ["", "json,multiprocessing.process"])
 def test_relative_paths_for_python_are_relative_to_the_runs_folder(
     preload: str, live: Callable[..., Live], tmp_path: Path
 ) -> None:
@@ -58,6 +58,9 @@ def test_relative_paths_for_python_are_relative_to_the_runs_folder(
     said = texts(hosts.run("prog.py", env=env, cwd=str(there)))[0].split()
     assert said[:2] == [str(there / "lib" / "own.py"), "lib"]
     assert os.path.samefile(there / said[2], there / "py")
+    # By this, multiprocessing replaces the entry '' of sys.path in children that it spawns.
+    (there / "spawns.py").write_text("import multiprocessing.process as mp; print(mp.ORIGINAL_DIR)")
+    assert texts(hosts.run("spawns.py", cwd=str(there))) == {0: f"{there}\n"}
 
 
 def test_each_run_gets_what_it_is_given_and_nothing_of_another(

@@ -358,6 +358,8 @@ def _renew_state(title: str) -> None:
         vars(sys.modules["tempfile"])["tempdir"] = None  # the rank may have another TMPDIR
     if process := sys.modules.get("multiprocessing.process"):
         process.current_process().authkey = os.urandom(32)
+        with contextlib.suppress(OSError):  # the folder has been removed
+            vars(process)["ORIGINAL_DIR"] = os.getcwd()
     _set_title(title)
 
 
