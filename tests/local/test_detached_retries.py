@@ -209,10 +209,13 @@ def test_sidecars_end_with_the_others(apps: Detached, tmp_path: Path, eventually
     assert (tmp_path / "told").exists()
 
 
-def test_a_side_role_may_end_before(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
-    app_id = apps.run(sh(UNTIL.format(folder=tmp_path, name="go"), name="main"), sh("true", name="side"))
-    eventually(lambda: apps.states(app_id)["side/0"] is S, "the side role to end")
-    assert apps.status(app_id).state is AppState.RUNNING
+def test_roles_may_end_before_another_whatever_their_order(
+    apps: Detached, tmp_path: Path, eventually: Eventually
+) -> None:
+    main = sh(UNTIL.format(folder=tmp_path, name="go"), name="main")
+    app_id = apps.run(sh("true", name="first"), main, sh("true", name="last"))
+    eventually(lambda: [apps.states(app_id)[name] for name in ("first/0", "last/0")] == [S, S], "both roles to end")
+    assert apps.states(app_id)["main/0"] is apps.status(app_id).state is AppState.RUNNING
     (tmp_path / "go").touch()
     assert apps.wait(app_id).state is S
 

@@ -80,6 +80,7 @@ S, F, R, P, C, U = State.SUCCEEDED, State.FAILED, State.RUNNING, State.PENDING, 
         pytest.param(app(role(R, P)), R, None, False, id="one of two runs"),
         pytest.param(app(role(S, R)), R, None, False, id="one of two has succeeded"),
         pytest.param(app(role(S, S)), S, S, False, id="all have succeeded"),
+        pytest.param(app(role(S), role(R, name="other")), R, None, False, id="the first role has ended, and no other"),
         pytest.param(app(role(S), role(R, name="side", sidecar=True)), R, S, True, id="a sidecar is left"),
         pytest.param(app(role(S), role(F, name="side", sidecar=True)), S, S, False, id="a sidecar has failed later"),
         pytest.param(
