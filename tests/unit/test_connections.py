@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import errno
 import ipaddress
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -313,6 +315,34 @@ def test_unauthenticated_connections_make_room_for_hosts(
         rendezvous._listener.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("number", "lines"), [(errno.EMFILE, 1), (errno.ECONNABORTED, 0)])
+def test_a_want_of_descriptors_is_told_once_and_connections_wait(
+    number: int, lines: int, authority: Authority, address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        accept, failures = loop.sock_accept, [number, number]
+
+        async def failing(listening: socket.socket) -> Any:
+            if failures:
+                raise OSError(failures[0], os.strerror(failures.pop()))
+            return await accept(listening)
+
+        monkeypatch.setattr(loop, "sock_accept", failing, raising=False)
+        rendezvous = Rendezvous(address, 2, authority.identity(), say=said.append)
+        await rendezvous.start()
+        client = await join(address, authority.identity())
+        client._writer.close()
+        assert rendezvous._listener is not None and not failures
+        rendezvous._listener.close()
+
+    asyncio.run(run())
+    assert [line.startswith("hosts and clients wait for their connection: ") for line in said] == [True] * lines
+    assert all("(RLIMIT_NOFILE is " in line for line in said)
 
 
 def test_one_of_two_gets_the_place(authority: Authority, address: Address) -> None:

@@ -30,6 +30,13 @@ def test_a_host_needs_more_for_more_ranks(limit: int) -> None:
     )
 
 
+def test_replica_0_needs_more_for_more_hosts(limit: int) -> None:
+    assert open_files.shortage(1, 6) == ""
+    assert open_files.shortage(1, 8) == (
+        f"RLIMIT_NOFILE is {limit}: replica 0 of 8 hosts, with 1 rank, needs 68 open files or more (ulimit -n)"
+    )
+
+
 def test_an_error_for_want_of_descriptors_names_the_limit(limit: int) -> None:
     opened = []
     with pytest.raises(OSError) as caught:

@@ -117,6 +117,7 @@ class Rendezvous:
         hands_over: whether another host takes over when this one is lost.
         before: the job, as the leader before this one has left it; None on replica 0.
         reserved: a socket that is bound to the port of ``address``; None to bind one.
+        say: called with a line for the job's log; None for no lines.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Rendezvous:
         hands_over: bool = False,
         before: JobRecord | None = None,
         reserved: socket.socket | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self.leader = leader
         self.events = HostEvents()
@@ -152,6 +154,7 @@ class Rendezvous:
         self._spares = spares
         self._term = term
         self._reserved = reserved
+        self._say = say
         self._voters_before = before.voters if before is not None else ()
         self._quorum = Quorum(leader, self._voters_before) if hands_over and address.networked else None
         self._socket = 0
@@ -173,7 +176,7 @@ class Rendezvous:
         try:
             address = self._address if self._address.networked else succession.listener_of(self._address, self._term)
             self._listener = await connections.listen(
-                address, self._serve, self._identity, self._bind, self._peer_timeout, self._reserved
+                address, self._serve, self._identity, self._bind, self._peer_timeout, self._reserved, self._say
             )
             if self._term and not address.networked:
                 connections.put_at(address.path, self._address.path)

@@ -15,13 +15,25 @@ _FILES_PER_RANK = 7
 """Open files of a host process for each rank: a channel, two pipes, a pidfd, two log files, the file for stacks."""
 
 
-def shortage(ranks: int) -> str:
-    """Return why a host with this many ranks cannot run under this process' limit; empty if it can."""
-    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES_PER_HOST + _FILES_PER_RANK * ranks
+_FILES_PER_OTHER_HOST = 3
+"""Open files of replica 0 for each other host: its connection to the rendezvous and two of Monarch's. Measured: 36 with
+one rank, and 3 for each of 2, 4 and 8 hosts."""
+
+
+def shortage(ranks: int, hosts: int = 1) -> str:
+    """Return why a host cannot run under this process' limit; empty if it can.
+
+    Args:
+        ranks: number of ranks on the host.
+        hosts: number of hosts that it leads, itself among them.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = _FILES_PER_HOST + _FILES_PER_RANK * ranks + _FILES_PER_OTHER_HOST * (hosts - 1)
     if limit == resource.RLIM_INFINITY or limit >= needed:
         return ""
     of_ranks = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    return f"{_limit()}: a host with {of_ranks} needs {needed} open files or more (ulimit -n)"
+    which = f"a host with {of_ranks}" if hosts == 1 else f"replica 0 of {hosts} hosts, with {of_ranks},"
+    return f"{_limit()}: {which} needs {needed} open files or more (ulimit -n)"
 
 
 def hint(error: BaseException) -> str:

@@ -23,7 +23,7 @@ import socket
 import ssl
 import struct
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from torchx_monarch.transport import messages
@@ -125,6 +125,7 @@ async def listen(
     bind: str,
     peer_timeout: float,
     reserved: socket.socket | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Listener:
     """Listen on an address and serve every connection.
 
@@ -136,13 +137,14 @@ async def listen(
         bind: local IP address to listen on; empty for all.
         peer_timeout: seconds without an answer from the peer's machine after which the kernel breaks a connection.
         reserved: a socket that is bound to the port of the address and does not listen yet; None to bind one.
+        say: as for ``Listener``.
 
     Raises:
         ConnectError: the process cannot listen on the address.
     """
     try:
         if not address.networked:
-            return Listener(_socket_file(address.path), serve, None, messages.MAX_LINE)
+            return Listener(_socket_file(address.path), serve, None, messages.MAX_LINE, say)
         context = identity.context(server=True) if identity else None
         listening = reserved or _port(bind, address.port)
         listening.listen(_BACKLOG)  # again, where it listens already
@@ -154,7 +156,7 @@ async def listen(
         watch_peer(writer, peer_timeout)
         await serve(reader, writer)
 
-    return Listener(listening, accepted, context, messages.MAX_LINE)
+    return Listener(listening, accepted, context, messages.MAX_LINE, say)
 
 
 def _socket_file(path: str) -> socket.socket:

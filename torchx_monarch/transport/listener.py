@@ -16,6 +16,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 
+from torchx_monarch.system import open_files
 from torchx_monarch.transport.streams import open_streams
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -46,13 +47,23 @@ class Listener:
         serve: called with each connection after its handshake; the connection is closed when it returns.
         context: SSL context; None without TLS.
         limit: longest line in bytes that is read from a connection.
+        say: called with a line for the log, once, if connections wait because this process may open no more files; None
+            for no line.
     """
 
-    def __init__(self, listening: socket.socket, serve: Serve, context: ssl.SSLContext | None, limit: int) -> None:
+    def __init__(
+        self,
+        listening: socket.socket,
+        serve: Serve,
+        context: ssl.SSLContext | None,
+        limit: int,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self._listening = listening
         self._serve = serve
         self._context = context
         self._limit = limit
+        self._say = say
         self._unauthenticated: dict[asyncio.Task[None], asyncio.TimerHandle] = {}  # with their time-outs; oldest first
         self._all: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
         listening.setblocking(False)
@@ -78,7 +89,10 @@ class Listener:
                 await asyncio.sleep(0.01)
             try:
                 connection, _ = await loop.sock_accept(self._listening)
-            except OSError:  # too many open files, or the peer closed the connection before it was accepted
+            except OSError as error:  # too many open files, or the peer closed the connection before it was accepted
+                if (hint := open_files.hint(error)) and self._say is not None:
+                    self._say(f"hosts and clients wait for their connection: {error.strerror}{hint}")
+                    self._say = None
                 self._make_room(0.0)
                 await asyncio.sleep(0.01)
                 continue
