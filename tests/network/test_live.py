@@ -40,7 +40,7 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
     eventually: Callable[..., object],
 ) -> None:
     path = tmp_path / "prog.py"
-    path.write_text("import os\nprint('rank', os.environ['RANK'])\n")
+    path.write_text("import os\nprint('rank', os.environ['RANK'], len(os.environ.get('LONG', '')))\n")
     machines = network(3)
     command = ["python", "-m", "torchx_monarch.hosts", "--", "torchrun", "--nproc-per-node", "1", str(path)]
     hosts = networked(machines, command, options=("--grace", "5", "--preload", "")).start()
@@ -49,9 +49,10 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
     client = Client(there)
     with machines.entered(2):  # neither host's machine
         eventually(lambda: (status := client.dialled.look()) and status.ready, "the mesh")
-        for _ in range(2):
-            result = client.run_spmd(output="store")
-            assert {rank: one.stdout for rank, one in result.output.items()} == {0: "rank 0\n", 1: "rank 1\n"}
+        for length in (0, 100_000):  # a request may be longer than a line
+            result = client.run_spmd(output="store", env={"LONG": length * "x"})
+            said = {rank: one.stdout for rank, one in result.output.items()}
+            assert said == {rank: f"rank {rank} {length}\n" for rank in (0, 1)}
         # What listens on the other hosts is Monarch's, and takes no client.
         with pytest.raises(UnreachableError):
             ask(Target(Address("tls", machines.address(1), PORT), "trainer", text), {"type": "runs"})

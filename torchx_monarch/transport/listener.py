@@ -29,9 +29,9 @@ hosts of a large job any faster."""
 _MIN_AGE_AT_LIMIT = 3.0
 """Seconds that an unauthenticated connection has even at the limit: the peer may be busy with its start."""
 
-_AUTHENTICATION_TIMEOUT = 20.0
-"""Seconds after which an unauthenticated connection is closed. More than the limits of handshake and greeting
-together."""
+_AUTHENTICATION_TIMEOUT = 30.0
+"""Seconds after which an unauthenticated connection is closed. More than the limits of the handshake, of a greeting's
+header line and of its body together (5 s, and 10 s for either of the others)."""
 
 _HANDSHAKE_TIMEOUT = 5.0
 
