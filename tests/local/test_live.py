@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +64,16 @@ def test_relative_paths_for_python_are_relative_to_the_runs_folder(
     assert texts(hosts.run("spawns.py", cwd=str(there))) == {0: f"{there}\n"}
 
 
+TAKES_PORT = """
+import os, socket
+port = int(os.environ["MASTER_PORT"])
+server = socket.create_server(("127.0.0.1", port))
+client = socket.create_connection(("127.0.0.1", port))
+server.accept()[0].close()
+print(client.recv(1).decode() + str(port))
+"""
+
+
 def test_each_run_gets_what_it_is_given_and_nothing_of_another(
     live: Callable[..., Live], script: Callable[[str], str], tmp_path: Path
 ) -> None:
@@ -99,10 +110,16 @@ def test_each_run_gets_what_it_is_given_and_nothing_of_another(
         "--signals-to-handle SIGUSR1 has no effect on the",
     ):
         assert [said_once in line for line in phases].count(True) == hosts.err().count(said_once) == 1
+    # A named port is free again for the next run, also with a connection that the last one has closed.
+    (tmp_path / "port.py").write_text(TAKES_PORT)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    for _ in range(2):
+        assert texts(hosts.run("torchrun", "--master-port", port, str(tmp_path / "port.py"))) == {0: f"{port}\n"}
     assert texts(hosts.run()) == said(["--held"], here, None, 2)
     logs = hosts.logs(0)
     assert (logs / "run_2/attempt_0/1/stdout.log").read_text() == said(["-x"], there, "0.1", 2)[1]
-    assert [run["state"] for run in hosts.job.runs()] == ["succeeded"] * 9
+    assert [run["state"] for run in hosts.job.runs()] == ["succeeded"] * 11
     assert list(hosts.job.logs(rank=1, run=1)) == [said(["--held"], here, None, 2)[1].rstrip()]
     assert hosts.end() == [0]
     assert "[monarch] SUCCEEDED: released by its client" in hosts.err()
