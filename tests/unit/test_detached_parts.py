@@ -304,8 +304,8 @@ def test_a_life_is_told_by_machine_boot_and_start() -> None:
 
 def test_json_files_are_replaced_whole(tmp_path: Path) -> None:
     path = str(tmp_path / "f.json")
-    state_files.write_json(path, {"a": 1, "s": "\ud800\u00e9"})
-    assert state_files.read_json(path) == {"a": 1, "s": "\ud800\u00e9"}
+    state_files.write_json(path, {"a": 1, "s": "\udcff\u00e9"})
+    assert state_files.read_json(path) == {"a": 1, "s": "\udcff\u00e9"}
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert os.listdir(tmp_path) == ["f.json"]
     for damaged in ("", "[1]", '{"a'):
@@ -343,6 +343,11 @@ def test_events(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('"}\n')
     assert events.read(path, offset) == ([{"time": 1.5, "message": "m", "kind": "half"}], path.stat().st_size)
+    for field in ('"role": []', '"role": 7', '"seconds": ""', '"seconds": []', '"seconds": 1e300', '"time": NaN'):
+        path.write_text(f'{{"time": 1.5, "kind": "hosts", "message": "m", {field}}}\n')
+        assert events.read(path)[0] == [], field
+    path.write_text('{"time": 1.5, "kind": "hosts", "message": "m", "role": null, "seconds": null}\n')
+    assert len(events.read(path)[0]) == 1
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not events.append(tmp_path / "no" / "events", "x", "y")
 

@@ -36,7 +36,7 @@ MADE: dict[str, tuple[Callable[[Path], object], str]] = {
     "half": (lambda path: path.write_text('{"message": {"message": "Val'), "it is not JSON"),
     "empty": (lambda path: path.write_text(""), "it is not JSON"),
     "no text": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "it is not JSON"),
-    "a number with too many digits": (lambda path: path.write_text("1" * 100_000), "it is not JSON"),
+    "a number with too many digits": (lambda path: path.write_text("1" * 100_000), "it is not a JSON object"),
     "a list": (lambda path: path.write_text("[1]"), "it is not a JSON object"),
 }
 

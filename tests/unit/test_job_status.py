@@ -180,6 +180,17 @@ def test_progress_lines_stand_for_events() -> None:
     assert (found.phase, found.attempt, found.attempts, found.ranks, found.started) == ("restarting", 2, 3, 8, 920.0)
 
 
+def test_numbers_with_thousands_of_digits_are_no_progress() -> None:
+    digits = "9" * 5000  # int() raises ValueError above 4,300
+    lines = [f"[monarch] {line}\n" for line in (f"hosts {digits}/1", f"ranks {digits}/1", f"run {digits}: x.py")]
+    lines.append(f"[monarch] restart 1 of {digits} after: rank 3 failed\n")
+    happened = events_of([TimedLine(950.0, line) for line in lines])
+    happened += [event("hosts", f"hosts {digits}/1"), event("ranks", f"ranks {digits}/1")]
+    found = status_of(snapshot(), happened)
+    assert (found.hosts, found.ranks, found.attempts) == (2, 8, 3)
+    assert status_of(snapshot(args=["--nproc-per-node", digits, "train.py"])).ranks is None
+
+
 def test_a_live_allocation() -> None:
     run = {"run": 3, "state": "failed", "exit_code": 1, "started": 940.0, "ended": 950.0, "command": "torchrun\nt.py"}
     live = LiveState(True, 2, None, 3, 0, 42.0, 600.0, [run])

@@ -17,7 +17,8 @@ from typing import Any
 from torchx_monarch.system import safe_files
 
 Event = dict[str, Any]
-"""Has at least ``time`` (seconds since the epoch), ``kind`` and ``message``, both str. ``seconds`` is a number."""
+"""Has at least ``time`` (seconds since the epoch), ``kind`` and ``message``, both str. ``seconds`` is a number or None,
+``role`` a str or None; further fields may have any type."""
 
 MAX_READ = 64 * 1024 * 1024
 """Most bytes that one call of ``read`` reads."""
@@ -94,8 +95,13 @@ def _event(line: bytes) -> Event | None:
         return None
     if not isinstance(event, dict):
         return None
-    texts, times = (event.get("kind"), event.get("message")), (event.get("time"), event.get("seconds") or 0.0)
-    sound = all(isinstance(text, str) for text in texts) and all(map(_is_time, times))
+    texts = (event.get("kind"), event.get("message"))
+    sound = (
+        all(isinstance(text, str) for text in texts)
+        and _is_time(event.get("time"))
+        and (event.get("seconds") is None or _is_time(event["seconds"]))
+        and isinstance(event.get("role"), (str, type(None)))
+    )
     return event if sound else None
 
 

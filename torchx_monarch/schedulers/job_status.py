@@ -69,10 +69,12 @@ _COUNTED_FROM = frozenset({"job_started", "restart", "requeue", "run", "run_end"
 _HANG_ENDS = frozenset({"hang_end", "ranks", *_FAILURES, "run_end", "result"})
 """The kinds of events after which ranks that hung do not hang any more."""
 
-_HOSTS = re.compile(r"hosts (\d+)/\d+")
-_RANKS = re.compile(r"ranks (\d+)/\d+")
+# A rank can print such lines: int() raises ValueError above 4,300 digits.
+_HOSTS = re.compile(r"hosts (\d{1,9})/\d+")
+_RANKS = re.compile(r"ranks (\d{1,9})/\d+")
 _RUN = re.compile(r"run (\d{1,9})\b")
-_RESTART = re.compile(r"restart \d+ of (\d+) after: (.*)")
+_COUNT = re.compile(r"\d{1,9}")
+_RESTART = re.compile(r"restart \d+ of (\d{1,9}) after: (.*)")
 _SPARE_HOST = re.compile(r"host \d+ \((.*?), pid \d+\)")
 
 _PROGRESS = (
@@ -402,7 +404,7 @@ def _ranks(app: AppSnapshot, happened: Sequence[Event], commands: _Commands) -> 
     total = 0
     for replicas, command in commands:
         count = "1" if command is None or command.kind == "python" else command.options.nproc_per_node
-        if command is None or command.kind in ("hosts", "actors") or not count.isdecimal():
+        if command is None or command.kind in ("hosts", "actors") or not _COUNT.fullmatch(count):
             return None
         total += replicas * int(count)
     return total or None

@@ -15,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
+import re
 import stat
 from typing import Any
 
@@ -27,6 +29,13 @@ MAX_JSON_BYTES = 1024 * 1024
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 #: O_NONBLOCK: opening a FIFO does not wait, and fails for writing. O_NOCTTY: a terminal does not become the caller's.
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+_MAX_DIGITS = 300
+"""The maximum digits of an integer: the largest float has 309, and ``float(10**400)`` raises OverflowError."""
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
+_UNENCODABLE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""The surrogates for which ``os.fsencode`` raises UnicodeEncodeError; the others stand for bytes of file names."""
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -161,15 +170,34 @@ def read_json(
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON from an untrusted source.
+    """Parse JSON from an untrusted source into values that any reader can print, encode and calculate with.
+
+    A number that is not finite, or too large for a float, becomes None. A surrogate that stands for no byte of a file
+    name becomes U+FFFD.
 
     Raises:
         ValueError: the text is not JSON, or is nested too deeply for the parser.
     """
     try:
-        return json.loads(text)
+        text = text if isinstance(text, str) else text.decode()
+        value = _DECODER.decode(text)
+        if _SURROGATE.search(text):
+            value = _DECODER.decode(_UNENCODABLE.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    return value
+
+
+def _integer(digits: str) -> int | None:
+    return int(digits) if len(digits) <= _MAX_DIGITS else None
+
+
+def _fraction(digits: str) -> float | None:
+    value = float(digits)
+    return value if math.isfinite(value) else None
+
+
+_DECODER = json.JSONDecoder(parse_int=_integer, parse_float=_fraction, parse_constant=lambda name: None)
 
 
 def replace_file(path: str, data: bytes) -> None:
