@@ -21,6 +21,7 @@ class Point(NamedTuple):
 class Inner:
     name: str
     ratio: float = 1.0
+    time: codec.Seconds | None = None
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Outer:
 
 def test_values_of_the_stated_types_are_taken() -> None:
     data = {
-        "inner": {"name": "a", "ratio": 2, "newer": 1},
+        "inner": {"name": "a", "ratio": 2, "time": 3, "newer": 1},
         "many": [{"name": "b"}],
         "env": {"A": "1"},
         "code": None,
@@ -44,7 +45,7 @@ def test_values_of_the_stated_types_are_taken() -> None:
         "point": {"x": 1},
         "flag": True,
     }
-    expected = Outer(Inner("a", 2.0), [Inner("b")], {"A": "1"}, None, [1], Point(1), True)
+    expected = Outer(Inner("a", 2.0, 3.0), [Inner("b")], {"A": "1"}, None, [1], Point(1), True)
     assert codec.decode(Outer, data) == expected
 
 
@@ -56,6 +57,8 @@ def test_values_of_the_stated_types_are_taken() -> None:
         ({"inner": {}}, "inner lacks 'name'"),
         ({"inner": {"name": 3}}, "inner.name is 3, not str"),
         ({"inner": {"name": "a", "ratio": float("nan")}}, "inner.ratio is nan, not a finite number"),
+        ({"inner": {"name": "a", "time": 1e300}}, "inner.time is 1e\\+300, not "),
+        ({"inner": {"name": "a", "time": -2e11}}, "inner.time is -2"),
         ({"inner": {"name": "a", "ratio": "1"}}, "inner.ratio is '1', not float"),
         ({"inner": {"name": "a", "ratio": 10**400}}, "inner.ratio is 1000"),
         ({"inner": {"name": "a"}, "many": {}}, "many is {}, not a list"),

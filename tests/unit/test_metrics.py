@@ -55,6 +55,12 @@ def test_a_job_has_the_metrics_of_its_status_and_its_phases() -> None:
     assert not [name for name, _ in found if name == "torchx_monarch_job_ended_timestamp_seconds"]
 
 
+def test_control_characters_of_a_name_do_not_reach_the_terminal() -> None:
+    family = Family("torchx_monarch_x", "x")
+    family.add({"role": "\x1b[31m\udcff\n"}, 1)
+    assert render([family]).splitlines()[2] == r'torchx_monarch_x{role="\\x1b[31m\\udcff\n"} 1'
+
+
 def test_names_end_in_their_unit() -> None:
     drawn = timeline.build(EVENTS, ["r"], end=1030.0)
     families = job_metrics.of_job(JOB, drawn, "j")

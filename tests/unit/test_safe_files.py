@@ -150,7 +150,7 @@ def test_what_cannot_be_parsed_is_a_value_error(tmp_path: Path, content: bytes) 
 
 
 def test_values_that_readers_cannot_use_are_replaced() -> None:
-    numbers = '[NaN, -Infinity, 1e999, 1.5, -7, 1e300, %s, -%s]' % ("9" * 400, "9" * 5000)
+    numbers = f"[NaN, -Infinity, 1e999, 1.5, -7, 1e300, {'9' * 400}, -{'9' * 5000}]"
     assert safe_files.parse_json(numbers) == [None, None, None, 1.5, -7, 1e300, None, None]
     parsed = safe_files.parse_json(r'{"\ud800": ["\ud83d\ude00", "\udcff", "\udfff", "\\ud800"]}')
     assert parsed == {"\ufffd": ["\U0001f600", "\udcff", "\ufffd", r"\ud800"]}

@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from torchx_monarch.system.untrusted_text import one_line
+
 
 @dataclasses.dataclass
 class Family:
@@ -49,8 +51,12 @@ def render(families: Iterable[Family]) -> str:
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    shown = ",".join(f'{name}="{_escape(text, quoted=True)}"' for name, text in labels.items())
+    shown = ",".join(f'{name}="{_escape(_printable(text), quoted=True)}"' for name, text in labels.items())
     return f"{{{shown}}}" if shown else ""
+
+
+def _printable(text: str) -> str:
+    return "\n".join(map(one_line, text.split("\n")))  # the format has an escape for a line feed, and none for others
 
 
 def _escape(text: str, quoted: bool = False) -> str:

@@ -17,9 +17,15 @@ import math
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
+
+_MAX_SECONDS = 1e11
+
+Seconds: TypeAlias = Annotated[float, _MAX_SECONDS]
+"""A time in seconds since the epoch, or a duration in seconds; ``decode`` refuses what lies beyond the year 5138, which
+``time.localtime`` may not convert. Differences of two such numbers are finite."""
 
 _Where: TypeAlias = "str | tuple[_Where, str | int]"
 """The place of a value: a name, or the place of what holds it and its key. It becomes text only in an error: a message
@@ -35,9 +41,9 @@ class DecodeError(ValueError):
 def decode(cls: type[T], data: Any, where: str = "") -> T:
     """Decode a JSON object into a data class or named tuple.
 
-    Types of fields may be bool, int, float, str, None, enums of strings, unions of these, lists, tuples of any length,
-    mappings with string keys, ``Any``, and further data classes or named tuples. An int is accepted for a float. A
-    float that is not finite is refused. Keys without a field are ignored: a newer version may write them.
+    Types of fields may be bool, int, float, ``Seconds``, str, None, enums of strings, unions of these, lists, tuples
+    of any length, mappings with string keys, ``Any``, and further data classes or named tuples. An int is accepted for
+    a float. A float that is not finite is refused. Keys without a field are ignored: a newer version may write them.
 
     Args:
         cls: the data class or named tuple to build.
@@ -57,6 +63,8 @@ def _decoder(hint: Any) -> _Decoder:
     if hint is Any:
         return lambda value, where: value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _limited(_decoder(arguments[0]), arguments[1])
     if origin in (typing.Union, types.UnionType):
         return _union([_decoder(each) for each in arguments], hint)
     if origin is list:
@@ -82,6 +90,16 @@ def _scalar(cls: type[Any]) -> _Decoder:
         if cls is float and type(value) is int and abs(value) < 1 << 63:
             return float(value)
         raise _wrong(value, where, "null" if cls is type(None) else cls.__name__)
+
+    return convert
+
+
+def _limited(number: _Decoder, limit: float) -> _Decoder:
+    def convert(value: Any, where: _Where) -> Any:
+        converted = number(value, where)
+        if abs(converted) > limit:
+            raise _wrong(value, where, f"a number of seconds, at most {limit:g}")
+        return converted
 
     return convert
 
@@ -128,7 +146,7 @@ def _mapping(item: _Decoder) -> _Decoder:
 
 
 def _record(cls: Any) -> _Decoder:
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     if dataclasses.is_dataclass(cls):
         names = [field.name for field in dataclasses.fields(cls) if field.init]
         missing = dataclasses.MISSING

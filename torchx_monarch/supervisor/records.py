@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.state import State
 
 
@@ -45,5 +46,5 @@ class ReplicaRecord:
     exit_code: int | None = None
     restarts: int = 0
     error: str | None = None
-    started: float | None = None
-    ended: float | None = None
+    started: Seconds | None = None
+    ended: Seconds | None = None

@@ -14,6 +14,7 @@ from typing import Any
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local.request import LocalRequest
+from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.records import ReplicaRecord
 
@@ -50,12 +51,12 @@ class AppRecord:
 
     app_id: str
     name: str
-    created: float
+    created: Seconds
     state: State = State.PENDING
     msg: str = ""
     error: str | None = None
     restarts: int = 0
-    ended: float | None = None
+    ended: Seconds | None = None
     roles: list[RoleRecord] = field(default_factory=list)
 
     @property

@@ -14,6 +14,7 @@ from typing import TypeVar
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.slurm import array
 from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.records import ReplicaRecord
 from torchx_monarch.system import error_files
@@ -60,7 +61,7 @@ class BatchRecord:
     """
 
     job_id: str = ""
-    started: float = 0.0
+    started: Seconds = 0.0
     state: State = State.RUNNING
     msg: str = ""
     nodes: list[str] = field(default_factory=list)
@@ -69,7 +70,7 @@ class BatchRecord:
     role_restarts: dict[str, int] = field(default_factory=dict)
     outside: bool = False
     requeues: int = 0
-    ended: float | None = None
+    ended: Seconds | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class CancelRecord:
         time: when the app was first cancelled, in seconds since the epoch.
     """
 
-    time: float
+    time: Seconds
 
 
 @dataclass

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.ssh.in_job.wire import PYTHON_FILE, READY
 from torchx_monarch.backends.ssh.machine_name import MachineName
+from torchx_monarch.system import safe_files
 
 CONNECT_TIMEOUT = 10
 """Seconds in which a machine must answer ssh."""
@@ -160,7 +161,7 @@ class MachineConnection:
 
     def _answer(self, line: bytes) -> Any:
         try:
-            answer = json.loads(line)
+            answer = safe_files.parse_json(line)
         except ValueError:
             raise self._lost(f"it has answered {line[:200]!r}") from None
         if "refused" in answer:

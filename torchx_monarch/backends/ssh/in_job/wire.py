@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torchx_monarch.model.codec import Seconds
+
 READY = "torchx-monarch ssh 1"
 """The line that the entry writes first, behind what the shell's own files may have written."""
 
@@ -34,7 +36,7 @@ class Place:
     app_id: str
     role: int
     replica: int
-    created: float
+    created: Seconds
     grace: float
     machines: list[list[str]]
     python: str
@@ -50,7 +52,7 @@ class Ending:
 
     state: str
     message: str = ""
-    time: float = 0.0
+    time: Seconds = 0.0
 
 
 def folder_name(app_id: str, role: int, replica: int) -> str:
