@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from datetime import datetime
@@ -83,6 +84,9 @@ def test_lines_are_read_with_their_times(tmp_path: Path, clock: Clock) -> None:
         TimedLine(6000.0, "unfinished"),
     ]
     assert [line.time for line in read_timed(tmp_path)] == [1000.0 + n for n in range(5001)]
+    for damaged in (math.nan, math.inf, -math.inf, 1e300, -1e300, 1e12):
+        (tmp_path / "stdout.log.idx").write_bytes(log_writer.RECORD.pack(0, damaged))
+        assert {line.time for line in read_timed(tmp_path, "stdout")} == {0.0}
     (tmp_path / "stdout.log.idx").unlink()
     assert {line.time for line in read_timed(tmp_path, "stdout")} == {0.0}
 

@@ -14,6 +14,9 @@ from torchx_monarch.system import safe_files
 _BLOCK = 4096
 """Records that are read at a time."""
 
+_LATEST = 1e11
+"""The latest time of a sound record, in the year 5138: ``datetime`` has none after the year 9999."""
+
 
 class TimeIndex:
     """The times at which the lines of a log began, right to ``log_writer.RESOLUTION``.
@@ -63,7 +66,8 @@ class TimeIndex:
             self._at = bisect.bisect_right(range(self._count), offset, key=lambda at: self._record(at)[0]) - 1
         while self._at + 1 < self._count and self._record(self._at + 1)[0] <= offset:
             self._at += 1
-        return self._record(self._at)[1] if self._at >= 0 else 0.0
+        time = self._record(self._at)[1] if self._at >= 0 else 0.0
+        return time if 0.0 <= time <= _LATEST else 0.0  # not NaN either
 
     def _record(self, at: int) -> tuple[int, float]:
         """Return the offset and the time of a record."""
