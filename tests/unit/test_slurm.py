@@ -269,11 +269,11 @@ def test_squeue_is_read_and_each_job_is_there_once() -> None:
     ]
 
 
-def job(state: str, reason: str = "None", code: int = 0, restarts: int = -1) -> Job:
-    return Job("1", "1", "app", state, reason, restarts=restarts, exit_code=code)
+def job(state: str, reason: str = "None", code: int = 0, restarts: int = -1, is_accounted: bool = False) -> Job:
+    return Job("1", "1", "app", state, reason, restarts=restarts, exit_code=code, is_accounted=is_accounted)
 
 
-OVER = {"state": "FAILED", "msg": "role r ended with exit code 3"}
+OVER = {"state": "FAILED", "msg": "role r ended with exit code 3", "ended": 1e9}
 
 
 @pytest.mark.parametrize(
@@ -288,6 +288,9 @@ OVER = {"state": "FAILED", "msg": "role r ended with exit code 3"}
         (job("COMPLETING"), {**OVER, "outside": True}, False, "RUNNING", ""),
         (job("RUNNING", restarts=1), {**OVER, "requeues": 1}, False, "FAILED", "exit code 3"),
         (job("RUNNING", restarts=1), OVER, False, "RUNNING", ""),  # the record is of the run before
+        (job("RUNNING"), {**OVER, "ended": 1e9 - 100}, False, "RUNNING", "job.json says FAILED"),
+        (job("RUNNING"), {"state": "SUCCEEDED"}, False, "RUNNING", "job.json says SUCCEEDED"),
+        (job("RUNNING", is_accounted=True), {**OVER, "ended": 1e9 - 100}, False, "FAILED", "exit code 3"),
         (job("FAILED", code=3), OVER, False, "FAILED", "exit code 3"),
         (job("FAILED", code=-9), {}, False, "FAILED", "killed by signal 9"),
         (job("FAILED", code=-10), {}, True, "CANCELLED", "cancelled"),
@@ -308,7 +311,7 @@ OVER = {"state": "FAILED", "msg": "role r ended with exit code 3"}
 )
 def test_state_of_a_job(said: Job | None, record: dict[str, Any], cancelled: bool, state: str, words: str) -> None:
     written = codec.decode(BatchRecord, record) if record else None
-    found = job_state.derive_outcome(said, written, cancelled)
+    found = job_state.derive_outcome(said, written, cancelled, now=1e9 + 1)
     assert found.state is State[state]
     assert words in found.message
     assert words or not found.message

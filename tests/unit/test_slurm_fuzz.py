@@ -320,9 +320,10 @@ def test_step_with_a_damaged_request_ends_with_a_message(tmp_path: Path, words: 
 
 
 def test_file_that_states_another_end_keeps_nobody_from_cancelling(apps: Apps) -> None:
+    runner = Runner("torchx", {"monarch_slurm": lambda session_name, **_: apps.scheduler})
     for app_id, run in ((ONE, apps.folders[ONE]), (ARRAY, apps.folders[ARRAY].task(4))):
         state_files.write_json(run.job, {"state": "SUCCEEDED", "msg": "", "ended": 1e9})
-        apps.scheduler.cancel(app_id)
+        runner.cancel(f"monarch_slurm://torchx/{app_id}")
         assert apps.slurm.told
         apps.restore()
 
@@ -371,7 +372,7 @@ def test_error_of_a_replica_is_shown_without_what_torchx_cannot_read(apps: Apps)
         record = state_files.read_json(paths.record("r", 1))
         for error in ("[]", '{"message": ', '{"message": {"message": "boom", "extraInfo": 5}, "x": [1]}'):
             state_files.write_json(paths.record("r", 1), {**(record or {}), "error": error})
-            state_files.write_json(paths.job, {"state": "FAILED", "msg": "", "role": "r", "ended": 1e9})
+            state_files.write_json(paths.job, {"state": "FAILED", "msg": "", "role": "r", "ended": time.time()})
             found = apps.scheduler.describe(ONE)
             assert found is not None and found.state is AppState.FAILED
             wanted = '{"message": {"message": "boom"}}' if "boom" in error else NONE

@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, AppStatus, Role
 
 from tests.unit.damage import contents
@@ -66,6 +67,7 @@ class RunningApp:
 
     def __init__(self, folder: Path) -> None:
         self.scheduler: MonarchScheduler = monarch_local("torchx")
+        self.runner = Runner("torchx", {"monarch_local": lambda session_name, **_: self.scheduler})
         self.ended = self._publish("ended", State.SUCCEEDED)
         self.app_id = self._publish("running", State.RUNNING)
         self.paths = state_files.app_paths(self.app_id)
@@ -181,6 +183,29 @@ def ask_everything(app: RunningApp) -> None:
     with contextlib.suppress(UnreachableError):
         Target.of(app.handle)
     prune.prune(os.path.dirname(app.paths.root))
+
+
+@pytest.mark.parametrize("ended", [None, 1e9])
+def test_app_whose_supervisor_lives_runs_and_can_be_cancelled(app: RunningApp, ended: float | None) -> None:
+    path = Path(app.paths.status)
+    record = json.loads(app.files[path])
+    record["state"], record["ended"] = "SUCCEEDED", ended
+    try:
+        path.write_text(json.dumps(record))
+        found = app.runner.status(app.handle)
+        assert found is not None and found.state is AppState.RUNNING
+        assert found.msg == f"{path} says SUCCEEDED, but the app runs: its supervisor is there"
+        assert not app.scheduler.apps.wait(app.app_id, 0.0)
+        assert prune.prune(os.path.dirname(app.paths.root)) == []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(app.scheduler.apps, "_await_end", lambda app: True)
+            app.runner.cancel(app.handle)
+        assert app.told()
+        record["ended"] = time.time()  # as the supervisor writes it before it exits
+        path.write_text(json.dumps(record))
+        assert app.scheduler.apps.wait(app.app_id, 0.0)
+    finally:
+        app.restore(path)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -179,7 +179,8 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         checks = self._checks.get(app_id, 0)
         self._checks[app_id] = checks + 1
         now = state.recorded(paths) if checks % _READS_PER_PROCESS_CHECK else None
-        now = now or _look(paths)  # an app whose folder was removed may still run
+        if now is None or now.terminal:  # an app whose folder was removed, or whose status file is wrong, may still run
+            now = _look(paths)
         return now is None or now.terminal
 
     # -- ending --------------------------------------------------------------------------------------------------------

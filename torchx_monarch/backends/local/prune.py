@@ -4,7 +4,8 @@
 
 The rule: an app that has ended is removed when its end is more than 14 days ago (``MONARCH_KEEP_DAYS`` sets another
 number of days), or when 1000 apps ended after it (``MONARCH_KEEP_APPS`` sets another number of apps). An app that has
-not ended is never removed. The keeper of each app applies the rule after its app has ended, so no command waits for it.
+not ended is never removed, nor is one whose supervisor lives although its status file says that it has ended. The
+keeper of each app applies the rule after its app has ended, so no command waits for it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import time
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import folder, status
+from torchx_monarch.backends.local import folder, state, status
 
 KEEP_APPS = 1000
 
@@ -42,7 +43,7 @@ def prune(apps: str, *, days: float | None = None, newest: int | None = None) ->
         The ids of the removed apps.
     """
     oldest_end = time.time() - (state_files.keep_days() if days is None else days) * 86400
-    ended: list[tuple[float, str]] = []
+    ended: list[tuple[float, state_files.AppPaths, status.AppRecord]] = []
     with os.scandir(apps) as entries:
         for entry in entries:
             if entry.name.startswith((folder.STAGING_PREFIX, folder.TRASH_PREFIX)):
@@ -54,10 +55,12 @@ def prune(apps: str, *, days: float | None = None, newest: int | None = None) ->
             with contextlib.suppress(state_files.DamagedFileError, OSError):
                 record = status.load(paths)
                 if record is not None and record.terminal and record.ended is not None:
-                    ended.append((record.ended, entry.name))
+                    ended.append((record.ended, paths, record))
     newest = keep_apps() if newest is None else newest
-    ended.sort(reverse=True)
-    removed = [name for rank, (end, name) in enumerate(ended) if rank >= newest or end < oldest_end]
-    for name in removed:
-        folder.remove_app(state_files.AppPaths(os.path.join(apps, name)))
+    ended.sort(key=lambda each: each[0], reverse=True)
+    removed = []
+    for rank, (end, paths, record) in enumerate(ended):
+        if (rank >= newest or end < oldest_end) and not state.runs_on(paths, record):
+            folder.remove_app(paths)
+            removed.append(paths.app_id)
     return removed

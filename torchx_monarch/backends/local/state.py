@@ -25,6 +25,9 @@ _START_TIME = 60.0
 _ENDING_TIME = 5.0
 """Maximum seconds that keeper and supervisor of an ended app have to end by themselves."""
 
+_EXIT_TIME = 60.0
+"""Maximum seconds that a supervisor on a busy machine has to exit after it has recorded the app's end."""
+
 SUPERVISE_FILE = os.path.join("backends", "local", "supervise.py")
 """The end of the path of the script that keeper and supervisor run."""
 
@@ -70,6 +73,19 @@ def supervisors(paths: state_files.AppPaths) -> list[processes.ProcessIdentity]:
         return [watching.supervisor]
     real = os.path.realpath(paths.root)
     return [one for one, root in processes.running_script(SUPERVISE_FILE) if os.path.realpath(root) == real]
+
+
+def runs_on(paths: state_files.AppPaths, record: status.AppRecord) -> bool:
+    """Return whether the app's supervisor is alive although the app's record says that the app has ended.
+
+    A supervisor that has recorded the end a moment ago is about to exit, and does not count.
+    """
+    if record.ended is not None and abs(time.time() - record.ended) < _EXIT_TIME:
+        return False
+    watching = load_owners(paths)
+    if watching is None:
+        return os.path.lexists(paths.supervisor) and bool(supervisors(paths))
+    return watching.life(watching.supervisor) is owners.ProcessStatus.ALIVE
 
 
 def remove_ended(paths: state_files.AppPaths) -> None:
@@ -120,8 +136,8 @@ def current_state(paths: state_files.AppPaths) -> status.AppRecord | None:
     """Return the current state of an app; None if the app does not exist.
 
     An app whose keeper and supervisor are dead has ended, whatever its status file says. The first process that detects
-    this kills what is left of the app and records its end. If the status file is damaged, the state follows from the
-    processes, and nothing is written.
+    this kills what is left of the app and records its end. An app whose supervisor lives runs, whatever its status file
+    says. If the status file is damaged, the state follows from the processes. Nothing is written in these two cases.
     """
     try:
         record = status.load(paths)
@@ -130,6 +146,9 @@ def current_state(paths: state_files.AppPaths) -> status.AppRecord | None:
     if record is None:
         return orphaned_record(paths)  # `rm -r` may leave what the job writes meanwhile
     if record.terminal:
+        if runs_on(paths, record):
+            record.msg = f"{paths.status} says {record.state}, but the app runs: its supervisor is there"
+            record.state, record.ended = State.RUNNING, None
         return record
     watching = load_owners(paths)
     if watching is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,9 @@ from torchx_monarch.backends.slurm.native import Job
 from torchx_monarch.backends.slurm.records import BatchRecord, RunEnd
 from torchx_monarch.model import job_result
 from torchx_monarch.model.state import State
+
+_EXIT_TIME = 60.0
+"""Maximum seconds from the end that a batch step records until Slurm reports the job as completing."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,9 @@ def save_end(folder: JobFolder, end: Mapping[str, Any]) -> None:
         state_files.write_json(folder.end, end, below=folder.trusted)
 
 
-def derive_outcome(job: Job | None, record: BatchRecord | None, cancelled: bool, damage: str = "") -> Outcome:
+def derive_outcome(
+    job: Job | None, record: BatchRecord | None, cancelled: bool, damage: str = "", now: float | None = None
+) -> Outcome:
     """Derive the state of a job, and the reason for it, which is empty if there is nothing to add to the state.
 
     Args:
@@ -134,6 +140,7 @@ def derive_outcome(job: Job | None, record: BatchRecord | None, cancelled: bool,
         record: the batch step's record; None if it is missing or damaged.
         cancelled: whether this scheduler has cancelled the job.
         damage: what is wrong with the batch step's record; empty if it is sound or missing.
+        now: the time in seconds since the epoch; None for the present.
     """
     if record is not None and job is not None and job.restarts > record.requeues:
         record = None  # of the run before: Slurm has restarted the job, whose batch step is yet to begin its record
@@ -151,8 +158,11 @@ def derive_outcome(job: Job | None, record: BatchRecord | None, cancelled: bool,
         reason = "Slurm has forgotten the job, which had not started: scancel, or a start that failed"
         return Outcome(State.CANCELLED, reason)
     state = states.to_state(job.state)
-    if state is State.RUNNING and recorded_outcome is not None and not (record and record.outside):
-        return recorded_outcome  # Slurm cleans up the nodes, or its database lags behind
+    if state is State.RUNNING and record is not None and recorded_outcome is not None and not record.outside:
+        is_exiting = record.ended is not None and abs((now or time.time()) - record.ended) < _EXIT_TIME
+        if job.is_accounted or states.word(job.state) == "COMPLETING" or is_exiting:
+            return recorded_outcome  # Slurm cleans up the nodes, or its database lags behind
+        return Outcome(State.RUNNING, f"job.json says {record.state}, but the job runs, as Slurm reports")
     has_failed = recorded_outcome is not None and recorded_outcome.state is State.FAILED
     if cancelled and (state is State.CANCELLED or state is State.FAILED and not has_failed):
         return Outcome(State.CANCELLED, "cancelled")

@@ -60,6 +60,7 @@ class Job:
         exit_code: exit code of the batch script; -N for signal N.
         tasks: indices of the array tasks in this record; several for waiting tasks, empty for a job that is no array.
         other_user: name of the job's owner if that is another user; empty if it is this user, or not asked for.
+        is_accounted: whether the accounting database reports it, which may lag behind.
     """
 
     job_id: str
@@ -73,6 +74,7 @@ class Job:
     exit_code: int = 0
     tasks: tuple[int, ...] = ()
     other_user: str = ""
+    is_accounted: bool = False
 
     @property
     def is_live(self) -> bool:
@@ -287,7 +289,8 @@ def parse_sacct(text: str) -> dict[str, list[Job]]:
             continue
         job_id, indices = found
         nodes = "" if fields[3] == "None assigned" else fields[3]
-        job = Job(job_id, job_id, fields[4], fields[1], nodes=nodes, exit_code=_exit_code(fields[2]), tasks=indices)
+        code = _exit_code(fields[2])
+        job = Job(job_id, job_id, fields[4], fields[1], nodes=nodes, exit_code=code, tasks=indices, is_accounted=True)
         jobs.setdefault(job_id, []).append(job)
     return jobs
 
