@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import json
 import os
 import socket
 import stat
@@ -13,11 +15,14 @@ from pathlib import Path
 import pytest
 
 from torchx_monarch.backends.core import client_credentials
+from torchx_monarch.client.allocations import list_allocations
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.address import Address
+
+_PARTS = ("authority", "certificate", "key")
 
 
 def test_is_for_its_owner_alone_until_the_app_is_deleted() -> None:
@@ -67,3 +72,24 @@ def test_asks_the_other_hosts_when_replica_0_is_lost() -> None:
         for hosts in ([], ["127.0.0.1"]):
             with pytest.raises(UnreachableError, match="127.0.0.1:.* connection refused"):
                 Connection.open(Target(there, successors=functools.partial(list, hosts)), {"type": "look"})
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("", "garbage"),
+        ("", "tls:127.0.0.1:²"),
+        ("", f"tls:127.0.0.1:{'9' * 5000}"),
+        ("", "tls:127.0.0.1:1"),
+        ("e30=", "tls:127.0.0.1:1"),
+        (base64.b64encode(b"[" * 50_000).decode(), "tls:127.0.0.1:1"),
+        (base64.b64encode(json.dumps(dict.fromkeys(_PARTS, "-----BEGIN é")).encode()).decode(), "tls:127.0.0.1:1"),
+        (base64.b64encode(json.dumps(dict.fromkeys(_PARTS, "-----BEGIN x")).encode()).decode(), "tls:127.0.0.1:1"),
+    ],
+)
+def test_a_damaged_file_costs_its_own_allocation_only(text: str, address: str) -> None:
+    client_credentials.keep("monarch_slurm", "7", text, {"r": address})
+    assert list(list_allocations()) == []
+    with pytest.raises(UnreachableError) as error:
+        Connection.open(Target.of("monarch_slurm://torchx/7", "r"), {"type": "look"})
+    assert error.value.final

@@ -221,13 +221,17 @@ def _context(target: Target) -> ssl.SSLContext:
         )
     from torchx_monarch.transport.credentials import ClientCredentials
 
-    credentials = ClientCredentials.from_text(target.credentials)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_verify_locations(cadata=credentials.authority)
-    # SSLContext.load_cert_chain reads certificates from files only.
-    with tempfile.NamedTemporaryFile("w", prefix="tm-client") as file:
-        file.write(credentials.leaf.certificate + credentials.leaf.key)
-        file.flush()
-        context.load_cert_chain(file.name)
+    try:
+        credentials = ClientCredentials.from_text(target.credentials)
+        context.load_verify_locations(cadata=credentials.authority)
+        # SSLContext.load_cert_chain reads certificates from files only.
+        with tempfile.NamedTemporaryFile("w", prefix="tm-client") as file:
+            file.write(credentials.leaf.certificate + credentials.leaf.key)
+            file.flush()
+            context.load_cert_chain(file.name)
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        why = f"the certificate to reach it with (clients/SCHEDULER/APP) cannot be used: {error}"
+        raise UnreachableError(f"{target.address}: {why}", final=True) from None
     return context

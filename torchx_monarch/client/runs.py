@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """List and follow the runs of a live allocation: from its hosts, or from the run logs that are kept after their end.
 
-The backend says where the logs are (``Backend.log_folder``). Ranks could write to these files, so a field is used only
-if it has the expected type.
+The backend says where the logs are (``Backend.log_folder``). Ranks could write to these files, so a record is used only
+if its fields have the expected types.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,8 @@ from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.result import RunInfo
 from torchx_monarch.client.run import Records, RunRecords
 from torchx_monarch.exceptions import AllocationError, RefusedError
+from torchx_monarch.model import codec
+from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system import safe_files
 
@@ -30,7 +34,10 @@ _NOT_ENDED = "the hosts ended before the run did"
 _LAST_RECORD = 1 << 17
 """Bytes at the end of a run log in which its last record is: a record is a message, of at most 64 kB."""
 
-T = TypeVar("T", str, int, float, bool)
+_LONGEST_LINE = 1 << 20
+"""Bytes that are read of a run log at a time, if it has no line feed: a rank may have written to it."""
+
+T = TypeVar("T")
 
 
 class KeptRecords:
@@ -49,9 +56,17 @@ class KeptRecords:
         self._path = path
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the records; if the log has none of a result, one that says so is the last."""
-        with open(safe_files.open_file(self._path), "rb") as file:
-            for line in file:
+        """Yield the records; if the log has none of a result, one that says so is the last.
+
+        Raises:
+            RefusedError: the log was removed, or is no regular file of this user.
+        """
+        try:
+            fd = safe_files.open_file(self._path)
+        except OSError as error:
+            raise RefusedError(f"run {self.run} cannot be read: {error}") from None
+        with open(fd, "rb") as file:
+            while line := file.readline(_LONGEST_LINE):
                 record = _record(line)
                 if _is_sound(record):
                     yield record
@@ -157,44 +172,92 @@ def _kept_logs(hosts: Hosts, error: AllocationError) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+@dataclasses.dataclass
+class _Begun:
+    """The record with which the log of a leader begins."""
+
+    command: str = ""
+    cwd: str = ""
+    code: str = ""
+    by: str = ""
+    submitted: Seconds = 0.0
+
+
+@dataclasses.dataclass
+class _Phase:
+    text: str
+
+
+class _Stream(enum.Enum):
+    STDOUT = "stdout"
+    STDERR = "stderr"
+
+
+@dataclasses.dataclass
+class _Output:
+    rank: int
+    stream: _Stream
+    text: str
+
+
+@dataclasses.dataclass
+class _Exit:
+    exit: RankExit
+
+
+@dataclasses.dataclass
+class _Attempts:
+    count: int
+
+
+@dataclasses.dataclass
+class _Result:
+    run: int
+    exit_code: int
+    reason: str
+    stopped: bool
+    cause: int | None
+    seconds: Seconds
+    code: str
+    started: Seconds = 0.0
+
+
+_RECORDS = {"phase": _Phase, "output": _Output, "exit": _Exit, "attempts": _Attempts, "result": _Result}
+"""The fields on which ``Collector`` relies, by the type of the record."""
+
+
 def _goes_on(log: Path, other: Path) -> bool:
     """Return whether the log of another host goes on with a run, because the leader that wrote ``log`` was lost."""
-    return not _first_and_last(log)[1] and bool(_first_and_last(other)[0])
+    return _first_and_last(log)[1] is None and _first_and_last(other)[0] is not None
 
 
-def _first_and_last(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the record of a run, with which the log of a leader begins, and its result; each empty if it is absent."""
-    first, last = {}, {}
-    try:
-        with open(safe_files.open_file(path), "rb") as file:
-            first = _record(file.readline(_LAST_RECORD))
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_RECORD))
-            last = _record(file.read().rstrip(b"\n").rpartition(b"\n")[2])
-    except OSError:
-        pass  # the file was removed, or is no file of this user: what is known is its number
-    return (
-        first if first.get("type") == "run" else {},
-        last if last.get("type") == "result" else {},
-    )
+def _first_and_last(path: Path) -> tuple[_Begun | None, _Result | None]:
+    """Return the record of a run, with which the log of a leader begins, and its result; None for an absent one."""
+    first, last = b"", b""
+    # OSError: it was removed, or is no file of this user. What is known is its number.
+    with contextlib.suppress(OSError), open(safe_files.open_file(path), "rb") as file:
+        first = file.readline(_LAST_RECORD)
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_RECORD))
+        last = file.read(_LAST_RECORD).rstrip(b"\n").rpartition(b"\n")[2]
+    return _decoded(_record(first), "run", _Begun), _decoded(_record(last), "result", _Result)
 
 
 def _info(number: int, path: Path) -> RunInfo:
     first, last = _first_and_last(path)
-    code = _field(last, "exit_code", 1)
-    state = "stopped" if not last or _field(last, "stopped", False) else "failed" if code else "succeeded"
-    started = _field(last, "started", 0.0)
+    begun = first or _Begun()
+    state = "stopped" if last is None or last.stopped else "failed" if last.exit_code else "succeeded"
     return RunInfo(
         run=number,
         state=state,
-        command=_field(first, "command", ""),
-        cwd=_field(first, "cwd", ""),
-        code=_field(first, "code", ""),
-        by=_field(first, "by", ""),
-        submitted=_field(first, "submitted", 0.0),
-        started=started,
-        ended=started + _field(last, "seconds", 0.0) if started else 0.0,
-        exit_code=code if last else None,
-        reason=_field(last, "reason", "") if last else _NOT_ENDED,
+        command=begun.command,
+        cwd=begun.cwd,
+        code=begun.code,
+        by=begun.by,
+        submitted=begun.submitted,
+        started=last.started if last else 0.0,
+        ended=last.started + last.seconds if last and last.started else 0.0,
+        exit_code=last.exit_code if last else None,
+        reason=last.reason if last else _NOT_ENDED,
     )
 
 
@@ -207,39 +270,13 @@ def _record(line: bytes) -> dict[str, Any]:
     return record if isinstance(record, dict) and isinstance(record.get("type"), str) else {}
 
 
-_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "phase": {"text": str},
-    "output": {"rank": int, "stream": str, "text": str},
-    "exit": {"exit": dict},
-    "attempts": {"count": int},
-    "result": {
-        "run": int,
-        "exit_code": int,
-        "reason": str,
-        "stopped": bool,
-        "cause": (int, type(None)),
-        "seconds": (int, float),
-        "code": str,
-    },
-}
-"""The fields on which ``Collector`` relies, by the type of the record."""
+def _decoded(record: dict[str, Any], kind: str, cls: type[T]) -> T | None:
+    """Return a record of this type as a data class; None if it has another type, or a field of it has."""
+    with contextlib.suppress(codec.DecodeError):
+        return codec.decode(cls, record) if record.get("type") == kind else None
+    return None
 
 
 def _is_sound(record: dict[str, Any]) -> bool:
     """Return whether a record has a type that ``Collector`` knows, and the fields of this type."""
-    fields = _FIELDS.get(record.get("type", ""))
-    if fields is None or not all(isinstance(record.get(name), kind) for name, kind in fields.items()):
-        return False
-    if record["type"] == "exit":
-        with contextlib.suppress(TypeError):
-            return isinstance(RankExit.from_json(record["exit"]).rank, int)
-        return False
-    return record["type"] != "output" or record["stream"] in ("stdout", "stderr")
-
-
-def _field(record: dict[str, Any], name: str, default: T) -> T:
-    """Return a field of a record; the default if it is absent or has another type."""
-    value = record.get(name)
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    return value if type(value) is type(default) else default
+    return any(_decoded(record, kind, cls) is not None for kind, cls in _RECORDS.items())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.exceptions import UnreachableError
+from torchx_monarch.system.untrusted_text import one_line
 from torchx_monarch.torchx_adapter import torchx_api
 from torchx_monarch.transport.address import Address, AddressError
 
@@ -69,7 +70,7 @@ class Target:
         if role not in kept:
             known = ", ".join(kept)
             raise UnreachableError(f"{handle} has no role {role!r} with hosts of ours; it has {known}", final=True)
-        there = Address.parse(kept[role], "the kept address")
+        there = _parsed(kept[role], f"the address in {client_credentials.path(scheduler, app_id)}")
         where = Address(there.scheme, _host(handle, app_id, role, there.host, runner), there.port)
         found = cls(where, role, credentials)
         if client_credentials.hands_over(scheduler, app_id, role):
@@ -80,10 +81,19 @@ class Target:
 def _given(address: str, kept: dict[str, str], role: str) -> Address:
     scheme = kept.get(role or next(iter(kept), ""), "tls:").partition(":")[0]
     full = address if address.startswith(("unix:", "tls:", "insecure-tcp:")) else f"{scheme}:{address}"
+    return _parsed(full, "address")
+
+
+def _parsed(text: str, source: str) -> Address:
+    """Parse an address; arguments as for ``Address.parse``.
+
+    Raises:
+        UnreachableError: it is none.
+    """
     try:
-        return Address.parse(full, "address")
+        return Address.parse(text, source)
     except AddressError as error:
-        raise UnreachableError(str(error), final=True) from None
+        raise UnreachableError(one_line(str(error)), final=True) from None
 
 
 def _on_this_machine(handle: str, app_id: str, role: str) -> Address:

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from torchx_monarch.model.codec import Seconds, decode
 from torchx_monarch.system.untrusted_text import one_line
 
 _PEER_IS_GONE = re.compile(
@@ -78,17 +79,17 @@ class RankExit:
     hostname: str
     pid: int
     code: int
-    time: float
-    stopped_at: float | None = None
+    time: Seconds
+    stopped_at: Seconds | None = None
     stderr_path: str = ""
     error: Mapping[str, Any] | None = None
     timer: str = ""
-    started: float = 0.0
+    started: Seconds = 0.0
     out_of_memory: str = ""
     hang: str = ""
     step: int | None = None
-    grouped: float | None = None
-    told_failure: float | None = None
+    grouped: Seconds | None = None
+    told_failure: Seconds | None = None
 
     @property
     def failed(self) -> bool:
@@ -155,8 +156,12 @@ class RankExit:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RankExit:
-        """Build an exit from the output of ``to_json``."""
-        return cls(**values)
+        """Build an exit from the output of ``to_json``; ignore other keys.
+
+        Raises:
+            DecodeError: a value has the wrong type.
+        """
+        return decode(cls, values, "the exit")
 
 
 @dataclasses.dataclass(frozen=True)

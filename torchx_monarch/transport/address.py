@@ -12,6 +12,8 @@ import re
 import socket
 import ssl
 
+_PORT = re.compile(r"[0-9]{1,5}")
+
 CONNECT_TIMEOUT = 4.0
 """Seconds for a TCP connection. Less than the 5 s before a waiting host prints its first "waiting for" line
 (``insight.progress``), so that the line can give the reason."""
@@ -69,7 +71,7 @@ class Address:
         if scheme == "unix" and rest:
             return cls(scheme, path=rest)
         host, _, port = rest.rpartition(":")
-        if scheme in ("tls", "insecure-tcp") and host and port.isdigit() and 0 < int(port) < 65536:
+        if scheme in ("tls", "insecure-tcp") and host and _PORT.fullmatch(port) and 0 < int(port) < 65536:
             if ":" in host:
                 raise AddressError(
                     f"{source}={text!r}: an IPv6 address cannot be dialled by Monarch; give a name for it"

@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from torchx_monarch.model.env_names import CREDENTIALS
+from torchx_monarch.system import safe_files
 
 HOST_AUTHORITY = "torchx-monarch hosts"
 """Common name of the authority that signs the hosts' certificates."""
@@ -245,11 +246,13 @@ def _pack(values: dict[str, str]) -> str:
 
 def _unpack(text: str, names: Sequence[str]) -> dict[str, str]:
     try:
-        values = json.loads(base64.b64decode(text, validate=True))
+        values = safe_files.parse_json(base64.b64decode(text, validate=True))
     except (binascii.Error, ValueError):
         raise CredentialsError(f"{CREDENTIALS} does not hold a job's credentials: not JSON in base64") from None
     if not isinstance(values, dict) or set(values) != set(names):
         raise CredentialsError(f"{CREDENTIALS} does not hold a job's credentials: it needs {', '.join(names)}")
-    if not all(isinstance(value, str) and value.startswith("-----BEGIN ") for value in values.values()):
+    if not all(
+        isinstance(value, str) and value.isascii() and value.startswith("-----BEGIN ") for value in values.values()
+    ):
         raise CredentialsError(f"{CREDENTIALS} does not hold a job's credentials: its values are not PEM")
     return values
