@@ -20,6 +20,9 @@ _TEXTS = [
     "a\nb",
     "RUNNING",
     "SUCCEEDED",
+    f"hosts {'9' * 5000}/1",
+    f"restart 1 of {'9' * 5000} after: x",
+    "tls:127.0.0.1:1",
     "1",
     "../..",
     "/dev/zero",
@@ -74,8 +77,10 @@ def contents(draw: st.DrawFn, original: bytes) -> bytes:
     if kind == "nasty":
         return draw(st.sampled_from(_NASTY))
     if kind == "changed":
+        lines = original.splitlines(keepends=True) or [b""]
+        at = draw(st.integers(0, len(lines) - 1))  # of a JSONL file, one line is changed
         with contextlib.suppress(ValueError):
-            return as_json(_changed(draw, json.loads(original)))
+            return b"".join([*lines[:at], as_json(_changed(draw, json.loads(lines[at]))), *lines[at + 1 :]])
     return as_json(draw(_values))
 
 

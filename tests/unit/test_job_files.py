@@ -44,6 +44,8 @@ def test_the_file_is_replaced_or_left_alone(tmp_path: Path) -> None:
     for text in ("one", "two"):
         write_output(str(path), text)
         assert path.read_text() == text
+    write_output(str(path), "a\udcff")  # a name that is no UTF-8
+    assert path.read_text() == r"a\udcff"
     (tmp_path / "link").symlink_to("job.html")
     write_output(str(tmp_path / "link"), "three")
     assert path.read_text() == "three" and (tmp_path / "link").is_symlink()

@@ -2,15 +2,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Any content of any file of the state directory: it may cost its app's details, and nothing else.
 
-About 550 cases, and 5,500 under ``--hypothesis-profile nightly``.
+About 700 cases, and 7,000 under ``--hypothesis-profile nightly``.
 
 One app runs, as far as a test needs it to: a process in its supervisor's place notes each wish to end it. Another has
-ended. Each case replaces one file of the first, asks everything that a user may ask, and cancels.
+ended, and a third is dead without a record of it. Each case replaces one file of the first or the third, asks what a
+user may ask, with a command of ``torchx monarch`` among it, and cancels.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import io
 import json
 import os
 import select
@@ -20,6 +23,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -32,11 +36,16 @@ from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import owners, prune, status, submit
 from torchx_monarch.backends.local.render import render
+from torchx_monarch.cli import exit_codes, main
+from torchx_monarch.cli.run_output import _to_json, summary_of
 from torchx_monarch.client.allocations import list_allocations
+from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.run import Collector
+from torchx_monarch.client.runs import follow_run, list_runs
 from torchx_monarch.client.target import Target
 from torchx_monarch.command.command import HOSTS_MODULE
-from torchx_monarch.exceptions import UnreachableError
-from torchx_monarch.insight import events
+from torchx_monarch.exceptions import AllocationError, UnreachableError
+from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_local
@@ -45,8 +54,61 @@ from torchx_monarch.system import processes
 
 FILES = [
     *("app.json", "request.json", "status.json", "supervisor.json", "cancel.json", "events.jsonl", "reserve"),
-    *("combined.log", "combined.log.idx", "error.json", "certificate"),
+    *("combined.log", "combined.log.idx", "error.json", "certificate", "samples.jsonl", "journal.jsonl"),
 ]
+
+EVENTS: list[dict[str, Any]] = [
+    {"kind": "submitted", "message": "submitted as a", "seconds": 0.5},
+    {"kind": "hosts", "message": "hosts 1/1", "role": "r", "seconds": 0.5},
+    {"kind": "mesh", "message": "mesh", "role": "r"},
+    {
+        "kind": "ranks",
+        "message": "ranks 1/1",
+        "role": "r",
+        "attempt": 0,
+        "hosts": [{"replica": 0, "imported": [1001.0, 1002.0], "first_rank": 0, "pids": [7]}],
+    },
+    {"kind": "spares", "message": "spare: host 1 (a, pid 9)", "role": "r"},
+    {"kind": "excluded", "message": "host 1 (a) is excluded: it was lost", "role": "r"},
+    {"kind": "hang", "message": "hang: rank 0 waits", "role": "r", "waited": 1.5},
+    {"kind": "failure", "message": "rank 0 exited with code 1", "role": "r", "rank": 0, "failed_at": 1003.5},
+    {
+        "kind": "attempt_end",
+        "message": "attempt 0",
+        "role": "r",
+        "exits": [{"rank": 0, "code": 1, "started": 1001.5, "ended": 1003.5, "grouped": 1002.0, "secondary": False}],
+    },
+    {"kind": "rank_restart", "message": "restart 1 of 2 after: rank 0 failed", "role": "r", "seconds": 1.5, "code": 1},
+    {"kind": "run", "message": "run 1: torchrun x.py", "role": "r", "run": 1},
+    {"kind": "run_end", "message": "run 1 FAILED: rank 0 failed", "role": "r", "run": 1, "code": 1},
+    {"kind": "cancel", "message": "cancelled"},
+]
+
+JOURNAL: list[dict[str, Any]] = [
+    {"type": "run", "run": 1, "command": "x.py", "cwd": "/w", "code": "ab", "by": "me@here", "submitted": 7.0},
+    {"type": "phase", "text": "ranks 1/1"},
+    {"type": "output", "rank": 0, "stream": "stdout", "text": "[r0]:out\n"},
+    {"type": "attempts", "count": 1},
+    {"type": "exit", "exit": RankExit(0, 0, 0, "a", 7, 1, 12.0, error={"message": "boom"}).to_json()},
+    {
+        "type": "result",
+        "run": 1,
+        "exit_code": 1,
+        "reason": "rank 0 failed",
+        "stopped": False,
+        "cause": 0,
+        "started": 10.0,
+        "seconds": 2.0,
+        "code": "ab",
+    },
+]
+
+COMMANDS = [
+    *("status HANDLE", "status --json HANDLE", "logs HANDLE", "logs --timestamps HANDLE", "logs --json HANDLE"),
+    *("report -o FILE HANDLE", "trace -o FILE HANDLE", "metrics HANDLE", "metrics --json HANDLE"),
+    *("ls", "ls --json", "ps", "status running"),
+]
+"""The commands of ``torchx monarch`` that read the files."""
 
 _SUPERVISOR = """
 import os, signal, sys
@@ -69,6 +131,7 @@ class RunningApp:
         self.scheduler: MonarchScheduler = monarch_local("torchx")
         self.runner = Runner("torchx", {"monarch_local": lambda session_name, **_: self.scheduler})
         self.ended = self._publish("ended", State.SUCCEEDED)
+        self.dead = state_files.app_paths(self._publish("dead", State.RUNNING))
         self.app_id = self._publish("running", State.RUNNING)
         self.paths = state_files.app_paths(self.app_id)
         script = folder / "backends" / "local" / "supervise.py"
@@ -80,10 +143,17 @@ class RunningApp:
         self._told = self._process.stdout.fileno()
         assert os.read(self._told, 5) == b"ready"
         self._fill()
-        self.files = {path: path.read_bytes() for path in Path(self.paths.root).rglob("*") if path.is_file()}
+        gone = processes.ProcessIdentity(self.supervisor, 1)
+        state_files.write_json(self.dead.supervisor, owners.Owners(owners.this_machine(), gone, gone).to_json())
+        roots = (self.paths.root, self.dead.root)
+        self.files, self.files_of_dead = (
+            {path: path.read_bytes() for path in Path(root).rglob("*") if path.is_file()} for root in roots
+        )
         kept = Path(client_credentials.path("monarch_local", self.app_id))
         self.files[kept] = b""
         self.handle = f"monarch_local://torchx/{self.app_id}"
+        # Waits for the end, which the stand-in does not bring about.
+        self.scheduler.apps._await_end = lambda app: True  # type: ignore[method-assign]
 
     def _publish(self, name: str, state: State) -> str:
         role = Role("r", image="", entrypoint="python", args=["-m", HOSTS_MODULE, "--", "torchrun", "x.py"])
@@ -108,8 +178,14 @@ class RunningApp:
         who = owners.Owners(owners.this_machine(), supervisor, supervisor)
         state_files.write_json(self.paths.supervisor, who.to_json())
         state_files.write_json(self.paths.cancel, {"grace": 1.5})
-        events.append(self.paths.events, "rank_restart", "rank 0 failed", seconds=1.5, rank=0)
+        lines = [json.dumps({"time": 1000.0 + at, **event}) for at, event in enumerate(EVENTS)]
+        Path(self.paths.events).write_text("\n".join(lines) + "\n")
         logs = Path(self.paths.replica_logs("r", 0))
+        (logs / "samples.jsonl").write_text(
+            "".join(f'{{"time": {at}, "attempt": 0, "ranks": [[0, {at - 1000}, 9, 9]]}}\n' for at in (1003, 1004, 1005))
+        )
+        (logs / "run_1").mkdir()
+        (logs / "run_1" / "journal.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in JOURNAL))
         (logs / "combined.log").write_bytes(b"one\ntwo\n")
         (logs / "combined.log.idx").write_bytes(bytes(16))
         (logs / "error.json").write_text('{"message": {"message": "boom", "extraInfo": {"timestamp": "1"}}}')
@@ -120,6 +196,11 @@ class RunningApp:
             return Path(client_credentials.path("monarch_local", self.app_id))
         return next(path for path in self.files if path.name == name)
 
+    def original(self, path: Path) -> bytes:
+        """The sound content of one of its files; the case of a certificate that is there is drawn only for itself."""
+        stored = {"name": "running", "credentials": "e30=", "rendezvous": {"r": "tls:127.0.0.1:1"}, "hands_over": ["r"]}
+        return self.files[path] or json.dumps(stored).encode()
+
     def restore(self, path: Path) -> None:
         """Undo what a case has done: to one file, and by cancelling."""
         for changed in (path, Path(self.paths.cancel)):
@@ -127,6 +208,12 @@ class RunningApp:
                 changed.write_bytes(content)
             else:
                 changed.unlink(missing_ok=True)
+
+    def restore_dead(self) -> None:
+        """Undo what a case, and the one that notices the end of the app that is dead, have done."""
+        for path, content in self.files_of_dead.items():
+            path.write_bytes(content)
+        Path(self.dead.events).unlink(missing_ok=True)
 
     def told(self) -> bool:
         """Whether its supervisor was told to end it since the last call."""
@@ -148,6 +235,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
         app = RunningApp(folder)
         # Looks for its supervisor then need not read the command line of every process of the machine.
         patch.setattr(processes, "_pids", lambda: [os.getpid(), app.supervisor])
+        patch.setattr("torchx.schedulers.get_scheduler_factories", lambda: {"monarch_local": lambda _: app.scheduler})
         yield app
         app.close()
 
@@ -162,7 +250,7 @@ def ask_everything(app: RunningApp) -> None:
     apps = app.scheduler.list()
     listed = {each.app_id: each.state for each in apps}
     assert listed[app.ended] is AppState.SUCCEEDED
-    assert app.app_id in listed
+    assert listed[app.app_id] not in (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
     found = app.scheduler.describe(app.app_id)
     assert found is not None
     shown = AppStatus(
@@ -177,12 +265,63 @@ def ask_everything(app: RunningApp) -> None:
     for since in (None, now - timedelta(days=1)):
         with contextlib.suppress(ValueError):  # the roles may have gone
             list(app.scheduler.log_iter(app.app_id, "r", 0, since=since, until=now))
+    app.scheduler._foreground._offsets.clear()
     app.scheduler._foreground._show(app.app_id)
     app.scheduler.apps.wait(app.app_id, 0.0)
     list(list_allocations())
     with contextlib.suppress(UnreachableError):
         Target.of(app.handle)
     prune.prune(os.path.dirname(app.paths.root))
+
+
+def ask_command(app: RunningApp, words: str) -> bool:
+    """Run a command of ``torchx monarch``, whose output must be UTF-8; return whether its exit code is 0."""
+    parser = argparse.ArgumentParser()
+    output = os.path.join(os.path.dirname(app.paths.root), "..", "output")
+    name, *rest = [{"HANDLE": app.handle, "FILE": output}.get(word, word) for word in words.split()]
+    main.load(name).add_arguments(parser)
+    args = argparse.Namespace(sub_command=name, **vars(parser.parse_args(rest)))
+    with io.TextIOWrapper(io.BytesIO(), encoding="utf-8") as screen, contextlib.redirect_stdout(screen):
+        try:
+            main.CmdMonarch.run(main.CmdMonarch.__new__(main.CmdMonarch), args)
+        except SystemExit as error:
+            assert error.code in (exit_codes.USAGE, exit_codes.UNKNOWN_APP, exit_codes.UNAVAILABLE)
+            return False
+        screen.flush()
+        assert b"\x1b" not in screen.buffer.getvalue()  # type: ignore[attr-defined]
+        return True
+
+
+class EndedHosts:
+    """Stands in for ``client.hosts.Hosts`` of an allocation that has ended."""
+
+    end_reason = "has ended (SUCCEEDED)"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def log_folders(self) -> list[Path]:
+        return [self._folder]
+
+    def open(self, greeting: dict[str, Any], ready: bool = False) -> None:
+        raise AllocationError("has ended")
+
+
+def ask_kept_run(app: RunningApp) -> None:
+    """List and follow the run that is kept."""
+    hosts = cast(Hosts, EndedHosts(Path(app.paths.replica_logs("r", 0))))
+    [info] = list_runs(hosts)
+    json.dumps(info)
+    with io.TextIOWrapper(io.BytesIO(), encoding="utf-8") as screen, contextlib.redirect_stdout(screen):
+        result = Collector("stream").collect(follow_run(hosts, 1))
+    summary_of(app.handle, result).lines()
+    json.dumps(_to_json(result))
+
+
+def test_sound_files_are_read(app: RunningApp) -> None:
+    ask_everything(app)
+    ask_kept_run(app)
+    assert all(ask_command(app, words) for words in COMMANDS)
 
 
 @pytest.mark.parametrize("ended", [None, 1e9])
@@ -197,9 +336,7 @@ def test_app_whose_supervisor_lives_runs_and_can_be_cancelled(app: RunningApp, e
         assert found.msg == f"{path} says SUCCEEDED, but the app runs: its supervisor is there"
         assert not app.scheduler.apps.wait(app.app_id, 0.0)
         assert prune.prune(os.path.dirname(app.paths.root)) == []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(app.scheduler.apps, "_await_end", lambda app: True)
-            app.runner.cancel(app.handle)
+        app.runner.cancel(app.handle)
         assert app.told()
         record["ended"] = time.time()  # as the supervisor writes it before it exits
         path.write_text(json.dumps(record))
@@ -215,13 +352,59 @@ def test_app_whose_supervisor_lives_runs_and_can_be_cancelled(app: RunningApp, e
 @given(data=st.data())
 def test_any_content_of_any_file_costs_details_only(app: RunningApp, name: str, data: st.DataObject) -> None:
     path = app.named(name)
-    content = data.draw(contents(app.files[path]))
+    content = data.draw(contents(app.original(path)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         ask_everything(app)
+        ask_command(app, data.draw(st.sampled_from(COMMANDS), "a command"))
+        if name == "journal.jsonl":
+            ask_kept_run(app)
         if data.draw(st.sampled_from([True, False, False, False]), "whether it is cancelled"):
-            app.scheduler.apps.cancel(app.app_id, None)
+            app.runner.cancel(app.handle)
             assert app.told()
     finally:
         app.restore(path)
+
+
+def ask_about_dead(app: RunningApp, command: str) -> None:
+    """Ask about all apps, and about the one that is dead, whose end is noticed then."""
+    listed = {each.app_id: each.state for each in app.scheduler.list()}
+    assert (listed[app.ended], listed[app.app_id]) == (AppState.SUCCEEDED, AppState.RUNNING)
+    app.runner.status(f"monarch_local://torchx/{app.dead.app_id}")
+    ask_command(app, command)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("status.json", {"roles": [{"name": "\ud800", "replicas": [{"id": 0}]}]}),
+        ("status.json", {"created": -1e300}),
+        ("request.json", {"job": "\ud800"}),
+        ("request.json", {"run_dir": "/tmp/tm-run-\x00"}),
+    ],
+)
+def test_values_that_no_reader_can_use(app: RunningApp, name: str, change: dict[str, Any]) -> None:
+    path = Path(app.dead.root, name)
+    try:
+        path.write_text(json.dumps({**json.loads(path.read_bytes()), **change}))
+        ask_about_dead(app, "ls")
+        ask_about_dead(app, "report -o FILE dead")
+    finally:
+        app.restore_dead()
+
+
+@pytest.mark.parametrize("name", ["app.json", "request.json", "status.json", "supervisor.json"])
+@settings(
+    max_examples=settings().max_examples // 5,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
+)
+@given(data=st.data())
+def test_app_that_has_died_costs_no_other_app(app: RunningApp, name: str, data: st.DataObject) -> None:
+    path = Path(app.dead.root, name)
+    content = data.draw(contents(app.files_of_dead[path]))
+    try:
+        path.write_bytes(content)
+        ask_about_dead(app, data.draw(st.sampled_from(["ls", "status dead", "report -o FILE dead"]), "a command"))
+    finally:
+        app.restore_dead()

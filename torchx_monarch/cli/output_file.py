@@ -27,7 +27,8 @@ def write_output(path: str, text: str) -> None:
     path = os.path.realpath(path)
     aside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}")
     try:
-        with open(aside, "x", encoding="utf-8") as file:
+        # A surrogate stands for a byte of a file name that is no UTF-8 (os.fsdecode).
+        with open(aside, "x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         os.replace(aside, path)
     except OSError as error:

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator
 
+from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.job_files import read_stacks
 from torchx_monarch.cli.job_history import JobHistory, read_history
@@ -140,7 +141,8 @@ def _curves(history: JobHistory) -> Iterator[tuple[str, list[Curve]]]:
     folder = history.status.log_folder
     for role in history.timeline.of_kind("role") if folder else ():
         drawn = curves(
-            sample_log.read(os.path.join(folder or ".", role.name, "0", sample_log.NAME)), history.timeline.job
+            sample_log.read(os.path.join(folder or ".", path_name(role.name), "0", sample_log.NAME)),
+            history.timeline.job,
         )
         if drawn:
             yield role.name, drawn
