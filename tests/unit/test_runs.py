@@ -16,10 +16,11 @@ import pytest
 from tests.unit.impatient_terminal import ImpatientTerminal
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, RunHandle, collect_with_interrupts
 from torchx_monarch.client.runs import follow_run, list_runs
-from torchx_monarch.exceptions import AllocationError, RefusedError
+from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.termination import termination
 
@@ -170,6 +171,46 @@ def test_links_and_other_files_are_no_runs(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="run 1 cannot be read: .*journal.jsonl is a symbolic link"):
         Collector("stream").collect(follow_run(hosts(tmp_path), 1))
     assert list_runs(hosts(tmp_path / "missing")) == []
+
+
+class BreakingLink:
+    """A connection that has some records and then breaks."""
+
+    def __init__(self, *records: dict[str, Any]) -> None:
+        self._records = [*records, None]
+
+    def receive(self, timeout: float | None = None) -> dict[str, Any] | None:
+        return self._records.pop(0)
+
+    def close(self) -> None:
+        pass
+
+
+class LostHosts:
+    """Hosts whose connections break, and which have ended in the end."""
+
+    def __init__(self, *links: BreakingLink) -> None:
+        self._links = list(links)
+        self.asked: list[dict[str, Any]] = []
+
+    def open(self, greeting: dict[str, Any], ready: bool = False, wait: bool = True) -> BreakingLink:
+        self.asked.append(greeting)
+        if not self._links:
+            raise ERROR
+        return self._links.pop(0)
+
+
+def test_followed_lines_go_on_after_a_break_and_name_the_end_of_the_hosts() -> None:
+    accepted = {"type": "accepted", "run": 1, "leader": 0}
+    second = {**OUTPUT, "text": "two\n"}
+    lost = LostHosts(BreakingLink(accepted, OUTPUT), BreakingLink(accepted, OUTPUT, second))
+    job = SPMDJob.__new__(SPMDJob)
+    job._hosts = cast(Hosts, lost)
+    lines = job.logs(0, follow=True)
+    assert [next(lines), next(lines)] == ["[default0]:out", "two"]
+    with pytest.raises(UnreachableError, match="run 1 lost its connection: .* has ended"):
+        next(lines)
+    assert [(each["run"], each["rank"]) for each in lost.asked] == [(None, 0), (1, 0), (1, 0)]
 
 
 class RunningRun:

@@ -153,7 +153,7 @@ class RunningApp:
         self.files[kept] = b""
         self.handle = f"monarch_local://torchx/{self.app_id}"
         # Waits for the end, which the stand-in does not bring about.
-        self.scheduler.apps._await_end = lambda app: True  # type: ignore[method-assign]
+        self.scheduler.apps._await_end = lambda app: True
 
     def _publish(self, name: str, state: State) -> str:
         role = Role("r", image="", entrypoint="python", args=["-m", HOSTS_MODULE, "--", "torchrun", "x.py"])
@@ -288,7 +288,7 @@ def ask_command(app: RunningApp, words: str) -> bool:
             assert error.code in (exit_codes.USAGE, exit_codes.UNKNOWN_APP, exit_codes.UNAVAILABLE)
             return False
         screen.flush()
-        assert b"\x1b" not in screen.buffer.getvalue()  # type: ignore[attr-defined]
+        assert b"\x1b" not in screen.buffer.getvalue()
         return True
 
 

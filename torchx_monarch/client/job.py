@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.client.hosts import START_TIMEOUT, AllocationStatus, Hosts
 from torchx_monarch.client.result import RunInfo, RunResult
@@ -292,12 +293,13 @@ class SPMDJob:
         Raises:
             RefusedError: the hosts do not know this run, or it has no such rank.
             AllocationError: the hosts have ended, or did not start within ``start_timeout``.
-            UnreachableError: the hosts cannot be reached, and waiting does not help.
+            UnreachableError: the hosts cannot be reached, and waiting does not help; or, with ``follow``, a connection
+                broke and could not be restored, as when the hosts have ended.
         """
         greeting = {"type": "follow", "run": run, "rank": rank, "wait": follow}
         readers: dict[tuple[int, str], LineReader] = {}
-        with self._hosts.open(greeting) as link:
-            while (record := link.receive(None)) is not None and record["type"] != "result":
+        with contextlib.closing(self._records(greeting)) as records:
+            for record in records:
                 if record["type"] == "output":
                     reader = readers.setdefault((record["rank"], record["stream"]), LineReader())
                     for line in reader.feed(record["text"].encode(errors="surrogateescape")):
@@ -305,3 +307,16 @@ class SPMDJob:
         for reader in readers.values():
             if rest := reader.rest():
                 yield rest.decode(errors="replace")
+
+    def _records(self, greeting: dict[str, Any]) -> Generator[dict[str, Any]]:
+        """Yield the records of a run up to its result; those so far if the greeting does not wait for more."""
+        if greeting["wait"]:
+            records = Records.of(self._hosts, greeting)
+            try:
+                yield from records
+            finally:
+                records.close()
+            return
+        with self._hosts.open(greeting) as link:
+            while (record := link.receive(None)) is not None and record["type"] != "result":
+                yield record

@@ -56,11 +56,13 @@ class Records:
     Args:
         hosts: the hosts of the allocation.
         link: a connection whose greeting was ``run`` or ``follow``.
+        rank: the only rank whose output is received; None for all ranks.
     """
 
-    def __init__(self, hosts: Hosts, link: Connection) -> None:
+    def __init__(self, hosts: Hosts, link: Connection, rank: int | None = None) -> None:
         self._hosts = hosts
         self._link = link
+        self._rank = rank
         self._seen = 0
         self._leader: int | None = None
         self._closed = False
@@ -77,7 +79,7 @@ class Records:
         """
         link = hosts.open(greeting, ready=greeting["type"] == "run")
         try:
-            records = cls(hosts, link)
+            records = cls(hosts, link, greeting.get("rank"))
             records._accepted()
         except BaseException:
             link.close()
@@ -119,7 +121,7 @@ class Records:
         while time.monotonic() < until and not self._closed:
             self._link.close()
             try:
-                self._link = self._hosts.open({"type": "follow", "run": self.run}, wait=False)
+                self._link = self._hosts.open({"type": "follow", "run": self.run, "rank": self._rank}, wait=False)
                 self._accepted()
                 for _ in range(self._seen):
                     self._link.receive()

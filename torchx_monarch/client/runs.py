@@ -173,7 +173,7 @@ def _kept_logs(hosts: Hosts, error: AllocationError) -> dict[int, Path]:
 
 
 @dataclasses.dataclass
-class _Begun:
+class _BegunRecord:
     """The record with which the log of a leader begins."""
 
     command: str = ""
@@ -184,7 +184,7 @@ class _Begun:
 
 
 @dataclasses.dataclass
-class _Phase:
+class _PhaseRecord:
     text: str
 
 
@@ -194,24 +194,24 @@ class _Stream(enum.Enum):
 
 
 @dataclasses.dataclass
-class _Output:
+class _OutputRecord:
     rank: int
     stream: _Stream
     text: str
 
 
 @dataclasses.dataclass
-class _Exit:
+class _ExitRecord:
     exit: RankExit
 
 
 @dataclasses.dataclass
-class _Attempts:
+class _AttemptsRecord:
     count: int
 
 
 @dataclasses.dataclass
-class _Result:
+class _ResultRecord:
     run: int
     exit_code: int
     reason: str
@@ -222,7 +222,13 @@ class _Result:
     started: Seconds = 0.0
 
 
-_RECORDS = {"phase": _Phase, "output": _Output, "exit": _Exit, "attempts": _Attempts, "result": _Result}
+_RECORDS = {
+    "phase": _PhaseRecord,
+    "output": _OutputRecord,
+    "exit": _ExitRecord,
+    "attempts": _AttemptsRecord,
+    "result": _ResultRecord,
+}
 """The fields on which ``Collector`` relies, by the type of the record."""
 
 
@@ -231,7 +237,7 @@ def _goes_on(log: Path, other: Path) -> bool:
     return _first_and_last(log)[1] is None and _first_and_last(other)[0] is not None
 
 
-def _first_and_last(path: Path) -> tuple[_Begun | None, _Result | None]:
+def _first_and_last(path: Path) -> tuple[_BegunRecord | None, _ResultRecord | None]:
     """Return the record of a run, with which the log of a leader begins, and its result; None for an absent one."""
     first, last = b"", b""
     # OSError: it was removed, or is no file of this user. What is known is its number.
@@ -239,12 +245,12 @@ def _first_and_last(path: Path) -> tuple[_Begun | None, _Result | None]:
         first = file.readline(_LAST_RECORD)
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_RECORD))
         last = file.read(_LAST_RECORD).rstrip(b"\n").rpartition(b"\n")[2]
-    return _decoded(_record(first), "run", _Begun), _decoded(_record(last), "result", _Result)
+    return _decoded(_record(first), "run", _BegunRecord), _decoded(_record(last), "result", _ResultRecord)
 
 
 def _info(number: int, path: Path) -> RunInfo:
     first, last = _first_and_last(path)
-    begun = first or _Begun()
+    begun = first or _BegunRecord()
     state = "stopped" if last is None or last.stopped else "failed" if last.exit_code else "succeeded"
     return RunInfo(
         run=number,
