@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import base64
 import functools
+import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from torchx.specs import AppDef, AppState, RetryPolicy, Role, Workspace
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.errors import StateAccessError, SubmitError, UserError
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -27,7 +30,7 @@ from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.backends.ssh import known, native, workspace
 from torchx_monarch.backends.ssh.fleet import with_fleet
-from torchx_monarch.backends.ssh.in_job import replicas
+from torchx_monarch.backends.ssh.in_job import entry, replicas
 from torchx_monarch.backends.ssh.in_job.code import Code
 from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
 from torchx_monarch.backends.ssh.known import Layout
@@ -378,7 +381,7 @@ def test_replicas_of_all_machines_make_the_state() -> None:
     assert state(State.SUCCEEDED, State.RUNNING) is State.RUNNING
     assert state(State.SUCCEEDED, State.SUCCEEDED) is State.SUCCEEDED
     assert state(State.SUCCEEDED, State.FAILED, msg="replica trainer/1 exited with 3") is State.FAILED
-    cancelled = Ending("CANCELLED", time=101.5)
+    cancelled = Ending(State.CANCELLED, time=101.5)
     assert state(State.CANCELLED, State.CANCELLED, ending=cancelled) is State.CANCELLED
 
 
@@ -397,6 +400,41 @@ def test_a_machine_that_does_not_answer(more: dict[str, Any], other: State, expe
     status = reduce(snapshot, time.time())
     assert status.state is expected
     assert "b" in status.message and "timed out" in status.message
+
+
+@pytest.mark.parametrize("damaged", ["place.json", "ending.json"])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"state": "x", "app_id": 5}', '{"role": []}'])
+def test_damaged_files_of_a_replica_cost_no_other_app_and_no_cancel(
+    damaged: str, content: str, runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path))
+
+    def ask(self: Machines, name: str, python: str, setup: str, order: str, **fields: Any) -> Any:
+        answer = getattr(entry.OrderServer(), order)(**json.loads(json.dumps(fields)))
+        return json.loads(json.dumps(answer))
+
+    monkeypatch.setattr(Machines, "ask", ask)
+    submitted = SubmittedApp(app("true"), [RoleSpec("trainer")])
+    for app_id in ("sound-1@a", "broken-1@a"):
+        known.keep(app_id, known.Layout([["a"]]))
+        paths = state_files.app_paths(folder_name(app_id, 0, 0))
+        os.makedirs(paths.root)
+        place = Place(app_id, 0, 0, 100.0, 5.0, [["a"]], "", "", submitted.pack())
+        state_files.write_json(f"{paths.root}/place.json", asdict(place))
+        role = RoleRecord("trainer", [ReplicaRecord(0, State.RUNNING)])
+        state_files.write_json(paths.status, AppRecord("", "app", time.time(), State.RUNNING, roles=[role]).to_json())
+    Path(paths.root, damaged).write_text(content)
+    listed = {each.app_id for each in runner.list("monarch_ssh")}
+    assert listed == ({"sound-1@a"} if damaged == "place.json" else {"sound-1@a", "broken-1@a"})
+    status = runner.status("monarch_ssh://torchx/broken-1@a")
+    assert status is not None and status.state is AppState.RUNNING
+    monkeypatch.setattr(Apps, "_await_end", lambda self, app: True)
+    runner.cancel("monarch_ssh://torchx/broken-1@a")
+    assert os.path.exists(paths.cancel)
+    known.forget("broken-1@a")
+    if damaged == "place.json":
+        with pytest.raises(SshError, match="a: where broken-1@a runs is lost, its place.json is damaged: "):
+            monarch_ssh("torchx").describe("broken-1@a")
 
 
 # -- the wire, with a stand-in for ssh

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pprint
 import shutil
@@ -30,6 +31,8 @@ from torchx_monarch.backends.ssh.options import SshOpts
 from torchx_monarch.backends.ssh.request import SshRequest, render
 from torchx_monarch.backends.ssh.snapshot import Found, SshSnapshot, build, by_machine
 from torchx_monarch.model.check_result import CheckResult, check
+
+_log = logging.getLogger("torchx_monarch")
 
 
 class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
@@ -169,7 +172,10 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             (answer,) = self._machines.ask(head, "", "", "read", names=[name])["replicas"]
         except (UserError, RefusedOrderError):
             return None
-        found = Found.of(answer, head)
+        try:
+            found = Found.of(answer, head)
+        except ValueError as error:
+            raise SshError(head, f"where {app_id} runs is lost, its place.json is damaged: {error}") from None
         if found is None:
             return None
         return Layout(found.place.machines, found.place.python, found.place.setup)
@@ -188,8 +194,13 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         def read(machine: str) -> dict[tuple[int, int], Found]:
             names = [folder_name(app_id, role, k) for role, k in places[machine]]
             told = self._ask(layout, machine, "read", names=names, revive=True)
-            each = zip(places[machine], told["replicas"], strict=True)
-            return {place: found for place, one in each if (found := Found.of(one, told["hostname"]))}
+            answers = {}
+            for (role, k), one in zip(places[machine], told["replicas"], strict=True):
+                # Without place.json, which may be damaged, the app is still shown and ended.
+                place = Place(app_id, role, k, 0.0, SshOpts.grace, layout.machines, layout.python, layout.setup, "")
+                if found := Found.of(one, told["hostname"], place):
+                    answers[role, k] = found
+            return answers
 
         found: dict[tuple[int, int], Found] = {}
         lost: dict[str, SshError] = {}
@@ -227,8 +238,14 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             if isinstance(answer, SshError):
                 lost[name] = answer
                 continue
-            for one in filter(None, (Found.of(each, answer["hostname"]) for each in answer["replicas"])):
-                apps.setdefault(one.place.app_id, {})[one.place.role, one.place.replica] = one
+            for each in answer["replicas"]:
+                try:
+                    one = Found.of(each, answer["hostname"])
+                except ValueError as error:
+                    _log.warning("a replica on %s is left out: its place.json is damaged: %s", name, error)
+                    continue
+                if one is not None:
+                    apps.setdefault(one.place.app_id, {})[one.place.role, one.place.replica] = one
         if lost and not apps and len(lost) == len(machines):
             raise next(iter(lost.values()))
         built = []
@@ -286,7 +303,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         Raises:
             SshError: no machine could be reached.
         """
-        ending = asdict(Ending(str(outcome.state.value), outcome.message, outcome.time or time.time()))
+        ending = asdict(Ending(outcome.state, outcome.message, outcome.time or time.time()))
         self._order_all(app, "stop", ending=ending, grace=grace)
 
     def remove(self, app: SshSnapshot) -> None:

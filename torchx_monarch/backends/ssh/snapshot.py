@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
@@ -37,16 +38,28 @@ class Found:
     rank_restarts: int
 
     @classmethod
-    def of(cls, answer: Any, hostname: str) -> Found | None:
+    def of(cls, answer: Any, hostname: str, otherwise: Place | None = None) -> Found | None:
         """Decode the answer of a machine about one replica; None if it has none.
+
+        Args:
+            answer: the answer.
+            hostname: name of the machine.
+            otherwise: the place of the replica, as far as it is known here, in case that the machine's is damaged.
 
         Raises:
             ValueError: it cannot be read.
         """
         if answer is None:
             return None
-        ending = codec.decode(Ending, answer["ending"]) if answer["ending"] else None
-        place, record = codec.decode(Place, answer["place"]), codec.decode(AppRecord, answer["record"])
+        record, ending = codec.decode(AppRecord, answer["record"]), None
+        with contextlib.suppress(codec.DecodeError):
+            ending = codec.decode(Ending, answer["ending"])
+        try:
+            place = codec.decode(Place, answer["place"])
+        except codec.DecodeError:
+            if otherwise is None:
+                raise
+            place = replace(otherwise, created=record.created)
         return cls(place, record, ending, hostname, int(answer["rank_restarts"]))
 
 
@@ -94,7 +107,7 @@ def build(app_id: str, found: Mapping[tuple[int, int], Found], lost: Mapping[str
         app=submitted.app if submitted else None,
         created=place.created,
         grace=place.grace,
-        ending=Outcome(State(endings[0].state), endings[0].message, time=endings[0].time) if endings else None,
+        ending=Outcome(endings[0].state, endings[0].message, time=endings[0].time) if endings else None,
         notes=[f"{error}" for error in lost.values()],
         place=place,
     )

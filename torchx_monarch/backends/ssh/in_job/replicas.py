@@ -163,7 +163,7 @@ def _gpus_of(paths: state_files.AppPaths) -> list[str]:
 
 
 def read(name: str, revive: bool) -> Any:
-    """Return place, ending and record of a replica; None if it does not exist.
+    """Return place, ending and record of a replica; None if it does not exist, and a place of None if that is damaged.
 
     Args:
         name: its folder.
@@ -176,7 +176,7 @@ def read(name: str, revive: bool) -> Any:
     ending = state_files.read_json(_ending_file(paths), paths.trusted)
     watching = state.load_owners(paths)
     record = state.current_state(paths)
-    if record is None or place is None:
+    if record is None:
         return None
     rebooted = watching is not None and _is_of_another_boot(watching.machine)
     if revive and rebooted and ending is None and record.state is State.FAILED:

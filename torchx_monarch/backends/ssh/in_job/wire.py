@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torchx_monarch.model.codec import Seconds
+from torchx_monarch.model.state import State
 
 READY = "torchx-monarch ssh 1"
 """The line that the entry writes first, behind what the shell's own files may have written."""
@@ -50,7 +51,7 @@ class Place:
 class Ending:
     """How an app was asked to end: the content of ending.json in a replica's folder."""
 
-    state: str
+    state: State
     message: str = ""
     time: Seconds = 0.0
 
