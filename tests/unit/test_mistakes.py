@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A user's mistakes: the torchx command says what is wrong, without a traceback of ours, and ends with 1."""
+"""A user's mistakes: the torchx command says what is wrong, without a traceback, and ends with 1."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 from torchx.cli.main import main
 from torchx.runner import get_runner
-from torchx.specs import AppDef, InvalidRunConfigException, Role
+from torchx.specs import AppDef, InvalidRunConfigException, Role, runopts
 
 from torchx_monarch.backends.core.validation import check_replica, matching
+from torchx_monarch.cli import torchx_errors
 from torchx_monarch.schedulers import monarch_local
-from torchx_monarch.schedulers.command import CheckedRunopts
+from torchx_monarch.schedulers.run_options import CheckedRunopts
 
 Command = Callable[..., str]
 
@@ -38,10 +39,11 @@ def torchx(
     def run(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["torchx", *words])
         caplog.clear()
-        with pytest.raises(SystemExit) as ended, caplog.at_level(logging.ERROR):
+        with pytest.raises(BaseException) as ended, caplog.at_level(logging.ERROR):
             main(list(words))
-        message = ended.value.code
-        assert message and message != 0, "the command succeeds"
+        error = ended.value
+        message = error.code if isinstance(error, SystemExit) else torchx_errors.explain(error, sys.argv)
+        assert message and message != 0, f"the command succeeds, or shows a traceback: {error!r}"
         said = capsys.readouterr()
         whole = "\n".join([str(message), said.out, said.err, *(each.getMessage() for each in caplog.records)])
         assert "Traceback" not in whole, whole
@@ -75,9 +77,48 @@ def test_options_with_several_values(torchx: Command, cfg: str, words: str) -> N
     assert words in torchx("run", "-s", "monarch_kubernetes", "-cfg", cfg, "--dryrun", "utils.echo")
 
 
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        (b"[monarch_local]\ngrace = abc\n", "Run option `grace` is 'abc', which is no int"),
+        (b"[monarch_local]\ngrace = \xff\n", "config is not text in UTF-8: invalid start byte at byte 24"),
+        (b"grace = 1\n", "no section headers"),
+        (None, "config` does not exist or is not a file"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run -s monarch_local --dryrun utils.echo", "list -s monarch_local"])
+def test_a_configuration_file(
+    torchx: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    written: bytes | None,
+    words: str,
+    command: str,
+) -> None:
+    monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / "config"))
+    if written is not None:
+        (tmp_path / "config").write_bytes(written)
+    assert words in torchx(*command.split())
+
+
+def test_an_option_that_is_none(torchx: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".torchxconfig").write_text("[monarch_local]\ngrace = None\n")
+    monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / ".torchxconfig"))
+    said = torchx("run", "-s", "monarch_local", "--dryrun", "utils.echo")
+    assert "`grace` is None; it needs a value. Leave it out for its default, 30" in said
+
+
+def test_the_section_of_torchxs_scheduler(torchx: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / "config"))
+    (tmp_path / "config").write_text("[slurm]\nnomem = quux\n")
+    said = torchx("run", "-s", "monarch_slurm", "--dryrun", "utils.echo")
+    assert "Run option `nomem` is 'quux', which is no bool" in said
+
+
 def test_options_are_read_as_by_torchx() -> None:
-    options = CheckedRunopts()
-    options.add("grace", type_=int, default=1, help="seconds")
+    plain = runopts()
+    plain.add("grace", type_=int, default=1, help="seconds")
+    options = CheckedRunopts(plain, {})
     assert options.cfg_from_str("grace=5") == {"grace": 5}
     with pytest.raises(InvalidRunConfigException, match="`grace` is 'x'"):
         options.cfg_from_str("grace=x")

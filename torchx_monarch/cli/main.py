@@ -104,7 +104,7 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
 
     def run(self, args: argparse.Namespace) -> None:
         """Execute the sub-command; exit with its exit code, or with an error message."""
-        from torchx.specs import MalformedAppHandleException
+        from torchx.specs import InvalidRunConfigException, MalformedAppHandleException
         from torchx.specs.api import UnknownSchedulerException
 
         from torchx_monarch.backends.core.errors import BackendError, UserError
@@ -131,6 +131,6 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         except (MalformedAppHandleException, UnknownSchedulerException) as error:
             say(f"{error}. `torchx monarch ls` lists what there is.")
             sys.exit(exit_codes.USAGE)
-        except UserError as error:
+        except (UserError, InvalidRunConfigException) as error:
             say(str(error))
             sys.exit(exit_codes.USAGE)

@@ -13,6 +13,7 @@ import configparser
 import re
 import sys
 from collections.abc import Sequence
+from traceback import walk_tb
 from types import TracebackType
 
 from torchx_monarch.system.untrusted_text import one_line
@@ -49,13 +50,17 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
     from torchx.specs.api import MalformedAppHandleException, UnknownSchedulerException
 
     from torchx_monarch.model.spelling import did_you_mean
-    from torchx_monarch.schedulers.command import subcommand
+    from torchx_monarch.schedulers.command import USER_ERRORS, subcommand
 
     command = subcommand()
     if isinstance(error, configparser.Error):
         return f"TorchX cannot read a .torchxconfig, of this folder or of the home folder: {error}"
+    if isinstance(error, (OSError, UnicodeDecodeError)) and _is_of_configuration(error):
+        return f"TorchX cannot read its configuration: {_unreadable_file() or error}"
     if not command:
         return ""
+    if isinstance(error, USER_ERRORS):  # outside of the runner's context, see ``schedulers.command``
+        return str(error)
     if isinstance(error, MalformedAppHandleException):
         return f"{error}.{_handle_like(str(error).partition(' ')[0])} `torchx monarch ls` lists handles"
     if isinstance(error, UnknownSchedulerException):
@@ -70,6 +75,28 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
             f"To use this machine instead: torchx {command} -s monarch_local ...\n"
             "To make that the default of this folder: torchx monarch init"
         )
+    return ""
+
+
+def _is_of_configuration(error: BaseException) -> bool:
+    """Return whether TorchX was reading its configuration files when an exception was raised."""
+    return any(frame.f_globals.get("__name__") == "torchx.runner.config" for frame, _ in walk_tb(error.__traceback__))
+
+
+def _unreadable_file() -> str:
+    """Return which configuration file is not text in UTF-8, and why; empty if each is, or if there is none."""
+    from torchx.runner import config
+
+    from torchx_monarch.backends.core.errors import UserError
+    from torchx_monarch.schedulers.run_options import read_config
+
+    try:
+        for path in config.find_configs():
+            read_config(path)
+    except UserError as error:
+        return str(error)
+    except OSError:
+        pass
     return ""
 
 

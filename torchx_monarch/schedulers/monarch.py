@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import logging
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-from torchx.runner import config
 from torchx.schedulers import DEFAULT_SCHEDULER_MODULES
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, InvalidRunConfigException, Role, runopts
@@ -38,10 +35,11 @@ from torchx_monarch.model.spares import SparesError
 from torchx_monarch.model.spelling import nearest
 from torchx_monarch.schedulers import image_push
 from torchx_monarch.schedulers.caller_error_file import write_root_cause
-from torchx_monarch.schedulers.command import CheckedRunopts, exit_on_user_error, keep_threads_quiet, subcommand
+from torchx_monarch.schedulers.command import exit_on_user_error, keep_threads_quiet, subcommand
 from torchx_monarch.schedulers.description import describe, shorten, summarize
 from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.log_display import LogDisplay
+from torchx_monarch.schedulers.run_options import CheckedRunopts, read_section
 
 Cfg = Mapping[str, CfgVal]
 
@@ -107,24 +105,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
         Defaults come from the section in ``.torchxconfig`` of TorchX's own scheduler for the same place, if it has one.
         """
-        options = CheckedRunopts()
-        options.update(self.inner.run_opts())
-        for key, value in self._config_section().items():
-            option = options.get(key)
-            if option is not None:
-                option.default, option.is_required = value, False
-        return options
-
-    def _config_section(self) -> dict[str, CfgVal]:
-        """Return the section of ``.torchxconfig`` of TorchX's scheduler, such as ``[slurm]`` for ``monarch_slurm``."""
-        section: dict[str, CfgVal] = {}
         name = self.inner.config_section
-        if name in DEFAULT_SCHEDULER_MODULES:
-            for path in config.find_configs():
-                text = Path(path).read_text()
-                if f"[{name}]" in text:  # config.load first loads all schedulers
-                    config.load(name, io.StringIO(text), section)
-        return section
+        # Without TorchX's scheduler of this name, nobody means its section.
+        section = read_section(name) if name in DEFAULT_SCHEDULER_MODULES else {}
+        return CheckedRunopts(self.inner.run_opts(), section)
 
     def _options(self, cfg: Cfg) -> MonarchOpts:
         """Convert run options to the backend's type and check them.

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from kubernetes.client import V1Pod
     from torchx.runner import Runner
     from torchx.schedulers.api import Scheduler
-    from torchx.specs import AppDef, AppDryRunInfo
+    from torchx.specs import AppDef, AppDryRunInfo, runopts
+    from torchx.specs.api import runopt
 
 
 def scheduler_of(runner: Runner, name: str) -> Scheduler[Any]:
@@ -38,6 +39,11 @@ def render(scheduler: Scheduler[Any], app: AppDef, cfg: Any) -> AppDryRunInfo[An
         cfg: run options, in the scheduler's own type.
     """
     return scheduler._submit_dryrun(app, cfg)
+
+
+def put_option(options: runopts, name: str, option: runopt) -> None:
+    """Add an option to run options, as an instance of the caller's own class, which ``runopts.add`` cannot."""
+    options._opts[name] = option
 
 
 def apply_pod_overlay(pod: V1Pod, overlay: dict[str, Any]) -> None:

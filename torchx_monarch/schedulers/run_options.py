@@ -1,0 +1,128 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read run options, of ``-cfg`` and of ``.torchxconfig``; an error names the option, its value and what is allowed."""
+
+from __future__ import annotations
+
+import configparser
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchx.runner import config
+from torchx.specs import CfgVal, InvalidRunConfigException, runopts
+from torchx.specs.api import runopt
+from torchx.util.types import to_dict
+
+from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.model.spelling import did_you_mean
+from torchx_monarch.torchx_adapter.torchx_api import put_option
+
+
+@dataclasses.dataclass
+class _NamedOption(runopt):  # type: ignore[misc]
+    """A run option whose parse error names it. TorchX's for ``grace=abc`` is only that of ``int``."""
+
+    name: str = ""
+
+    def cast_to_type(self, value: str) -> CfgVal:
+        """Parse a value.
+
+        Raises:
+            InvalidRunConfigException: the value has the wrong type.
+        """
+        try:
+            parsed: CfgVal = super().cast_to_type(value)
+            return parsed
+        except IndexError:  # TorchX splits dictionaries at colons
+            wrong = "not of the form KEY:VALUE;KEY:VALUE"
+        except (ValueError, TypeError):
+            wrong = f"no {getattr(self.opt_type, '__name__', self.opt_type)}"
+        reason = f"Run option `{self.name}` is {value!r}, which is {wrong}"
+        raise InvalidRunConfigException(reason, self.name, {self.name: value})
+
+
+class CheckedRunopts(runopts):  # type: ignore[misc]
+    """Run options whose errors name the option that has a wrong value.
+
+    Args:
+        options: the options.
+        section: values from a configuration file, by option, which replace the defaults.
+    """
+
+    def __init__(self, options: runopts, section: Mapping[str, str]) -> None:
+        super().__init__()
+        self._needs_value = {name: each.default for name, each in options if each.default is not None}
+        for name, each in options:
+            put_option(self, name, _NamedOption(each.default, each.opt_type, each.is_required, each.help, name))
+        for given, value in section.items():
+            option = self.get(given)
+            if option is not None:
+                option.default, option.is_required = None if value == "None" else option.cast_to_type(value), False
+
+    def resolve(self, cfg: Mapping[str, CfgVal], *, ignore_unknown: bool = False) -> dict[str, CfgVal]:
+        """Check options and add defaults. TorchX reads ``grace = None`` in a file as None, whatever the type.
+
+        Raises:
+            InvalidRunConfigException: an option is unknown, is missing, has the wrong type, or is None but needs a
+                value.
+        """
+        resolved: dict[str, CfgVal] = super().resolve(cfg, ignore_unknown=ignore_unknown)
+        for name, default in self._needs_value.items():
+            if resolved[name] is None:
+                reason = f"Run option `{name}` is None; it needs a value. Leave it out for its default, {default!r}"
+                raise InvalidRunConfigException(reason, name, cfg)
+        return resolved
+
+    def cfg_from_str(self, cfg_str: str) -> dict[str, CfgVal]:
+        """Parse the text of ``-cfg``.
+
+        Raises:
+            InvalidRunConfigException: the text is malformed, an option is unknown, or a value has the wrong type.
+        """
+        try:
+            parsed: dict[str, CfgVal] = super().cfg_from_str(cfg_str)
+            return parsed
+        except InvalidRunConfigException as error:
+            names = [name for name, _ in self]
+            hint = did_you_mean(error.cfg_key, names)
+            if error.cfg_key in names or not hint:
+                raise
+            reason = f"Unknown run option `{error.cfg_key}`.{hint} Valid options are: {', '.join(sorted(names))}"
+            raise InvalidRunConfigException(reason, error.cfg_key, to_dict(cfg_str)) from None
+        except (ValueError, TypeError, IndexError) as error:
+            hint = " (a value that contains = needs quotes: OPTION='A=B')" if cfg_str.count("=") > 1 else ""
+            reason = f"-cfg {cfg_str!r} is not of the form OPTION=VALUE,OPTION=VALUE{hint}: {error}"
+            raise InvalidRunConfigException(reason, cfg_str, {}) from None
+
+
+def read_section(name: str) -> dict[str, str]:
+    """Return a section of TorchX's configuration files; where two have a value, that of the first file.
+
+    Raises:
+        UserError: a file cannot be read; the message says which.
+    """
+    section: dict[str, str] = {}
+    try:
+        for path in config.find_configs():
+            parser = configparser.ConfigParser()
+            parser.optionxform = str  # type: ignore[assignment, method-assign]  # keep upper case, as TorchX does
+            parser.read_string(read_config(path), path)
+            if parser.has_section(name):
+                section = {**dict(parser.items(name)), **section}
+    except (OSError, configparser.Error) as error:
+        raise UserError(f"TorchX's configuration cannot be read: {error}") from None
+    return section
+
+
+def read_config(path: str) -> str:
+    """Return the text of a configuration file.
+
+    Raises:
+        OSError: it cannot be read.
+        UserError: it is not text in UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start}") from None
