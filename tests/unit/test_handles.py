@@ -127,7 +127,7 @@ def test_a_time() -> None:
     assert since("2026-11-22") == datetime(2026, 11, 22)
 
 
-@pytest.mark.parametrize("text", ["", "tomorrow", "10y", "1e400h", "99999999999d", "m"])
+@pytest.mark.parametrize("text", ["", "tomorrow", "10y", "1e400h", "99999999999d", "m", "0001-01-01"])
 def test_no_time_at_all(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="neither a duration"):
         since(text)

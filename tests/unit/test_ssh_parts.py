@@ -87,6 +87,11 @@ def test_machines_from_a_file(tmp_path: Path) -> None:
     assert parse_hosts([f"@{tmp_path}/machines", "c"]) == ["alice@a", "b", "c"]
     with pytest.raises(UserError, match="No such file"):
         parse_hosts([f"@{tmp_path}/absent"])
+    with pytest.raises(UserError, match="~nosuchuser/f: No such file"):
+        parse_hosts(["@~nosuchuser/f"])
+    (tmp_path / "binary").write_bytes(b"\x7fELF\xff\n")
+    with pytest.raises(UserError, match="binary is no text, with one machine on each line"):
+        parse_hosts([f"@{tmp_path}/binary"])
     with pytest.raises(UserError, match="names b twice"):
         parse_hosts([f"@{tmp_path}/machines", "b"])
 

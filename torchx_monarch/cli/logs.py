@@ -29,11 +29,14 @@ from torchx_monarch.system.untrusted_text import one_line
 Source = tuple[str, int]
 """The name of a role, and the id of one of its replicas."""
 
+_MOST_LINES = 10**9
+"""Lines that ``-n`` keeps at most; a backend's own limit is a number of 64 bits."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``torchx monarch logs``."""
     add_handle(parser)
-    parser.add_argument("--rank", type=_numbers, metavar="RANKS", help="only these global ranks: 0,3-5")
+    parser.add_argument("--rank", type=_ranks, metavar="RANKS", help="only these global ranks: 0,3-5")
     parser.add_argument("--role", help="only this role of the app")
     parser.add_argument("--since", type=since, metavar="WHEN", help="only lines since then: 90s, 10m, 2h, or a time")
     parser.add_argument("-n", "--tail", type=_count, metavar="LINES", help="only the last lines of all that remain")
@@ -42,25 +45,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _numbers(text: str) -> set[int]:
-    """Parse a list of numbers and ranges, ``0,3-5``.
+def _ranks(text: str) -> list[range]:
+    """Parse a list of ranks and ranges of ranks, ``0,3-5``.
 
     Raises:
         argparse.ArgumentTypeError: it is none.
     """
-    found: set[int] = set()
+    found: list[range] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks, such as 0,3-5")
-        found.update(range(int(first), int(last or first) + 1))
+        found.append(range(int(first), int(last or first) + 1))
     return found
+
+
+def _is_among(rank: int | None, ranks: list[range]) -> bool:
+    return rank is not None and any(rank in each for each in ranks)
 
 
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
-    return int(text)
+    return min(int(text), _MOST_LINES)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -89,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
             source, line = each
             parsed = printer.parse(source, line)
             named = named or parsed.rank is not None
-            if args.rank is not None and parsed.rank not in args.rank:
+            if args.rank is not None and not _is_among(parsed.rank, args.rank):
                 continue
             if last is not None:
                 last.append((source, line, parsed))

@@ -110,18 +110,23 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         from torchx_monarch.backends.core.errors import BackendError, UserError
         from torchx_monarch.cli import exit_codes
         from torchx_monarch.cli.handles import HandleError, resolve
+        from torchx_monarch.cli.standard_streams import OutputError, open_stderr, written_output
         from torchx_monarch.client.hosts import say
         from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
 
+        open_stderr()
         try:
-            if getattr(args, "handle", None) is not None:
-                args.handle = resolve(args.handle)
-            load(args.sub_command).run(args)
+            with written_output():
+                if getattr(args, "handle", None) is not None:
+                    args.handle = resolve(args.handle)
+                load(args.sub_command).run(args)
         except KeyboardInterrupt as error:
             sys.exit(exit_codes.interrupted(error))
         except BrokenPipeError:  # a run continues on the hosts
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(exit_codes.BROKEN_PIPE)
+        except OutputError as error:
+            say(f"cannot write the output: {error}")
+            sys.exit(exit_codes.OUTPUT)
         except HandleError as error:
             say(str(error))
             sys.exit(error.exit_code)

@@ -22,8 +22,11 @@ def since(text: str) -> datetime:
     try:
         if parts:
             ago = timedelta(seconds=float(parts[1]) * _UNITS[parts[2] or "s"])
-            return datetime.fromtimestamp(time.time()) - ago
-        return datetime.fromisoformat(text.replace("Z", "+00:00"))
+            when = datetime.fromtimestamp(time.time()) - ago
+        else:
+            when = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        when.timestamp()  # which a time of the first and last years does not have
+        return when
     except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither a duration (90s, 10m, 2h, 1d) nor a time (2026-11-22T14:30)"

@@ -30,7 +30,7 @@ from torchx_monarch.schedulers.monarch import MonarchScheduler
 _INTERVAL = 2.0
 """Seconds between two looks at the ranks, unless the user chooses others."""
 
-_LEAST_INTERVAL = 0.5
+_LEAST_INTERVAL, _MOST_INTERVAL = 0.5, 86400.0
 
 _ONCE = 1.0
 """Seconds between the two looks of ``--once``, of which rates follow."""
@@ -45,17 +45,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``torchx monarch top``."""
     add_handle(parser, optional=True)
     parser.add_argument(
-        "--interval", type=float, default=_INTERVAL, metavar="SECONDS", help="time between two looks (default: 2)"
+        "--interval", type=_interval, default=_INTERVAL, metavar="SECONDS", help="time between two looks (default: 2)"
     )
     parser.add_argument("--once", action="store_true", help="print it once, without a screen")
     parser.add_argument("--by-host", action="store_true", help="a line for each host instead of each rank")
     add_json(parser)
 
 
+def _interval(text: str) -> float:
+    try:
+        return min(max(_LEAST_INTERVAL, float(text)), _MOST_INTERVAL)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
+
+
 def run(args: argparse.Namespace) -> None:
     """Show the job until it has ended, or until q or Ctrl-C."""
     args.handle = args.handle or handles.resolve(handles.LAST)
-    interval = max(_LEAST_INTERVAL, args.interval)
+    interval = args.interval
     if args.once:
         found = views(args, min(_ONCE, interval))
         first = next(found)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 import shlex
@@ -15,6 +14,7 @@ from typing import Any
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.run_options import RunOptions
 from torchx_monarch.client.workspace_sync import sync_workspace
+from torchx_monarch.system.user_name import user_name
 
 _COMMAND = re.compile(r"torchrun|python(3(\.\d+)?)?")
 
@@ -61,7 +61,7 @@ def run_message(hosts: Hosts, script_args: str | Sequence[str] | None, options: 
         "timeout": options.timeout,
         "cwd": options.cwd or "",
         "queue": options.queue,
-        "by": f"{getpass.getuser()}@{socket.gethostname()}",
+        "by": f"{user_name()}@{socket.gethostname()}",
     }
     if options.workspace:
         folder, when = os.path.expanduser(options.workspace), options.sync or "auto"

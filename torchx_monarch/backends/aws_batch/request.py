@@ -10,7 +10,6 @@ container job, unless its resource names an instance type, which only a node ran
 from __future__ import annotations
 
 import copy
-import getpass
 import json
 import re
 import secrets
@@ -33,6 +32,7 @@ from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.exit_codes import NO_RESTART
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.system.signed_line import KEY_VARIABLE
+from torchx_monarch.system.user_name import user_name
 
 SCHEDULER = "monarch_aws_batch"
 """The scheduler's registered name."""
@@ -229,7 +229,7 @@ def _tags(app: AppDef, cfg: AWSBatchOpts) -> dict[str, str]:
     own_tags = {
         TAG_VERSION: torchx.__version__,
         TAG_APP: app.name,
-        TAG_USER: cfg.user or _user(),
+        TAG_USER: cfg.user or user_name(),
         TAG_SCHEDULER: SCHEDULER,
     }
     app_tags = {_safe(name, 128): value for name, value in app.metadata.items() if not name.startswith("aws:")}
@@ -239,10 +239,3 @@ def _tags(app: AppDef, cfg: AWSBatchOpts) -> dict[str, str]:
 
 def _safe(text: str, longest: int) -> str:
     return re.sub(r"[^\w\s.:/=+@-]", "_", str(text))[:longest]
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # no passwd entry for the user, as in some containers
-        return "unknown"

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,9 +64,11 @@ def parse_hosts(hosts: Sequence[str] | None) -> list[str]:
     for word in hosts or ():  # TorchX passes None where the option is not given
         if word.startswith("@"):
             try:
-                lines = Path(word[1:]).expanduser().read_text().splitlines()
+                lines = Path(os.path.expanduser(word[1:])).read_text().splitlines()
             except OSError as error:
                 raise UserError(f"Run option `hosts`: {word[1:]}: {error.strerror}") from None
+            except UnicodeDecodeError:
+                raise UserError(f"Run option `hosts`: {word[1:]} is no text, with one machine on each line") from None
             names += [line for line in (line.partition("#")[0].strip() for line in lines) if line]
         else:
             names.append(word.strip())

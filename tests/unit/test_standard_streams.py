@@ -1,0 +1,110 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Sub-commands of `torchx monarch` whose stdout cannot be written, and numbers that no argument should have."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+import pytest
+
+from torchx_monarch.cli import exit_codes, logs, main, top
+from torchx_monarch.cli.standard_streams import open_stderr
+from torchx_monarch.system.user_name import user_name
+
+
+def full() -> TextIO:
+    return open("/dev/full", "w")
+
+
+def unread() -> TextIO:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+@contextmanager
+def sub_command(monkeypatch: pytest.MonkeyPatch, stdout: TextIO, run: Callable[[], None]) -> Iterator[None]:
+    """A sub-command `ls` that calls a function with this stdout."""
+
+    class Module:
+        @staticmethod
+        def run(args: argparse.Namespace) -> None:
+            run()
+
+    with stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(main, "load", lambda name: Module)
+        try:
+            yield
+        finally:
+            monkeypatch.undo()
+
+
+@pytest.mark.parametrize("flush", [True, False])
+@pytest.mark.parametrize(
+    ("opened", "code", "said"),
+    [
+        (full, exit_codes.OUTPUT, "[monarch] cannot write the output: No space left on device\n"),
+        (unread, exit_codes.BROKEN_PIPE, ""),
+    ],
+)
+def test_output_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    opened: Callable[[], TextIO],
+    code: int,
+    said: str,
+    flush: bool,
+) -> None:
+    with sub_command(monkeypatch, opened(), lambda: print("x", flush=flush)), pytest.raises(SystemExit) as ended:
+        main.CmdMonarch().run(argparse.Namespace(sub_command="ls"))
+    assert ended.value.code == code
+    assert capsys.readouterr().err == said
+
+
+def test_another_full_disk_keeps_its_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write() -> None:
+        raise OSError(28, "No space left on device", "/state/job.json")
+
+    with sub_command(monkeypatch, open(os.devnull, "w"), write), pytest.raises(OSError, match="job.json"):
+        main.CmdMonarch().run(argparse.Namespace(sub_command="ls"))
+
+
+def test_a_closed_stderr_does_not_print_to_stdout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    open_stderr()
+    with sys.stderr:
+        print("progress", file=sys.stderr)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "name", "value"),
+    [
+        (logs, "H -n 99999999999999999999", "tail", 10**9),
+        (logs, "H --rank 7,0-99999999999", "rank", [range(7, 8), range(10**11)]),
+        (top, "H --interval 1e20", "interval", 86400),
+        (top, "H --interval nan", "interval", 0.5),
+    ],
+)
+def test_large_numbers(module: main.SubCommandModule, words: str, name: str, value: object) -> None:
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    assert getattr(parser.parse_args(words.split()), name) == value
+
+
+def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getuser() -> str:
+        raise KeyError("getpwuid(): uid not found: 1000650000")
+
+    monkeypatch.setattr(getpass, "getuser", getuser)
+    assert user_name() == f"uid{os.getuid()}"
