@@ -83,10 +83,21 @@ def test_unknown_option_names_the_allowed_ones(runner: Runner, app: AppDef) -> N
         runner.dryrun(app, "monarch_local", cfg={"grce": 3})
 
 
-@pytest.mark.parametrize(("name", "value"), [("grace", -1), ("host_timeout", 0)])
-def test_senseless_seconds_are_refused(runner: Runner, app: AppDef, name: str, value: int) -> None:
-    with pytest.raises(InvalidRunConfigException, match=f"`{name}` is {value}; it is a number of seconds"):
-        runner.dryrun(app, "monarch_local", cfg={name: value})
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("grace", -1, "0 to 2000000"),
+        ("grace", 3_000_000, "0 to 2000000"),
+        ("host_timeout", 0, "1 to 1000000000"),
+        ("hang_after", 10**20, "0 to 1000000000"),
+        ("peer_timeout", 0, "1 to 1000000000"),
+        ("rejoin_timeout", -1, "0 to 1000000000"),
+    ],
+)
+def test_senseless_seconds_are_refused(runner: Runner, app: AppDef, name: str, value: int, allowed: str) -> None:
+    scheduler = "monarch_slurm" if name in ("peer_timeout", "rejoin_timeout") else "monarch_local"
+    with pytest.raises(InvalidRunConfigException, match=f"`{name}` is {value}; it is a number of seconds, {allowed}"):
+        runner.dryrun(app, scheduler, cfg={name: value})
 
 
 def test_exit_codes_to_retry_on_are_read_at_submission(runner: Runner, app: AppDef) -> None:

@@ -47,6 +47,14 @@ AUTO = "auto"
 """Stands among the modules to preload for torch and the modules that earlier runs of a program have imported."""
 
 
+_MOST_SECONDS = 1e9
+"""Seconds of an option at most, 31 years: clocks and timers can count them."""
+
+_MOST_GRACE = 2e6
+"""Seconds of grace at most, 23 days: a process that waits for its end and for output uses epoll, which counts
+milliseconds in 32 bits, as does a socket's timeout while Docker stops a container."""
+
+
 def parse_ports(text: str) -> tuple[int, int]:
     """Read ``26600`` or ``26600-26699``.
 
@@ -95,6 +103,7 @@ class _Flag:
         parse: turns the text of the flag into the value of the field.
         show: turns the value into text.
         lowest: the lowest value of a number of seconds; None for fields of other kinds.
+        highest: the highest one.
         always: whether the flag is given even where the field has its default value.
         repeated: whether the flag is given once for each element of the field.
     """
@@ -103,6 +112,7 @@ class _Flag:
     parse: Callable[[str], Any] = str
     show: Callable[[Any], str] = str
     lowest: float | None = None
+    highest: float = 0.0
     always: bool = False
     repeated: bool = False
 
@@ -111,8 +121,8 @@ def _flag(default: Any, help: str, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"flag": _Flag(help, **more)})
 
 
-def _seconds(default: float, help: str, lowest: float, always: bool = False) -> Any:
-    return _flag(default, help, parse=float, show=show_seconds, lowest=lowest, always=always)
+def _seconds(default: float, help: str, lowest: float, always: bool = False, highest: float = _MOST_SECONDS) -> Any:
+    return _flag(default, help, parse=float, show=show_seconds, lowest=lowest, highest=highest, always=always)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +133,7 @@ class HostSpec:
     role: str = _flag("", "name of the role", always=True)
     replica: int = _flag(0, "number of the replica in its role, from 0", parse=int, always=True)
     replicas: int = _flag(1, "how many replicas the role has", parse=int, always=True)
-    grace: float = _seconds(30.0, "seconds between SIGTERM and SIGKILL of ranks", 0, always=True)
+    grace: float = _seconds(30.0, "seconds between SIGTERM and SIGKILL of ranks", 0, always=True, highest=_MOST_GRACE)
     host_timeout: float = _seconds(300.0, "seconds that all hosts have to arrive", 0.001, always=True)
     preload: tuple[str, ...] = _flag(
         ("torch",),
@@ -291,10 +301,17 @@ class HostSpec:
             parser.error(f"--replica {spec.replica} is not one of {spec.replicas} replicas, which count from 0")
         if not 0 <= spec.spares < spec.replicas:
             parser.error(f"--spares {spec.spares} leaves none of {spec.replicas} replicas")
-        for name, flag in _flags().items():
-            if flag.lowest is not None and not flag.lowest <= getattr(spec, name) < float("inf"):
-                parser.error(f"{_option(name)} {getattr(spec, name):g}: give seconds, {flag.lowest:g} or more")
+        for name, (lowest, highest) in seconds_allowed().items():
+            if not lowest <= getattr(spec, name) <= highest:
+                allowed = f"{show_seconds(lowest)} to {highest:.0f}"
+                parser.error(f"{_option(name)} {getattr(spec, name):g}: give seconds, {allowed}")
         return spec
+
+
+def seconds_allowed() -> dict[str, tuple[float, float]]:
+    """Return the lowest and the highest value of each field that is a number of seconds."""
+    flags = _flags().items()
+    return {name: (flag.lowest, flag.highest) for name, flag in flags if flag.lowest is not None}
 
 
 def _option(name: str) -> str:

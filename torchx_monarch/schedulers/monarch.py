@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -29,7 +30,7 @@ from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
 from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.exit_codes import parse_exit_codes
-from torchx_monarch.model.host_spec import ON_HANG, PREFLIGHT, RANKS, HostSpec, parse_ports
+from torchx_monarch.model.host_spec import ON_HANG, PREFLIGHT, RANKS, HostSpec, parse_ports, seconds_allowed
 from torchx_monarch.model.sidecars import SidecarError
 from torchx_monarch.model.spares import SparesError
 from torchx_monarch.model.spelling import nearest
@@ -47,9 +48,6 @@ _log = logging.getLogger(__name__)
 
 _PORTS_DRAWN = range(20000, 30000)
 """Below Linux's default range of ephemeral ports, which outgoing connections use."""
-
-_LOWEST = {"grace": 0, "host_timeout": 1, "lease": 1, "hang_after": 0, "debug_wait": 0, "exclude_window": 1}
-"""The lowest value of options that are numbers of seconds."""
 
 _WORDS = {"ranks": RANKS, "on_hang": ON_HANG, "preflight": PREFLIGHT}
 """The values of options that are one of some words."""
@@ -120,9 +118,11 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             InvalidRunConfigException: a value is out of range; the message names the option.
         """
         options: MonarchOpts = self.inner.options.from_cfg(cfg)
-        for name, lowest in _LOWEST.items():
-            if options[name] < lowest:
-                reason = f"Run option `{name}` is {options[name]}; it is a number of seconds, {lowest} or more"
+        for name, (lowest, highest) in seconds_allowed().items():
+            value = getattr(options, name, lowest)  # hosts that share a machine have no peer_timeout
+            if not lowest <= value <= highest:
+                allowed = f"{math.ceil(lowest)} to {highest:.0f}"
+                reason = f"Run option `{name}` is {value}; it is a number of seconds, {allowed}"
                 raise InvalidRunConfigException(reason, name, cfg)
         for name, words in _WORDS.items():
             if options[name] not in words:
