@@ -10,14 +10,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torchx.cli.main import main
 from torchx.runner import get_runner
 from torchx.specs import AppDef, InvalidRunConfigException, Role, runopts
 
+from torchx_monarch.backends.core.apps import Apps
+from torchx_monarch.backends.core.backend import Capabilities
+from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.validation import check_replica, matching
 from torchx_monarch.cli import torchx_errors
+from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.schedulers.run_options import CheckedRunopts
 
@@ -172,6 +178,24 @@ def test_a_workspace_without_a_docker_daemon(torchx: Command, monkeypatch: pytes
     said = torchx(*f"run -s monarch_kubernetes {offline} --dryrun monarch.spmd --image i x.py".split())
     assert "Docker" in said and "--workspace ''" in said
     gc.collect()  # Docker's client leaves its socket open
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_app_that_does_not_end_when_it_is_cancelled(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    stopped: list[str] = []
+    backend: Any = SimpleNamespace(
+        capabilities=Capabilities(waits_for_cancel=waits), stop=lambda app, outcome, grace: stopped.append(app.app_id)
+    )
+    apps: Apps[Any] = Apps(backend, "monarch_local")
+    app = SimpleNamespace(app_id="train-1", grace=30.0)
+    monkeypatch.setattr(apps, "read", lambda app_id, brief: (app, SimpleNamespace(state=State.RUNNING)))
+    monkeypatch.setattr(apps, "wait", lambda app_id, timeout: False)
+    if waits:
+        with pytest.raises(BackendError, match=r"app train-1 was told to end, and has not within \d+ s; `torchx"):
+            apps.cancel_and_wait("train-1")
+    else:
+        apps.cancel_and_wait("train-1")
+    assert stopped == ["train-1"]
 
 
 def test_a_python_program_gets_exceptions() -> None:

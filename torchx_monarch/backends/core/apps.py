@@ -176,10 +176,18 @@ class Apps(Generic[S]):
             self._stop(*found, grace)
 
     def cancel_and_wait(self, app_id: str) -> None:
-        """Begin to end an app, and wait for its end if the backend's users expect that of `torchx cancel`."""
+        """Begin to end an app, and wait for its end if the backend's users expect that of `torchx cancel`.
+
+        Raises:
+            BackendError: the app has not ended in time; it was asked to all the same.
+        """
         found = self.read(app_id, brief=True)
-        if found is not None and self._stop(*found, None) and self._backend.capabilities.waits_for_cancel:
-            self._await_end(found[0])
+        if found is None or not self._stop(*found, None) or not self._backend.capabilities.waits_for_cancel:
+            return
+        app = found[0]
+        if not self._await_end(app):
+            reason = f"app {app_id} was told to end, and has not within {_end_timeout(app):.0f} s"
+            raise BackendError(f"{reason}; `torchx monarch status {app_id}` shows what is left of it")
 
     def _stop(self, app: S, status: AppStatus, grace: float | None) -> bool:
         """Begin to end an app; return False if it has ended already."""
@@ -190,7 +198,7 @@ class Apps(Generic[S]):
 
     def _await_end(self, app: S) -> bool:
         """Wait as long as an app that was asked to stop may take to end; return whether it has ended."""
-        return self.wait(app.app_id, app.grace + HOST_EXTRA + _END_EXTRA)
+        return self.wait(app.app_id, _end_timeout(app))
 
     def delete(self, app_id: str) -> None:
         """End an app, wait for that, and remove all that the backend stores of it; nothing if it does not exist.
@@ -238,3 +246,8 @@ class Apps(Generic[S]):
     def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
         """Return the folder of a replica's logs, also after its end; None if this machine does not have it."""
         return self._backend.log_folder(app_id, role, replica)
+
+
+def _end_timeout(app: AppSnapshot) -> float:
+    """Return the seconds that an app may take to end when it was asked to stop."""
+    return app.grace + HOST_EXTRA + _END_EXTRA
