@@ -247,23 +247,35 @@ def test_a_submission_that_is_interrupted_leaves_nothing(wire: Wire, runner: Run
     assert wire.objects == {}
 
 
-@pytest.mark.parametrize(("mode", "count"), [("job", 3), ("volcano", 2)])
+def without_jobs(objects: dict[str, Any]) -> dict[str, Any]:
+    """The objects after somebody has deleted the jobs, and Kubernetes what it deletes with the last owner."""
+    kept = {path: one for path, one in objects.items() if one["kind"] != "Job"}
+    owners = {path: [own["uid"] for own in one["metadata"].get("ownerReferences") or []] for path, one in kept.items()}
+    return {path: one for path, one in kept.items() if not owners[path] or kept.keys() & owners[path]}
+
+
+@pytest.mark.parametrize(("mode", "count"), [("job", 5), ("volcano", 2)])
 def test_a_submission_that_was_killed_is_listed_and_deleted(wire: Wire, runner: Runner, mode: str, count: int) -> None:
-    """Whatever of its objects has been made by then."""
+    """Whatever of its objects has been made by then, and has got its owners, and also if the jobs are gone."""
     plain, left = wire.cluster, list[dict[str, Any]]()
 
     def cluster(method: str, path: str, body: dict[str, Any]) -> Answer:
         answer = plain(method, path, body)
-        if method == "POST":
+        if method == "PATCH":
+            wire.objects[path]["metadata"] |= body["metadata"]
+        if method in ("POST", "PATCH"):
             left.append(copy.deepcopy(wire.objects))
         return answer
 
     wire.cluster = cluster  # type: ignore[method-assign]
     submitted(runner, validate_spec=False, mode=mode)
     assert len(left) == count
-    for wire.objects in left:
-        (app,) = runner.list("monarch_kubernetes")
-        runner.delete(app.app_handle)
+    assert without_jobs(left[-1]) == {}
+    for wire.objects in [*map(copy.deepcopy, left), *map(without_jobs, left)]:
+        found = runner.list("monarch_kubernetes")
+        assert len(found) == bool(wire.objects)
+        for app in found:
+            runner.delete(app.app_handle)
         assert wire.objects == {}
 
 

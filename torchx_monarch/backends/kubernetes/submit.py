@@ -62,7 +62,8 @@ def submit(api: Api, request: KubernetesRequest, credentials: str) -> None:
             doubtful.clear()
             _check_kept(one, made[-1])
         owners = [owner(job) for job in made if job["kind"] == "Job"]
-        for one in made:
+        # The record, made first, comes last: by it an app is found whose Secret has no owner yet.
+        for one in reversed(made):
             if one["kind"] != "Job" and not one["metadata"].get("ownerReferences"):
                 api.patch(path_of(one, request.namespace), {"metadata": {"ownerReferences": owners}})
     except BaseException as error:
