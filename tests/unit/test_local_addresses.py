@@ -9,9 +9,25 @@ import socket
 import pytest
 
 from torchx_monarch.model.host_spec import parse_ports
+from torchx_monarch.monarch_adapter.attachment import _spelled
 from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.connections import Address
 from torchx_monarch.transport.local_addresses import NetworkError, NetworkOptions
+
+
+@pytest.mark.parametrize(
+    ("url", "again"),
+    [
+        ("ipc:///run/w", ["ipc:///../run/w", "ipc:///../../run/w"]),
+        ("tcp://10.0.0.7:26600", ["tcp://[::ffff:10.0.0.7%1]:26600", "tcp://[::ffff:10.0.0.7%2]:26600"]),
+        ("tcp://localhost:26600", ["tcp://[::ffff:127.0.0.1%1]:26600", "tcp://[::ffff:127.0.0.1%2]:26600"]),
+        ("tls://10.0.0.7:26600", ["tls://[::ffff:10.0.0.7]:26600"]),
+        ("tls://node-1b:26600", [f"tls://{name}-1b:26600" for name in ("Node", "nOde", "NOde", "noDe")]),
+    ],
+)
+def test_spellings_of_the_address_of_a_worker_loop(url: str, again: list[str]) -> None:
+    spellings = [_spelled(f"service<a1>@{url}", number) for number in range(len(again) + 1)]
+    assert spellings == [f"service<a1>@{each}" for each in (url, *again)]
 
 
 @pytest.mark.parametrize(("text", "ports"), [("26600", (26600, 26600)), ("1-65535", (1, 65535))])

@@ -21,7 +21,7 @@ from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.monarch_adapter.worker_port import WorkerPort, new_service_id
 from torchx_monarch.transport import connections, local_addresses
-from torchx_monarch.transport.address import REPLICA0_NAME
+from torchx_monarch.transport.address import REPLICA0_NAME, as_ipv6
 from torchx_monarch.transport.connections import Address, ConnectError, Identity
 from torchx_monarch.transport.local_addresses import NetworkOptions
 
@@ -110,6 +110,7 @@ class HostNetwork:
             names = {advertised, rendezvous.host, os.uname().nodename, *local_addresses.interfaces().values()}
             # Clients expect this name of the host that has taken over, too.
             names |= {REPLICA0_NAME} if first or hands_over else set()
+            names |= set(filter(None, map(as_ipv6, names)))  # a client that attaches again, see ``attachment``
             identity = Identity.of(HostCredentials.load(credentials), names, folder)
         scheme = _MONARCH_SCHEMES[rendezvous.scheme]
         client_socket, worker_socket = local_addresses.bind_port(options), local_addresses.bind_port(options)

@@ -9,8 +9,8 @@ which can attach again. See docs/explanation/upstream.md.
 
 Each client numbers its messages to a host agent, which holds back those after a missing one: with it, all further
 requests. But a client counts from 1 for each spelling of an address. So it sends a request that was returned to another
-spelling, and the others to the same one as before. An address of a network has no other spelling; replica 0 connects to
-these before it attaches (``HostNetwork.unreachable``).
+spelling, and the others to the same one as before. Replica 0 connects to addresses of a network before it attaches
+(``HostNetwork.unreachable``), which leaves less than that moment; a user's client does not.
 
 A fault that reaches the root client before Monarch has constructed its actor interrupts the main thread instead
 ("Actor object is missing when executing method __supervise__"). So the actor is waited for first.
@@ -18,12 +18,16 @@ A fault that reaches the root client before Monarch has constructed its actor in
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from torchx_monarch.transport.address import as_ipv6
 
 if TYPE_CHECKING:
     from monarch import actor
@@ -126,8 +130,26 @@ def _start_root_client(timeout: float) -> None:
 
 
 def _spelled(address: str, number: int) -> str:
-    """Return one of the spellings of the address of a socket file; another one for each number.
+    """Return one of the spellings of a worker loop's address; another one for each number, as far as there are any.
 
-    ``//`` or ``/./`` would not do: Monarch compares addresses as Rust compares paths, without these.
+    Monarch compares addresses as Rust does: paths without ``//`` and ``/./``, those of ``tcp://`` as the numbers to
+    which names resolve, those of ``tls://`` as a number, without its scope, or as the letters of a name. Certificates
+    hold an address in both of its forms, and their names in any case.
     """
-    return address.replace("@ipc://", f"@ipc://{'/..' * number}")
+    service, _, url = address.partition("@")
+    scheme, _, place = url.partition("://")
+    if not number:
+        return address
+    if scheme == "ipc":
+        return f"{service}@ipc://{'/..' * number}{place}"
+    host, _, port = place.rpartition(":")
+    if scheme == "tcp":
+        with contextlib.suppress(OSError):
+            host = socket.gethostbyname(host)
+    if mapped := as_ipv6(host):
+        host = f"[{mapped}%{number}]" if scheme == "tcp" else f"[{mapped}]"
+    else:
+        letters = (place for place, letter in enumerate(host) if letter.isalpha())
+        swapped = {place for bit, place in enumerate(letters) if number >> bit & 1}
+        host = "".join(letter.swapcase() if place in swapped else letter for place, letter in enumerate(host))
+    return f"{service}@{scheme}://{host}:{port}"

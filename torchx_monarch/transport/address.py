@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
+import ipaddress
 import os
 import re
 import socket
@@ -86,6 +87,14 @@ class Address:
 
     def __str__(self) -> str:
         return f"unix:{self.path}" if self.scheme == "unix" else f"{self.scheme}:{self.host}:{self.port}"
+
+
+def as_ipv6(host: str) -> str:
+    """Return the IPv6 form of an IPv4 address, by which the kernel reaches it too; empty for a name."""
+    try:
+        return f"::ffff:{ipaddress.IPv4Address(host)}"
+    except ValueError:
+        return ""
 
 
 # OpenSSL's codes of X509_verify_cert errors (x509_vfy.h).
