@@ -10,15 +10,18 @@ import json
 import os
 import socket
 import stat
+from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.client.allocations import list_allocations
+from torchx_monarch.client.attachment import Attachment, JobConnections, _Client
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
-from torchx_monarch.exceptions import UnreachableError
+from torchx_monarch.exceptions import ClientError, UnreachableError
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.address import Address
 
@@ -93,3 +96,41 @@ def test_a_damaged_file_costs_its_own_allocation_only(text: str, address: str) -
     with pytest.raises(UnreachableError) as error:
         Connection.open(Target.of("monarch_slurm://torchx/7", "r"), {"type": "look"})
     assert error.value.final
+
+
+class _Link:
+    """A connection to replica 0, open until it is closed."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def receive(self, timeout: float) -> None:
+        if not self.closed:
+            raise TimeoutError
+        raise UnreachableError("closed")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _attached(address: str, leaf: Mapping[str, str] | None = None) -> tuple[JobConnections, Attachment]:
+    attachment = Attachment(cast(Connection, _Link()), Address.parse(address, "test"), [], leaf)
+    connections = JobConnections()
+    connections.keep("r", attachment)
+    return connections, attachment
+
+
+def test_one_job_on_a_network_for_a_process() -> None:
+    client = _Client()
+    here, first, second = map(_attached, ("unix:/x", "insecure-tcp:127.0.0.1:1", "insecure-tcp:127.0.0.1:2"))
+    url, _ = client.join("monarch_slurm://torchx/first", *first)
+    assert url.startswith("tcp://") and url.endswith(":0")
+    assert client.join("monarch_local://torchx/here", *here) == ("", [])
+    assert client.join("monarch_slurm://torchx/first", *first) == (url, [])
+    with pytest.raises(ClientError, match=r"a client of monarch_slurm://torchx/first, .* kill\(\) that job first"):
+        client.join("monarch_slurm://torchx/second", *second)
+    first[0].close()
+    assert client.join("monarch_slurm://torchx/second", *second) == (url, [])
+    second[0].close()
+    with pytest.raises(ClientError, match="the client of a job without TLS, unlike monarch_slurm://torchx/third"):
+        client.join("monarch_slurm://torchx/third", *_attached("tls:127.0.0.1:3", {"certificate": ""}))

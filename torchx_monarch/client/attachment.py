@@ -168,7 +168,8 @@ class _Client:
             the paths are empty without TLS.
 
         Raises:
-            ClientError: this process is the client of another job over a network.
+            ClientError: this process is the client of another job over a network, or was that of one with TLS and this
+                one is without, or the reverse.
         """
         address = attachment.address
         if not address.networked:
@@ -179,10 +180,16 @@ class _Client:
                 f"this process is a client of {other}, and Monarch has one certificate for each process: kill() that "
                 "job first, or use another process"
             )
-        self._jobs[live] = handle
+        scheme = "tls" if attachment.leaf else "tcp"
         if not self._url:
             here = local_addresses.advertised(address, False, NetworkOptions())
-            self._url = f"{'tls' if attachment.leaf else 'tcp'}://{here}:0"
+            self._url = f"{scheme}://{here}:0"
+        elif not self._url.startswith(scheme):  # its hosts would connect to it without TLS
+            raise ClientError(
+                f"this process was the client of a job {'without' if attachment.leaf else 'with'} TLS, unlike "
+                f"{handle}, and Monarch has one listening address for each process: use another process"
+            )
+        self._jobs[live] = handle
         return self._url, self._files(attachment.leaf) if attachment.leaf else []
 
     def _files(self, leaf: Mapping[str, str]) -> list[str]:
