@@ -1,7 +1,7 @@
 # Needs: Python 3.10 to 3.13, pip, git, make. Everything is installed into .venv; nothing else on the machine changes.
 #
 #   make demo    a real training on a Monarch mesh, live on the screen
-#   make test    everything: lint, types, all tests
+#   make test    lint, types and all tests but those that make test-nightly adds
 #   make test-nightly     the same with long tests, the real torchrun, the image, examples by chance, and fresh ranks
 #   make record-torchrun  record what torchrun does, which `make test` compares with, and show what is new
 #   make check   the quick part of it (under 3 minutes), for while you work
@@ -111,7 +111,7 @@ format: $(STAMP)
 	ruff format .
 
 # tests/unit/test_types.py checks the types, beside other tests.
-# Every cluster of the tests has a worker of its own, which mostly waits, and gives what is left of the others a hand in the end.
+# Every cluster of the tests has a worker of its own, which mostly waits, and runs tests of the other workers at the end.
 test: lint system
 	python -m pytest -n 5 $(PYTESTFLAGS)
 

@@ -154,7 +154,7 @@ def marked_processes(mark: str, older: frozenset[str]) -> dict[int, str]:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Fail a test after which a process that it started is alive, or a socket file of ours lies about.
+    """Fail a test after which a process that it started is alive, or a socket file of ours is left.
 
     Listening sockets belong to processes, so those are covered. The folders for state and temporary files are the
     test's own; the latter is short, as paths of sockets must be.

@@ -192,15 +192,15 @@ def test_following_until_a_time(apps: Detached) -> None:
     apps.wait(app_id)
 
 
-def test_output_of_strays_is_kept_while_the_app_runs(apps: Detached, tmp_path: Path) -> None:
-    (tmp_path / "stray.sh").write_text("sleep 0.3; echo late")
-    role = sh(f"sh {tmp_path}/stray.sh & exit 0", name="side")
+def test_output_of_orphans_is_kept_while_the_app_runs(apps: Detached, tmp_path: Path) -> None:
+    (tmp_path / "orphan.sh").write_text("sleep 0.3; echo late")
+    role = sh(f"sh {tmp_path}/orphan.sh & exit 0", name="side")
     app_id = apps.run(sh("sleep 1", name="main"), role)
     apps.wait(app_id)
     assert apps.log(app_id, "side") == ["late\n"]
 
 
-def test_a_job_whose_stray_holds_the_pipe_ends(apps: Detached) -> None:
+def test_a_job_whose_orphan_holds_the_pipe_ends(apps: Detached) -> None:
     app_id = apps.run(sh("sleep 1000 & echo done"))
     assert apps.wait(app_id).state is AppState.SUCCEEDED
     assert apps.log(app_id) == ["done\n"]

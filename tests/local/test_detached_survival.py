@@ -41,7 +41,7 @@ if os.fork() == 0:
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        note("stray")
+        note("orphan")
         endure()
     os._exit(0)
 note("main")
@@ -60,12 +60,12 @@ class Family:
     def __init__(self, apps: Detached, folder: Path, eventually: Eventually, **more: Any) -> None:
         self.folder = folder
         self.app_id = apps.run(py(FAMILY, str(folder)), **more)
-        for name in ("main", "child", "stray"):
+        for name in ("main", "child", "orphan"):
             eventually(lambda name=name: pid_in(folder / name), name)
 
     @property
     def alive(self) -> list[str]:
-        return [name for name in ("main", "child", "stray") if lives(pid_in(self.folder / name))]
+        return [name for name in ("main", "child", "orphan") if lives(pid_in(self.folder / name))]
 
 
 @pytest.fixture
@@ -185,16 +185,16 @@ def test_both_are_killed_and_many_ask(apps: Detached, family: Family) -> None:
     assert [e["kind"] for e in apps.events(family.app_id)].count("ended") == 1
 
 
-def test_strays_end_with_the_app(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+def test_orphans_end_with_the_app(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
     code = FAMILY.replace(
         'note("main")\nendure()', 'note("main")\nwhile not os.path.exists(f"{folder}/go"): time.sleep(0.02)'
     )
     app_id = apps.run(py(code, str(tmp_path)))
-    for name in ("main", "child", "stray"):
+    for name in ("main", "child", "orphan"):
         eventually(lambda name=name: pid_in(tmp_path / name), name)
     (tmp_path / "go").touch()
     assert apps.wait(app_id).state is AppState.SUCCEEDED
-    assert not lives(pid_in(tmp_path / "child")) and not lives(pid_in(tmp_path / "stray"))
+    assert not lives(pid_in(tmp_path / "child")) and not lives(pid_in(tmp_path / "orphan"))
 
 
 def edit_watchers(apps: Detached, app_id: str, **machine: str) -> None:

@@ -100,7 +100,7 @@ def test_each_attempt_has_its_own(folder: Path, script: Callable[[str], str], ev
     assert "TCPStore" not in hosts.err()  # which told of no death
 
 
-def test_it_holds_nothing_of_the_rank_and_heeds_no_signal_to_the_job(
+def test_it_holds_nothing_of_the_rank_and_ignores_each_signal_to_the_job(
     folder: Path, script: Callable[[str], str], eventually: Eventually
 ) -> None:
     path = script("""

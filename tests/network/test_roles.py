@@ -198,7 +198,7 @@ def test_a_job_that_begins_again_has_nothing_to_do_with_nodes_of_the_attempt_bef
 def test_a_role_that_fails_ends_the_job(
     submitted: Callable[..., Nodes], role: Callable[..., Role], eventually: Eventually
 ) -> None:
-    """Batch itself heeds the main node alone; so it also starts all of them again when there are attempts left."""
+    """Batch itself watches the main node alone, which also starts all of them again when there are attempts left."""
     fails = "time.sleep(1)\nif e['RANK'] == '1': sys.exit(7)\ntime.sleep(1000)"
     nodes = submitted(role("a", 1, "time.sleep(1000)"), role("b", 2, fails), role("c", 1, "time.sleep(1000)"))
     nodes.start(0, 1, 2, 3)

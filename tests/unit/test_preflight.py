@@ -91,7 +91,7 @@ def test_hosts_that_are_alike_and_fit() -> None:
         ),
         (
             (GOOD, dataclasses.replace(GOOD, paths={"/x": "Permission denied"})),
-            "host 1 cannot read /x: Permission denied; mount it there, or mend its permissions",
+            "host 1 cannot read /x: Permission denied; mount it there, or fix its permissions",
         ),
         ((GOOD, dataclasses.replace(GOOD, paths={"/x": NO_FILE})), "host 1 cannot read /x: No such file"),
         ((GOOD, dataclasses.replace(GOOD, shared_memory=1 << 20)), "host 1 has 1 MiB of shared memory free"),

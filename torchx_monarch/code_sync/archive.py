@@ -163,7 +163,7 @@ class Unpacker:
         if self._file >= 0:
             if self._found.hexdigest() != self._digest:
                 self.close()
-                raise PackError(f"what came as {self._digest} has another digest")
+                raise PackError(f"the file received as {self._digest} has another digest")
             os.close(self._file)
             self._file = -1
             self._keep(self._digest, self._path)

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compare the facts of the hosts of a role, and say which host differs in what and how to mend it."""
+"""Compare the facts of the hosts of a role, and say which host differs in what and how to fix it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _of_paths(facts: Mapping[str, HostFacts]) -> Iterator[str]:
             continue
         for reason in dict.fromkeys(filter(None, reasons.values())):
             those = [host for host, each in reasons.items() if each == reason]
-            yield f"{_names(those)} cannot read {path}: {reason}; mount it there, or mend its permissions"
+            yield f"{_names(those)} cannot read {path}: {reason}; mount it there, or fix its permissions"
 
 
 def _names(hosts: Sequence[str]) -> str:

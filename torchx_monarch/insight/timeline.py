@@ -335,7 +335,7 @@ def _add_hosts(spans: list[Span], happened: Sequence[Event], role: str, top: int
 
 
 def lost_seconds(timeline: Timeline, role: str) -> dict[str, float]:
-    """Return the seconds in which the ranks of a role did not run, or waited in vain, by cause.
+    """Return the seconds in which the ranks of a role did not run, or hung, by cause.
 
     ``queue``: before the hosts started. ``launch``: from there until the first ranks ran. ``restart``: from each
     failure until the ranks ran again, or the job ended. ``hang``: while ranks waited for one of them.

@@ -18,7 +18,7 @@ class CheckResult:
         level: ``fail`` if jobs cannot run, ``warn`` if some cannot, or if it is not certain.
         what: what was checked.
         value: what was found; empty if nothing was.
-        advice: what is wrong and how to mend it; empty if nothing is wrong.
+        advice: what is wrong and how to fix it; empty if nothing is wrong.
     """
 
     level: Level
@@ -38,7 +38,7 @@ def check(what: str, value: str, fail: str = "", warn: str = "") -> CheckResult:
     Args:
         what: what was checked.
         value: what was found.
-        fail: why jobs cannot run, and how to mend it; empty if they can.
-        warn: why some jobs cannot run, and how to mend it; empty if nothing is wrong. ``fail`` takes precedence.
+        fail: why jobs cannot run, and how to fix it; empty if they can.
+        warn: why some jobs cannot run, and how to fix it; empty if nothing is wrong. ``fail`` takes precedence.
     """
     return CheckResult("fail" if fail else "warn" if warn else "ok", what, value, fail or warn)

@@ -81,7 +81,7 @@ def check_configuration() -> Iterable[CheckResult]:
     try:
         files = _load_configuration("monarch_local", {})
     except Exception as error:
-        yield check(".torchxconfig", "", fail=f"TorchX cannot read it: {_one_line(error)}; mend that line")
+        yield check(".torchxconfig", "", fail=f"TorchX cannot read it: {_one_line(error)}; fix that line")
         return
     yield check(".torchxconfig", ", ".join(files) or "none")
 

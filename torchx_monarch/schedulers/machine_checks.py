@@ -58,7 +58,7 @@ def check_state_dir(path: str) -> Iterator[CheckResult]:
     Args:
         path: the state directory.
     """
-    remedy = "mend it, or name another folder in MONARCH_STATE_DIR"
+    remedy = "fix it, or name another folder in MONARCH_STATE_DIR"
     folder = path
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
