@@ -230,3 +230,11 @@ def test_a_mount_point_is_written_in_place(number: int, tmp_path: Path, monkeypa
     safe_files.write_named_file(str(path), b"the cause")
     assert path.read_bytes() == b"the cause" and path.stat().st_ino == inode
     assert os.listdir(tmp_path) == ["termination-log"]
+
+
+def test_only_names_as_a_host_writes_them_count_as_numbered(tmp_path: Path) -> None:
+    for end in ("0", "7", "12", "²", "٣", "007", "1_0", "-1", "+1", "", "x", "9" * 7, "9" * 247):
+        (tmp_path / f"run_{end}").mkdir()
+    (tmp_path / "99").mkdir()
+    assert sorted(safe_files.numbered(tmp_path, "run_")) == [0, 7, 12]
+    assert safe_files.numbered(tmp_path / "missing", "run_") == []

@@ -71,6 +71,20 @@ def test_a_leader_goes_on_with_the_runs_of_another(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_leader_numbers_runs_after_those_of_an_earlier_start(tmp_path: Path) -> None:
+    """Ranks can write to its log folder, so that not every name there is one of a run."""
+    for name in ("run_2", "run_²", "run_99999999999"):
+        (tmp_path / "0" / name).mkdir(parents=True)
+
+    async def main() -> None:
+        leader = Leader(tmp_path)
+        leader.submit()
+        assert leader.runs.begin().number == 3
+        await leader.runs.close(JobResult(0, "released", stopped=True))
+
+    asyncio.run(main())
+
+
 def test_the_runs_of_a_superseded_leader_have_not_ended(tmp_path: Path) -> None:
     async def main() -> None:
         leader = Leader(tmp_path)

@@ -164,11 +164,10 @@ def _kept_logs(hosts: Hosts, error: AllocationError) -> dict[int, Path]:
         raise AllocationError(reason) from None
     found: dict[int, Path] = {}
     for folder in folders:
-        for name in os.listdir(folder) if folder.is_dir() else ():
-            number, path = name.removeprefix("run_"), folder / name / "journal.jsonl"
-            is_log = name != number and number.isascii() and number.isdigit() and path.is_file()
-            if is_log and (int(number) not in found or _goes_on(found[int(number)], path)):
-                found[int(number)] = path
+        for number in safe_files.numbered(folder, "run_"):
+            path = folder / f"run_{number}" / "journal.jsonl"
+            if path.is_file() and (number not in found or _goes_on(found[number], path)):
+                found[number] = path
     return dict(sorted(found.items()))
 
 

@@ -35,6 +35,7 @@ from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.session_record import SessionRecord
+from torchx_monarch.system import safe_files
 from torchx_monarch.transport import messages
 
 TIMED_OUT = 124
@@ -109,7 +110,8 @@ class RunQueue:
         self._is_warm = is_warm
         self._queue: deque[Run] = deque()
         self._ended: deque[Run] = deque(maxlen=_RUNS_KEPT)
-        self._number = _last_run(log_dir)
+        # An earlier start of this host may have left runs.
+        self._number = max(safe_files.numbered(log_dir, "run_"), default=0)
         self._count = 0
         self._busy_at = time.monotonic()
         self._wake = asyncio.Event()
@@ -458,11 +460,3 @@ RunQueue.KINDS.update(
         "end-run": _end_run,
     }
 )
-
-
-def _last_run(log_dir: str) -> int:
-    """Return the highest N of the folders ``run_N`` that an earlier start of this host has left; 0 for none."""
-    with contextlib.suppress(OSError):
-        numbers = [name.partition("_")[2] for name in os.listdir(log_dir) if name.startswith("run_")]
-        return max((int(number) for number in numbers if number.isdigit()), default=0)
-    return 0

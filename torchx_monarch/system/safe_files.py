@@ -37,6 +37,11 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 _UNENCODABLE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 """The surrogates for which ``os.fsencode`` raises UnicodeEncodeError; the others stand for bytes of file names."""
 
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
+"""What ``numbered`` takes for a number. With more digits, the name after the highest could become too long for the file
+system, or too long for what reads it."""
+
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFDIR: "a folder",
@@ -256,6 +261,19 @@ def _write_in_place(path: str, data: bytes, flags: int = 0) -> None:
         write_all(fd, data)
     finally:
         os.close(fd)
+
+
+def numbered(folder: str | os.PathLike[str], prefix: str) -> list[int]:
+    """Return the numbers N of a folder's entries ``prefixN``, in no order; none if the folder cannot be read.
+
+    Ranks can make any entry there. Only a number below a million, as the host itself would write it, counts.
+    """
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    ends = (name[len(prefix) :] for name in names if name.startswith(prefix))
+    return [int(end) for end in ends if _NUMBER.fullmatch(end)]
 
 
 def make_reserve(path: str, size: int) -> None:

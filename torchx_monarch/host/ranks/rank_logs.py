@@ -90,6 +90,4 @@ class RankLogs:
 
     def last_attempt(self) -> int:
         """Return the highest N of the existing folders ``attempt_N``; -1 if there are none."""
-        folders = Path(self.log_dir).glob("attempt_*") if self.log_dir else ()
-        numbers = [each.name.partition("_")[2] for each in folders]
-        return max((int(number) for number in numbers if number.isdigit()), default=-1)
+        return max(safe_files.numbered(self.log_dir, "attempt_"), default=-1) if self.log_dir else -1
