@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.local.hosts import Hosts
+from torchx_monarch.model.host_result import HostResult
 
 NO_PRELOAD = ("--grace", "5", "--preload", "")
 
@@ -70,8 +71,14 @@ os._exit(3)
 
 def test_what_a_rank_says_stays_in_its_line(folder: Path) -> None:
     forged = "[monarch] FAILED: the network of host 7 is broken (0.01 s)"
-    (folder / "prog.py").write_text(f"raise ValueError('boom\\n{forged}\\x1b[2J\\r\\u2028x')")
-    hosts = Hosts(folder, torchrun(str(folder / "prog.py"), nproc=1), options=NO_PRELOAD).start()
+    message = folder / "message"
+    (folder / "prog.py").write_text(f"""
+import shutil
+shutil.copy({str(message)!r}, {str(message)!r} + ".seen")
+raise ValueError('boom\\n{forged}\\x1b[2J\\r\\u2028x')
+""")
+    environ = {"MONARCH_TERMINATION_LOG": str(message)}
+    hosts = Hosts(folder, torchrun(str(folder / "prog.py"), nproc=1), options=NO_PRELOAD, environ=environ).start()
     assert hosts.wait() == [1]
     said = (hosts.logs(0) / "err").read_bytes().decode()  # read_text would take a carriage return for a line end
     ours = [line for line in said.split("\n") if not line.startswith("[trainer0]:")]
@@ -81,6 +88,8 @@ def test_what_a_rank_says_stays_in_its_line(folder: Path) -> None:
     assert not any("\x1b" in line for line in ours)
     left = json.loads((hosts.logs(0) / "error.json").read_text())["message"]
     assert left["message"].isprintable() and "\x1b" not in left["extraInfo"]["py_callstack"]
+    # Kubernetes takes the end of the log for an empty one, if a rank kills its host.
+    assert message.with_suffix(".seen").read_text() == "{}" and HostResult.from_text(message.read_text()).code == 1
     events = hosts.events()
     assert [event["message"] for event in events if event["message"].startswith("[monarch]")] == []
     assert all(event["message"].isprintable() for event in events)

@@ -310,9 +310,11 @@ def test_without_a_cluster_the_kubeconfig_is_named(runner: Runner) -> None:
 # -- what pods say
 
 
-def pod(phase: str = "Pending", **more: Any) -> dict[str, Any]:
+def pod(phase: str = "Pending", runs_host: bool = True, **more: Any) -> dict[str, Any]:
     status = {"phase": phase, "startTime": "2026-11-20T10:00:00Z", **more}
-    main = {"name": "main", "resources": {"limits": {"memory": "64M"}}}
+    main: dict[str, Any] = {"name": "main", "resources": {"limits": {"memory": "64M"}}}
+    if runs_host:
+        main["env"] = [{"name": "MONARCH_TERMINATION_LOG", "value": "/dev/termination-log"}]
     spec = {"containers": [main, {"name": "sidecar"}], "nodeName": "n1", "hostname": "app-r-0"}
     return {
         "metadata": {"name": "app-r-0-x", "creationTimestamp": "2026-11-20T10:00:00Z"},
@@ -333,7 +335,7 @@ def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]
         (ended(3), "exited with code 3"),
         (ended(137), "was killed by signal 9 (SIGKILL)"),
         (ended(137, "OOMKilled"), "was killed for want of memory (OOMKilled), of which it had 64M (memMB)"),
-        (ended(3, message="line\nlast words\n"), "exited with code 3: last words"),
+        (ended(3, message="line\nlast words\n"), "exited with code 3; its last output: last words"),
         (ended(3, message='{"message": 1}'), "exited with code 3"),
         (
             ended(128, "StartError", "no such file: 'nosuch'"),
@@ -404,6 +406,16 @@ def test_restarts_of_ranks_are_those_of_all_containers_that_have_ended() -> None
     assert killed.failure == "on node n1 was killed by signal 9 (SIGKILL)"
     for message in ("[1]", "7", "last words", '{"rank_restarts": "1"}'):
         assert Attempt.of(pod("Failed", **ended(1, message=message))).rank_restarts == 0
+
+
+def test_the_output_of_a_pod_without_a_host_is_no_result() -> None:
+    """Kubernetes takes the end of its log for its termination message."""
+    forged = HostResult(7, "boom", replica=3, rank_restarts=5, no_retry_reason="x").to_text()
+    one = Attempt.of(pod("Failed", runs_host=False, **ended(3, message=f"x\n{forged}\n")))
+    assert (one.error, one.rank_restarts) == ("", 0)
+    assert one.failure.startswith('on node n1 exited with code 3; its last output: {"message": ')
+    one = Attempt.of(pod("Failed", runs_host=False, **ended(3, message="\x1b[2Jx\u202ey")))
+    assert one.failure == r"on node n1 exited with code 3; its last output: \x1b[2Jx\u202ey"
 
 
 def test_numbers_of_indexes() -> None:

@@ -121,6 +121,7 @@ class HostProcess:
         if stored := self._no_restart_marker.begin():
             host.reporter.line(f"host {host.options.replica}: not started again: {stored.no_retry_reason}")
             self._write_and_exit(stored)
+        host.reporter.begin_result()
         try:
             result = await self._job()
         except Exception as error:

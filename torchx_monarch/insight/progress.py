@@ -118,6 +118,14 @@ class Reporter:
         # Now and not at the end: a host that is killed writes no result.
         _write(self._termination_log, HostResult(rank_restarts=self.own_restarts).to_text())
 
+    def begin_result(self) -> None:
+        """Write an empty result where the backend reads it; called before the first rank starts.
+
+        Where the termination message of a failed container is empty, Kubernetes puts the end of its log there, to which
+        ranks can write.
+        """
+        _write(self._termination_log, HostResult().to_text())
+
     async def while_waiting(self, awaitable: Awaitable[T], what: Callable[[], str]) -> T:
         """Await something and write a line every few seconds meanwhile: ``waiting for host 3 of 4, 20 s``."""
         started, patience = time.monotonic(), _WAITING_FIRST

@@ -214,7 +214,7 @@ def test_what_is_no_host_fails_with_its_last_words_and_ends_the_others(apps: App
     )
     handle = apps.run(reader)
     status = apps.wait(handle, AppState.FAILED)
-    assert status.msg.endswith("exited with code 3: last words") and "replica trainer/1" in status.msg
+    assert status.msg.endswith("exited with code 3; its last output: last words") and "replica trainer/1" in status.msg
 
 
 def test_a_sidecar_ends_with_the_others(apps: Apps) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from torchx_monarch.backends.core.snapshot import STOP_CODES
-from torchx_monarch.backends.kubernetes.request import Object
+from torchx_monarch.backends.kubernetes.request import TERMINATION_VARIABLE, Object
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import describe_shell_code
 from torchx_monarch.system import error_files
@@ -104,7 +104,7 @@ class Attempt:
             waiting = f"{waits['reason']}: {waits.get('message', '')}"
             stuck = started or seconds(metadata["creationTimestamp"])
         phase = status.get("phase") or "Pending"
-        result, earlier = (HostResult.from_text(each.get("message")) for each in (terminated, before))
+        result, earlier = (_result(each, spec) for each in (terminated, before))
         deleting = "deletionTimestamp" in metadata
         disruption = _disruption(status, conditions)
         return cls(
@@ -128,6 +128,18 @@ class Attempt:
             error=error_files.cleaned(terminated["message"]) if result.names_cause else "",
             rank_restarts=result.rank_restarts + earlier.rank_restarts,
         )
+
+
+def _result(terminated: Object, spec: Object) -> HostResult:
+    """Return the result that a host has left as its termination message; an empty one of a pod without a host.
+
+    The message of a pod without a host is what its program has written, its output or a file.
+    """
+    return HostResult.from_text(terminated.get("message") if _runs_host(spec) else None)
+
+
+def _runs_host(spec: Object) -> bool:
+    return any(each["name"] == TERMINATION_VARIABLE for each in spec["containers"][0].get("env") or ())
 
 
 def _ended(conditions: Mapping[str, Object], phase: str) -> float:
@@ -157,8 +169,8 @@ def _failure(disruption: str, terminated: Object, spec: Object) -> str:
         how = f"was killed for want of memory (OOMKilled), of which it had {limits.get('memory', 'no limit')} (memMB)"
     elif reason in ("StartError", "ContainerCannotRun", "ContainerStatusUnknown"):
         how = f"could not be started ({reason}): {terminated.get('message', '')}".rstrip(": ")
-    elif terminated.get("message") and not terminated["message"].startswith("{"):
-        how += f": {one_line(terminated['message'].strip().splitlines()[-1], _LONGEST_LINE)}"
+    elif (said := (terminated.get("message") or "").strip()) and not (said.startswith("{") and _runs_host(spec)):
+        how += f"; its last output: {one_line(said.splitlines()[-1], _LONGEST_LINE)}"
     how = disruption or how
     return f"on node {spec['nodeName']} {how}" if spec.get("nodeName") else how
 

@@ -20,7 +20,7 @@ from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.kubernetes import tolerations
 from torchx_monarch.backends.kubernetes.names import LABEL_APP, LABEL_ROLE
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
-from torchx_monarch.backends.kubernetes.request import SECRET_KEY, Object
+from torchx_monarch.backends.kubernetes.request import SECRET_KEY, TERMINATION_VARIABLE, Object
 from torchx_monarch.model.env_names import CREDENTIALS, replica0_variable
 from torchx_monarch.torchx_adapter import torchx_api
 
@@ -121,7 +121,8 @@ def finish(pod: Object, index: int, runs_hosts: bool, context: PodContext) -> No
         spec.setdefault("tolerations", []).extend(tolerations.parse(taint) for taint in cfg.tolerations)
     container = spec["containers"][0]
     container["terminationMessagePath"] = TERMINATION_LOG
-    # A container without a host process writes no termination message; its last log lines then serve as one.
+    # A container without a host process, or whose host has not begun (such as an image without Python), writes no
+    # termination message; its last log lines then serve as one.
     container["terminationMessagePolicy"] = "FallbackToLogsOnError"
     # Kubernetes expands $(NAME) and turns $$ into $. TorchX does not escape the user's own text against this.
     container["command"] = [_escaped(word) for word in container.get("command", ())]
@@ -163,7 +164,7 @@ def _variables(runs_hosts: bool, context: PodContext) -> list[Object]:
         # From a Secret, so that descriptions of the pod do not contain the private key.
         reference = {"secretKeyRef": {"name": context.app_id, "key": SECRET_KEY}}
         found.append({"name": CREDENTIALS, "valueFrom": reference})
-        found.append({"name": "MONARCH_TERMINATION_LOG", "value": TERMINATION_LOG})
+        found.append({"name": TERMINATION_VARIABLE, "value": TERMINATION_LOG})
         # The address, not the name: the cluster's DNS knows a pod some seconds after its start.
         found.append({"name": "MONARCH_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}})
         found.append({"name": "MONARCH_HOST_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})

@@ -27,6 +27,9 @@ VOLCANO = "batch.volcano.sh/v1alpha1"
 SECRET_KEY = "credentials"
 """The key of an app's Secret."""
 
+TERMINATION_VARIABLE = "MONARCH_TERMINATION_LOG"
+"""The variable of a container that runs a host: the file for its termination message."""
+
 _NO_CREDENTIALS = "(made when the job is submitted)"
 """The content of the Secret until the app is submitted."""
 
