@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.system import safe_files
+from torchx_monarch.system import run_dirs, safe_files
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 SOMEBODY_ELSE = 12345
@@ -238,3 +238,12 @@ def test_only_names_as_a_host_writes_them_count_as_numbered(tmp_path: Path) -> N
     (tmp_path / "99").mkdir()
     assert sorted(safe_files.numbered(tmp_path, "run_")) == [0, 7, 12]
     assert safe_files.numbered(tmp_path / "missing", "run_") == []
+
+
+@pytest.mark.parametrize("plant", [_fifo, _link, Path.mkdir])
+def test_what_is_in_the_place_of_a_folder_is_removed(plant: Callable[[Path], object], tmp_path: Path) -> None:
+    """shutil.rmtree waits for ever for a writer of a FIFO."""
+    plant(tmp_path / "folder")
+    for _ in range(2):
+        run_dirs.remove_tree(str(tmp_path / "folder"))
+    assert set(os.listdir(tmp_path)) <= {"target"}

@@ -14,7 +14,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -370,3 +370,45 @@ def test_a_transfer_that_was_given_up_does_not_cut_the_next(tmp_path: Path, monk
 
     monkeypatch.setattr(Tree, "decode", slow)
     assert asyncio.run(transfers()) == f"{(1 << len(second.contents)) - 1:x}"
+
+
+def _make_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "x").touch()
+
+
+def _link_to_zeros(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def _overwrite(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"#")
+
+
+@pytest.mark.parametrize("change", [_make_fifo, _make_folder, _link_to_zeros, _overwrite, Path.unlink])
+@pytest.mark.parametrize("size", [1, 3 << 20])
+def test_code_that_a_run_has_changed_in_the_store_is_sent_again(
+    change: Callable[[Path], None], size: int, tmp_path: Path, store: CodeStore
+) -> None:
+    root = write(tmp_path / "ws", {"a.py": "x" * size, "b.py": "y"})
+    tree = send(root, store)
+    [digest] = [entry.content for path, entry in tree.entries.items() if path == "a.py"]
+    stored = tmp_path / "store" / digest
+    os.mkfifo(f"{stored}.part")
+    for use in (lambda: store.acquire(tree.hash), lambda: list(store.pieces(tree, [digest]))):
+        change(stored)
+        with pytest.raises(StoreError, match=f"a program has changed it: {stored}: the code must be sent again"):
+            use()
+        assert store.known(tree.hash) is None
+        send(root, store)
+    path = store.acquire(tree.hash)
+    assert held(path) == tree

@@ -8,10 +8,13 @@ the content.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from torchx_monarch.system import safe_files
 
 PIECE = 1 << 19
 """Largest piece of an archive, and largest part of a file held in memory, in bytes."""
@@ -24,7 +27,7 @@ _HEAD = 40
 
 
 class ChangedError(Exception):
-    """A file has changed since the workspace was scanned; the message is its path."""
+    """A file does not have the expected content, as it had when its digest was taken; the message is its path."""
 
 
 class PackError(ValueError):
@@ -57,7 +60,7 @@ def pack(files: Iterable[tuple[str, int, str]]) -> Iterator[bytes]:
 def _record(digest: str, size: int, path: str) -> Iterator[bytes]:
     found, left = hashlib.sha256(), size
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(safe_files.open_file(path, any_owner=True), "rb", buffering=0) as file:
             yield bytes.fromhex(digest) + size.to_bytes(8, "big")
             while left:
                 data = file.read(min(left, PIECE))
@@ -68,7 +71,7 @@ def _record(digest: str, size: int, path: str) -> Iterator[bytes]:
                 if not left and found.hexdigest() != digest:
                     raise ChangedError(path)
                 yield data
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, safe_files.UnsafeFileError):
         raise ChangedError(path) from None
 
 
@@ -153,7 +156,9 @@ class Unpacker:
                 raise PackError(f"{self._left} bytes of the digest {self._digest} arrived that were not requested")
             self._found = hashlib.sha256()
             if self._digest in self._wanted:
-                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                with contextlib.suppress(FileNotFoundError):  # a program that runs here may have put a FIFO there
+                    os.unlink(self._path)
+                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self._end_if_complete()
         return data[lacks:]
 

@@ -2,21 +2,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Store the workspaces that a host receives: trees, file contents, and the working folders of runs.
 
-The store belongs to one host process, and its folder is deleted with that process. So the index is in memory only: the
-store never reads back what is on the disk. Methods may be called from any thread.
+The store belongs to one host process, and its folder is deleted with that process. So the index is in memory only. The
+programs that run on the host can reach the folder: a content is checked against its digest whenever it is used. Methods
+may be called from any thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 
-from torchx_monarch.code_sync.archive import Unpacker, pack
+from torchx_monarch.code_sync.archive import ChangedError, Unpacker, pack
 from torchx_monarch.code_sync.manifest import Tree, brief
-from torchx_monarch.code_sync.work_folder import WorkFolder
+from torchx_monarch.code_sync.work_folder import ContentError, WorkFolder
+from torchx_monarch.system import run_dirs
 
 _TREES = 32
 """Number of trees to keep. A client that returns to an earlier state of its code sends nothing, and queued runs find
@@ -126,8 +127,17 @@ class CodeStore:
         return tree
 
     def pieces(self, tree: Tree, digests: list[str]) -> Iterator[bytes]:
-        """Yield the archive of some contents of a tree, in pieces for ``take``."""
-        return pack((digest, tree.contents[digest], self._content(digest)) for digest in digests)
+        """Yield the archive of some contents of a tree, in pieces for ``take``.
+
+        Raises:
+            StoreError: a program has changed a content.
+        """
+        with self._as_store_error("read"):
+            try:
+                yield from pack((digest, tree.contents[digest], self._content(digest)) for digest in digests)
+            except ChangedError as error:
+                path = str(error)
+                raise ContentError(os.path.basename(path), path) from None
 
     # -- working folders of runs ---------------------------------------------------------------------------------------
 
@@ -135,7 +145,8 @@ class CodeStore:
         """Check out a tree for a run, and return the path of the folder. Active runs of the same tree share a folder.
 
         Raises:
-            StoreError: the store does not have the tree, or the folder cannot be written.
+            StoreError: the store does not have the tree, a program has changed a content, or the folder cannot be
+                written.
         """
         with self._lock, self._as_store_error("make"):
             tree = self.tree(tree_hash)
@@ -190,7 +201,7 @@ class CodeStore:
         idle = [each for each in self._folders if not each.users]
         for folder in idle[:-1]:
             if not folder.has_outputs():
-                shutil.rmtree(folder.path, ignore_errors=True)
+                run_dirs.remove_tree(folder.path)
                 self._folders.remove(folder)
         needed = {digest for tree in self._trees.values() for digest in tree.contents}
         for digest in self._contents - needed:
@@ -201,6 +212,14 @@ class CodeStore:
     def _content(self, digest: str) -> str:
         return os.path.join(self._folder, digest)
 
+    def _forget(self, digest: str) -> None:
+        """Delete a content that a program has changed, and the trees that need it."""
+        path = self._content(digest)
+        with self._lock:
+            self._contents.discard(digest)
+            self._trees = {key: tree for key, tree in self._trees.items() if digest not in tree.contents}
+            run_dirs.remove_tree(path)
+
     def _keep(self, digest: str, path: str) -> None:
         os.rename(path, self._content(digest))
         self._contents.add(digest)
@@ -209,6 +228,9 @@ class CodeStore:
     def _as_store_error(self, what: str) -> Iterator[None]:
         try:
             yield
+        except ContentError as error:
+            self._forget(error.digest)
+            raise StoreError(f"{error.strerror}: {error.filename}: the code must be sent again") from None
         except OSError as error:
             where = error.filename or self._folder
             raise StoreError(f"cannot {what} the code on this host: {error.strerror}: {where}") from None

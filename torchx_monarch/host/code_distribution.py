@@ -31,6 +31,7 @@ from torchx_monarch.code_sync.code_store import CodeStore, StoreError
 from torchx_monarch.code_sync.manifest import MAX_TREE, Tree, TreeError
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.model.world import LaunchError
+from torchx_monarch.system import safe_files
 from torchx_monarch.transport import messages
 
 FRAME = 1 << 19
@@ -98,7 +99,10 @@ class HostCode:
         encoded = await self._in_thread(tree.encode)
         parts = (encoded[at : at + FRAME] for at in range(0, len(encoded), FRAME))
         missing = _missing(tree, await send_to_all(broadcast, tree_hash, _from(parts), "code-tree"))
-        await send_to_all(broadcast, tree_hash, _from(self._store.pieces(tree, missing)), "code-contents")
+        try:
+            await send_to_all(broadcast, tree_hash, _from(self._store.pieces(tree, missing)), "code-contents")
+        except StoreError as error:
+            raise SyncError(str(error)) from None
 
     async def take_tree(self, args: dict[str, Any]) -> str | None:
         """Take a frame of an encoded tree.
@@ -296,7 +300,7 @@ async def _relay(broadcast: Broadcast, tree_hash: str, reader: asyncio.StreamRea
 async def _probe(code: HostCode, args: dict[str, Any]) -> bool:
     def look() -> bool:
         try:
-            with open(args["path"], encoding="utf-8") as file:
+            with open(safe_files.open_file(args["path"], any_owner=True), encoding="utf-8") as file:
                 return file.read(1000) == str(args["text"])
         except (OSError, ValueError):
             return False

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -155,7 +154,7 @@ class HostProcess:
         processes.kill_descendants(host.environ.get(processes.MARKER, ""))
         folder = host.sockets if "MONARCH_RUN_DIR" in host.environ else self._run_dir
         if folder:
-            shutil.rmtree(folder, ignore_errors=True)
+            run_dirs.remove_tree(folder)
         # Joining Monarch's threads can take seconds, and they have no work left.
         os._exit(result.code or 0)
 

@@ -72,6 +72,7 @@ def open_file(
     flags: int = os.O_RDONLY,
     *,
     below: str | os.PathLike[str] | None = None,
+    any_owner: bool = False,
 ) -> int:
     """Open a regular file of the caller, never through a symbolic link; return its descriptor.
 
@@ -81,6 +82,7 @@ def open_file(
             before the file has been checked.
         below: a folder above ``path`` that the caller must own, and whose path may contain links; the folders between
             it and the file must belong to the caller and be no links. None: the folder of the file is not checked.
+        any_owner: whether the file may belong to another user, because the caller checks its content.
 
     Raises:
         UnsafeFileError: the file, or a folder between ``below`` and it, breaks the rule.
@@ -89,10 +91,10 @@ def open_file(
     """
     path = os.fspath(path)
     if below is None:
-        return _open_file_at(None, path, path, flags)
+        return _open_file_at(None, path, path, flags, any_owner)
     folder = open_folder(os.path.dirname(path), below=below)
     try:
-        return _open_file_at(folder, os.path.basename(path), path, flags)
+        return _open_file_at(folder, os.path.basename(path), path, flags, any_owner)
     finally:
         os.close(folder)
 
@@ -323,7 +325,7 @@ def write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _open_file_at(folder: int | None, name: str, path: str, flags: int) -> int:
+def _open_file_at(folder: int | None, name: str, path: str, flags: int, any_owner: bool) -> int:
     """Open ``name`` in a folder; error messages call the file ``path``."""
     try:
         fd = os.open(name, flags | _FILE_FLAGS, 0o600, dir_fd=folder)
@@ -337,7 +339,8 @@ def _open_file_at(folder: int | None, name: str, path: str, flags: int) -> int:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise UnsafeFileError(path, f"is {_KINDS.get(stat.S_IFMT(found.st_mode), 'not a regular file')}")
-        _check_owner(found, path)
+        if not any_owner:
+            _check_owner(found, path)
     except BaseException:
         os.close(fd)
         raise

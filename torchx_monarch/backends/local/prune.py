@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import folder, state, status
+from torchx_monarch.system import run_dirs
 
 KEEP_APPS = 1000
 
@@ -49,7 +49,7 @@ def prune(apps: str, *, days: float | None = None, newest: int | None = None) ->
             if entry.name.startswith((folder.STAGING_PREFIX, folder.TRASH_PREFIX)):
                 with contextlib.suppress(OSError):
                     if entry.stat().st_mtime < time.time() - _WORK_TIME:
-                        shutil.rmtree(entry.path, ignore_errors=True)
+                        run_dirs.remove_tree(entry.path)
                 continue
             paths = state_files.AppPaths(entry.path)
             with contextlib.suppress(state_files.DamagedFileError, OSError):

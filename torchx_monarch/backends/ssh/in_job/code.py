@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import tempfile
 import time
 
@@ -19,7 +18,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.code_sync.archive import Unpacker
 from torchx_monarch.code_sync.manifest import Tree
 from torchx_monarch.code_sync.work_folder import WorkFolder
-from torchx_monarch.system import safe_files
+from torchx_monarch.system import run_dirs, safe_files
 
 _INCOMING = ".new-"
 
@@ -80,7 +79,7 @@ class Code:
         if self._unpacker is not None:
             self._unpacker.close()
         if self._incoming:
-            shutil.rmtree(self._incoming, ignore_errors=True)
+            run_dirs.remove_tree(self._incoming)
         self._unpacker, self._incoming = None, ""
 
     def _path(self, digest: str) -> str:
@@ -110,6 +109,6 @@ class Code:
             with contextlib.suppress(OSError):
                 if os.stat(path, follow_symlinks=False).st_mtime < oldest:
                     if name.startswith(_INCOMING):
-                        shutil.rmtree(path, ignore_errors=True)
+                        run_dirs.remove_tree(path)
                     else:
                         os.unlink(path)
