@@ -54,6 +54,12 @@ class Difference(Enum):
         "one interpreter per host imports it while the mesh forms, which is most of the time that a start takes",
     )
 
+    MONARCH_LOG = (
+        "`MONARCH_LOG_SUFFIX` and `MONARCH_FILE_LOG` in a rank's environment",
+        "as the caller has them",
+        "set: a rank that imports Monarch has its errors on stderr",
+        "Monarch would log to a path below `/tmp` at which another user can put a link",
+    )
     STARTUP_FILES = (
         "`sitecustomize`, `usercustomize` and `.pth` files of a rank",
         "see its whole environment",

@@ -16,10 +16,12 @@ from tests.conformance.launchers import Launchers, Outcome
 DIFFERENT = {
     "MASTER_ADDR": Difference.MASTER_ADDR,
     "MASTER_PORT": Difference.MASTER_PORT,
+    "MONARCH_FILE_LOG": Difference.MONARCH_LOG,
+    "MONARCH_LOG_SUFFIX": Difference.MONARCH_LOG,
     "TORCHELASTIC_ERROR_FILE": Difference.ERROR_FILE,
     "TORCHELASTIC_RUN_ID": Difference.RUN_ID,
 }
-"""Variables with another value."""
+"""Variables with another value, or that torchrun does not set."""
 
 PRELOADED = ("defaults", "virtual local rank of devices", "what another launcher left", "Python's own", "odd ones")
 """Cases in which ranks get their environment in an interpreter that has imported torch: all others in a fresh one."""

@@ -14,7 +14,7 @@ import pytest
 
 from tests.conformance.differences import Difference
 from tests.conformance.launchers import Job, Launchers, Outcome
-from tests.conformance.test_environment import environments
+from tests.conformance.test_environment import DIFFERENT, environments
 
 
 @pytest.mark.parametrize("rdzv", [pytest.param("static", marks=pytest.mark.nightly("4 s of processor time")), "c10d"])
@@ -23,12 +23,12 @@ def test_environment(rdzv: str, both: Launchers) -> None:
     theirs, ours = both.script("report(dict(os.environ))", "--role", "r", nodes=2, rdzv=rdzv)
     assert theirs.codes == ours.codes == [0, 0]
     # MASTER_PORT of the static rendezvous is the user's, a new one for each launch here.
-    expected = {"MASTER_PORT": Difference.MASTER_PORT, "TORCHELASTIC_ERROR_FILE": Difference.ERROR_FILE}
-    if rdzv == "c10d":
-        expected["MASTER_ADDR"] = Difference.MASTER_ADDR
+    expected = set(DIFFERENT) - {"TORCHELASTIC_RUN_ID"}
+    if rdzv != "c10d":
+        expected.remove("MASTER_ADDR")
     assert sorted(ours.reports) == [0, 1, 2, 3]
     for their, our in zip(environments(theirs), environments(ours), strict=True):
-        assert {name for name in {*their, *our} if their.get(name) != our.get(name)} == set(expected)
+        assert {name for name in {*their, *our} if their.get(name) != our.get(name)} == expected
 
 
 def test_process_group(both: Launchers) -> None:

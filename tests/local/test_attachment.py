@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from torchx_monarch.model.env_names import keep_monarch_log_private
 from torchx_monarch.monarch_adapter import worker_port
-from torchx_monarch.monarch_adapter.monarch_api import _TLS_VARIABLES, LOG_TO_STDERR
+from torchx_monarch.monarch_adapter.monarch_api import _TLS_VARIABLES
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.address import as_ipv6
 from torchx_monarch.transport.connections import Identity
@@ -76,7 +77,8 @@ def start(folder: Path) -> Iterator[Start]:
         url = url or f"ipc://{folder}/client{len(processes)}"
         with (folder / f"out{len(processes)}").open("wb") as out, (folder / f"err{len(processes)}").open("wb") as err:
             command = [sys.executable, "-c", program, url, *arguments]
-            environ = {**os.environ, **LOG_TO_STDERR, **(env or {})}
+            environ = {**os.environ, **(env or {})}
+            keep_monarch_log_private(environ)
             processes.append(subprocess.Popen(command, stdout=out, stderr=err, env=environ))
         return processes[-1]
 

@@ -80,6 +80,21 @@ job.state().trainers.spawn_procs().initialized.get(timeout=240)
 job.kill()
 """
 
+_MONARCH_FIRST = """
+import os, sys
+import monarch.actor
+opened = os.path.getsize(sys.argv[1])
+from torchx_monarch import MonarchJob
+monarch.actor.this_host().spawn_procs().initialized.get(timeout=240)
+assert os.path.getsize(sys.argv[1]) == opened
+os.truncate(sys.argv[1], 4)
+"""
+
+_RANK = """
+import monarch.actor
+monarch.actor.this_host().spawn_procs().initialized.get(timeout=240)
+"""
+
 _CONTROLLER = """
 import monarch.actor
 from torchx_monarch import this_job
@@ -88,7 +103,7 @@ this_job().state().trainer.spawn_procs().initialized.get(timeout=240)
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("unshare"), reason="needs a mount namespace")
-@pytest.mark.parametrize("who", ["client", "controller"])
+@pytest.mark.parametrize("who", ["client", "monarch first", "controller", "rank"])
 def test_monarchs_log_is_not_written_through_another_users_link(tmp_path: Path, folder: Path, who: str) -> None:
     planted, victim = tmp_path / "planted", tmp_path / "victim"
     planted.mkdir()
@@ -98,12 +113,19 @@ def test_monarchs_log_is_not_written_through_another_users_link(tmp_path: Path, 
     usual.mkdir(exist_ok=True)
     within = ("unshare", "--mount", "sh", "-c", f'mount --bind {planted} {usual} && exec "$@"', "sh")
     program = tmp_path / "program.py"
-    program.write_text(_CLIENT if who == "client" else _CONTROLLER)
-    if who == "client":
-        subprocess.run([*within, sys.executable, str(program)], cwd=tmp_path, timeout=300, check=True)
+    programs = {"client": _CLIENT, "monarch first": _MONARCH_FIRST, "controller": _CONTROLLER, "rank": _RANK}
+    program.write_text(programs[who])
+    if who in ("client", "monarch first"):
+        command = [*within, sys.executable, str(program), str(victim)]
+        done = subprocess.run(command, cwd=tmp_path, timeout=300, check=True, stderr=subprocess.PIPE, text=True)
+        said = f"INSECURE: Monarch was imported before torchx_monarch and has opened its log {usual}/monarch_log.log: "
+        assert (said in done.stderr) == (who == "monarch first")
     else:
-        command = ["python", "-m", "torchx_monarch.actors", "--idle-timeout", "0", "--", "python", str(program)]
-        hosts = Hosts(folder, command, wrapper=within).start()
+        actors = ["python", "-m", "torchx_monarch.actors", "--idle-timeout", "0", "--", "python"]
+        command = [*(actors if who == "controller" else ["torchrun"]), str(program)]
+        environ = {"MONARCH_LOG_SUFFIX": ".mine"}
+        (planted / "monarch_log.mine.log").symlink_to(victim)
+        hosts = Hosts(folder, command, options=("--preload", ""), wrapper=within, environ=environ).start()
         assert hosts.wait(300) == [0], hosts.err()
     assert victim.read_text() == "mine"
-    assert sorted(planted.iterdir()) == [planted / "monarch_log.log"]
+    assert all(path.is_symlink() for path in planted.iterdir())

@@ -32,7 +32,6 @@ from torchx_monarch.model.env_names import CREDENTIALS, is_for_hosts
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import World
-from torchx_monarch.monarch_adapter.monarch_api import LOG_TO_STDERR
 from torchx_monarch.system import processes
 from torchx_monarch.transport import connections, local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError
@@ -109,8 +108,6 @@ class ActorWorkload:
         # The script reads the hosts of all roles from this file, which is written when all hosts have joined.
         path = os.path.join(self._host.sockets, "job.json")
         self._host.environ.update({"MONARCH_THIS_JOB": path, "MONARCH_BATCH_JOB": "1"})
-        for name, value in LOG_TO_STDERR.items():  # the script may import Monarch before torchx_monarch
-            self._host.environ.setdefault(name, value)
         return await self._run.start()
 
     async def start_worker(

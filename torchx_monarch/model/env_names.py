@@ -6,6 +6,7 @@ Ranks do not inherit them. An app that is submitted from inside a replica of ano
 """
 
 import re
+from collections.abc import MutableMapping
 
 CREDENTIALS = "MONARCH_CREDENTIALS"
 """The variable that carries a job's credentials to its hosts: the text itself, or ``file:PATH`` (see
@@ -30,6 +31,19 @@ FOR_HOSTS = (
     "MONARCH_RESULT_KEY",  # key with which the host signs its result
 )
 """The variables that a backend sets for host processes."""
+
+
+def keep_monarch_log_private(environ: MutableMapping[str, str]) -> None:
+    """Have a process that starts with this environment, or imports Monarch later, log Monarch's errors to its stderr.
+
+    By default Monarch logs to /tmp/USER/monarch_log.log, one predictable path for all processes of the user, which it
+    opens when it is imported. Another user who makes that folder first can put a symbolic link or a FIFO there. No
+    option selects another file. But Monarch logs to stderr when it cannot create the file, and this suffix makes the
+    file name too long to create; any other suffix would be as predictable.
+    """
+    environ["MONARCH_LOG_SUFFIX"] = "to-stderr" * 32
+    environ.setdefault("MONARCH_FILE_LOG", "error")
+
 
 TRACE_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """OpenTelemetry's variables that name a collector. With one of them in its environment a job sends its trace."""

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.exceptions import ClientError
-from torchx_monarch.monarch_adapter import socket_guard
+from torchx_monarch.model.env_names import keep_monarch_log_private
+from torchx_monarch.monarch_adapter import log_file, socket_guard
 from torchx_monarch.monarch_adapter.attachment import CA, attach
 
 if TYPE_CHECKING:
@@ -31,16 +32,6 @@ _TUNING = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
     "HYPERACTOR_MESH_PROC_STOP_MAX_IDLE": "5s",
 }
-
-LOG_TO_STDERR = {
-    # By default Monarch logs to /tmp/USER/monarch_log.log, one predictable path for all jobs of the user. Another user
-    # who creates that folder first can put a symbolic link or a FIFO there. No option selects another file. But Monarch
-    # logs to stderr when it cannot create the file, and this suffix makes the file name too long to create.
-    "MONARCH_LOG_SUFFIX": "to-stderr" * 32,
-    "MONARCH_FILE_LOG": "error",
-}
-"""Variables for every process that imports Monarch, which reads them at its import; they keep its log out of ``/tmp``.
-The stderr of a host process is a file in the job's folder."""
 
 _BEYOND_LEASE = 15.0
 """Seconds beyond the lease after which Monarch itself gives up a silent process. Hosts detect it earlier by their own
@@ -59,16 +50,12 @@ _THREADS_END_WITHIN = 10.0
 def prepare_import() -> None:
     """Have Monarch log to this program's stderr, and its threads end before the interpreter. Call it before the import.
 
-    Without effect once Monarch is imported.
+    If Monarch is imported already, its log file is closed where another user may have planted it.
     """
-    _log_to_stderr()
+    log_file.close_unsafe(lambda text: print(f"[monarch] INSECURE: {text}", file=sys.stderr, flush=True))
+    keep_monarch_log_private(os.environ)
     if "monarch._rust_bindings" not in sys.modules:
         atexit.register(_wait_for_threads)
-
-
-def _log_to_stderr() -> None:
-    for name, value in LOG_TO_STDERR.items():
-        os.environ.setdefault(name, value)
 
 
 def _wait_for_threads() -> None:
@@ -116,7 +103,7 @@ def start_worker(
         outlives_client: whether this process may go on, as a client itself, when the one that has attached to it is
             lost.
     """
-    _log_to_stderr()
+    keep_monarch_log_private(os.environ)  # the stderr of a host process is a file in the job's folder
     for name, value in {**_TUNING, **_patience(lease, outlives_client)}.items():
         os.environ.setdefault(name, value)
     if tls is not None:

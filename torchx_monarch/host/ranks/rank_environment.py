@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torchx_monarch.command.command import CommandError, TorchrunOptions
-from torchx_monarch.model.env_names import is_for_hosts
+from torchx_monarch.model.env_names import is_for_hosts, keep_monarch_log_private
 from torchx_monarch.model.world import World
 
 
@@ -53,6 +53,7 @@ def interpreter_environment(host: Mapping[str, str], local_world_size: int) -> d
         local_world_size: number of ranks on this host.
     """
     env = {name: value for name, value in host.items() if not is_for_hosts(name)}
+    keep_monarch_log_private(env)
     if local_world_size > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     return env
