@@ -200,7 +200,7 @@ main()
         (tmp_path / "full").touch()
         status = apps.wait(app_id, 120.0)
         assert status.state is AppState.FAILED
-        assert "rank 1" in status.msg and "ValueError: boom of rank 1" in status.msg
+        assert "rank 1" in status.msg and "ValueError: boom of rank 1; the file system of " in status.msg
         assert "boom of rank 1" in status.structured_error_msg
         assert not list(folder.rglob("*.reserve"))
     finally:

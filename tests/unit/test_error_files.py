@@ -4,17 +4,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchx_monarch.backends.kubernetes.attempts import Attempt
+from torchx_monarch.host.ranks import rank_errors
 from torchx_monarch.insight.progress import Reporter, write_result
 from torchx_monarch.model.host_result import HostResult, no_retry_reason
 from torchx_monarch.model.job_result import JobResult, RankExit
@@ -141,3 +143,33 @@ def test_a_host_signs_its_result_where_its_backend_reads_the_log(tmp_path: Path)
     assert json.loads(result)["message"]["errorCode"] == 3
     assert signed_line.verified(lines, "other") == signed_line.verified(lines, "") == []
     assert signed_line.verified([lines[0].replace("code 3", "code 4"), f"[default0]:{lines[0]}"], "key") == []
+
+
+@pytest.mark.parametrize("lacking", [errno.ENOSPC, errno.EDQUOT])
+def test_who_had_no_room_for_an_error_file_says_so(
+    lacking: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A moment later there is room: the reserves of the others are removed. statvfs does not know of a quota."""
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **more: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(lacking, os.strerror(lacking), path)
+        return opened(path, flags, *args, **more)
+
+    path = str(tmp_path / "error.json")
+    said = f"the file system of {tmp_path} is full (no space, no inodes, or a quota)"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    writers: list[Callable[[], None]] = [
+        lambda: rank_errors.record(ValueError("boom"), True),
+        lambda: write_result(HostResult(1, "rank 0 failed"), os.environ, cast(Reporter, None)),
+    ]
+    for write in writers:
+        error_files.make_reserve(path)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", refuse)
+            write()
+        error = error_files.read(path)
+        told = RankExit(0, 0, 0, "here", 7, 1, 5.0, stderr_path=str(tmp_path / "stderr.log"), error=error).describe()
+        assert told.endswith((f"ValueError: boom; {said}", f"rank 0 failed; {said}"))
+        os.unlink(path)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import stat
 import time
@@ -165,8 +166,10 @@ def write_result(result: HostResult, environ: Mapping[str, str], reporter: Repor
     if result.code == 0:
         return
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):
+        full = error_files.describe_full(os.path.dirname(path))
+        on_full_disk = dataclasses.replace(result, reason=f"{result.reason}; {full}")
         with contextlib.suppress(OSError):
-            error_files.write(path, result.to_text)
+            error_files.write(path, lambda limit: (on_full_disk if limit else result).to_text(limit))
     _write(environ.get("MONARCH_TERMINATION_LOG"), result.to_text(_SHORT_RESULT))
 
 

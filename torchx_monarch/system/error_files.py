@@ -64,6 +64,11 @@ def read(path: str, since: float = 0.0, traceback_bytes: int = TRACEBACK_BYTES) 
     return known_fields(data, traceback_bytes)
 
 
+def describe_full(folder: str) -> str:
+    """Say that the file system of a folder is full, as a clause."""
+    return f"the file system of {folder} is full (no space, no inodes, or a quota)"
+
+
 def make_reserve(path: str) -> None:
     """Make a reserve file beside an error file, so that the error can be written when the disk is full.
 
@@ -84,7 +89,7 @@ def write(path: str, text: Callable[[int], str]) -> None:
 
     Args:
         path: the file.
-        text: returns the content, in at most the given number of bytes; 0 means no limit.
+        text: returns the content, in at most the given number of bytes. 0: no limit, and the disk is not full.
 
     Raises:
         OSError: the file could not be written.
@@ -139,7 +144,7 @@ def known_fields(data: dict[str, Any], traceback_bytes: int = TRACEBACK_BYTES) -
 
 _SHORT = (
     *("errorCode", "timestamp", "raised_at", "began", "joined", "consequence", "replica", "log"),
-    *("rank_restarts", "final", "restarts", "ended"),
+    *("rank_restarts", "final", "restarts", "ended", "disk_full"),
 )
 
 

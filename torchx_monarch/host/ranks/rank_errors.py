@@ -22,8 +22,9 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 def record(error: BaseException, began: bool) -> None:
     """Write the torchelastic error file, unless the program (``@record``) has written it.
 
-    Beside torch's keys, ``extraInfo`` has ``raised_at``, seconds since the epoch with a fraction; ``began``; and, if
-    ``init_process_group`` failed, ``joined``: whether the process had been in a process group before.
+    Beside torch's keys, ``extraInfo`` has ``raised_at``, seconds since the epoch with a fraction; ``began``; if
+    ``init_process_group`` failed, ``joined``: whether the process had been in a process group before; and
+    ``disk_full``, if the file could only be written into its reserve.
 
     Args:
         error: the exception that ended the program.
@@ -81,7 +82,11 @@ def _why_not_started(error: BaseException) -> str:
 
 
 def _write_into_reserve(path: str, data: dict[str, Any]) -> None:
-    """Write the error into the reserve file that the host has made beside it; shorten the traceback to fit."""
+    """Write the error into the reserve file that the host has made beside it; shorten the traceback to fit.
+
+    The host learns the reason, ``disk_full``, from the file: a moment later the reserves of other ranks are free again.
+    """
+    data["message"]["extraInfo"]["disk_full"] = True
     with open(path + ".reserve", "r+b") as file:
         room = os.fstat(file.fileno()).st_size
         message, extra = data["message"], data["message"]["extraInfo"]
