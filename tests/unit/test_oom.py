@@ -31,14 +31,22 @@ V2 = {
     "sys/fs/cgroup/job/step/memory.max": "536870912\n",
     "sys/fs/cgroup/job/memory.max": "max\n",
 }
-NO_LIMIT = {**V2, "sys/fs/cgroup/job/step/memory.max": "max\n"}
+NO_LIMIT = {**V2, "sys/fs/cgroup/job/step/memory.max": "max\n", "proc/meminfo": "MemTotal: 2097152 kB\n"}
 IN_CONTAINER = {  # /proc names the machine's path, /sys/fs/cgroup is the container's own
     "proc/self/cgroup": "4:memory:/docker/0123\n",
     "sys/fs/cgroup/memory/memory.oom_control": "oom_kill {kills}\n",
     "sys/fs/cgroup/memory/memory.limit_in_bytes": "536870912\n",
 }
-MACHINE = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cgroup.procs": "1\n", "proc/vmstat": "oom_kill {kills}\n"}
-OF_512 = "the kernel killed it for want of memory (the memory limit of its cgroup is 512 MiB)"
+MACHINE = {
+    "proc/self/cgroup": "0::/\n",
+    "sys/fs/cgroup/cgroup.procs": "1\n",
+    "proc/vmstat": "oom_kill {kills}\n",
+    "proc/meminfo": "MemTotal:       2097152 kB\nMemFree: 1 kB\n",
+}
+KILLED = (
+    "probably for want of memory: the kernel's OOM killer has killed 1 process of {} since the ranks were started ({})"
+)
+OF_512 = KILLED.format("its cgroup", "the memory limit of its cgroup is 512 MiB")
 
 
 @pytest.mark.parametrize(
@@ -47,8 +55,8 @@ OF_512 = "the kernel killed it for want of memory (the memory limit of its cgrou
         (V1, OF_512),
         (V2, OF_512),
         (IN_CONTAINER, OF_512),
-        (NO_LIMIT, "the kernel killed it for want of memory (its cgroup has no memory limit)"),
-        (MACHINE, "the kernel's OOM killer was active on this machine"),
+        (NO_LIMIT, KILLED.format("its cgroup", "the machine has 2048 MiB")),
+        (MACHINE, KILLED.format("this machine", "the machine has 2048 MiB")),
         ({}, ""),
     ],
 )
@@ -59,6 +67,9 @@ def test_only_kills_since_the_start_count(tmp_path: Path, files: dict[str, str],
     write(tmp_path, {name: text.format(kills=4) for name, text in files.items()})
     assert memory.evidence() == says
     assert OutOfMemory(tmp_path).evidence() == ""
+    if files:  # such as workers of a DataLoader, and then a rank that somebody else has killed
+        write(tmp_path, {name: text.format(kills=6) for name, text in files.items()})
+        assert "has killed 3 processes of" in memory.evidence()
 
 
 def test_kills_of_others_on_the_machine_do_not_count_where_the_cgroup_counts(tmp_path: Path) -> None:

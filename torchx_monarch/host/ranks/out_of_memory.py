@@ -35,15 +35,29 @@ class OutOfMemory:
         self._kills_before, self._machine_before = self._kills()
 
     def evidence(self) -> str:
-        """Return why a process of this host died of SIGKILL; empty if the kernel has OOM-killed none."""
+        """Return why a rank of this host may have died of SIGKILL; empty if the kernel has OOM-killed no process.
+
+        The counters do not say which process it was: it may have been one that the rank had started.
+        """
         kills, machine = self._kills()
-        if kills > self._kills_before:
-            limit = self._limit()
-            where = f"the memory limit of its cgroup is {_in_mib(limit)}" if limit else "its cgroup has no memory limit"
-            return f"the kernel killed it for want of memory ({where})"
-        if self._counter is None and machine > self._machine_before:
-            return "the kernel's OOM killer was active on this machine"
-        return ""
+        if self._counter is not None:
+            number, where, limit = kills - self._kills_before, "its cgroup", self._limit()
+        else:
+            number, where, limit = machine - self._machine_before, "this machine", 0
+        if number <= 0:
+            return ""
+        bound = f"the memory limit of its cgroup is {_in_mib(limit)}" if limit else self._of_machine()
+        processes = "1 process" if number == 1 else f"{number} processes"
+        return (
+            f"probably for want of memory: the kernel's OOM killer has killed {processes} of {where} since the ranks "
+            f"were started ({bound})"
+        )
+
+    def _of_machine(self) -> str:
+        for line in _text(self._root / "proc/meminfo").splitlines():
+            if (words := line.split())[:1] == ["MemTotal:"] and words[1].isdecimal():
+                return f"the machine has {_in_mib(int(words[1]) * 1024)}"
+        return "its size is unknown"
 
     def _kills(self) -> tuple[int, int]:
         """Return the number of OOM kills in this cgroup and on the machine."""
