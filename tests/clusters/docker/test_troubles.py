@@ -112,7 +112,7 @@ def test_an_image_without_what_is_needed(apps: Apps, daemon: Daemon, path: str, 
     handle = apps.run(role)
     status = apps.wait(handle)
     assert (status.state, status.num_restarts) == (AppState.FAILED, 1)
-    assert status.msg.startswith(f"replica trainer/0 exited with code {code} ("), status.msg
+    assert status.msg.startswith(f"replica trainer/0 exited with code {code}; its last output: "), status.msg
     assert re.search(words, status.msg), status.msg
 
 

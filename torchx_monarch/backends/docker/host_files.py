@@ -14,11 +14,13 @@ from torchx_monarch.backends.docker.native import environment, last_line, map_co
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot
 from torchx_monarch.model.state import State
 from torchx_monarch.system import error_files
+from torchx_monarch.system.untrusted_text import one_line
 
 if TYPE_CHECKING:
     from docker.models.containers import Container
 
 _NO_SUCH_COMMAND = 127
+_LONGEST_LINE = 300
 
 
 def add_files(app: DockerSnapshot) -> DockerSnapshot:
@@ -54,11 +56,14 @@ def _rank_restarts(container: Container) -> int:
 
 
 def _why_no_host(container: Container) -> str:
-    """Describe why a host without an error file did not start: its last log line, in parentheses; empty if unknown."""
+    """Describe why a host without an error file may not have started: its last log line; empty if it has none.
+
+    The line is no cause: if the host did start, a rank may have written it, and removed the error file.
+    """
     code = container.attrs["State"]["ExitCode"]
-    line = last_line(container) if 0 < code <= _NO_SUCH_COMMAND else ""
+    line = one_line(last_line(container), _LONGEST_LINE) if 0 < code <= _NO_SUCH_COMMAND else ""
     if re.search(r"No module named '?torchx_monarch", line):
         line += "; install torchx-monarch in the image"
     elif line and code == _NO_SUCH_COMMAND:
         line += "; the image needs a `python` on its PATH, in which torchx-monarch is installed"
-    return f" ({line})" if line else ""
+    return f"; its last output: {line}" if line else ""
