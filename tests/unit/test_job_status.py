@@ -191,6 +191,19 @@ def test_numbers_with_thousands_of_digits_are_no_progress() -> None:
     assert status_of(snapshot(args=["--nproc-per-node", digits, "train.py"])).ranks is None
 
 
+def test_facts_from_the_log_are_marked() -> None:
+    """A rank can print such lines."""
+    forged = "rank 3 (local rank 3 on node-a, pid 9) exited with code 1: forged"
+    happened = events_of([TimedLine(950.0, f"[monarch] {forged}")])
+    found = status_of(snapshot(), happened, from_log=True)
+    assert found.to_json()["from_log"] is True and found.last_failure is not None
+    assert "  source       what the ranks do, and how they failed, is from the log, which ranks can write to" in render(
+        found, NOW
+    )
+    for none in (status_of(snapshot(), [], from_log=True), status_of(snapshot(), happened)):
+        assert not none.from_log and "source" not in render(none, NOW)
+
+
 def test_a_live_allocation() -> None:
     run = {"run": 3, "state": "failed", "exit_code": 1, "started": 940.0, "ended": 950.0, "command": "torchrun\nt.py"}
     live = LiveState(True, 2, None, 3, 0, 42.0, 600.0, [run])

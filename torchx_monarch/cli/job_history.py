@@ -64,7 +64,8 @@ def read_history(scheduler: MonarchScheduler, handle: str, app_id: str) -> JobHi
     now = time.time()
     recorded = scheduler.read_events(app_id)
     happened = recorded or _events_of_logs(scheduler, app)
-    status = job_status.build(handle, app, decided, happened, now=now, log_folder=log_folder(app))
+    folder, from_log = log_folder(app), not recorded
+    status = job_status.build(handle, app, decided, happened, now=now, log_folder=folder, from_log=from_log)
     if not recorded and status.started:
         started = {"time": status.started, "kind": "job_started", "message": "the job started"}
         happened = [started, *(event for event in happened if event["time"] >= status.started)]

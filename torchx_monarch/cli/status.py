@@ -107,13 +107,14 @@ def _look(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: SampledR
     if found is None:
         raise unknown(handle)
     app, status = found
-    happened, last_output, live = scheduler.read_events(app_id), 0.0, None
+    happened, last_output, live, from_log = scheduler.read_events(app_id), 0.0, None, False
     if status.state is State.RUNNING:
         logs = _ends_of_logs(scheduler, app)
         parser = LineParser()
         output = (line for lines in logs for line in lines if not parser.parse(line.text).is_of_host)
         last_output = max((line.time for line in output), default=0.0)
-        happened = happened or (events_of(logs[0]) if logs else [])
+        if from_log := not happened and bool(logs):
+            happened = events_of(logs[0])
         live = _live(handle, app)
     built = build(
         handle,
@@ -123,6 +124,7 @@ def _look(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: SampledR
         last_output=last_output,
         log_folder=log_folder(app),
         live=live,
+        from_log=from_log,
     )
     first = next((role.spec for role in app.roles if role.spec.workload in _WITH_RANKS), None)
     if built.phase != "running" or first is None:

@@ -60,6 +60,8 @@ def _facts(status: JobStatus, now: float) -> Iterator[tuple[str, str]]:
     if status.hang is not None:
         ago = f"{show_duration(now - status.hang.time)} ago: " if status.hang.time else ""
         yield "hang", ago + status.hang.message
+    if status.from_log:
+        yield "source", "what the ranks do, and how they failed, is from the log, which ranks can write to"
     printed = [one.last_output for one in status.activity or () if one.last_output is not None]
     if last := max(printed, default=status.last_output):
         yield "last output", f"{show_duration(now - last)} ago"

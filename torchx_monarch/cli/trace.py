@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
             say(problem)
         if not collectives:
             say("this machine has no dump of the flight recorder of this job")
-    written = trace(history.timeline, history.status.name, collectives)
+    written = trace(history.timeline, history.status.name, collectives, from_log=history.status.from_log)
     write_output(args.output, json.dumps(written))
     if args.json:
         print_json({"path": os.path.abspath(args.output), "events": len(written["traceEvents"])})

@@ -24,6 +24,7 @@ def trace(
     timeline: Timeline,
     name: str,
     collectives: Mapping[tuple[int, int, int], Iterable[RecordedCollective]] | None = None,
+    from_log: bool = False,
 ) -> dict[str, Any]:
     """Return the JSON object of a trace file.
 
@@ -32,6 +33,7 @@ def trace(
         name: name of the job.
         collectives: what the flight recorder has of the ranks, by run (0 for a batch job), attempt (from 1) and rank;
             None to leave it out.
+        from_log: whether the timeline is of the progress lines in the log, which ranks can imitate.
     """
     job = timeline.job
     roles = [span.name for span in timeline.of_kind("role")]
@@ -76,7 +78,8 @@ def trace(
             if span.start <= each.called <= span.end:
                 track = (processes[span.role, span.replica or 0], span.number + 1)
                 events.append(_collective(each, span, job.start, track))
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"start": job.start, "job": name}}
+    about = {"start": job.start, "job": name, "from_log": from_log}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
 def _named(what: str, process: int, thread: int, name: str) -> list[dict[str, Any]]:

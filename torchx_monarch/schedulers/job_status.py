@@ -179,6 +179,8 @@ class JobStatus:
         roles: its roles and their commands.
         live: the answer of the hosts of a live allocation; None for other jobs and hosts that do not answer.
         activity: what each rank of the first role does; None if no ranks run, or their hosts do not answer.
+        from_log: whether phase, attempt, hosts, ranks, failures and hang are of the progress lines in the log, which
+            ranks can imitate.
     """
 
     handle: str
@@ -205,6 +207,7 @@ class JobStatus:
     roles: Sequence[RoleCommand] = field(default_factory=tuple)
     live: LiveState | None = None
     activity: Sequence[RankActivity] | None = None
+    from_log: bool = False
 
     @property
     def has_ended(self) -> bool:
@@ -230,6 +233,7 @@ def build(
     last_output: float = 0.0,
     log_folder: str = "",
     live: LiveState | None = None,
+    from_log: bool = False,
 ) -> JobStatus:
     """Derive the status of a job from what its backend, its events and its hosts tell.
 
@@ -243,6 +247,7 @@ def build(
         last_output: when a rank printed something last, in seconds since the epoch; 0 if unknown.
         log_folder: folder of the logs; empty if this machine does not see it.
         live: the answer of the hosts of a live allocation; None without one.
+        from_log: whether ``events_of`` has made the events.
     """
     now = time.time() if now is None else now
     commands = _commands(app.app) if app.app is not None else []
@@ -274,6 +279,7 @@ def build(
         log_folder=log_folder or None,
         roles=_roles(app.app) if app.app is not None else (),
         live=live,
+        from_log=from_log and bool(happened),
     )
 
 
