@@ -54,19 +54,23 @@ time.sleep(600)
 
 
 def test_a_rank_cannot_stop_the_next_attempt_from_being_logged(folder: Path) -> None:
-    """A FIFO where the next attempt's log is to be would be opened for ever."""
+    """A FIFO where the next attempt's log is to be would be opened for ever; exit code and rank stay right."""
     (folder / "prog.py").write_text("""
 import os
 log = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
 later = log.replace("attempt_0", "attempt_1")
-os.makedirs(later)
-os.mkfifo(os.path.join(later, "stdout.log"))
+if "attempt_0" in log:
+    os.makedirs(os.path.join(later, "error.json", "x"))
+    os.mkfifo(os.path.join(later, "stdout.log"))
+    os.symlink("/dev/full", os.path.join(later, "stderr.log"))
+print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
 os._exit(3)
 """)
     command = torchrun("--max-restarts", "1", str(folder / "prog.py"), nproc=1)
     hosts = Hosts(folder, command, options=NO_PRELOAD).start()
-    assert hosts.wait() == [1]
-    assert "cannot write the ranks' logs: is a FIFO: " in hosts.err()
+    assert hosts.wait() == [3]
+    assert re.search(r"FAILED: rank 0 \(.*\) exited with code 3 ", hosts.err())
+    assert (hosts.logs(0) / "attempt_1" / "0" / "stdout.log").read_text() == "attempt 1\n"
 
 
 def test_what_a_rank_says_stays_in_its_line(folder: Path) -> None:

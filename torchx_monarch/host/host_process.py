@@ -213,7 +213,7 @@ class HostProcess:
     def _redirect_own_output(self) -> None:
         try:
             os.makedirs(self._host.log_dir, mode=0o700, exist_ok=True)
-            log = safe_files.open_file(self._host.monarch_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            log = safe_files.open_log(self._host.monarch_log)
         except OSError:
             log = os.open(os.devnull, os.O_WRONLY)  # creating the ranks' logs will report what is wrong with the folder
         os.dup2(log, 1)

@@ -99,6 +99,25 @@ def open_file(
         os.close(folder)
 
 
+def open_log(path: str | os.PathLike[str]) -> int:
+    """Open a log file for appending, and make it if there is none; return its descriptor.
+
+    A link, a FIFO or a socket of that name, which a rank may have made ahead, is removed.
+
+    Raises:
+        UnsafeFileError: it is a folder, or belongs to another user.
+        OSError: the system refuses.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    try:
+        return open_file(path, flags)
+    except UnsafeFileError:
+        if stat.S_IFMT(os.lstat(path).st_mode) in (stat.S_IFREG, stat.S_IFDIR):
+            raise
+    os.unlink(path)
+    return open_file(path, flags | os.O_EXCL)
+
+
 def open_folder(path: str | os.PathLike[str], *, below: str | os.PathLike[str]) -> int:
     """Open a folder of the caller; return its descriptor, for ``dir_fd`` and scandir.
 

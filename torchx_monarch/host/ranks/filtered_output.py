@@ -41,7 +41,7 @@ class FilteredFile:
     """
 
     def __init__(self, path: str, texts: Sequence[str], prefix: bytes) -> None:
-        self._file = safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._file = safe_files.open_log(path)
         self._texts = [text.encode() for text in texts]
         self._prefix = prefix
         self._goes_on = False

@@ -81,7 +81,7 @@ class RankLogs:
             if texts and directory:
                 filtered = directory.with_name(filtered_name(name, self.replica))
                 # The file exists even if no stream is teed, as under torchrun.
-                os.close(safe_files.open_file(filtered, os.O_WRONLY | os.O_CREAT))
+                os.close(safe_files.open_log(filtered))
                 if teed and shown:
                     sinks.append(FilteredFile(str(filtered), texts, prefix.encode()))
             sink = sinks[0] if len(sinks) == 1 else SinkGroup(sinks) if sinks else None

@@ -90,10 +90,10 @@ class OutputPipe:
             stamped: whether the time is written before the prefix.
 
         Raises:
-            OSError: the file cannot be opened, or is not a regular file of this user: an earlier rank may have made it.
+            OSError: the file cannot be opened, or belongs to another user.
         """
         if path is not None:
-            self._file = safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            self._file = safe_files.open_log(path)
         self._console = console
         self._prefix = prefix.encode()
         self._sink = sink

@@ -36,7 +36,7 @@ from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import LaunchError, World
-from torchx_monarch.system import error_files, open_files, processes
+from torchx_monarch.system import error_files, open_files, processes, run_dirs
 from torchx_monarch.transport import messages
 
 _STACKS_TIMEOUT = 3.0
@@ -359,8 +359,8 @@ class RankPool:
         """Return the description of a rank for ``RankStarter.start``."""
         run, program, error_file = self._run, self._run.command.program_of(rank.local_rank), ""
         if rank.directory is not None:
-            (rank.directory / "error.json").unlink(missing_ok=True)
             error_file = str(rank.directory / "error.json")
+            run_dirs.remove_tree(error_file)
             error_files.make_reserve(error_file)
             rank_progress.prepare(rank.directory)
         env = rank_environment(world, run.command.options, self._replica, rank.local_rank, run.environ, error_file)
