@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -31,6 +32,9 @@ from torchx_monarch.transport.credentials import ClientCredentials, HostCredenti
 pytestmark = requires_namespaces
 
 _REFUSED_WITHIN = 60.0
+
+_LOOKED_ON = 30.0
+"""Seconds after which a connection that has sent nothing counts as kept; what is proposed to upstream is 10 s."""
 
 _STRANGER = 2
 """The machine that has no part in the job."""
@@ -365,4 +369,25 @@ def test_hundreds_of_unauthenticated_clients_on_the_ports_of_monarch(
         assert most < memory + 50, f"{memory} MB before, {most} MB at most"
     eventually(lambda: open_files(victim) <= files + 5, "the connections to be closed")
     assert log.stat().st_size - logged < 200_000
+    job.finish()
+
+
+@pytest.mark.nightly("it looks on for half a minute whether upstream has mended a fault")
+def test_monarch_keeps_silent_connections(job: Job) -> None:
+    """If this fails, docs/explanation/upstream.md has a section, and security.md a limit, that can go."""
+    silent: dict[socket.socket, int] = {}
+    try:
+        for address, port, _ in job.ports:
+            with job.network.entered(_STRANGER):
+                silent[socket.create_connection((address, port), timeout=_REFUSED_WITHIN)] = port
+        closed, until = set(), time.monotonic() + _LOOKED_ON
+        while (left := until - time.monotonic()) > 0 and (ended := select.select(list(silent), [], [], left)[0]):
+            for connection in ended:
+                closed.add(silent.pop(connection))
+                connection.close()
+        assert closed == {PORT}, "replica 0's own port closes them, Monarch's three do not"
+        assert len(silent) == 3
+    finally:
+        for connection in silent:
+            connection.close()
     job.finish()

@@ -37,7 +37,8 @@ class RankResult:
         exit_code: its exit code; -n if signal n killed it.
         seconds: seconds from the start of the program to its end; 0 if the start is unknown.
         failed: whether it failed by itself; False if it succeeded or failed only because it was stopped.
-        message: the Python exception in one line; empty if the host has no exception from the rank.
+        message: the Python exception, of one line or more, without other control characters; empty if the host has no
+            exception from the rank.
         traceback: the Python traceback; empty if the host has none.
         log_path: path of its stderr log on its host, with ``stdout.log`` in the same folder; empty without log files.
     """
