@@ -18,7 +18,8 @@ from pathlib import Path
 from tests.local.live import Live
 from torchx_monarch.client.result import RunResult
 
-HANG_AFTER = 2.0
+HANG_AFTER = 3.0
+"""Seconds; a busy machine may keep a rank of a healthy program from running for nearly as long."""
 
 PROGRAM = '''
 import ctypes, os, signal, sys, time
@@ -94,8 +95,8 @@ elif how == "checkpoint":
             time.sleep(0.6 * hang_after)
         dist.barrier()
 elif how == "uneven":
-    for step in range(6):
-        time.sleep((rank + step) % 4 * 0.15 * hang_after)
+    for step in range(18):  # together longer than it takes to be a hang
+        time.sleep((rank + step) % 4 * 0.05 * hang_after)
         all_reduce(groups[rank // 2])
         all_reduce()
 elif how == "silence":

@@ -212,14 +212,14 @@ main()
 def test_the_disk_has_room_again(apps: Detached, small: Path, tmp_path: Path, eventually: Eventually) -> None:
     command = (
         f"while ! test -e {tmp_path}/full; do sleep 0.02; done;"
-        f" for i in $(seq 1000); do echo 0123456789; done; touch {tmp_path}/wrote;"
+        # More than a pipe holds: by its end, the supervisor has read some of it, and could not write it.
+        f" head -c 1000000 /dev/zero | tr '\\0' '\\n'; touch {tmp_path}/wrote;"
         f" while ! test -e {tmp_path}/room; do sleep 0.02; done; echo last"
     )
     app_id = apps.run(sh(command))
     fill(small)
     (tmp_path / "full").touch()
     eventually(lambda: (tmp_path / "wrote").exists(), "the job, which a full disk must not hold up")
-    time.sleep(0.3)
     (small / "ballast").unlink()
     (tmp_path / "room").touch()
     status = apps.wait(app_id)

@@ -67,7 +67,8 @@ def test_a_hang_is_observed_until_it_is_over_and_ranks_are_restarted_if_asked_fo
 
     (folder / "go").unlink()
     (folder / "events.jsonl").unlink()
-    more = (*options, "--on-hang", "restart", "--retry-on", "77")
+    # The second attempt is to be no hang on a busy machine either.
+    more = ("--grace", "5", "--hang-after", "5", "--on-hang", "restart", "--retry-on", "77")
     restarted = Hosts(folder, torchrun(path, restarts=1), options=more, environ={"GO": str(folder / "go")}).start()
     assert restarted.wait() == [0], restarted.err()
     assert restarted.out().count("done") == 2 + 2 and len(hangs(restarted)) == 1

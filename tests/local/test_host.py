@@ -105,11 +105,13 @@ def test_sigterm_handler_runs_in_the_main_thread_and_peers_are_stopped(
             os.write(1, f"stopping {rank}\\n".encode())
             sys.exit(0)
         signal.signal(signal.SIGTERM, stop)
-        print("ready", flush=True)
+        ready = sys.argv[0] + ".ready"
         if rank == 1:
-            time.sleep(0.5)
+            while not os.path.exists(ready):
+                time.sleep(0.02)
             sys.exit(7)
-        time.sleep(60)
+        open(ready, "w").close()
+        time.sleep(1000)
     """)
     hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD).start()
     assert hosts.wait() == [7]
@@ -120,11 +122,14 @@ def test_rank_that_ignores_sigterm_is_killed_with_its_children(folder: Path, scr
     path = script("""
         import subprocess
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        started = sys.argv[0] + ".started"
         if rank == 0:
             subprocess.Popen(["sleep", "1000"], preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
             subprocess.Popen(["sleep", "1001"], start_new_session=True)
+            open(started, "w").close()
             time.sleep(1000)
-        time.sleep(0.5)
+        while not os.path.exists(started):
+            time.sleep(0.02)
         sys.exit(4)
     """)
     hosts = Hosts(folder, torchrun(path), options=("--grace", "1", "--preload", "")).start()

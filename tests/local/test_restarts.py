@@ -25,10 +25,15 @@ def torchrun(*words: str, restarts: int, nnodes: int = 1) -> list[str]:
 
 def test_restarts_until_it_succeeds_and_keeps_every_attempts_logs(folder: Path, script: Callable[[str], str]) -> None:
     path = script("""
+        import pathlib
         print("attempt", attempt, "of", os.environ["TORCHELASTIC_MAX_RESTARTS"])
         sys.stdout.flush()
+        printed = pathlib.Path(sys.argv[0]).with_name(f"printed{attempt}")
+        printed.mkdir(exist_ok=True)
+        (printed / str(rank)).touch()
         if rank == 3 and attempt < 2:
-            time.sleep(1)  # until the others have printed
+            while len(list(printed.iterdir())) < 4:
+                time.sleep(0.02)
             raise RuntimeError(f"failure {attempt}")
         if attempt < 2:
             time.sleep(100)
@@ -163,11 +168,14 @@ def test_a_restart_imports_nothing_again(folder: Path, script: Callable[[str], s
 def test_a_rank_that_blames_its_peer_is_not_the_cause(folder: Path, script: Callable[[str], str]) -> None:
     # The culprit takes its time to go, as an interpreter with torch does; its peer's complaint arrives first.
     path = script("""
-        import atexit
+        import atexit, pathlib
+        raised = pathlib.Path(sys.argv[0]).with_name("raised")
         if rank == 0:
-            time.sleep(0.3)
+            while not raised.exists():
+                time.sleep(0.02)
             raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3145")
         atexit.register(time.sleep, 3)
+        atexit.register(raised.touch)  # runs first, once the exception is in the error file
         raise ValueError("the cause")
     """)
     hosts = Hosts(folder, torchrun(path, restarts=0), options=NO_PRELOAD).start()

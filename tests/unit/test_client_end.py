@@ -19,7 +19,7 @@ def monarch():  # as one of its threads that has not ended within Monarch's seco
     with open(f"/proc/self/task/{{threading.get_native_id()}}/comm", "w") as name:
         name.write("monarch-pytokio")
     named.set()
-    time.sleep(0.5)
+    time.sleep({seconds})
     print("ended", flush=True)
 
 named = threading.Event()
@@ -29,11 +29,11 @@ named.wait()
 
 
 @pytest.mark.parametrize(
-    ("first", "printed"),
-    [("", "ended\n"), ("sys.modules['monarch._rust_bindings'] = sys", "")],
+    ("first", "seconds", "printed"),
+    [("", 0.5, "ended\n"), ("sys.modules['monarch._rust_bindings'] = sys", 1000, "")],
     ids=["Monarch is imported later", "Monarch was imported before, and its threads are told to end last"],
 )
-def test_it_waits_for_monarchs_threads(first: str, printed: str) -> None:
-    command = [sys.executable, "-c", _PROGRAM.format(first=first)]
+def test_it_waits_for_monarchs_threads(first: str, seconds: float, printed: str) -> None:
+    command = [sys.executable, "-c", _PROGRAM.format(first=first, seconds=seconds)]
     done = subprocess.run(command, timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
