@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -126,9 +125,3 @@ def pid_in(path: Path) -> int:
     """The pid in a file that a program of a test writes; 0 while it is not there or not complete."""
     text = path.read_text() if path.exists() else ""
     return int(text) if text.endswith("\n") else 0
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of one process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
