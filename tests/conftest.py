@@ -22,7 +22,9 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests import waits
 from tests.fork_server import ForkServer
+from tests.waits import WITHIN
 
 # Beside test modules, pytest shows the values in failed assertions of these.
 pytest.register_assert_rewrite("tests.clusters.live", "tests.contract.contract", "tests.contract.place")
@@ -39,10 +41,6 @@ hypothesis.settings.load_profile("repeatable")
 
 _MARK = "TORCHX_MONARCH_TEST"
 """In the environment of everything that a test starts."""
-
-_GONE_WITHIN = 20.0
-"""Seconds that processes of a test have to go after its end: a supervisor removes its folder last of all."""
-
 
 # These are ignored where the tests were started in the background, or with nohup, and what is ignored stays so in every
 # process that a test starts.
@@ -169,7 +167,8 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.delenv("HYPERACTOR_EXECUTION_ID", raising=False)  # of a Monarch that another test has imported here
     yield
-    until = time.monotonic() + _GONE_WITHIN
+    # A supervisor removes its folder last of all.
+    until = time.monotonic() + WITHIN
     while (alive := {**marked_processes(mark, older), **ForkServer.running()}) and time.monotonic() < until:
         time.sleep(0.05)
     for pid in alive:
@@ -208,7 +207,7 @@ def folder(leaves_nothing: None) -> Iterator[Path]:
     """Yield a folder with a short path, for sockets, logs and events of hosts, which may be ending after the test."""
     path = Path(tempfile.mkdtemp(prefix="h"))
     yield path
-    until = time.monotonic() + _GONE_WITHIN
+    until = time.monotonic() + WITHIN
     while path.exists():
         try:
             shutil.rmtree(path)
@@ -221,12 +220,4 @@ def folder(leaves_nothing: None) -> Iterator[Path]:
 @pytest.fixture
 def eventually() -> Callable[..., object]:
     """Poll a condition until it holds: ``eventually(lambda: path.exists(), "the file")``."""
-
-    def poll(condition: Callable[[], object], what: str, seconds: float = 60.0) -> object:
-        until = time.monotonic() + seconds
-        while not (value := condition()):
-            assert time.monotonic() < until, f"still waiting for {what} after {seconds:g} s"
-            time.sleep(0.02)
-        return value
-
-    return poll
+    return waits.until

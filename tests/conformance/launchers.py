@@ -26,6 +26,7 @@ from tests.conformance import recording
 from tests.conformance.recording import Places, Recording, Stored
 from tests.fork_server import Forked, ForkServer
 from tests.local.hosts import Hosts
+from tests.waits import WITHIN
 
 REPORT = textwrap.dedent("""
     import json, os, sys
@@ -51,7 +52,7 @@ REPORT = textwrap.dedent("""
 LOGS = ("--log-dir", "logs", "--redirects", "3", "--rdzv-id", "job")
 """Options with which every byte that a rank prints is in ``Outcome.log``."""
 
-TIMEOUT = 100.0
+TIMEOUT = WITHIN
 """Seconds that one launch may take."""
 
 

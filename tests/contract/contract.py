@@ -25,6 +25,7 @@ from torchx.specs.finder import ComponentValidationException
 
 from tests.contract.place import TORCHX, Place
 from tests.local.terminal import Terminal
+from tests.waits import WITHIN, until
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.snapshot import AppSnapshot
@@ -86,14 +87,6 @@ if not told("go"):
     time.sleep(1000)
 """
 """Ends at once where ``Place.tell("go")`` was called before; otherwise waits to be lost or ended."""
-
-_PRINTS = """
-print("early", rank, flush=True)
-while not told("go"):
-    time.sleep(0.1)
-print("late", flush=True)
-print("to stderr", file=sys.stderr, flush=True)
-"""
 
 _READS = """
 def read_data():
@@ -212,11 +205,11 @@ class Contract:
     @pytest.mark.parametrize("policy", [RetryPolicy.APPLICATION, RetryPolicy.REPLICA])
     def test_a_preempted_job_goes_on(self, place: Place, policy: RetryPolicy) -> None:
         role = place.torchrun(_program(place, _SAVES + _WAITS), max_retries=1, retry_policy=policy)
-        handle = place.run(role)
+        handle = place.run(role, grace=place.long_grace)
         place.until(lambda: place.log(handle).count("attempt 0") == 4, "the first attempt", handle)
         place.tell("go")
         place.preempt(handle, 1)
-        status = place.wait(handle, AppState.SUCCEEDED, 120)
+        status = place.wait(handle, AppState.SUCCEEDED)
         log = place.log(handle)
         # Under REPLICA the other host may restart as well.
         assert status.num_restarts <= (1 if policy is RetryPolicy.APPLICATION else 2)
@@ -238,7 +231,7 @@ class Contract:
     @pytest.mark.scenario("cancel while running")
     def test_cancel_while_running(self, place: Place) -> None:
         reader = place.role("sh", "-c", "echo up; exec sleep 1000", name="reader")
-        handle = place.run(place.torchrun(_program(place, _SAVES + _WAITS)), reader)
+        handle = place.run(place.torchrun(_program(place, _SAVES + _WAITS)), reader, grace=place.long_grace)
         place.until(lambda: place.log(handle).count("attempt 0") == 4, "the ranks", handle)
         place.until(lambda: "up\n" in place.lines(handle, role="reader"), "the reader", handle)
         assert place.status(handle).state is AppState.RUNNING
@@ -253,7 +246,7 @@ class Contract:
         assert set(place.states(handle).values()) == {AppState.CANCELLED}
         assert status.num_restarts == 0
         # The ranks had their grace period, the log ends with the app, and stays.
-        follower.join(60 * place.patience)
+        follower.join(WITHIN * place.patience)
         assert not follower.is_alive()
         assert followed == place.lines(handle)
         assert place.log(handle).count("saved") == 4, place.log(handle)
@@ -356,10 +349,7 @@ class Contract:
             assert ClientCredentials.from_text(json.loads(client.read_text())["credentials"])
         with Runner("torchx", place.schedulers) as runner:
             runner.delete(handle)
-        until = time.monotonic() + 60 * place.patience
-        while (left := place.left(handle)) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert not left
+        until(lambda: not place.left(handle), "what is left to go", WITHIN * place.patience, every=0.1)
         assert place.runner.status(handle) is None
         assert handle not in dict(place.listed())
         assert not client.exists()
@@ -401,7 +391,7 @@ class Contract:
     def test_a_rank_that_others_wait_for_is_the_root_cause(self, place: Place) -> None:
         role = place.torchrun(_program(place, _HANGS), nproc=1, env={"OMP_NUM_THREADS": "1"})
         handle = place.run(role, preload="torch", hang_after=1, on_hang="fail")
-        status = place.wait(handle, AppState.FAILED, 120)
+        status = place.wait(handle, AppState.FAILED)
         error = json.loads(status.structured_error_msg)["message"]["message"]
         assert error.startswith("hang: rank 1 has not called gloo:all_reduce, number 1 of group 0"), error
         assert "in skips_a_collective" in place.log(handle)
@@ -537,6 +527,6 @@ def _lose(place: Place, role: Role, lost: int) -> str:
         place.until(lambda: "spare: host 2 (" in place.log(handle), "the spare host", handle)
     place.tell("go")
     place.lose(handle, lost)
-    status = place.wait(handle, AppState.SUCCEEDED, 120)
+    status = place.wait(handle, AppState.SUCCEEDED)
     assert status.num_restarts == 1, place.everything(handle)
     return handle

@@ -19,6 +19,7 @@ from torchx.runner import Runner
 from torchx.specs import NULL_RESOURCE, AppDef, AppState, AppStatus, BindMount, Role
 
 from tests.torchx_server import run_torchx
+from tests.waits import WITHIN
 from torchx_monarch.backends.core.backend import Backend
 
 TORCHX = [sys.executable, "-c", "import sys; sys.argv[0] = 'torchx'; from torchx.cli.main import main; main()"]
@@ -58,6 +59,7 @@ class Place(abc.ABC):
         nightly: what runs for the backend only where ``--nightly`` asks for it, and why: by the scenario, by the test's
             name, or by its name with its parameters.
         cfg: run options of all apps, unless a test sets others.
+        long_grace: seconds of grace for ranks that have something to do before their end.
         list_cfg: run options by which ``list`` finds the tests' apps; empty for all apps.
         bad_options: run options that must be refused, each with a regular expression for the message; for all backends.
         own_bad_options: further ones of this backend.
@@ -80,6 +82,7 @@ class Place(abc.ABC):
     cannot: ClassVar[Mapping[str, str]] = {}
     nightly: ClassVar[Mapping[str, str]] = {}
     cfg: Mapping[str, Any] = {"preload": "none", "grace": 5}
+    long_grace: ClassVar[int] = 60
     list_cfg: Mapping[str, Any] = {}
     bad_options: ClassVar[Sequence[tuple[Mapping[str, Any], str]]] = (
         ({"grace": -1}, "`grace` is -1; it is a number of seconds"),
@@ -171,7 +174,7 @@ class Place(abc.ABC):
         """Return the state of each replica, by ROLE/K."""
         return {f"{r.role}/{r.id}": r.state for role in self.status(handle).roles for r in role.replicas}
 
-    def until(self, condition: Callable[[], object], what: str, handle: str, seconds: float = 60.0) -> None:
+    def until(self, condition: Callable[[], object], what: str, handle: str, seconds: float = WITHIN) -> None:
         """Poll a condition of an app until it holds."""
         begun = time.monotonic()
         while not condition():
@@ -181,7 +184,7 @@ class Place(abc.ABC):
             # Asking for a status costs commands of a batch system, or requests to a server.
             time.sleep(min(max(0.1, waited / 10), 0.5))
 
-    def wait(self, handle: str, state: AppState | None = None, seconds: float = 60.0) -> AppStatus:
+    def wait(self, handle: str, state: AppState | None = None, seconds: float = WITHIN) -> AppStatus:
         """Wait for the end of an app and return its status, which must have this state."""
         self.until(lambda: self.status(handle).is_terminal(), "the end", handle, seconds)
         status = self.status(handle)

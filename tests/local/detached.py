@@ -4,15 +4,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, AppStatus, Role
 
+from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import owners, state
 from torchx_monarch.schedulers import monarch_local
@@ -66,7 +69,7 @@ class Detached:
         assert status is not None
         return status
 
-    def wait(self, app_id: str, seconds: float = 60.0) -> AppStatus:
+    def wait(self, app_id: str, seconds: float = WITHIN) -> AppStatus:
         """Its final status."""
         assert self.scheduler.apps.wait(app_id, seconds), f"still running: {self.status(app_id)}"
         return self.status(app_id)
@@ -109,6 +112,16 @@ def fresh(code: str, **more: Any) -> str:
     )
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
+
+
+def all_fresh(codes: Sequence[str]) -> list[str]:
+    """Run several such codes at once; what each prints."""
+    with contextlib.ExitStack() as owner:
+        started = []
+        for code in codes:
+            started.append(owner.enter_context(start_fresh(code)))
+            owner.callback(started[-1].kill)
+        return [process.communicate(timeout=WITHIN)[0].strip() for process in started]
 
 
 def start_fresh(code: str, **more: Any) -> subprocess.Popen[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fork_server import Forked, ForkServer
+from tests.waits import WITHIN
 
 
 @functools.cache
@@ -87,7 +88,14 @@ class Hosts:
                 )
         return self
 
-    def wait(self, timeout: float = 90.0) -> list[int]:
+    def lose(self, *which: int) -> None:
+        """Kill the processes of replicas."""
+        for replica in which:
+            self.processes[replica].kill()
+        for replica in which:
+            self.processes[replica].wait(WITHIN)
+
+    def wait(self, timeout: float = WITHIN) -> list[int]:
         """Exit codes of the replicas that were started, by id."""
         return [self.processes[replica].wait(timeout) for replica in sorted(self.processes)]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.local.hosts import Hosts
+from tests.waits import WITHIN, until
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.target import Target
@@ -47,15 +48,14 @@ class Live(Hosts):
         self.wait_mesh()
         return self
 
-    def wait_mesh(self, seconds: float = 90.0) -> None:
+    def wait_mesh(self) -> None:
         """Wait until runs can begin."""
-        import time
 
-        until = time.monotonic() + seconds
-        while not self.job.status().ready:
-            assert time.monotonic() < until, self.err()
+        def is_ready() -> bool:
             assert all(process.poll() is None for process in self.processes.values()), self.err()
-            time.sleep(0.02)
+            return self.job.status().ready
+
+        until(is_ready, "the mesh")
 
     @property
     def target(self) -> Target:
@@ -79,4 +79,4 @@ class Live(Hosts):
             if process.poll() is None:
                 process.terminate()
         for process in self.processes.values():
-            process.wait(60)
+            process.wait(WITHIN)

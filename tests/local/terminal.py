@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.waits import WITHIN
+
 _CONTROL = re.compile(r"\x1b\][^\x07]*\x07|\x1b[\[(][0-9;?]*[A-Za-z]|[\x07\x0e\x0f]|\x1b[=>]")
 
 
@@ -88,8 +90,8 @@ class Terminal:
 
     def wait(self) -> int:
         """Return the exit code of the command, once it has ended."""
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
+        deadline = time.monotonic() + WITHIN
+        while time.monotonic() < deadline:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.shows("")
@@ -97,4 +99,4 @@ class Terminal:
                 return os.waitstatus_to_exitcode(status)
             self.shows("")
             time.sleep(0.02)
-        raise TimeoutError(self.text)
+        raise TimeoutError(f"the command still runs after {WITHIN:g} s: {self.text}")

@@ -4,15 +4,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.local.hosts import Hosts
+from tests.waits import until
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import RefusedError, UnreachableError
@@ -24,14 +25,16 @@ Eventually = Callable[..., object]
 
 def attached(folder: Path, **more: object) -> Connection:
     """A client's connection, when replica 0 listens."""
-    until = time.monotonic() + 60
-    while True:
-        try:
+    found: list[Connection] = []
+
+    def is_attached() -> list[Connection]:
+        with contextlib.suppress(UnreachableError):
             target = Target(Address("unix", path=f"{folder}/r.sock"))
-            return Connection.open(target, {"type": "attach", "names": ["me"], **more})
-        except UnreachableError:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+            found.append(Connection.open(target, {"type": "attach", "names": ["me"], **more}))
+        return found
+
+    until(is_attached, "replica 0 to listen")
+    return found[0]
 
 
 def test_a_client_is_let_in_when_all_hosts_are_there_and_is_missed_when_it_goes(folder: Path) -> None:
@@ -83,10 +86,7 @@ def test_a_script_is_the_only_client_and_is_stopped_with_its_host(folder: Path, 
     hosts = Hosts(folder, [*COMMAND, "0", "--", "python", str(script)], replicas=2).start()
     with attached(folder) as link, pytest.raises(RefusedError, match="the client of this job is its own script"):
         link.receive(60)
-    until = time.monotonic() + 60
-    while "begun" not in hosts.out():
-        assert time.monotonic() < until, hosts.err()
-        time.sleep(0.05)
+    until(lambda: "begun" in hosts.out(), "the script")
     hosts.processes[0].send_signal(signal.SIGTERM)
     assert hosts.wait() == [143, 143]
     assert "saved" in hosts.out()

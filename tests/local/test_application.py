@@ -47,7 +47,7 @@ def roles(folder: Path, tmp_path: Path) -> Callable[..., tuple[Hosts, Hosts]]:
     """Two roles of two hosts each; what their ranks do when all four have begun, and which role is slow to end."""
 
     def make(
-        then: str, slow: str = "", wrapper: tuple[str, ...] = AGAIN, grace: int = 5, more: tuple[str, ...] = ()
+        then: str, slow: str = "", wrapper: tuple[str, ...] = AGAIN, grace: int = 60, more: tuple[str, ...] = ()
     ) -> tuple[Hosts, Hosts]:
         path = tmp_path / "prog.py"
         path.write_text(textwrap.dedent(PROGRAM).replace("SLOW", slow) + textwrap.dedent(then))
@@ -55,7 +55,18 @@ def roles(folder: Path, tmp_path: Path) -> Callable[..., tuple[Hosts, Hosts]]:
         for name in ("trainer", "reader"):
             (folder / name).mkdir()
             together = ("--application", f"unix:{folder}/trainer.sock", "--peer-roles", "1")
-            options = ("--grace", str(grace), "--preload", "", "--role", name, "--host-timeout", "30", *together, *more)
+            options = (
+                "--grace",
+                str(grace),
+                "--preload",
+                "",
+                "--role",
+                name,
+                "--host-timeout",
+                "120",
+                *together,
+                *more,
+            )
             environ = {"MONARCH_RENDEZVOUS": f"unix:{folder}/{name}.sock"}
             command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", str(path)]
             command += [str(folder), name]
@@ -138,7 +149,7 @@ def test_retries_are_spent_together_and_the_cause_is_told_from_what_followed(
     """)
     trainer.start()
     reader.start()
-    assert (trainer.wait(90), reader.wait(90)) == ([7, 7], [7, 7]), trainer.err() + reader.err()
+    assert (trainer.wait(), reader.wait()) == ([7, 7], [7, 7]), trainer.err() + reader.err()
     assert [begins(each) for each in starts(folder)] == [ALL, ALL, ALL]
     said = {each: json.loads((each.logs(0) / "error.json").read_text())["message"] for each in (trainer, reader)}
     assert [said[each]["extraInfo"]["consequence"] for each in (trainer, reader)] == [True, False]
@@ -178,9 +189,9 @@ def test_a_first_role_waits_for_those_that_it_is_to_await(
     trainer, reader = roles(then, wrapper=(), more=("--await-role", "reader"))
     trainer.start()
     reader.start()
-    eventually(lambda: all((folder / f"over{rank}").exists() for rank in (0, 1)), "the first role's ranks", seconds=40)
+    eventually(lambda: all((folder / f"over{rank}").exists() for rank in (0, 1)), "the first role's ranks")
     # The program's end is a moment before the host's, were it to end now.
-    eventually(lambda: "waiting for the end of role reader" in trainer.err(), "the wait", seconds=40)
+    eventually(lambda: "waiting for the end of role reader" in trainer.err(), "the wait")
     assert all(process.poll() is None for process in trainer.processes.values())
     (folder / "go").touch()
     assert (reader.wait(), trainer.wait()) == ([code] * 2, [code] * 2), trainer.err() + reader.err()
@@ -207,7 +218,7 @@ def test_all_that_are_told_to_stop_stop_at_once(
     reader.start()
     eventually(lambda: [len(start) for start in starts(folder)] == [4], "all ranks")
     reader.processes[1].send_signal(signal.SIGTERM)
-    assert (trainer.wait(60), reader.wait(60)) == ([143, 143], [143, 143]), trainer.err() + reader.err()
+    assert (trainer.wait(), reader.wait()) == ([143, 143], [143, 143]), trainer.err() + reader.err()
     assert "STOPPED: reader/1 failed: preempted" in trainer.err()
     trainer.start()
     reader.start()

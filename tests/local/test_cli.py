@@ -19,6 +19,7 @@ from torchx.runner import Runner
 
 from tests.local.terminal import Terminal
 from tests.torchx_server import run_torchx
+from tests.waits import WITHIN
 from torchx_monarch.schedulers import monarch_local
 
 Eventually = Callable[..., object]
@@ -28,7 +29,7 @@ RUN = [*TORCHX, "run", "-s", "monarch_local"]
 
 
 def torchx(*words: str, cwd: Path | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return run_torchx(*words, cwd=cwd, seconds=50, check=check)
+    return run_torchx(*words, cwd=cwd, seconds=WITHIN, check=check)
 
 
 def run(*words: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -270,7 +271,9 @@ def test_a_state_folder_that_cannot_be_written(work: Path, monkeypatch: pytest.M
 def test_waits_without_a_stderr(work: Path) -> None:
     name = write(work, "time.sleep(1.5)")
     words = [*RUN, "--wait", "-cfg", "preload=none", "monarch.spmd", "-j", "1", name]
-    done = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *words], cwd=work, stdout=subprocess.PIPE, timeout=50)
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *words], cwd=work, stdout=subprocess.PIPE, timeout=WITHIN
+    )
     assert done.returncode == 0
     assert state(done.stdout.decode().strip()) == "SUCCEEDED"
 
@@ -328,11 +331,11 @@ time.sleep(1000)
     begin = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
     whole = [sys.executable, "-c", begin, *RUN, *words]
     with subprocess.Popen(whole, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
-        eventually((work / "ready").exists, "the rank", seconds=40)
+        eventually((work / "ready").exists, "the rank")
         command.send_signal(number)
-        eventually((work / "told").exists, "the signal", seconds=40)
+        eventually((work / "told").exists, "the signal")
         command.send_signal(signal.SIGHUP)  # a closed terminal says it twice
-        out, err = command.communicate(timeout=40)
+        out, err = command.communicate(timeout=WITHIN)
     assert command.returncode == 128 + number, err.decode()
     assert (work / "stopped").exists()
     handle = re.findall(r"monarch_local://torchx/[\w-]+", out.decode())[0]

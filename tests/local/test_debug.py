@@ -17,6 +17,7 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.local.terminal import Terminal
+from tests.waits import WITHIN
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.model import env_names
 from torchx_monarch.transport import credentials
@@ -105,7 +106,7 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(
     second = debugger(hosts, "--rank", "1")
     eventually(lambda: second.shows("rank 1 is being debugged by another client"), "the refusal of the second")
     assert second.wait() == 69
-    listed = subprocess.run(command(hosts, "--json"), check=True, stdout=subprocess.PIPE)
+    listed = subprocess.run(command(hosts, "--json"), check=True, stdout=subprocess.PIPE, timeout=WITHIN)
     (found,) = json.loads(listed.stdout)["breakpoints"]
     assert (found["rank"], found["function"], found["attached"]) == (1, "<module>", True)
     types("c\r", "c", then="c\r\n")

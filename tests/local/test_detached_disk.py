@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from torchx.specs import AppState, Role
 
 from tests.local.detached import Detached, py, sh
+from tests.waits import WITHIN, until
 from torchx_monarch.backends.core.errors import StateDirError
 
 Eventually = Callable[..., object]
@@ -29,11 +29,20 @@ def apps() -> Detached:
 
 def mount(folder: Path, options: str) -> None:
     folder.mkdir(exist_ok=True)
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True, check=False
-    )
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WITHIN)
     if done.returncode:
         pytest.skip(f"needs to mount a small file system: {done.stderr.strip()}")
+
+
+def unmount(folder: Path) -> None:
+    """Unmount it; the keeper of an app leaves it a moment after the app has ended."""
+    command = ["umount", str(folder)]
+    until(
+        lambda: not subprocess.run(command, capture_output=True, check=False, timeout=WITHIN).returncode,
+        f"everybody to leave {folder}",
+        every=0.1,
+    )
 
 
 @pytest.fixture
@@ -43,11 +52,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     mount(folder, "size=1m,mode=700")
     monkeypatch.setenv("MONARCH_STATE_DIR", str(folder))
     yield folder
-    until = time.monotonic() + 60
-    # The keeper leaves a moment after the app has ended.
-    while subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode:
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    unmount(folder)
 
 
 def fill(folder: Path) -> None:
@@ -123,10 +128,10 @@ if replica == "1":
 sys.exit(5 if replica == "1" else 7)
 """
     app_id = apps.run(py(code, str(tmp_path), "${replica_id}", replicas=2))
-    eventually(lambda: (tmp_path / "pid0").exists() and (tmp_path / "pid1").exists(), "the start", seconds=60.0)
+    eventually(lambda: (tmp_path / "pid0").exists() and (tmp_path / "pid1").exists(), "the start")
     fill(small)
     (tmp_path / "full").touch()
-    status = apps.wait(app_id, 60.0)
+    status = apps.wait(app_id)
     assert status.state is AppState.FAILED
     assert "replica r/1" in status.msg and "exited with code 5: ValueError: boom" in status.msg
     assert f"the disk of {apps.paths(app_id).root} is full" in status.msg
@@ -143,13 +148,11 @@ def test_no_inodes_are_left(apps: Detached, tmp_path: Path, monkeypatch: pytest.
             for number in range(100):
                 (folder / f"ballast{number}").touch()
         (tmp_path / "go").touch()
-        status = apps.wait(app_id, 60.0)
+        status = apps.wait(app_id)
         assert status.state is AppState.FAILED
         assert "exited with code 5" in status.msg and "has no inodes left" in status.msg
     finally:
-        # The keeper leaves a moment after the app has ended.
-        while subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode:
-            time.sleep(0.1)
+        unmount(folder)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,7 @@ main()
 """)
     try:
         app_id = apps.run(Role("r", image="", entrypoint="torchrun", args=["--nproc-per-node", "2", str(script)]))
-        eventually(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), "the ranks", seconds=120.0)
+        eventually(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), "the ranks")
         if lacking == "space":
             fill(folder)
         else:
@@ -198,15 +201,13 @@ main()
                 for number in range(400):
                     (folder / f"ballast{number}").touch()
         (tmp_path / "full").touch()
-        status = apps.wait(app_id, 120.0)
+        status = apps.wait(app_id)
         assert status.state is AppState.FAILED
         assert "rank 1" in status.msg and "ValueError: boom of rank 1; the file system of " in status.msg
         assert "boom of rank 1" in status.structured_error_msg
         assert not list(folder.rglob("*.reserve"))
     finally:
-        # The keeper leaves a moment after the app has ended.
-        while subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode:
-            time.sleep(0.1)
+        unmount(folder)
 
 
 def test_the_disk_has_room_again(apps: Detached, small: Path, tmp_path: Path, eventually: Eventually) -> None:
@@ -260,17 +261,17 @@ def test_a_read_only_state_directory(apps: Detached, tmp_path: Path, monkeypatch
             apps.run(sh("true"))
         assert apps.scheduler.list() == []
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        unmount(folder)
 
 
 def test_the_dead_are_seen_on_a_read_only_disk(apps: Detached, small: Path) -> None:
     app_id = apps.run(sh("sleep 1000"))
     watchers = apps.watchers(app_id)
-    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=False)
+    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=False, timeout=WITHIN)
     os.kill(watchers.keeper.pid, 9)
     os.kill(watchers.supervisor.pid, 9)
     assert apps.wait(app_id).state is AppState.FAILED
-    subprocess.run(["mount", "-o", "remount,rw", str(small)], check=True)
+    subprocess.run(["mount", "-o", "remount,rw", str(small)], check=True, timeout=WITHIN)
     assert apps.status(app_id).state is AppState.FAILED
 
 

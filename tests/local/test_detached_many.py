@@ -14,7 +14,7 @@ import psutil
 import pytest
 from torchx.specs import AppDef, AppState
 
-from tests.local.detached import NAME, Detached, sh, start_fresh
+from tests.local.detached import NAME, Detached, all_fresh, sh
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local.prune import prune
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
@@ -53,8 +53,7 @@ from torchx.specs import AppDef, Role
 app = AppDef("a", [Role("r", image="", entrypoint="true")])
 print(runner.run(app, "monarch_local").rpartition("/")[2])
 """
-    submitters = [start_fresh(code) for _ in range(2)]
-    ids = [submitter.communicate()[0].strip() for submitter in submitters]
+    ids = all_fresh([code] * 2)
     assert len(set(ids)) == 2
     for app_id in ids:
         assert apps.wait(app_id).state is AppState.SUCCEEDED

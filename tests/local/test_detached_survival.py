@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from torchx.specs import AppState
 
-from tests.local.detached import Detached, lives, pid_in, py, sh, start_fresh
+from tests.local.detached import Detached, all_fresh, lives, pid_in, py, sh, start_fresh
+from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import SubmitError
 from torchx_monarch.backends.local import request, submit
@@ -179,8 +180,7 @@ def test_both_are_killed_and_many_ask(apps: Detached, family: Family) -> None:
     os.kill(watchers.keeper.pid, signal.SIGKILL)
     os.kill(watchers.supervisor.pid, signal.SIGKILL)
     code = f"print(runner.status(handle({family.app_id!r})).state)"
-    asking = [start_fresh(code) for _ in range(3)]
-    assert [ask.communicate()[0].strip() for ask in asking] == ["FAILED"] * 3
+    assert all_fresh([code] * 3) == ["FAILED"] * 3
     assert family.alive == []
     assert [e["kind"] for e in apps.events(family.app_id)].count("ended") == 1
 
@@ -249,7 +249,7 @@ def test_pids_that_are_used_again(apps: Detached, eventually: Eventually) -> Non
         apps.scheduler.cancel(app_id)
         assert apps.status(app_id).state is AppState.FAILED
         assert other.poll() is None, "an innocent process was killed"
-        other.communicate(b"\n")
+        other.communicate(b"\n", timeout=WITHIN)
         assert other.returncode == 0
 
 

@@ -49,10 +49,7 @@ class Job:
         return self.hosts.wait()
 
     def kill(self, *replicas: int) -> None:
-        for replica in replicas:
-            self.hosts.processes[replica].kill()
-        for replica in replicas:
-            self.hosts.processes[replica].wait()
+        self.hosts.lose(*replicas)
 
     def attempt(self, replica: int, number: int) -> list[str]:
         """What the ranks of a replica have said in an attempt, as far as they have."""

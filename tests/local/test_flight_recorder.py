@@ -48,7 +48,7 @@ def test_the_analyser_names_the_rank_that_others_wait_for(folder: Path, script: 
             dist.all_reduce(torch.ones(3))
         print("ready", flush=True)
         if rank == 3:
-            time.sleep(100)
+            time.sleep(1000)
         dist.all_reduce(torch.ones(7))
     """)
     hosts = Hosts(folder, torchrun(path, nnodes=2), replicas=2, options=("--grace", "5")).start()

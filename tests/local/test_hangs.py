@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from tests.local.hang_programs import HANGS, allocation, run
 from tests.local.hosts import Hosts
 from tests.local.test_stacks import torchrun
+from tests.waits import until
 from torchx_monarch.model.host_result import HostResult
 
 
@@ -57,10 +57,12 @@ def test_a_hang_is_observed_until_it_is_over_and_ranks_are_restarted_if_asked_fo
     """)
     options = ("--grace", "5", "--hang-after", "1")
     observed = Hosts(folder, torchrun(path), options=options, environ={"GO": str(folder / "go")}).start()
-    until = time.monotonic() + 90
-    while not hangs(observed):
-        assert time.monotonic() < until and observed.processes[0].poll() is None, observed.err()
-        time.sleep(0.05)
+
+    def is_seen() -> bool:
+        assert observed.processes[0].poll() is None, observed.err()
+        return bool(hangs(observed))
+
+    until(is_seen, "the hang")
     (folder / "go").touch()
     assert observed.wait() == [0]
     assert "hang: rank 1 has not called gloo:all_reduce, number 1 of group 0" in observed.err()
@@ -83,7 +85,7 @@ def test_a_job_that_is_to_fail_by_a_hang_has_it_in_its_error_file(folder: Path, 
         dist.init_process_group("gloo")
         if rank == 0:
             dist.all_reduce(torch.ones(3))
-        time.sleep(100)
+        time.sleep(1000)
     """)
     options = ("--grace", "5", "--hang-after", "1", "--on-hang", "fail")
     hosts = Hosts(folder, torchrun(path, restarts=3), options=options).start()

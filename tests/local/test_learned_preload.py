@@ -22,6 +22,7 @@ from torchx.specs import AppState, Role
 from tests.local.detached import Detached
 from tests.local.hosts import Hosts
 from tests.local.live import Live
+from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.command.command import parse
 from torchx_monarch.host.ranks.learned_preload import LearnedPreload
@@ -44,7 +45,7 @@ IMPORTS = """
 @pytest.fixture
 def python(tmp_path: Path) -> str:
     """The interpreter of a new virtual environment, with the packages ``pack`` and ``other``."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=WITHIN)
     install(tmp_path, "pack/__init__.py", "")
     install(tmp_path, "pack/part.py", "")
     install(tmp_path, "other.py", "")

@@ -323,8 +323,7 @@ def test_a_lost_host_is_replaced(
     if during == "a run":
         handle = hosts.job.run_spmd_async([path, "wait"], output="store")
         eventually(lambda: len(list(hosts.job.logs())) == 2, "both ranks")
-    hosts.processes[1].kill()
-    hosts.processes[1].wait()
+    hosts.lose(1)
     hosts.start(1)
     if handle is not None:
         assert {rank: text.splitlines()[-1] for rank, text in texts(handle.result(60)).items()} == {

@@ -19,6 +19,7 @@ from torchx.runner import Runner, get_runner
 from torchx.specs import AppState
 
 from tests.local.monarch_programs import CONTROLLER, DOCUMENTED, EXPECTED, SETTLE
+from tests.waits import WITHIN
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ def test_folders_are_mounted_on_hosts_and_from_them(tmp_path: Path, eventually: 
         eventually(lambda: str(tmp_path) not in Path("/proc/mounts").read_text(), "the mounts to be gone")
     finally:
         for mounted in (names[1], names[1], names[3]):  # nobody could remove the folder around one that is left
-            subprocess.run(["fusermount3", "-u", "-z", mounted], capture_output=True, check=False)
+            subprocess.run(["fusermount3", "-u", "-z", mounted], capture_output=True, check=False, timeout=WITHIN)
     assert said == {f"hosts_{host}": f"mounted to {names[2]}/hosts_{host}" for host in range(2)}
 
 

@@ -17,6 +17,7 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, AppStatus, Role
 
 from tests.local.hosts import Hosts
+from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.schedulers.monarch import MonarchScheduler
@@ -24,7 +25,8 @@ from torchx_monarch.system import processes
 
 Eventually = Callable[..., object]
 
-NO_PRELOAD = ("--grace", "5", "--preload", "")
+#: Ranks that end by themselves are not waited for any longer.
+NO_PRELOAD = ("--grace", "60", "--preload", "")
 
 #: Takes its time to end when it is told.
 CLEANS_UP = """
@@ -157,7 +159,7 @@ def test_ranks_that_feel_the_loss_of_a_host_are_not_blamed(
 class Job:
     """An app on monarch_local, through TorchX's Runner."""
 
-    def __init__(self, script: str, grace: int = 4, **role: object) -> None:
+    def __init__(self, script: str, grace: int = 60, **role: object) -> None:
         self._runner = Runner("torchx", {"monarch_local": monarch_local})
         command = torchrun(script)
         app = AppDef("a", [Role("r", image="", entrypoint=command[0], args=command[1:], num_replicas=2, **role)])
@@ -184,7 +186,7 @@ class Job:
         self._runner.cancel(self.handle)
 
     def wait(self) -> AppStatus:
-        assert self.scheduler.apps.wait(self.paths.app_id, 90), self.text()
+        assert self.scheduler.apps.wait(self.paths.app_id, WITHIN), self.text()
         return self._runner.status(self.handle)
 
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.local.hosts import Hosts
+from tests.waits import WITHIN
 
 NO_PRELOAD = ("--grace", "5", "--preload", "")
 
@@ -36,7 +37,7 @@ def test_restarts_until_it_succeeds_and_keeps_every_attempts_logs(folder: Path, 
                 time.sleep(0.02)
             raise RuntimeError(f"failure {attempt}")
         if attempt < 2:
-            time.sleep(100)
+            time.sleep(1000)
     """)
     hosts = Hosts(folder, torchrun(path, restarts=3, nnodes=2), replicas=2, options=NO_PRELOAD).start()
     assert hosts.wait() == [0, 0], hosts.err()
@@ -58,7 +59,7 @@ def test_one_budget_for_the_whole_job(folder: Path, script: Callable[[str], str]
     path = script("""
         if rank == 2 * (attempt % 2):
             sys.exit(10 + attempt)
-        time.sleep(100)
+        time.sleep(1000)
     """)
     hosts = Hosts(folder, torchrun(path, restarts=2, nnodes=2), replicas=2, options=NO_PRELOAD).start()
     assert hosts.wait() == [12, 12]
@@ -99,7 +100,7 @@ def test_exit_codes_that_are_not_retried(
     attempts: int,
     reason: str,
 ) -> None:
-    path = script(f"if rank:\n    {body}\ntime.sleep(100)")
+    path = script(f"if rank:\n    {body}\ntime.sleep(1000)")
     hosts = Hosts(folder, torchrun(path, restarts=3), options=(*NO_PRELOAD, *options)).start()
     assert hosts.wait() == [code]
     assert len(list(hosts.logs(0).glob("attempt_*"))) == attempts
@@ -249,8 +250,7 @@ def test_a_lost_host_is_replaced_and_the_job_goes_on(
     hosts = Hosts(folder, command, replicas=3, options=options).start()
     eventually(lambda: len(hosts.rank_pids()) == 6, "the ranks")
     eventually(lambda: any(event["kind"] == "output" for event in hosts.events()), "the controller's report of it")
-    hosts.processes[replica].kill()
-    hosts.processes[replica].wait()
+    hosts.lose(replica)
     # The backend tells the second start of a replica that it is one.
     hosts.environ["MONARCH_RESTART"] = "1"
     hosts.start(replica)
@@ -270,8 +270,7 @@ def test_replacements_are_counted(
     for attempt in range(2):
         eventually(lambda at=attempt: hosts.out(0).count(f"attempt {at}") == 2, "the ranks")
         eventually(lambda at=attempt: sum(e["kind"] == "ranks" for e in hosts.events()) == at + 1, "the report of it")
-        hosts.processes[1].kill()
-        hosts.processes[1].wait()
+        hosts.lose(1)
         if attempt == 0:
             hosts.start(1)
     assert hosts.wait() == [1, -9]
@@ -288,6 +287,6 @@ def test_a_lost_agent_takes_its_host_along_and_is_replaced(
     eventually(lambda: any(event["kind"] == "output" for event in hosts.events()), "the ranks")
     children = psutil.Process(hosts.processes[1].pid).children()
     next(one for one in children if any("bootstrap_main" in word for word in one.cmdline())).kill()
-    assert hosts.processes[1].wait(60) == 1
+    assert hosts.processes[1].wait(WITHIN) == 1
     hosts.start(1)
     assert hosts.wait() == [0, 0], hosts.err(0) + hosts.err(1)

@@ -31,7 +31,7 @@ PROGRAM = """
         os.kill(os.getpid(), signal.SIGSTOP)
     if rank != 3:
         dist.all_reduce(torch.ones(9))
-    time.sleep(100)
+    time.sleep(1000)
 """
 
 
@@ -102,7 +102,7 @@ def test_a_rank_that_has_ended_and_the_runs_of_an_allocation(folder: Path, scrip
         if rank == 0:
             print("done")
         else:
-            time.sleep(100)
+            time.sleep(1000)
     """)
     hosts = Live(folder, torchrun(path, nnodes=1)).ready()
     assert ask_samples(client(folder)) == ([], {})
@@ -124,7 +124,7 @@ def test_a_job_that_fails_again_and_again_at_one_step(folder: Path, script: Call
             torchx_monarch.progress(step - 1, 10)
             torchx_monarch.progress(step, 10, checkpoint=2, loss=0.5)
             sys.exit(9)
-        time.sleep(100)
+        time.sleep(1000)
     """)
     command = [*torchrun(path, nnodes=1)[:-1], "--max-restarts", "8", path]
     preload = ("--preload", "") if how == "--ranks=fresh" else ()

@@ -10,13 +10,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from torchx.specs import AppDef, Role
 
+from tests.waits import WITHIN, until
 from torchx_monarch import SPMDError, SPMDJob, serve
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 
@@ -46,13 +46,10 @@ def jobs() -> Iterator[list[SPMDJob]]:
         over(job)
 
 
-def over(job: SPMDJob, seconds: float = 30.0) -> str:
+def over(job: SPMDJob) -> str:
     """The state in which it ended."""
-    until = time.monotonic() + seconds
-    while (state := job.status().state) not in ("SUCCEEDED", "FAILED", "CANCELLED"):
-        assert time.monotonic() < until, f"still {state}"
-        time.sleep(0.05)
-    return state
+    until(lambda: job.status().state in ("SUCCEEDED", "FAILED", "CANCELLED"), "the end", every=0.05)
+    return job.status().state
 
 
 def test_serve_leaves_the_app_as_it_is_and_holds_each_of_its_roles(
@@ -269,7 +266,9 @@ def test_the_component_and_what_is_refused(jobs: list[SPMDJob], tmp_path: Path) 
         serve({"trainers": 2})
     with pytest.raises(ValueError, match="local_cwd"):
         serve(["torchrun", "x.py"], scheduler="local_cwd")
-    elsewhere = subprocess.run([sys.executable, "-m", "torchx_monarch.hosts"], capture_output=True, text=True)
+    elsewhere = subprocess.run(
+        [sys.executable, "-m", "torchx_monarch.hosts"], capture_output=True, text=True, timeout=WITHIN
+    )
     assert elsewhere.returncode == os.EX_CONFIG and "monarch_slurm" in elsewhere.stderr
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.local.live import Live
+from tests.waits import until
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.client.hosts import Hosts as Client
 from torchx_monarch.client.rank_stacks import ask_stacks
@@ -32,7 +33,7 @@ NO_PRELOAD = ("--grace", "5", "--preload", "")
 READY = 'ready = lambda: print("ready", flush=True)'
 """The first line of a program that says when it is where it shall be found."""
 
-SLEEPS = f"{READY}\nready()\ntime.sleep(100)\n"
+SLEEPS = f"{READY}\nready()\ntime.sleep(1000)\n"
 """A program that says so and sleeps."""
 
 
@@ -46,10 +47,11 @@ def client(folder: Path) -> Client:
 
 
 def wait_for(hosts: Hosts, text: str, count: int) -> None:
-    until = time.monotonic() + 90
-    while sum(hosts.out(replica).count(text) for replica in hosts.processes) < count:
-        assert time.monotonic() < until and all(one.poll() is None for one in hosts.processes.values()), hosts.err()
-        time.sleep(0.02)
+    def is_there() -> bool:
+        assert all(one.poll() is None for one in hosts.processes.values()), hosts.err()
+        return sum(hosts.out(replica).count(text) for replica in hosts.processes) >= count
+
+    until(is_there, f"{count} times {text!r}")
 
 
 def stacks_of(hosts: Hosts, native: bool = False) -> dict[int, ProcessStacks]:
@@ -75,7 +77,7 @@ def test_each_rank_is_named_with_what_it_does(folder: Path, script: Callable[[st
         import ctypes, threading
         def sleeps():
             ready()
-            time.sleep(100)
+            time.sleep(1000)
         def holds_the_gil():
             ready()
             while True:
@@ -87,7 +89,7 @@ def test_each_rank_is_named_with_what_it_does(folder: Path, script: Callable[[st
                     return 8
                 def __getitem__(self, index):
                     ready()
-                    time.sleep(100)
+                    time.sleep(1000)
             next(iter(DataLoader(Stuck(), num_workers=1)))
         def is_stopped():
             ready()
@@ -126,7 +128,7 @@ def test_the_survivors_stacks_are_kept_before_each_restart(
         {READY}
         def survives():
             ready()
-            time.sleep(100)
+            time.sleep(1000)
         if rank != 2:
             survives()
         while len(open(os.environ["SEEN"]).read().split()) < 1:
@@ -171,7 +173,7 @@ def test_nothing_of_it_reaches_the_programs_files(folder: Path, script: Callable
             child = subprocess.Popen(["sleep", "100"])
         [garbage, closes, blocks, executes][rank]()
         ready()
-        time.sleep(100)
+        time.sleep(1000)
     """)
     hosts = Hosts(folder, torchrun(path, nproc=4), options=NO_PRELOAD, environ={"OPENED": str(folder / "o")}).start()
     wait_for(hosts, "ready", 4)
@@ -201,7 +203,7 @@ def test_a_program_that_is_not_python_is_not_signalled(folder: Path) -> None:
         "3",
         "sh",
         "-c",
-        "sleep 100 & until grep -q sleep /proc/$!/comm; do :; done; echo ready; wait",
+        "sleep 1000 & until grep -q sleep /proc/$!/comm; do :; done; echo ready; wait",
     ]
     hosts = Hosts(folder, command, options=NO_PRELOAD).start()
     wait_for(hosts, "ready", 1)
@@ -216,10 +218,12 @@ def test_the_ranks_of_a_run_on_an_allocation(folder: Path, script: Callable[[str
     hosts = Live(folder, torchrun(path, nnodes=2), replicas=2).ready()
     assert ask_stacks(client(folder)) == ([], {})
     running = hosts.job.run_spmd_async(workspace=None)
-    until = time.monotonic() + 60
-    while len(stacks_of(hosts)) < 4 or any(one.problem for one in stacks_of(hosts).values()):
-        assert time.monotonic() < until
-        time.sleep(0.1)
+
+    def are_there() -> bool:
+        stacks = stacks_of(hosts)
+        return len(stacks) == 4 and not any(one.problem for one in stacks.values())
+
+    until(are_there, "the stacks of four ranks", every=0.1)
     assert {rank: functions(one)[-1] for rank, one in stacks_of(hosts).items()} == dict.fromkeys(range(4), "<module>")
     running.cancel()
     stop(hosts)
@@ -232,10 +236,7 @@ def test_a_job_without_ranks_yet_and_one_that_has_ended(folder: Path, script: Ca
     with pytest.raises(UnreachableError):
         ask_stacks(client(folder))
     hosts.start(0)
-    until = time.monotonic() + 60
-    while not (folder / "r.sock").exists():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    until((folder / "r.sock").exists, "replica 0 to listen")
     with pytest.raises(RefusedError, match="the hosts are not together"):
         ask_stacks(client(folder))
     hosts.start(1)
@@ -288,7 +289,7 @@ def test_a_rank_without_stacks_is_stopped_all_the_same(folder: Path, script: Cal
             time.sleep(0.01)
         if rank == 0:
             sys.exit(3)
-        time.sleep(100)
+        time.sleep(1000)
     """)
     hosts = Hosts(folder, torchrun(path, nproc=3), options=NO_PRELOAD, environ={"SEEN": str(folder / "s")}).start()
     assert hosts.wait() == [3]
@@ -301,7 +302,7 @@ def test_log_dir_dev_null_keeps_no_stacks(folder: Path, script: Callable[[str], 
     path = script("""
         if rank == 0:
             sys.exit(3)
-        time.sleep(100)
+        time.sleep(1000)
     """)
     command = ["torchrun", "--nproc-per-node", "2", "--log-dir", os.devnull, path]
     hosts = Hosts(folder, command, options=NO_PRELOAD).start()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from tests.local.live import Live
 from tests.local.test_serve import torchx
+from tests.waits import until
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.workspace_sync import sync_workspace
@@ -117,10 +117,7 @@ def test_each_run_has_the_code_as_it_was_when_it_began(hosts: Live, root: Path, 
     # A run goes on while the code changes under it, and the next one has all of it; results stay.
     go = tmp_path / "go"
     running = hosts.job.run_spmd_async(["show.py", str(go)], output="store", **more)
-    until = time.monotonic() + 60
-    while len(list(hosts.job.logs())) < 2:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    until(lambda: len(list(hosts.job.logs())) == 2, "the first lines of both ranks")
     set_value(root, 2)
     (root / "data" / "set.bin").write_bytes(bytes(2000))
     brought = sync_workspace(hosts.target, str(root), "always")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.local.hosts import Hosts
+from tests.waits import WITHIN
 
 Eventually = Callable[..., object]
 
@@ -54,8 +55,7 @@ class Job:
         return [event for event in self.hosts.events() if event["kind"] == kind]
 
     def kill(self, replica: int) -> None:
-        self.hosts.processes[replica].kill()
-        self.hosts.processes[replica].wait()
+        self.hosts.lose(replica)
 
     def finish(self) -> list[int]:
         """Let the ranks end; return the exit codes of the hosts."""
@@ -109,7 +109,7 @@ def test_a_stopped_leader_that_goes_on_ends_itself(folder: Path, eventually: Eve
         eventually(lambda: job.said(1, 1) == ["0 2 0 1"] and job.said(2, 1) == ["1 2 1 1"], "the attempt under host 1")
     finally:
         job.hosts.processes[0].send_signal(signal.SIGCONT)
-    assert job.hosts.processes[0].wait(30) == 1
+    assert job.hosts.processes[0].wait(WITHIN) == 1
     assert "did not run for" in job.hosts.err(0)
     assert (folder / "r.sock").exists()  # clients find the new leader there
     assert job.finish() == [1, 0, 0]
@@ -132,7 +132,7 @@ def test_a_preempted_leader_hands_over_and_clients_find_the_next_one(folder: Pat
     eventually(lambda: job.said(2, 0) == ["2 3 2 0"], "the first attempt")
     job.hosts.processes[0].send_signal(signal.SIGTERM)
     eventually(lambda: job.said(1, 1) == ["0 2 0 1"] and job.said(2, 1) == ["1 2 1 1"], "the attempt under host 1")
-    assert job.hosts.processes[0].wait(30) == 128 + signal.SIGTERM
+    assert job.hosts.processes[0].wait(WITHIN) == 128 + signal.SIGTERM
     assert (folder / "r.sock").exists()  # clients find the new leader there
     assert [event["replica"] for event in job.events("preempted")] == [0]
     assert job.finish() == [128 + signal.SIGTERM, 0, 0]

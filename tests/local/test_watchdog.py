@@ -42,8 +42,8 @@ def test_a_rank_whose_timer_expires_is_killed_and_named(run: Callable[..., Hosts
             time.sleep(0.5)
         if rank == 1:
             with timer.expires(after=0.5, scope=f"step of {attempt}"):
-                time.sleep(100)
-        time.sleep(100)
+                time.sleep(1000)
+        time.sleep(1000)
     """
     hosts = run(body, "--max-restarts", "1", nproc=2)
     assert hosts.wait() == [137]

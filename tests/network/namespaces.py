@@ -15,6 +15,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.waits import WITHIN
+
 
 def missing() -> str:
     """Why there can be no namespaces here; empty when there can."""
@@ -22,7 +24,7 @@ def missing() -> str:
         return "network namespaces need root"
     if shutil.which("ip") is None:
         return "network namespaces need `ip` (Debian: iproute2)"
-    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
+    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, timeout=WITHIN)
     return probe.stderr.strip() if probe.returncode else ""
 
 

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.local.hosts import Hosts
+from tests.waits import WITHIN
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.credentials import HostCredentials
 
@@ -205,7 +206,9 @@ def test_an_elastic_job_refuses_a_newcomer_that_cannot_be_reached_and_goes_on(
 
 def listening(pid: int) -> dict[int, str]:
     """Ports on which a process listens, and the address of each."""
-    lines = subprocess.run(["ss", "-tlnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = subprocess.run(
+        ["ss", "-tlnpH"], capture_output=True, text=True, check=True, timeout=WITHIN
+    ).stdout.splitlines()
     places = [line.split()[3].rpartition(":") for line in lines if f"pid={pid}," in line]
     return {int(port): address for address, _, port in places}
 

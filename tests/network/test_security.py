@@ -25,6 +25,7 @@ import pytest
 from tests.local.hosts import Hosts
 from tests.network.conftest import PORT
 from tests.network.namespaces import Network, requires_namespaces
+from tests.waits import WITHIN
 from torchx_monarch.transport import connections, credentials, messages
 from torchx_monarch.transport.connections import Address, Identity
 from torchx_monarch.transport.credentials import ClientCredentials, HostCredentials
@@ -132,7 +133,7 @@ def s_client(job: Job, address: str, port: int, *more: str) -> str:
         return process.stdout.read().decode()
     finally:
         process.kill()
-        process.communicate()
+        process.communicate(timeout=WITHIN)
 
 
 _MONARCH_CLIENT = """
@@ -323,7 +324,7 @@ def attack(job: Job, port: int, *more: str) -> tuple[dict[str, int], int, float]
             time.sleep(0.1)
     finally:
         process.kill()
-        out = process.communicate()[0]
+        out = process.communicate(timeout=WITHIN)[0]
     assert process.returncode == 0
     return json.loads(out), most, slowest
 

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.waits import WITHIN
 from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
@@ -65,7 +66,7 @@ def result_of(exits: list[RankExit], report: HostPreempted | None = None) -> Job
         except Interrupted as interruption:
             return interruption.event.result
 
-    return asyncio.run(asyncio.wait_for(run(), 20))
+    return asyncio.run(asyncio.wait_for(run(), WITHIN))
 
 
 def test_ranks_that_end_by_themselves_succeed() -> None:
@@ -96,6 +97,6 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
         assert attempts.number == 1
         await attempts.stop(15)
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), WITHIN))
     kinds = [(event["kind"], event.get("attempt")) for event in map(json.loads, recorded.read_text().splitlines())]
     assert [attempt for kind, attempt in kinds if kind == "attempt_end"] == [0]

@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 
+from tests.waits import WITHIN
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange, listed
 from torchx_monarch.controller.host_choice import HostFailures
@@ -95,7 +96,7 @@ class Job:
         return result
 
     async def _run(self) -> JobResult:
-        return await asyncio.wait_for(self.controller.run(), 20)
+        return await asyncio.wait_for(self.controller.run(), WITHIN)
 
 
 FIXED, ELASTIC = NodeRange(2, 2, 0.2), NodeRange(1, 2, 0.2)

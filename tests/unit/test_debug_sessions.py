@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.waits import until_async
 from torchx_monarch.cli import debug, exit_codes
 from torchx_monarch.client.debugger import Breakpoint
 from torchx_monarch.controller.debug_sessions import DebugSessions
@@ -63,8 +64,7 @@ def test_messages_are_passed_on_between_a_host_and_one_client() -> None:
         assert await messages.receive(host[0]) == {"type": "lost"}
         await messages.send(host[1], {"type": "end", "reason": "goes on\x1b"})
         host[1].close()
-        while len(said) < 3:
-            await asyncio.sleep(0.001)
+        await until_async(lambda: len(said) >= 3, "three lines")
         await close(writer, far[1], host[1])
 
     asyncio.run(run())

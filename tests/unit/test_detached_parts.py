@@ -27,6 +27,7 @@ from torchx.specs import (
     Workspace,
 )
 
+from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import gpus, owners, render
@@ -361,7 +362,7 @@ def test_the_supervisor_side_imports_the_standard_library_only() -> None:
     )
     root = Path(state_files.__file__).parents[3]
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code, str(root)], capture_output=True, text=True, check=True
+        [sys.executable, "-I", "-S", "-c", code, str(root)], capture_output=True, text=True, check=True, timeout=WITHIN
     )
     loaded = {name.partition(".")[0] for name in done.stdout.split()} - {"torchx_monarch"}
     assert {name for name in loaded if name not in sys.stdlib_module_names and not name.startswith("__")} == set()

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.waits import WITHIN
 from torchx_monarch.controller import hang_watch
 from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.hang_watch import HangWatch
@@ -70,7 +71,7 @@ def watched(
             return await running, notes, ranks
         return None, notes, ranks
 
-    return asyncio.run(asyncio.wait_for(main(), 30))
+    return asyncio.run(asyncio.wait_for(main(), WITHIN))
 
 
 @pytest.fixture(autouse=True)

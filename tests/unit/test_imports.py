@@ -14,6 +14,7 @@ import pytest
 import torchx
 
 import torchx_monarch
+from tests.waits import WITHIN
 from torchx_monarch.schedulers.monarch import MonarchScheduler, MonarchWorkspaceScheduler
 
 _PACKAGE = Path(torchx_monarch.__file__).parent
@@ -67,7 +68,7 @@ def test_the_package_itself_is_light() -> None:
 
 def modules_of(statement: str) -> set[str]:
     code = f"{statement}\nimport sys\nprint(' '.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=WITHIN)
     return set(done.stdout.split())
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waits import WITHIN, until_async
 from torchx_monarch.controller.host_events import HostEvent, HostLost
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
@@ -28,9 +29,12 @@ def test_a_silent_peer_expires_once_and_one_that_is_heard_does_not() -> None:
         leases.renew("silent")
         leases.renew("gone")
         leases.drop("gone")
-        while not expired:
+
+        def is_over() -> bool:
             leases.renew("heard")
-            await asyncio.sleep(0.01)
+            return bool(expired)
+
+        await until_async(is_over, "the end of a lease")
         await asyncio.sleep(0.1)
         leases.stop()
         return expired
@@ -69,8 +73,8 @@ def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Add
         await first.start()
         host = Registration(1, "ipc:///nowhere", "node1", 4711, 1)
         # It sends no heartbeats: nobody waits for its result.
-        silent = await RendezvousClient.join(address, host, 5)
-        host_event = await asyncio.wait_for(first.events.next(), 20)
+        silent = await RendezvousClient.join(address, host, WITHIN)
+        host_event = await asyncio.wait_for(first.events.next(), WITHIN)
         silent._writer.close()
 
         async def register_and_be_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -81,8 +85,8 @@ def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Add
 
         other = Address("unix", path=address.path + "2")
         server = await asyncio.start_unix_server(register_and_be_silent, other.path)
-        member = await RendezvousClient.join(other, host, 5, lease=0.6)
-        assert await asyncio.wait_for(member.result(), 20) is None
+        member = await RendezvousClient.join(other, host, WITHIN, lease=0.6)
+        assert await asyncio.wait_for(member.result(), WITHIN) is None
         server.close()
         await first.announce(JobResult(1, "over"), 5)
         Path(other.path).unlink(missing_ok=True)
@@ -99,12 +103,14 @@ def test_heartbeats_keep_both_ends(address: Address) -> None:
     async def main() -> JobResult | None:
         first = Rendezvous(address, replicas=2, lease=1.0)
         await first.start()
-        member = await RendezvousClient.join(address, Registration(1, "ipc:///nowhere", "node1", 1, 1), 5, lease=1.0)
+        member = await RendezvousClient.join(
+            address, Registration(1, "ipc:///nowhere", "node1", 1, 1), WITHIN, lease=1.0
+        )
         result = asyncio.ensure_future(member.result())
         done, _ = await asyncio.wait([result], timeout=3.0)  # three leases
         assert not done and not first.events.pending
         announcing = asyncio.ensure_future(first.announce(JobResult(7, "over"), 5))
-        told = await asyncio.wait_for(result, 20)
+        told = await asyncio.wait_for(result, WITHIN)
         member._writer.close()
         await announcing
         return told
@@ -117,10 +123,10 @@ def test_a_replica_0_that_did_not_run_blames_itself_for_the_hosts_that_have_left
         first = Rendezvous(address, replicas=2, lease=1.0)
         first.register(Registration(0, "ipc:///nowhere", "node0", 4710, 1))
         await first.start()
-        member = await RendezvousClient.join(address, Registration(1, "ipc:///nowhere", "node1", 4711, 1), 5)
+        member = await RendezvousClient.join(address, Registration(1, "ipc:///nowhere", "node1", 4711, 1), WITHIN)
         member._writer.close()
         time.sleep(2.5)  # as SIGSTOP does it
-        host_event = await asyncio.wait_for(first.events.next(), 20)
+        host_event = await asyncio.wait_for(first.events.next(), WITHIN)
         await first.announce(JobResult(1, "over"), 5)
         return host_event
 

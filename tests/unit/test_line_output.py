@@ -14,6 +14,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.waits import WITHIN
 from torchx_monarch.host.ranks.filtered_output import FilteredFile
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.insight.run_log import RunLog, RunLogSink, SinkGroup
@@ -62,7 +63,7 @@ async def shown(path: Path, condition: Callable[[bytes], object]) -> bytes:
             await asyncio.sleep(0.01)
         return data
 
-    return await asyncio.wait_for(look(), 30)
+    return await asyncio.wait_for(look(), WITHIN)
 
 
 def on_console(path: Path, program: Callable[[Console], object]) -> bytes:

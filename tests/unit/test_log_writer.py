@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.waits import WITHIN
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.supervisor import log_reader, log_writer
 from torchx_monarch.system import safe_files
@@ -211,6 +212,8 @@ out.feed("stdout", b"y" * 99 + b"\\n")
 print(out.lost, out.reason)
 out.close()
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, timeout=WITHIN
+    )
     assert done.stdout == "50 File too large\n"
     assert (tmp_path / "stdout.log").stat().st_size == 150

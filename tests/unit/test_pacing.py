@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 
+from tests.waits import until_async
 from torchx_monarch.controller.pacing import Paced
 
 
@@ -16,8 +17,7 @@ def test_calls_at_once_and_then_once_for_all() -> None:
         for _ in range(100):
             paced()
         assert calls == [0]
-        while len(calls) < 2:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: len(calls) >= 2, "the second call")
         await asyncio.sleep(0.1)
         assert calls == [0, 1]
         paced()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waits import WITHIN, until_async
 from torchx_monarch.controller import rendezvous
 from torchx_monarch.controller.host_events import HostEvent
 from torchx_monarch.controller.host_messages import SignalReceived
@@ -42,10 +43,10 @@ def test_a_result_before_all_have_come_is_told_to_those_that_come(
         first.register(host(0))
         announcing = asyncio.ensure_future(first.announce(JobResult(2, "no such file"), 60))
         late = await RendezvousClient.join(address, host(1), 60)
-        result = await asyncio.wait_for(late.result(), 60)
+        result = await asyncio.wait_for(late.result(), WITHIN)
         assert result is not None and result.code == 2
         late._writer.close()
-        await asyncio.wait_for(announcing, 60)  # nobody is missing any more
+        await asyncio.wait_for(announcing, WITHIN)  # nobody is missing any more
 
     asyncio.run(main())
 
@@ -57,18 +58,18 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         first = Rendezvous(address, replicas=2)
         await first.start()
         first.register(host(0))
-        lost = await RendezvousClient.join(address, host(1), 5)
+        lost = await RendezvousClient.join(address, host(1), WITHIN)
         first.hosts.form(first.hosts.able)
         lost._writer.close()
-        assert (await asyncio.wait_for(first.events.next(), 5)).replica == 1
+        assert (await asyncio.wait_for(first.events.next(), WITHIN)).replica == 1
         first.end()
         joining = asyncio.ensure_future(RendezvousClient.join(address, host(1), 20))
         with pytest.raises(RendezvousError, match="was not reached in 0.3 s: .*are ending"):
             await RendezvousClient.join(address, host(1), 0.3)
         # One that was there, and has lost its connection alone, gets the result.
-        rejoined = await RendezvousClient.join(address, host(1, attempt=0), 5)
+        rejoined = await RendezvousClient.join(address, host(1, attempt=0), WITHIN)
         announcing = asyncio.ensure_future(first.announce(JobResult(7, "over"), 5))
-        result = await asyncio.wait_for(rejoined.result(), 5)
+        result = await asyncio.wait_for(rejoined.result(), WITHIN)
         assert result is not None and result.code == 7
         rejoined._writer.close()
         await announcing
@@ -76,8 +77,8 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         second = Rendezvous(address, replicas=2)
         await second.start()
         second.register(host(0))
-        rendezvous_client = await asyncio.wait_for(joining, 10)
-        await asyncio.wait_for(second.hosts.until(lambda: second.hosts.present == 2), 5)
+        rendezvous_client = await asyncio.wait_for(joining, WITHIN)
+        await asyncio.wait_for(second.hosts.until(lambda: second.hosts.present == 2), WITHIN)
         rendezvous_client._writer.close()
         await second.announce(JobResult(0, ""), 5)
 
@@ -93,23 +94,22 @@ def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> Non
         first.register(host(0))
         broken = dataclasses.replace(host(3), error="no such file", code=2)
         with pytest.raises(RendezvousError, match="no such file"):
-            await RendezvousClient.join(address, broken, 5)
-        member = await RendezvousClient.join(address, host(1), 5)
+            await RendezvousClient.join(address, broken, WITHIN)
+        member = await RendezvousClient.join(address, host(1), WITHIN)
         first.hosts.form(first.hosts.able)
-        spare = await RendezvousClient.join(address, host(2), 5)
-        while not changes:
-            await asyncio.sleep(0.01)
+        spare = await RendezvousClient.join(address, host(2), WITHIN)
+        await until_async(lambda: changes, "the spare host")
         assert changes == [None]
         spare._writer.close()
-        await asyncio.wait_for(first.hosts.until(lambda: first.hosts.present == 2), 5)
-        preempted = await RendezvousClient.join(address, host(2), 5)
+        await asyncio.wait_for(first.hosts.until(lambda: first.hosts.present == 2), WITHIN)
+        preempted = await RendezvousClient.join(address, host(2), WITHIN)
         await preempted.report(SignalReceived(signal.SIGTERM, False))
-        result = await asyncio.wait_for(preempted.result(), 5)
+        result = await asyncio.wait_for(preempted.result(), WITHIN)
         assert result is not None and preempted.dismissed
         preempted._writer.close()
         assert [each and each.replica for each in changes] == [None, 2, None, 2] and not first.events.pending
         member._writer.close()
-        assert (await asyncio.wait_for(first.events.next(), 5)).replica == 1
+        assert (await asyncio.wait_for(first.events.next(), WITHIN)).replica == 1
         await first.announce(JobResult(0, ""), 5)
 
     asyncio.run(main())

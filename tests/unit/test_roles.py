@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.waits import WITHIN
 from torchx_monarch.controller import roles as roles_module
 from torchx_monarch.controller.host_events import StopRequested
 from torchx_monarch.controller.host_network import HostNetwork
@@ -126,7 +127,7 @@ def test_an_address_is_found_when_it_is_registered_and_the_newest_counts(
             while await looked_up() != expected:
                 await asyncio.sleep(0.01)
 
-        await asyncio.wait_for(poll(), 20)
+        await asyncio.wait_for(poll(), WITHIN)
 
     async def main() -> None:
         finding = asyncio.ensure_future(other_role().find("b", host_network(0), 20.0))  # before there is a server
@@ -232,7 +233,7 @@ def test_both_roles_end_with_the_failure_of_one(leaves_nothing: None, failed: st
             boom = JobResult(7, "boom")
             one, events = (server, other.events) if failed == "a" else (client, first.events)
             ending = asyncio.ensure_future(one.end(boom, 0.1))
-            event = await asyncio.wait_for(events.next(), 20)
+            event = await asyncio.wait_for(events.next(), WITHIN)
             assert (event.result.code, event.result.consequence) == (7, True)
             assert event.result.reason.startswith(f"{failed}/0 failed: boom; the application begins again")
             await ending

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.waits import WITHIN
 from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.host_messages import RanksSampled, SampleRanks
 from torchx_monarch.controller.sample_recorder import SampleRecorder
@@ -106,7 +107,7 @@ def test_the_recorder_asks_while_ranks_run(tmp_path: Path) -> None:
     async def run() -> None:
         log = SampleLog(str(tmp_path / "samples.jsonl"))
         with SampleRecorder(cast(Agents, OneHost()), log, every=0.0).recording():
-            await asyncio.wait_for(asked.wait(), 20)
+            await asyncio.wait_for(asked.wait(), WITHIN)
             await asyncio.sleep(0)
         with SampleRecorder(cast(Agents, OneHost()), None).recording():
             pass

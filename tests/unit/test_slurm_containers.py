@@ -25,6 +25,7 @@ from torchx.specs import (
 )
 from torchx.specs.finder import ComponentValidationException
 
+from tests.waits import WITHIN
 from torchx_monarch.backends.slurm import bundle, checks, container_files, native, records
 from torchx_monarch.backends.slurm.container import Mount, in_order, last_error
 from torchx_monarch.backends.slurm.folder import JobFolder
@@ -139,10 +140,10 @@ def test_a_task_without_python_leaves_its_record(image: Path, tmp_path: Path, re
     assert (folder / "rootfs").resolve() == image / "fs"
     (folder / "is_inside").write_text("yes\n")  # as in the container
     env = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURMD_NODENAME": "n4", "PATH": "/usr/bin:/bin"}
-    subprocess.run([folder / "prolog.sh"], env=env, check=True)
+    subprocess.run([folder / "prolog.sh"], env=env, check=True, timeout=WITHIN)
     words = ["/bin/sh", str(folder / "task.sh"), paths.root, "trainer", "7", str(restart)]
     # The batch step's number is in the environment of an OCI container, and not the task's.
-    done = subprocess.run(words, env={**env, "SLURM_PROCID": "0"}, capture_output=True, text=True)
+    done = subprocess.run(words, env={**env, "SLURM_PROCID": "0"}, capture_output=True, text=True, timeout=WITHIN)
     assert (done.returncode, done.stderr) == (78, f"the image {image} has no python on its PATH\n")
     record = records.read_task(paths, "trainer", 3)
     assert record is not None

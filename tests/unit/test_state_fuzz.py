@@ -32,6 +32,7 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, AppStatus, Role
 
 from tests.unit.damage import contents
+from tests.waits import WITHIN
 from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import owners, prune, status, submit
@@ -223,7 +224,7 @@ class RunningApp:
 
     def close(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.communicate(timeout=WITHIN)
 
 
 @pytest.fixture(scope="module")

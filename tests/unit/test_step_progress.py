@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import torchx_monarch
+from tests.waits import WITHIN
 from torchx_monarch.host.ranks.rank_progress import parse, prepare, read, read_at_end
 from torchx_monarch.insight import step_progress
 from torchx_monarch.insight.rank_sample import Progress
@@ -92,7 +93,9 @@ def test_elsewhere_it_does_nothing_and_imports_little(tmp_path: Path) -> None:
     code = "import sys, torchx_monarch as t; t.progress(1, 2, loss=3.0); print('dataclasses' in sys.modules)"
     for error_file in ("", str(tmp_path / "error.json")):
         environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": error_file}
-        done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, check=True, timeout=WITHIN
+        )
         assert done.stdout.strip() == b"False"
     assert not list(tmp_path.iterdir())
 

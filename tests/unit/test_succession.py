@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waits import WITHIN, until_async
 from torchx_monarch.controller import succession
 from torchx_monarch.controller.host_events import HostPreempted, StopRequested
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
@@ -121,22 +122,23 @@ def test_hosts_know_the_job_and_obey_the_latest_leader_only(address: Address) ->
         first = Rendezvous(address, 3, fewest=1, hands_over=True)
         await first.start()
         first.register(host(0))
-        follower = await RendezvousClient.join(address, host(1), 5)
+        follower = await RendezvousClient.join(address, host(1), WITHIN)
         waiting = asyncio.ensure_future(follower.result())
         await first.record.publish((0, 1), PROGRESS)
-        late = await RendezvousClient.join(address, host(2), 5)
+        late = await RendezvousClient.join(address, host(2), WITHIN)
         also = asyncio.ensure_future(late.result())
-        while follower.job is None or late.job is None or follower.job.hosts != (1, 2):
-            await asyncio.sleep(0.01)
+        await until_async(
+            lambda: follower.job is not None and late.job is not None and follower.job.hosts == (1, 2), "the record"
+        )
         assert follower.job == late.job == JobRecord(0, 0, (1, 2), (0, 1), PROGRESS)
 
         # Host 1 takes over: clients find it at replica 0's address.
         second = Rendezvous(address, 3, fewest=1, leader=1, term=1, absent={0}, hands_over=True)
         await second.start()
         second.register(host(1))
-        joined = await RendezvousClient.join(address, host(2), 5)
+        joined = await RendezvousClient.join(address, host(2), WITHIN)
         with pytest.raises(RendezvousError, match="taken over the job"):
-            await RendezvousClient.join(address, host(0), 5)
+            await RendezvousClient.join(address, host(0), WITHIN)
         # A leader of a term before that of its peer is refused, and ends.
         with pytest.raises(RendezvousError, match="term 7"):
             await RendezvousClient.join(address, host(2), 0.3, term=7)
@@ -177,7 +179,7 @@ def test_a_follower_learns_that_the_leader_leaves(address: Address) -> None:
         leader = Rendezvous(address, 2, fewest=1, hands_over=True)
         await leader.start()
         leader.register(host(0))
-        follower = await RendezvousClient.join(address, host(1), 5)
+        follower = await RendezvousClient.join(address, host(1), WITHIN)
         waiting = asyncio.ensure_future(follower.result())
         progress = dataclasses.replace(PROGRESS, failures=(MachineFailures("node7", (1.5, 2.5), True),))
         await leader.record.publish((0, 1), progress)
@@ -199,24 +201,22 @@ def test_a_leader_over_a_network_ends_with_fewer_than_half_of_the_hosts() -> Non
         await leader.start()
         leader.register(host(0))
         others = [
-            await RendezvousClient.join(address, over_network(replica, f"insecure-tcp:127.0.0.1:{replica}"), 5)
+            await RendezvousClient.join(address, over_network(replica, f"insecure-tcp:127.0.0.1:{replica}"), WITHIN)
             for replica in (1, 2, 3)
         ]
         waiting = [asyncio.ensure_future(each.result()) for each in others]
         await leader.record.publish((0, 1, 2, 3), PROGRESS)
-        while any(each.job is None for each in others):
-            await asyncio.sleep(0.01)
+        await until_async(lambda: all(each.job is not None for each in others), "the record")
         job = others[0].job
         assert job is not None and (job.hosts, job.voters) == ((1, 2, 3), (0, 1, 2, 3))
         assert job.listeners == tuple(f"insecure-tcp:127.0.0.1:{replica}" for replica in (1, 2, 3))
         with pytest.raises(RendezvousError, match="up to record 0, and this host up to record 5"):
-            await RendezvousClient.join(address, host(4), 5, generation=5)
+            await RendezvousClient.join(address, host(4), WITHIN, generation=5)
 
         async def lose(replica: int, ended: bool) -> bool:
             writer = others[replica - 1]._writer
             writer.close() if ended else connections.give_up(writer)
-            while replica in leader.hosts.registered:
-                await asyncio.sleep(0.01)
+            await until_async(lambda: replica not in leader.hosts.registered, f"the loss of host {replica}")
             await asyncio.sleep(0)
             return any(isinstance(event, StopRequested) for event in leader.events.pending)
 

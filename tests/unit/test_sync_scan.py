@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.waits import WITHIN
 from torchx_monarch.code_sync import scan as scanning
 from torchx_monarch.code_sync.ignores import IgnoreRules
 from torchx_monarch.code_sync.manifest import EXECUTABLE, FILE, FOLDER, LINK
@@ -91,13 +92,14 @@ def test_what_is_ignored_as_git_does(tmp_path: Path) -> None:
         },
     )
     git = ["git", "-C", str(tmp_path / "repo")]
-    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "init", "-q"], check=True, timeout=WITHIN)
     for workspace in ("ws", "."):
         listed = subprocess.run(
             [*git, "-C", workspace, "ls-files", "-z", "--cached", "--others", "--exclude-per-directory=.gitignore"],
             capture_output=True,
             text=True,
             check=True,
+            timeout=WITHIN,
         ).stdout
         assert paths((tmp_path / "repo" / workspace).resolve()) == set(listed.split("\0")) - {""}
     assert "big.bin" in paths(tmp_path / "repo/ws/data"), "a workspace that git ignores was asked for by name"

@@ -22,6 +22,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.waits import WITHIN
 from torchx_monarch.code_sync import code_store as store_module
 from torchx_monarch.code_sync.archive import ChangedError, PackError, pack
 from torchx_monarch.code_sync.code_store import CodeStore, StoreError
@@ -242,7 +243,9 @@ def test_python_runs_what_came_within_the_same_second(
     for number in (1, 2, 3):
         write(root, {"m.py": f"print({number})"})
         path = store.acquire(send(root, store).hash)
-        done = subprocess.run([sys.executable, "main.py"], cwd=path, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "main.py"], cwd=path, capture_output=True, text=True, check=True, timeout=WITHIN
+        )
         assert done.stdout == f"{number}\n"
         assert os.listdir(os.path.join(path, "__pycache__"))
         store.release(path)

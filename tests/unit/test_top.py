@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.waits import WITHIN
 from torchx_monarch.cli import top_view
 from torchx_monarch.cli.top_view import View
 from torchx_monarch.insight.rank_table import Row
@@ -101,6 +102,6 @@ def test_the_terminal_is_as_it_was_before(end: str) -> None:
         assert termios.tcgetattr(far) == before
     finally:
         child.kill()
-        child.communicate()
+        child.communicate(timeout=WITHIN)
         os.close(near)
         os.close(far)

@@ -130,6 +130,7 @@ class Apps(Place):
         "test_a_log_is_read_by_times_streams_and_expressions": "moto has no log of a job before its end",
     }
     cfg = {"queue": "first", "preload": "none", "grace": 5}
+    long_grace = 25  # what an instance gives a container to end, less the host's share
     own_bad_options = (
         ({"job_type": "array"}, "job_type is 'array'; it is auto, multinode or container"),
         ({"job_type": "container"}, "job_type is container, which is for one replica; app 'app' has 2"),

@@ -28,6 +28,7 @@ import pytest
 from torchx.specs import BindMount
 
 from tests.clusters import packages
+from tests.waits import WITHIN
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,7 +47,9 @@ def missing() -> str:
     lacking = packages.missing(_PROGRAMS, _PACKAGES)
     if lacking:
         return f"not installed, and could not be: {', '.join(lacking)} (Debian: {' '.join(_PACKAGES)})"
-    probe = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
+    probe = subprocess.run(
+        ["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True, timeout=WITHIN
+    )
     return probe.stderr.strip()
 
 

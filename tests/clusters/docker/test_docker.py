@@ -72,7 +72,7 @@ def test_all_roles_begin_again_when_one_has_failed(apps: Apps, often: int, state
     folder.mkdir()
     words, names = (path, str(folder), str(often)), ("trainer", "reader")
     handle = apps.run(*(apps.torchrun(*words, name=name, nproc=1, max_retries=1, env={"ROLE": name}) for name in names))
-    status = apps.wait(handle, seconds=90)
+    status = apps.wait(handle)
     logs = apps.log(handle) + apps.log(handle, "reader")
     assert (status.state, status.num_restarts) == (state, 1), logs
     assert len(list(folder.iterdir())) == 8, logs
@@ -151,7 +151,7 @@ def test_roles_are_worlds_and_all_but_sidecars_are_awaited(apps: Apps, eventuall
     reader = apps.role("sh", "-c", "echo up; sleep 1000", name="reader", metadata={"monarch": {"sidecar": True}})
     handle = apps.run(main, other, reader)
     over = {"main/0": AppState.SUCCEEDED, "main/1": AppState.SUCCEEDED}
-    eventually(lambda: over.items() <= apps.states(handle).items(), "the end of the first role", seconds=60)
+    eventually(lambda: over.items() <= apps.states(handle).items(), "the end of the first role")
     assert apps.status(handle).state is AppState.RUNNING
     go.touch()
     assert apps.wait(handle).state is AppState.SUCCEEDED

@@ -49,7 +49,7 @@ def test_a_container_that_is_removed_fails_its_job(
     eventually(lambda: apps.log(handle).count("]:rank") == 2, "the ranks")
     with contextlib.closing(daemon.client()) as client:
         client.containers.get(apps.hostname(handle, removed)).remove(force=True)
-    status = apps.wait(handle, seconds=90)
+    status = apps.wait(handle)
     said = f"the container of replica trainer/{removed} was removed (docker rm), and its log with it"
     assert (status.state, status.msg) == (AppState.FAILED, said)
     assert apps.states(handle)[f"trainer/{removed}"] is AppState.UNKNOWN
@@ -69,10 +69,10 @@ def test_an_elastic_job_succeeds_without_a_container(apps: Apps, daemon: Daemon,
     role = apps.torchrun(path, nproc=1, min_replicas=1)
     role.args[role.args.index("--nnodes") + 1] = "1:2"
     handle = apps.run(role)
-    eventually(lambda: apps.log(handle).count("]:rank") == 2, "the ranks", seconds=60)
+    eventually(lambda: apps.log(handle).count("]:rank") == 2, "the ranks")
     daemon.kill(apps.hostname(handle, 1))
     go.touch()
-    assert apps.wait(handle, seconds=60).state is AppState.SUCCEEDED, apps.log(handle)
+    assert apps.wait(handle).state is AppState.SUCCEEDED, apps.log(handle)
     assert apps.states(handle) == {"trainer/0": AppState.SUCCEEDED, "trainer/1": AppState.FAILED}
 
 

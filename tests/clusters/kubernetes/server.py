@@ -24,6 +24,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from tests.waits import WITHIN
+
 VERSION = "1.20.2"
 
 _PROGRAMS = ("kube-apiserver", "kube-controller-manager", "etcd")
@@ -53,7 +55,7 @@ def missing() -> str:
         # Which ends all that the build has started, should it take too long.
         within = ["timeout", "--kill-after=10", f"{_BUILD_WITHIN:g}"]
         build = [*within, "bash", str(Path(__file__).with_name("build.sh")), str(cache())]
-        done = subprocess.run(build, stdout=file, stderr=file, check=False)
+        done = subprocess.run(build, stdout=file, stderr=file, check=False, timeout=_BUILD_WITHIN + WITHIN)
     if done.returncode:
         return f"the Kubernetes API server could not be built: {log.read_text(errors='replace')[-800:]}"
     log.unlink()

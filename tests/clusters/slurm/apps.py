@@ -20,6 +20,7 @@ from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.slurm.cluster import SlurmCluster
 from tests.contract.place import Place, left_to_others
+from tests.waits import WITHIN
 from torchx_monarch.backends.slurm import folder as folders
 from torchx_monarch.backends.slurm import native
 from torchx_monarch.backends.slurm.folder import JobFolder
@@ -141,11 +142,11 @@ class Apps(Place):
     def preempt(self, handle: str, replica: int) -> None:
         """Have Slurm put the job back into the queue, and start it soon."""
         app_id = handle.rpartition("/")[2]
-        subprocess.run(["scontrol", "requeue", app_id], check=True)
+        subprocess.run(["scontrol", "requeue", app_id], check=True, timeout=WITHIN)
         self.until(lambda: self.slurm_state(app_id) == "PENDING", "the queue", handle)
         assert self.status(handle).state is AppState.PENDING
         # Slurm would hold it for two minutes.
-        subprocess.run(["scontrol", "update", f"JobId={app_id}", "StartTime=now+3"], check=True)
+        subprocess.run(["scontrol", "update", f"JobId={app_id}", "StartTime=now+3"], check=True, timeout=WITHIN)
 
     @contextlib.contextmanager
     def pending(self) -> Iterator[str]:
@@ -163,7 +164,9 @@ class Apps(Place):
         root = Path(self.paths(handle).root)
         assert root.stat().st_mode & 0o77 == 0
         secrets = [path.read_text() for path in root.rglob("*") if path.name == "request.json"]
-        shown = subprocess.run(["scontrol", "show", "job", app_id, "-d"], capture_output=True, text=True, check=True)
+        shown = subprocess.run(
+            ["scontrol", "show", "job", app_id, "-d"], capture_output=True, text=True, check=True, timeout=WITHIN
+        )
         return "".join(secrets), shown.stdout
 
     def left(self, handle: str) -> Sequence[object]:

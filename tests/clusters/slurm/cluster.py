@@ -24,6 +24,7 @@ from pathlib import Path
 
 from tests.clusters import packages
 from tests.network.namespaces import ip
+from tests.waits import WITHIN
 
 PROGRAMS = (
     "munged",
@@ -47,7 +48,9 @@ def missing() -> str:
     """Why there can be no cluster here, after an attempt to install it; empty when there can."""
     if os.geteuid() != 0:
         return "a Slurm cluster of namespaces needs root"
-    probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True)
+    probe = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, timeout=WITHIN
+    )
     if probe.returncode:
         return probe.stderr.strip()
     absent = packages.missing(PROGRAMS, PACKAGES)
@@ -93,7 +96,9 @@ class SlurmCluster:
 
     def runtime_list(self) -> list[str]:
         """Return what crun lists: a line for each container."""
-        listed = subprocess.run(["crun", f"--root={self.containers}", "list", "-q"], capture_output=True, text=True)
+        listed = subprocess.run(
+            ["crun", f"--root={self.containers}", "list", "-q"], capture_output=True, text=True, timeout=WITHIN
+        )
         return listed.stdout.split()
 
     # -- up ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torchx.specs import AppState
 from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.slurm.apps import Apps, sh
+from tests.waits import WITHIN
 
 R, P, S, F, C = AppState.RUNNING, AppState.PENDING, AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED
 
@@ -104,14 +105,14 @@ def test_one_array_task_goes_back_into_the_queue(apps: Apps) -> None:
     for replica in (0, 1):
         apps.wait_for_output(handle, "up", replica, role="r")
     app_id = handle.rpartition("/")[2]
-    subprocess.run(["scontrol", "requeue", f"{app_id}_1"], check=True)
+    subprocess.run(["scontrol", "requeue", f"{app_id}_1"], check=True, timeout=WITHIN)
     apps.until(lambda: apps.status(f"{handle}_1").state is P, "the queue", handle)
-    subprocess.run(["scontrol", "update", f"JobId={app_id}_1", "StartTime=now+2"], check=True)
+    subprocess.run(["scontrol", "update", f"JobId={app_id}_1", "StartTime=now+2"], check=True, timeout=WITHIN)
     apps.wait_for_output(handle, "up", 2, role="r")  # the third has its place meanwhile
-    subprocess.run(["scancel", f"{app_id}_2"], check=True)
+    subprocess.run(["scancel", f"{app_id}_2"], check=True, timeout=WITHIN)
     assert apps.wait(f"{handle}_1", S).num_restarts == 1
     # By its id Slurm knows the last array task, and all of them.
-    subprocess.run(["scancel", f"{app_id}_0"], check=True)
+    subprocess.run(["scancel", f"{app_id}_0"], check=True, timeout=WITHIN)
     status = apps.wait(handle, C)
     assert (status.num_restarts, states(apps, handle)) == (1, [C, S, C])
     assert "array task 0: CANCELLED: by scancel" in status.msg

@@ -17,6 +17,7 @@ from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.slurm.apps import Apps, sh
 from tests.clusters.slurm.cluster import SlurmCluster
+from tests.waits import WITHIN
 
 WAITS = """
     import os, signal, sys, time
@@ -43,7 +44,7 @@ def test_scancel_gives_them_slurms(apps: Apps) -> None:
     handle = apps.run(apps.torchrun(apps.program(WAITS)))
     apps.wait_for_output(handle, "waiting", 0, times=2)
     apps.wait_for_output(handle, "waiting", 1, times=2)
-    subprocess.run(["scancel", handle.rpartition("/")[2]], check=True)
+    subprocess.run(["scancel", handle.rpartition("/")[2]], check=True, timeout=WITHIN)
     assert "scancel" in apps.wait(handle, AppState.CANCELLED).msg
     for replica in (0, 1):
         apps.wait_for_output(handle, "saved", replica, times=2)

@@ -14,6 +14,7 @@ from torchx.specs import AppState
 
 from tests.clusters.slurm.apps import Apps, sh
 from tests.clusters.slurm.cluster import SlurmCluster
+from tests.waits import WITHIN
 
 CHECKPOINTS = """
     import os, signal, sys, time
@@ -78,7 +79,7 @@ def test_goes_on_after_the_job_was_queued_again(
     if way == "node":
         cluster.lose_node("n2")
     elif way == "batch TERM":
-        subprocess.run(["scancel", "--batch", "--signal=TERM", app_id], check=True)
+        subprocess.run(["scancel", "--batch", "--signal=TERM", app_id], check=True, timeout=WITHIN)
     else:
         urgent = apps.run(sh("sleep 1", replicas=4), name="urgent", partition="urgent", exclusive=True)
     apps.until(lambda: apps.slurm_state(app_id) == "PENDING", "the queue", handle)
@@ -86,7 +87,7 @@ def test_goes_on_after_the_job_was_queued_again(
     if way == "preemption":
         apps.wait(urgent, AppState.SUCCEEDED)
     # Slurm would hold it for two minutes: a node that still knows the batch step of before refuses the next one.
-    subprocess.run(["scontrol", "update", f"JobId={app_id}", "StartTime=now+3"], check=True)
+    subprocess.run(["scontrol", "update", f"JobId={app_id}", "StartTime=now+3"], check=True, timeout=WITHIN)
     try:
         status = apps.wait(handle, AppState.SUCCEEDED)
     finally:

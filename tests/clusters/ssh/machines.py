@@ -23,6 +23,7 @@ from pathlib import Path
 from tests.clusters import packages
 from tests.clusters.ssh.machine import Machine
 from tests.network.namespaces import ip
+from tests.waits import WITHIN
 
 PROGRAMS = ("sshd", "ssh", "ssh-keygen", "ip", "ss", "nsenter", "unshare")
 PACKAGES = ("openssh-server", "openssh-client", "iproute2", "util-linux")
@@ -36,15 +37,14 @@ DENIED = "denied"
 INNER = "inner"
 """What the names of the machines begin with that are reached through the first one."""
 
-_GONE_WITHIN = 20.0
-"""Seconds that processes have to go after the end of their test."""
-
 
 def missing() -> str:
     """Why there can be no machines here, after an attempt to install what they need; empty when there can."""
     if os.geteuid() != 0:
         return "machines of namespaces need root"
-    probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True)
+    probe = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True, timeout=WITHIN
+    )
     if probe.returncode:
         return probe.stderr.decode().strip()
     absent = packages.missing(PROGRAMS, PACKAGES)
@@ -174,7 +174,7 @@ class Machines:
 
     def end_processes(self) -> list[str]:
         """Wait for the end of what runs on the machines; kill and return what then still does."""
-        until = time.monotonic() + _GONE_WITHIN
+        until = time.monotonic() + WITHIN
         while (left := self.processes()) and time.monotonic() < until:
             time.sleep(0.05)
         for machine in self:
