@@ -31,14 +31,17 @@ def pins(python: str) -> dict[str, str]:
 @pytest.mark.parametrize("python", PYTHONS.values(), ids=PYTHONS)
 def test_each_supports(python: str) -> None:
     """Of the releases that are installed here: others have no metadata to look at."""
-    pinned = pins(python)
-    installed = {canonicalize_name(each.name): each for each in importlib.metadata.distributions()}
-    looked_at = [installed[name] for name, version in pinned.items() if name in installed]
+    installed: dict[str, importlib.metadata.Distribution] = {
+        canonicalize_name(each.name): each for each in importlib.metadata.distributions()
+    }
+    looked_at = [
+        installed[name]
+        for name, version in pins(python).items()
+        if name in installed and installed[name].version == version
+    ]
     unfit = {
         f"{each.name} {each.version}": wanted
         for each in looked_at
-        if pinned[canonicalize_name(each.name)] == each.version
-        and (wanted := each.metadata["Requires-Python"])
-        and python not in SpecifierSet(wanted)
+        if (wanted := each.metadata["Requires-Python"]) and python not in SpecifierSet(wanted)
     }
     assert len(looked_at) > 50 and not unfit
