@@ -23,6 +23,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import waits
+from tests.conformance import recording
 from tests.fork_server import ForkServer
 from tests.waits import WITHIN
 
@@ -59,6 +60,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--image", action="store_true", help="build the image of docker/Dockerfile, which takes minutes")
     parser.addoption("--nightly", action="store_true", help="run also what is marked so")
     parser.addoption("--record-torchrun", metavar="FOLDER", help="for python -m tests.conformance.record")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    live = config.getoption("--torchrun") == "live" or config.getoption("--record-torchrun")
+    lacks = "" if live else recording.lacking()
+    return f"tests/conformance runs the real torchrun, which takes minutes: {lacks}" if lacks else ""
 
 
 _SHARING = (

@@ -3,8 +3,9 @@
 """Record what torchrun does in each case of the conformance tests, and show what is new: ``python -m
 tests.conformance.record [pytest's options]``.
 
-With options (``-k NAME``) other cases stay as they are. A case in which nothing differs but numbers and the order of
-lines (processes, ports, times) stays as it is, too.
+With options (``-k NAME``) other cases stay as they are. A case in which nothing differs but the order of lines and
+numbers that are no exit codes (processes, ports, times) stays as it is, too. What is recorded for the first time with a
+release of torch or of Python is compared with what was recorded last.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ def _lasting(case: Stored) -> list[str]:
         "*",
         text,
     )
-    return sorted(re.sub(r"\d{2,}(\.\d+)?", "*", text).splitlines())
+    text = re.sub(r"((?:errorCode|exit_?code)\W*?:\s*-?)\d+|\d{2,}(\.\d+)?", _masked, text)
+    return sorted([*text.splitlines(), f"codes: {case['outcome']['codes']}", f"case: {case['case']}"])
+
+
+def _masked(found: re.Match[str]) -> str:
+    """A number as it is compared: an exit code as it is."""
+    return found[0] if found[1] else "*"
 
 
 def main(options: list[str]) -> int:
@@ -43,8 +50,11 @@ def main(options: list[str]) -> int:
     if ran.returncode not in (0, 1):  # 1: some have failed, and left nothing
         return ran.returncode
     new = {one.pop("name"): one for one in made}
-    old = recording.load()
-    kept = {} if ran.returncode == 0 and not options else dict(old)
+    against, old = recording.load_latest()
+    is_first = against != recording.path().name
+    if is_first and against:
+        print(f"compared with {against}:")
+    kept = {} if is_first or (ran.returncode == 0 and not options) else dict(old)
     for name, case in sorted(new.items()):
         if name not in old:
             print(f"new: {name}")
@@ -52,12 +62,12 @@ def main(options: list[str]) -> int:
             print(f"changed: {name}")
             lines = [line for line in difflib.unified_diff(before, after, lineterm="", n=0) if line[:2] != "@@"]
             print("\n".join(f"    {line[:200]}" for line in lines[2 : 2 + _LINES_OF_A_DIFFERENCE]))
-        else:
+        elif not is_first:
             case = old[name]
         kept[name] = case
-    for name in sorted(old.keys() - kept.keys()):
+    for name in [] if is_first and options else sorted(old.keys() - kept.keys()):
         print(f"gone: {name}")
-    if kept != old:
+    if is_first or kept != old:
         recording.save(kept)
     print(f"{recording.path()}: {len(kept)} cases, {recording.path().stat().st_size // 1024} kB")
     return ran.returncode
