@@ -246,10 +246,10 @@ def test_new_patterns_count_for_what_is_known(tmp_path: Path) -> None:
 
 def test_a_growing_log_and_files_that_come_and_go_do_not_matter(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": "1", "train.log": ""})
-    from_socket = threading.Event()
+    stop = threading.Event()
 
     def work() -> None:
-        while not from_socket.is_set():
+        while not stop.is_set():
             with open(tmp_path / "train.log", "a") as log:
                 log.write("x" * 100)
             write(tmp_path, {"temporary": ""})
@@ -261,8 +261,8 @@ def test_a_growing_log_and_files_that_come_and_go_do_not_matter(tmp_path: Path) 
         for _ in range(5):
             assert {"a.py", "train.log"} <= paths(tmp_path)
     finally:
-        from_socket.set()
-        thread.join()
+        stop.set()
+        thread.join(WITHIN)
 
 
 def test_says_what_is_too_much(tmp_path: Path) -> None:
