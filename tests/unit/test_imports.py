@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -183,11 +184,17 @@ _BELOW = {
 ``exceptions`` and ``torchx_monarch`` itself are for all."""
 
 _FOREIGN = {
+    "": ("monarch", "torchx"),
     "host": ("torchx",),
+    "host/ranks": ("monarch", "torchx"),
     "controller": ("torchx",),
+    "monarch_adapter": ("torchx",),
+    "insight": ("monarch", "torchx"),
+    "components": ("monarch",),
     "transport": ("torchx",),
     "command": ("monarch",),
     "backends": ("monarch",),
+    "backends/core": ("monarch",),
     "supervisor": ("monarch", "torchx"),
     "schedulers": ("monarch",),
     "client": ("monarch",),
@@ -197,7 +204,7 @@ _FOREIGN = {
     "system": ("monarch", "torchx"),
     "model": ("monarch", "torchx"),
 }
-"""Libraries that a package does not import. No package imports torch."""
+"""Libraries that a package does not import; "" are the modules beside the packages. No package imports torch."""
 
 _EXEMPT = {
     *("rank_main.py", "zygote_main.py", "torch_queries.py", "early_variables.py", "rank_errors.py", "timer_main.py"),
@@ -206,16 +213,19 @@ _EXEMPT = {
 """The files of ranks, where torch belongs, and those of a Monarch client's process, where monarch belongs."""
 
 
-@pytest.mark.parametrize("room", _BELOW)
+@pytest.mark.parametrize("room", ["", *_BELOW])
 def test_dependencies_point_one_way(room: str) -> None:
     packages = {path.name for path in _PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("_")}
     assert packages == {name for name in _BELOW if "/" not in name}
     wrong = set()
-    for path in (_PACKAGE / room).rglob("*.py"):
+    # All packages may import the modules beside them, which therefore import none. That of the public names imports
+    # them all, on first use.
+    paths = (_PACKAGE / room).rglob("*.py") if room else {*_PACKAGE.glob("*.py")} - {_PACKAGE / "__init__.py"}
+    for path in paths:
         for name in modules_imported(path):
             first, _, rest = name.partition(".")
-            target = _room(rest)
-            up = first == "torchx_monarch" and target in _BELOW.keys() - {room} - _BELOW[room]
+            up = first == "torchx_monarch" and _room(rest) in _BELOW.keys() - {room} - _BELOW.get(room, set())
+            up = up and not (path.name == "exceptions.py" and rest.startswith("client.result"))  # for type checkers
             foreign = first in ("torch", *_FOREIGN.get(room, ())) and path.name not in _EXEMPT
             if up or foreign:
                 wrong.add(f"{path.relative_to(_PACKAGE)} imports {name}")
@@ -223,10 +233,26 @@ def test_dependencies_point_one_way(room: str) -> None:
 
 
 def _room(module: str) -> str:
-    """The package of a module, by their names below ``torchx_monarch``."""
-    parts = module.split(".")
+    """The package of a module, or of a public name, by their names below ``torchx_monarch``."""
+    first, _, rest = module.partition(".")
+    parts = f"{torchx_monarch._PUBLIC.get(first, first)}.{rest}".rstrip(".").split(".")
     inner = "/".join(parts[:2])
     return inner if inner in _BELOW else parts[0]
+
+
+@pytest.mark.parametrize(
+    ("statement", "rooms"),
+    [
+        ("from torchx_monarch import serve", {"client"}),
+        ("from torchx_monarch import UserError", {"backends/core"}),
+        ("from .. import progress", {"insight"}),
+        ("from torchx_monarch import host", {"host"}),
+        ("import torchx_monarch.host.ranks.zygote", {"host/ranks"}),
+    ],
+)
+def test_public_names_count_as_what_they_stand_for(statement: str, rooms: set[str]) -> None:
+    names = imported_in(statement, "torchx_monarch.room.module")
+    assert {_room(name.partition(".")[2]) for name in names} - {""} == rooms
 
 
 def test_private_names_of_monarch_are_used_in_one_package() -> None:
@@ -238,6 +264,24 @@ def test_private_names_of_monarch_are_used_in_one_package() -> None:
         if name.startswith("monarch.") and not re.fullmatch(public, name)
     }
     assert users == {"monarch_adapter"}
+
+
+def test_private_hooks_of_monarchs_job_are_overridden_in_one_package() -> None:
+    """But the abstract ones, which Monarch has each job implement."""
+    source = importlib.util.find_spec("monarch._src.job.job")
+    assert source is not None and source.origin is not None
+    module = ast.parse(Path(source.origin).read_text())
+    (trait,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "JobTrait")
+    abstract = {node.name for node in ast.walk(trait) if isinstance(node, ast.FunctionDef) and node.decorator_list}
+    theirs = private_names(trait) - (abstract - {"_running"})
+    assert "_requires_sidecar_gateway" in theirs and "_create" not in theirs
+    users = {
+        path.relative_to(_PACKAGE)
+        for path in _PACKAGE.rglob("*.py")
+        if any(name.endswith(".JobTrait") for name in modules_imported(path))
+        and private_names(ast.parse(path.read_text())) & theirs
+    }
+    assert users == {Path("monarch_adapter/job_trait.py")}
 
 
 _EXTENSION_POINTS = {

@@ -21,12 +21,12 @@ from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
 from torchx_monarch.exceptions import AllocationError
 from torchx_monarch.monarch_adapter import monarch_api
+from torchx_monarch.monarch_adapter.job_trait import SchedulerJob
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.torchx_adapter import torchx_api
 
-monarch_api.prepare_import()
-
-from monarch.job import JobState, JobTrait  # noqa: E402
+# After the adapter, which prepares this import.
+from monarch.job import JobState, JobTrait  # isort: skip
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -49,7 +49,7 @@ _CACHE = ".monarch/job_state.pkl"
 """File in which Monarch caches a job's state. A script started by ``apply(client_script=...)`` reads it there."""
 
 
-class MonarchJob(JobTrait):  # type: ignore[misc]
+class MonarchJob(SchedulerJob):
     """Run a TorchX app as a Monarch job: each role becomes a host mesh, each of its replicas a host.
 
     The hosts wait for actors; the commands of the roles are not run::
@@ -108,7 +108,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
     @property
     def handle(self) -> str | None:
         """The job's TorchX handle, for ``torchx status`` and ``torchx log``; None before ``apply``."""
-        running = self._running
+        running = self._active_job()
         return running._handle if isinstance(running, MonarchJob) else self._handle
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _connections=JobConnections())
 
-    # -- the abstract methods and hooks of JobTrait --------------------------------------------------------------------
+    # -- the abstract methods of JobTrait, and hooks -------------------------------------------------------------------
 
     def _create(self, client_script: str | None) -> None:
         if self._is_this_job():
@@ -136,13 +136,9 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         self._handle = runner.run(hosts, self._scheduler, self._cfg, self._workspace)
         _log.info("%s", self._handle)
 
-    def _connect_host_meshes(self, running_job: JobTrait) -> dict[str, Any]:
-        # super() starts Monarch's sidecar process for mounts and telemetry, which reaches the hosts the same way as
-        # this process: attach first.
-        if isinstance(running_job, MonarchJob) and not running_job._is_this_job():
-            running_job._attach()
-        meshes: dict[str, Any] = super()._connect_host_meshes(running_job)
-        return meshes
+    def _attach_first(self, active: JobTrait) -> None:
+        if isinstance(active, MonarchJob) and not active._is_this_job():
+            active._attach()
 
     def _state(self) -> JobState:
         if self._is_this_job():
@@ -153,9 +149,9 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
 
     def can_run(self, spec: JobTrait) -> bool:
         """Whether this job is alive and has the app, scheduler, run options, idle timeout and workspace of ``spec``."""
-        return isinstance(spec, MonarchJob) and spec._spec_key() == self._spec_key() and self._is_running()
+        return isinstance(spec, MonarchJob) and spec._spec_key() == self._spec_key() and self._lives()
 
-    def _is_running(self) -> bool:
+    def _lives(self) -> bool:
         if self._is_this_job():
             return True
         status = self._status_of_app()
@@ -186,26 +182,23 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         with contextlib.suppress(ValueError):
             self._connections.runner.cancel(self._handle)
         until, pause = time.monotonic() + _END_TIMEOUT, 0.05
-        while self._is_running() and time.monotonic() < until:
+        while self._lives() and time.monotonic() < until:
             time.sleep(pause)
             pause = min(2 * pause, _ASK_EVERY)
 
-    def _cleanup_log_context(self) -> dict[str, Any]:
-        return {"job_type": type(self).__name__, "handle": self._handle}
+    def _identity(self) -> dict[str, Any]:
+        return {"handle": self._handle}
 
-    def _rebind_connection_inputs(self, spec: JobTrait) -> None:
+    def _adopt(self, spec: JobTrait) -> None:
         if isinstance(spec, MonarchJob):
             self._start_timeout = spec._start_timeout
             self._out_of_cluster = spec._out_of_cluster
 
-    def _requires_sidecar_gateway(self) -> bool:
+    def _sidecar_goes_through_client(self) -> bool:
         return self._out_of_cluster and self._scheduler != "monarch_local" and not self._is_this_job()
 
-    def _prepare_client_gateway(self) -> None:
-        self._attach()
-
-    def _should_spawn_telemetry_worker_collector_actors(self) -> bool:
-        return self._scheduler != "monarch_local"
+    def _on_one_machine(self) -> bool:
+        return self._scheduler == "monarch_local"
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
