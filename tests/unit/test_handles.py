@@ -28,13 +28,15 @@ POD = "monarch_kubernetes://torchx/default:bert-b9z"
 def apps() -> None:
     """Apps of three schedulers, in the order of their submission."""
     now = time.time()
-    for age, app_id in ((50, "digits-c2jz0w1r"), (40, "digits-x7"), (30, "eval-a\x1b[31m")):
+    for age, app_id in ((50, "digits-c2jz0w1r"), (40, "digits-x7")):
         file = Path(state_files.app_paths(app_id).app)
         file.parent.mkdir(parents=True, mode=0o700)
         file.touch()
         os.utime(file, (now - age, now - age))
     client_credentials.keep("monarch_slurm", "4711", "secret", {}, "pretrain")
     os.utime(client_credentials.path("monarch_slurm", "4711"), (now - 20, now - 20))
+    client_credentials.keep("monarch_slurm", "eval-a\x1b[31m", "secret", {})
+    os.utime(client_credentials.path("monarch_slurm", "eval-a\x1b[31m"), (now - 30, now - 30))
     client_credentials.keep("monarch_kubernetes", "default:bert-b9z", "secret", {}, "")
     os.utime(client_credentials.path("monarch_kubernetes", "default:bert-b9z"), (now - 60, now - 60))
 
