@@ -255,6 +255,16 @@ def test_retries_are_counted_by_the_scope_of_their_policy(
     assert not RetryBudget(app_retries=1).take(RoleSpec("r", max_retries=1))
 
 
+def test_a_host_that_others_wait_for_is_not_delayed_for_long() -> None:
+    def longest(**more: Any) -> float:
+        budget, spec = RetryBudget(), RoleSpec("r", 2, **more)
+        return max(budget.delay(spec, 0.0) for _ in range(12))
+
+    assert longest(retry_policy=RetryPolicy.REPLICA, workload=WorkloadKind.RANKS) == 30.0
+    assert longest(retry_policy=RetryPolicy.ROLE, workload=WorkloadKind.RANKS) > 30.0
+    assert longest(retry_policy=RetryPolicy.REPLICA) > 30.0
+
+
 def test_a_mark_is_kept_and_read() -> None:
     role = Role("r", "image", metadata={"kubernetes": {"x": 1}})
     assert not is_sidecar(role)

@@ -14,6 +14,9 @@ from collections import Counter, defaultdict
 from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 
+_AWAITED = 30.0
+"""The longest delay in seconds of a single host, for which the others wait ``--rejoin-timeout``: 60 s by default."""
+
 
 class RetryBudget:
     """The retries that an app has left.
@@ -52,7 +55,8 @@ class RetryBudget:
             lived: seconds for which the failed replica, or role, ran.
             replica: as for ``take``.
         """
-        return self._backoffs[_scope(role, replica)].delay(lived)
+        delay = self._backoffs[_scope(role, replica)].delay(lived)
+        return min(delay, _AWAITED) if role.runs_hosts and role.retry_policy is RetryPolicy.REPLICA else delay
 
 
 def _scope(role: RoleSpec, replica: int) -> tuple[str, int]:

@@ -17,7 +17,6 @@ folder ``array/INDEX/`` with the files that belong to one run, and its ``job.log
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import sys
@@ -36,8 +35,6 @@ TRASH = ".trash-"
 
 _NAME = re.compile(r".+-[0-9a-f]{10}")
 """The name of a job's folder, as ``new`` chooses it."""
-
-_log = logging.getLogger("torchx_monarch")
 
 
 class JobFolder(state_files.AppPaths):
@@ -236,7 +233,10 @@ def known() -> dict[str, JobFolder]:
                 _check_job_folder(root)
                 found[app_id] = JobFolder(root)
         except safe_files.UnsafeFileError as error:
-            _log.warning("%s is not used: %s", os.path.join(ids_dir(), app_id), error)
+            import logging  # called for errors alone: the tasks of a job import this module, and start without it
+
+            log = logging.getLogger("torchx_monarch")
+            log.warning("%s is not used: %s", os.path.join(ids_dir(), app_id), error)
     return found
 
 
