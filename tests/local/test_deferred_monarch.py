@@ -34,10 +34,10 @@ class Visitor(Actor):
 
 enable_transport(sys.argv[1])
 hosts = attach_to_workers(ca="trust_all_connections", workers=[sys.argv[2]], name="hosts")
-hosts.initialized.get(timeout=30)
+hosts.initialized.get(timeout=120)
 procs = hosts.spawn_procs(per_host={"gpus": 1}, name="visitors")
-print("child of", procs.spawn("visitor", Visitor).parent.call_one().get(timeout=30), flush=True)
-procs.stop().get(timeout=30)
+print("child of", procs.spawn("visitor", Visitor).parent.call_one().get(timeout=120), flush=True)
+procs.stop().get(timeout=120)
 os._exit(0)
 """
 

@@ -21,6 +21,7 @@ from docker.errors import APIError
 from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, BindMount, InvalidRunConfigException, Resource, RetryPolicy, Role
 
+from tests.waits import WITHIN
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -417,7 +418,9 @@ def test_the_record_gives_back_the_app() -> None:
 def test_without_a_daemon_a_person_is_told_what_to_do(words: list[str]) -> None:
     environ = {**os.environ, "DOCKER_HOST": "unix:///nonexistent", "TORCHX_PLUGINS_SOURCE": "1"}
     code = "import sys; sys.argv[0] = 'torchx'; from torchx.cli.main import main; main(sys.argv[1:])"
-    done = subprocess.run([sys.executable, "-c", code, *words], env=environ, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], env=environ, capture_output=True, text=True, timeout=WITHIN
+    )
     assert done.returncode == 1
     assert "there is no Docker daemon at unix:///nonexistent" in done.stderr
     assert "systemctl start docker" in done.stderr
@@ -434,5 +437,5 @@ try:
 except ModuleNotFoundError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WITHIN, check=True)
     assert "pip install 'docker>=7'" in done.stdout

@@ -120,7 +120,7 @@ class Apps(Place):
     def fresh(self, handle: str, code: str) -> str:
         """Run code that has ``runner`` and ``handle`` in a new process and another folder; return its output."""
         command = [sys.executable, "-c", _PREAMBLE + textwrap.dedent(code), handle]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd="/", check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN, cwd="/", check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
