@@ -231,11 +231,14 @@ class Contract:
     @pytest.mark.scenario("cancel while running")
     def test_cancel_while_running(self, place: Place) -> None:
         reader = place.role("sh", "-c", "echo up; exec sleep 1000", name="reader")
-        handle = place.run(place.torchrun(_program(place, _SAVES + _WAITS)), reader, grace=place.long_grace)
+        first = place.role("true", name="first")  # its end is not the job's
+        handle = place.run(first, place.torchrun(_program(place, _SAVES + _WAITS)), reader, grace=place.long_grace)
         place.until(lambda: place.log(handle).count("attempt 0") == 4, "the ranks", handle)
         place.until(lambda: "up\n" in place.lines(handle, role="reader"), "the reader", handle)
+        place.until(lambda: place.states(handle)["first/0"] is AppState.SUCCEEDED, "the end of the first role", handle)
         assert place.status(handle).state is AppState.RUNNING
-        assert set(place.states(handle).values()) == {AppState.RUNNING}
+        states = place.states(handle)
+        assert states.pop("first/0") is AppState.SUCCEEDED and set(states.values()) == {AppState.RUNNING}
         followed: list[str] = []
         log = place.runner.log_lines(handle, "trainer", 0, should_tail=True)
         follower = threading.Thread(target=followed.extend, args=[log])
@@ -243,7 +246,8 @@ class Contract:
         place.until(lambda: any("attempt 0" in line for line in followed), "the follower", handle)
         place.cancel(handle)
         status = place.wait(handle, AppState.CANCELLED)
-        assert set(place.states(handle).values()) == {AppState.CANCELLED}
+        states = place.states(handle)
+        assert states.pop("first/0") is AppState.SUCCEEDED and set(states.values()) == {AppState.CANCELLED}
         assert status.num_restarts == 0
         # The ranks had their grace period, the log ends with the app, and stays.
         follower.join(WITHIN * place.patience)
