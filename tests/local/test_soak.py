@@ -8,7 +8,7 @@ import dataclasses
 
 import pytest
 
-from tests.soak.plans import draw
+from tests.soak.plans import Plan, draw
 from tests.soak.runs import Outcome, run_all
 
 SEED = 1
@@ -22,16 +22,24 @@ _SUDDEN = ("kill", "none", "cancel", "folder", "log")
 _OTHERS = pytest.param(False, marks=pytest.mark.nightly("20 s of processor time; `make soak` has them, too"))
 
 
+def _short(plan: Plan) -> Plan:
+    """Return a job whose ranks work for half a second, with its fault so early that it is an error to miss it."""
+    [fault] = plan.faults
+    early = dataclasses.replace(fault, moment=dataclasses.replace(fault.moment, delay=min(fault.moment.delay, 0.2)))
+    return dataclasses.replace(plan, faults=(early,), seconds=plan.seconds if plan.awaits_end else 0.5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sudden", [True, _OTHERS])
 def test_what_jobs_say_of_their_end_is_true_and_they_leave_nothing(sudden: bool) -> None:
     outcomes: list[Outcome] = []
     # The first small job of each kind of fault.
     plans = {
-        plan.what: dataclasses.replace(plan, seconds=min(plan.seconds, 0.5) if not plan.is_removed else plan.seconds)
-        for plan in (draw(SEED, number) for number in range(299, -1, -1))
+        plan.what: _short(plan)
+        for plan in (draw(SEED, number) for number in range(499, -1, -1))
         if plan.what.startswith(_SUDDEN) is sudden
-        if len(plan.faults) == 1 and plan.what not in _LEFT_OUT and plan.hosts < 3 and not plan.torch
+        if len(plan.faults) == 1 and plan.what not in _LEFT_OUT and plan.replicas < 3 and not plan.torch
+        if plan.faults[0].moment.phase != "end"
     }
     wrong = run_all(list(plans.values()), 3, outcomes.append, SEED)
     print(*outcomes, sep="\n")

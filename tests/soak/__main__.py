@@ -1,13 +1,14 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A soak: many small jobs with one or two random faults in each: ``python -m tests.soak [options]``.
+"""A soak: many small jobs with one or two faults in each: ``python -m tests.soak [options]``.
 
 A job runs through monarch_local as any other. A fault is a signal to one of its processes (SIGKILL, SIGTERM, SIGSTOP
 with SIGCONT later or without), a cancellation, or a deleted file; it comes at the start, in the run, at a restart or at
 the end of the job, as its events tell. Then: the job must have ended in time, its state must be true (SUCCEEDED only if
 every rank proved its end, FAILED only with who died, and only if it could not have gone on), its record must answer,
-its logs must hold every line that a rank has proved to have printed, and nothing may be left of it. Everything about a
-job follows from the seed and its number.
+its logs must hold every line that a rank has proved to have printed, and nothing may be left of it. 500 jobs contain
+every fault at every moment in every kind of job (``plans.cells``); the rest follows from the seed and a job's number.
+docs/explanation/faults.md has the details.
 
 Exit code 1 when anything was wrong; what is needed to look into it is then kept and named.
 """

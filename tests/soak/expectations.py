@@ -7,9 +7,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torchx.schedulers.api import Stream
@@ -27,6 +28,9 @@ from torchx_monarch.system import processes
 #: What is said of an app whose submitter was killed or frozen before it had started a supervisor.
 _NEVER_STARTED = "it was never started: its submission was interrupted"
 
+_FILES = {"stdout.log": "out", "stderr.log": "err"}
+"""The log files of a rank, and the streams of ``printed`` in them."""
+
 
 def finished(folder: Path) -> bool:
     """Whether every rank of one attempt has proved that it reached its end."""
@@ -37,27 +41,34 @@ def finished(folder: Path) -> bool:
     return any(ranks == set(range(world)) for (_, world), ranks in attempts.items())
 
 
-def _blame(injection: Injection) -> str:
-    """What a message must say of a job that ended because of this fault."""
-    pid, replica, action = injection.pid, injection.replica, injection.fault.action
+def _blame(job: Job, one: Injection, injections: Sequence[Injection]) -> str | None:
+    """What a message must say of a job that ended because of this fault; None for a fault that ends no job.
+
+    Args:
+        one: the fault.
+        injections: all faults of the job.
+    """
+    pid, replica, action, target = one.pid, one.replica, one.fault.action, one.fault.target
+    if one.fault.hangs:
+        return None
+    if target == "agent":
+        # Hit before its first call, an agent has not started.
+        how = "does not answer" if action == "freeze" else "died"
+        return rf"the agent of host {replica} \(\S+, pid \d+\) ({how}|did not start)"
     if action == "freeze":
         # The supervisor says so of a host that no other host waits for.
         by_supervisor = rf"^replica {ROLE}/{replica} \(.*its host \(pid {pid}\)"
-        host = rf"host {replica} \(\S+, pid {pid if injection.fault.target == 'host' else '[0-9]+'}\)"
-        # Frozen before its first call, an agent has not started.
-        unstarted = rf"|the agent of host {replica} \(.*\) did not start" * (injection.fault.target == "agent")
-        return rf"({by_supervisor}|{host}) does not answer{unstarted}"
+        return rf"({by_supervisor}|host {replica} \(\S+, pid {pid}\)) does not answer"
     how = {"kill": r"killed by signal 9 \(SIGKILL\)", "term": r"killed by signal 15 \(SIGTERM\)"}[action]
-    if injection.fault.target == "supervisor":
-        return rf"^the supervisor \(pid {pid}\) (was {how}|and the keeper \(pid \d+\) were killed)"
-    if injection.fault.target == "host":
+    if target == "supervisor":
+        both = any(each.fault.what == "kill keeper" for each in injections)
+        return rf"^the supervisor \(pid {pid}\) (was {how}" + r"|and the keeper \(pid \d+\) were killed" * both + ")"
+    if target == "host":
         # One that is told so early that it does not listen yet is killed by it.
         preempted = rf"|preempted: host {replica} \(\S+, pid {pid}\) received SIGTERM" * (action == "term")
         return rf"^replica {ROLE}/{replica} \(pid {pid}\) was {how}{preempted}"
-    if injection.fault.target == "agent":
-        return rf"agent of host {replica} \("
-    # A rank without a number is killed before its host knows it.
-    unbegun = "|cannot start a rank: it was killed before it had begun" * (injection.fault.target == "rank")
+    # A rank without a number is killed before its host knows it, and before the program begins.
+    unbegun = "|cannot start a rank: it was killed before it had begun" * (not any(job.folder.glob(f"begin-*-{pid}")))
     return rf"rank \d+ \(local rank \d on [\w.-]+, pid {pid}\) was {how}{unbegun}"
 
 
@@ -66,11 +77,16 @@ def goes_on(plan: Plan, injections: Sequence[Injection]) -> bool:
     deadly = [one for one in injections if not one.fault.harmless]
     if any(one.fault.tells or one.fault.target == "supervisor" for one in deadly):
         return False
-    lost = {one.replica for one in deadly if one.fault.target in ("host", "agent") and one.replica > 0}
-    if plan.elastic and len(lost) <= plan.hosts - plan.fewest:
+    lost = {one.replica for one in deadly if one.fault.target in ("host", "agent") and _is_replaceable(plan, one)}
+    if len(lost) <= plan.replicas - plan.fewest:
         deadly = [one for one in deadly if one.replica not in lost or one.fault.target == "rank"]
     of_ranks = sum(one.fault.target == "rank" for one in deadly)
     return len(deadly) <= plan.retries or of_ranks == len(deadly) <= plan.restarts - plan.fails
+
+
+def _is_replaceable(plan: Plan, loss: Injection) -> bool:
+    """Whether a job that can lose hosts can lose this one: host 0 once the others know the job, at its first ranks."""
+    return loss.replica > 0 or (plan.hands_over and "ranks" in loss.seen)
 
 
 def of_the_end(job: Job, injections: Sequence[Injection], state: AppState, message: str, rescued: bool) -> list[str]:
@@ -89,30 +105,31 @@ def of_the_end(job: Job, injections: Sequence[Injection], state: AppState, messa
         wrong.append(f"a cancellation is called preemption: {message}")
     if state is AppState.FAILED:
         deadly = [one for one in injections if not (one.fault.tells or one.fault.harmless)]
-        blames = [_blame(one) for one in deadly]
-        blames += [rf"exited with code {program.CODE}"] * (plan.fails and bool(deadly))
+        blames = [_blame(job, one, injections) for one in deadly]
+        # The program's own failure ends a job whose restarts were used up by the faults.
+        of_ranks = sum(one.fault.target == "rank" for one in deadly)
+        blames += [rf"exited with code {program.CODE}"] * (plan.fails and of_ranks >= plan.restarts)
         if message == _NEVER_STARTED and any(one.fault.target == "submitter" for one in injections):
             return wrong
         if goes_on(plan, injections):
             wrong.append(f"FAILED, and it could have gone on: {message}")
         elif told and not deadly:
             wrong.append(f"FAILED, and it was cancelled: {message}")
-        elif not any(re.search(blame, message) for blame in blames):
+        elif not any(re.search(blame, message) for blame in blames if blame is not None):
             wrong.append(f"FAILED for a wrong reason: {message}")
     return wrong
 
 
-def of_the_record(job: Job, state: AppState) -> list[str]:
+def of_the_record(job: Job, injections: Sequence[Injection], state: AppState) -> list[str]:
     """What is wrong with what can be asked of an ended app."""
-    wrong, plan, scheduler = [], job.plan, job.scheduler
+    wrong, scheduler = [], job.scheduler
     described = scheduler.describe(job.app_id)
     if described is None:
         return ["it is not described"]
-    replicas = [replica for role in described.roles_statuses for replica in role.replicas]
-    if len(replicas) != plan.hosts or [
-        one for one in replicas if one.state.name not in ("SUCCEEDED", "FAILED", "CANCELLED")
-    ]:
-        wrong.append(f"replicas: {[(one.id, one.state.name) for one in replicas]}")
+    states = {replica.id: replica.state.name for role in described.roles_statuses for replica in role.replicas}
+    if reason := of_the_replicas(job.plan, injections, state, states):
+        wrong.append(f"{reason}: replicas {states}")
+    wrong += _of_the_restarts(job, injections, state, described.num_restarts)
     if job.app_id not in {app.app_id for app in scheduler.list()}:
         wrong.append("it is not listed")
     ends = [event for event in events.read(job.paths.events)[0] if event["kind"] == "ended"]
@@ -121,7 +138,44 @@ def of_the_record(job: Job, state: AppState) -> list[str]:
     return wrong
 
 
-def of_the_logs(job: Job, followed: Sequence[str | None]) -> list[str]:
+def of_the_replicas(plan: Plan, injections: Sequence[Injection], state: AppState, states: Mapping[int, str]) -> str:
+    """Why the states of the replicas, by id, do not fit the state of the app; empty if they do."""
+    if sorted(states) != list(range(plan.replicas)):
+        return "not one state for each replica"
+    if strange := set(states.values()) - {"SUCCEEDED", "FAILED", "CANCELLED"}:
+        return f"an ended app has replicas that are {', '.join(sorted(strange))}"
+    failed = {replica for replica, each in states.items() if each == "FAILED"}
+    hit = {one.replica for one in injections if one.fault.target in ("host", "agent") and not one.fault.harmless}
+    if state is AppState.SUCCEEDED and "SUCCEEDED" not in states.values():
+        return "SUCCEEDED, and no replica has"
+    if state is AppState.SUCCEEDED and not failed <= hit:
+        return f"SUCCEEDED, and replicas have failed that nothing was done to ({sorted(failed - hit)})"
+    if state is AppState.SUCCEEDED and len(failed) > plan.replicas - plan.fewest:
+        return f"SUCCEEDED, and {len(failed)} replicas have failed"
+    if state is AppState.FAILED and not failed:
+        return "FAILED, and no replica has"
+    if state is AppState.CANCELLED and failed:
+        return "CANCELLED, and replicas have failed"
+    return ""
+
+
+def _of_the_restarts(job: Job, injections: Sequence[Injection], state: AppState, number: int) -> list[str]:
+    """What is wrong with the number of restarts that an ended app tells."""
+    plan, deadly = job.plan, [one for one in injections if not one.fault.harmless]
+    failed = (job.folder / "failed").exists()
+    # A failure that ends the hosts of a job ends each with an exit code of its own, and REPLICA restarts each of them.
+    most = len(deadly) * (plan.replicas if plan.policy == "REPLICA" and plan.retries else 1) + failed
+    if number > most:
+        return [f"{number} restarts, and there was something to restart after {most} times"]
+    if any(one.fault.target == "supervisor" for one in deadly) or plan.replicas > plan.fewest:
+        return []  # nobody was there to count, or an attempt with other hosts is no restart
+    least = len({proof["attempt"] for proof in printed.proofs(job.folder, "begin")}) - 1
+    if state is AppState.SUCCEEDED and not deadly:
+        least = int(failed)
+    return [f"{number} restarts, and {least} have left proofs"] if number < least else []
+
+
+def of_the_logs(job: Job, injections: Sequence[Injection], followed: Sequence[str | None]) -> list[str]:
     """What is wrong with the logs of an ended app, and with what those have read who followed them.
 
     Args:
@@ -129,7 +183,8 @@ def of_the_logs(job: Job, followed: Sequence[str | None]) -> list[str]:
     """
     logs, wrong = [], []
     streams = {Stream.COMBINED: ("out", "err"), Stream.STDOUT: ("out",), Stream.STDERR: ("err",)}
-    for k in range(job.plan.hosts):
+    deleted = {_stream_of(one.file) for one in injections if one.file}
+    for k in range(job.plan.replicas):
         for stream, names in streams.items():
             text = "".join(job.scheduler.log_iter(job.app_id, ROLE, k, streams=stream))
             logs.append(printed.Log(f"the log ({stream.value})", k, names, text))
@@ -139,31 +194,53 @@ def of_the_logs(job: Job, followed: Sequence[str | None]) -> list[str]:
                 wrong.append(f"one who follows the log of replica {k} does not come to an end")
             elif read != text:
                 wrong.append(f"one who followed the log of replica {k} read something else, at its end {read[-100:]!r}")
-        if not any(fault.action == "log" for fault in job.plan.faults):
-            for file, name in (("stdout.log", "out"), ("stderr.log", "err")):
-                paths = Path(job.paths.replica_logs(ROLE, k)).glob(f"attempt_*/*/{file}")
-                text = "\n".join(path.read_text() for path in sorted(paths))  # a killed rank may leave half a line
-                logs.append(printed.Log(f"the ranks' {file}", k, (name,), text))
-    return wrong + printed.check(job.folder, Path(job.paths.events), logs)
+        for file, name in _FILES.items():
+            paths = Path(job.paths.replica_logs(ROLE, k)).glob(f"attempt_*/*/{file}")
+            text = "\n".join(path.read_text() for path in sorted(paths))  # a killed rank may leave half a line
+            logs.append(printed.Log(f"the ranks' {file}", k, (name,), text, frozenset(deleted)))
+    killed = [one.pid for one in injections if one.fault.what == "kill host"]
+    unwatched = any(one.fault.what == "kill supervisor" for one in injections)
+    starts = printed.HostStarts(Path(job.paths.events), killed, unwatched)
+    return wrong + printed.check(job.folder, starts, logs)
+
+
+def _stream_of(file: str) -> tuple[str, int]:
+    """The name and the rank of the stream whose lines a rank's log file holds."""
+    return _FILES[Path(file).name], int(Path(file).parent.name)
+
+
+def of_the_followers(followed: Sequence[str | None]) -> list[str]:
+    """What is wrong with what those have read who followed the logs of an app whose folder was removed."""
+    wrong = [
+        f"one who follows the log of replica {k} does not come to an end" for k, t in enumerate(followed) if t is None
+    ]
+    return wrong + [text for read in followed for text in printed.disorder(read or "")]
 
 
 def of_the_submitter(job: Job, injections: Sequence[Injection], state: AppState | None) -> list[str]:
     """What is wrong with the end of the ``torchx run`` that has submitted the job."""
-    if any(one.fault.target == "submitter" and one.fault.action != "stop" for one in injections):
+    actions = {one.fault.action for one in injections if one.fault.target == "submitter"}
+    if actions & {"kill", "freeze"}:
         return []
     code = job.submitter_code()
     if code is None:
         return ["the torchx run that submitted it does not end"]
     said = (job.folder / "submitter.log").read_text()
-    if state is None or (code == 0) != (state is AppState.SUCCEEDED):
-        return [f"the torchx run that submitted it has exited with code {code}: {said[-2000:]}"]
-    return [] if "Traceback" not in said else [f"the torchx run that submitted it printed a traceback: {said[-2000:]}"]
+    wrong = [f"the torchx run that submitted it printed a traceback: {said[-2000:]}"] * ("Traceback" in said)
+    # One that is told before it handles signals is killed by it, and has then submitted nothing.
+    told = {128 + signal.SIGTERM} if job.app_id else {128 + signal.SIGTERM, -signal.SIGTERM}
+    good = told if "term" in actions else set()
+    if state is AppState.SUCCEEDED:
+        right = code in {0, *good}
+    else:
+        right = code in good if good else code != 0 and state is not None
+    return wrong if right else [*wrong, f"the torchx run that submitted it has exited with code {code}: {said[-2000:]}"]
 
 
-def of_leftovers(marker: str, run_dir: str, within: float) -> list[str]:
+def of_leftovers(job: Job, within: float) -> list[str]:
     """What is left of an ended app after ``within`` seconds."""
     until = time.monotonic() + within
-    while (left := processes.marked(marker)) and time.monotonic() < until:
+    while (left := job.processes()) and time.monotonic() < until:
         time.sleep(0.02)
     wrong = []
     for pid in left:
@@ -173,8 +250,8 @@ def of_leftovers(marker: str, run_dir: str, within: float) -> list[str]:
             continue
         wrong.append(f"left running: {pid} {command}")
     processes.kill(left)
-    if os.path.exists(run_dir):
-        wrong.append(f"left on disk: {run_dir}, with {sorted(os.listdir(run_dir))}")
+    if job.run_dir and os.path.exists(job.run_dir):
+        wrong.append(f"left on disk: {job.run_dir}, with {sorted(os.listdir(job.run_dir))}")
     return wrong
 
 

@@ -27,6 +27,8 @@ _MARKS = {"agent": "bootstrap_main", "rank": r"\(rank \d+ of |/rank_main\.py ", 
 _LOOK_EVERY = 0.005
 #: Seconds that a further fault's moment is waited for in a job that may hang: it may never come.
 _HANGS_FOR = 4.0
+#: Seconds that ranks work in a job that ends by itself, at the very most.
+_LONGEST_WORK = 2.0
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,38 @@ class Injection:
         at: seconds from the submission.
         pid: the process, 0 for none.
         replica: of a host, or of the host that an agent or a rank belongs to; -1 where that has no meaning.
+        start: the start time of the process, in clock ticks since boot.
+        seen: the kinds of events until then.
+        file: the deleted log of a rank.
     """
 
     fault: Fault
     at: float
     pid: int = 0
     replica: int = -1
+    start: int = 0
+    seen: frozenset[str] = frozenset()
+    file: str = ""
+
+    @property
+    def process_state(self) -> str:
+        """The state of the process as /proc tells it; empty once it has ended."""
+        found = processes.process(self.pid)
+        return found.state if found is not None and found.start == self.start and found.state not in "ZX" else ""
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A fault that was not injected.
+
+    Attributes:
+        why: the reason.
+        excused: whether the job may have been too fast for the fault; else nothing but another fault explains it.
+    """
+
+    fault: Fault
+    why: str
+    excused: bool = False
 
 
 def _words(pid: int) -> list[str]:
@@ -86,8 +114,7 @@ def targets(job: Job, kind: str) -> list[int]:
             return words[:1] == ["sleep"]
         return re.search(_MARKS[kind], " ".join(words)) is not None
 
-    marker = str(job.request().get("job", ""))
-    return sorted(pid for pid in processes.marked(marker) if is_one(_words(pid))) if marker else []
+    return [pid for pid in job.processes() if is_one(_words(pid))]
 
 
 class Injector:
@@ -98,13 +125,13 @@ class Injector:
         self._continuing: list[threading.Timer] = []
         self._hangs_until = float("inf")
 
-    def inject(self, faults: Sequence[Fault]) -> list[Injection]:
-        """Inject them; returns when all that can be were. A fault whose job ends or hangs before is left out.
+    def inject(self, faults: Sequence[Fault]) -> list[Injection | Miss]:
+        """Inject them; returns when all that can be were.
 
         A fault whose moment is ``with`` the one before it waits for that, and no other does.
         """
         done = [threading.Event() for _ in faults]
-        results: list[Injection | None] = [None] * len(faults)
+        results: list[Injection | Miss] = [Miss(fault, "its injection failed") for fault in faults]
 
         def one(index: int) -> None:
             try:
@@ -118,25 +145,28 @@ class Injector:
             list(pool.map(one, range(len(faults))))
         for timer in self._continuing:
             timer.join()
-        return [result for result in results if result is not None]
+        return results
 
-    def _inject(self, fault: Fault) -> Injection | None:
-        if fault.action == "none" or not self._await_moment(fault):
-            return None
-        while not self._is_over():
-            if (injection := self._try(fault)) is not None:
-                return injection
-            time.sleep(_LOOK_EVERY)
-        return None
-
-    def _await_moment(self, fault: Fault) -> bool:
-        """Wait for the moment of a fault; whether it has come before the end of the job."""
+    def _inject(self, fault: Fault) -> Injection | Miss:
+        if fault.action == "none":
+            return Miss(fault, "there is none", excused=True)
         events = set(fault.moment.events)
         while events and not events & self._job.seen():
             if self._is_over():
-                return False
+                came = bool(events & self._job.seen())  # between the two looks
+                return Miss(fault, f"there was none of the events {sorted(events)}", excused=came)
             time.sleep(_LOOK_EVERY)
-        return not self._job.wait(fault.moment.delay)
+        if self._job.wait(fault.moment.delay):
+            return Miss(fault, "the job had ended before", excused=True)
+        late: bool | None = None
+        while not self._is_over():
+            if (injection := self._try(fault)) is not None:
+                return injection
+            late = "rank_ended" in self._job.seen() if late is None else late
+            if fault.target == "submitter":
+                break  # there is one only, from the beginning on
+            time.sleep(_LOOK_EVERY)
+        return Miss(fault, f"there was no {fault.target or 'file'} from its moment on", excused=late is not False)
 
     def _is_over(self) -> bool:
         """Whether the job has ended, or hangs."""
@@ -146,8 +176,10 @@ class Injector:
         """Do what a fault says; None when there is nothing yet that it could be done to."""
         job = self._job
 
-        def now(pid: int = 0, replica: int = -1) -> Injection:
-            return Injection(fault, time.monotonic() - job.began, pid, replica)
+        seen = frozenset(job.seen())
+
+        def now(pid: int = 0, replica: int = -1, start: int = 0, file: str = "") -> Injection:
+            return Injection(fault, time.monotonic() - job.began, pid, replica, start, seen, file)
 
         if fault.target:
             if not (found := targets(job, fault.target)):
@@ -157,21 +189,24 @@ class Injector:
             if who is None or not processes.send(who, _SIGNALS[fault.action]):
                 return None
             if fault.hangs or (fault.what == "freeze submitter" and not job.app_id):
-                self._hangs_until = time.monotonic() + job.plan.seconds + _HANGS_FOR
+                self._hangs_until = time.monotonic() + min(job.plan.seconds, _LONGEST_WORK) + _HANGS_FOR
             if fault.action == "stop":
                 timer = threading.Timer(fault.pause, processes.send, (who, signal.SIGCONT))
                 self._continuing.append(timer)
                 timer.start()
-            return now(pid, replica)
+            return now(pid, replica, who.start)
         if not job.app_id:
             return None
         if fault.action == "cancel":
             job.scheduler.cancel(job.app_id)
-        elif fault.action == "folder":
+        elif fault.deletes:
+            job.note_run_dir()
             shutil.rmtree(job.paths.root, ignore_errors=True)
             shutil.rmtree(job.paths.root, ignore_errors=True)  # what was written meanwhile
         elif logs := sorted(Path(job.paths.logs).rglob("attempt_*/*/std*.log")):
-            logs[int(fault.which * len(logs))].unlink(missing_ok=True)
+            file = logs[int(fault.which * len(logs))]
+            file.unlink(missing_ok=True)
+            return now(file=str(file))
         else:
             return None
         return now()

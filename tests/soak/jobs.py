@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +23,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.insight import events
 from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.schedulers.monarch import MonarchScheduler
+from torchx_monarch.system import processes
 
 #: Seconds from SIGTERM to SIGKILL.
 GRACE = 3
@@ -27,6 +31,12 @@ GRACE = 3
 LEASE = 10
 #: Seconds that a ``torchx run`` has to end after its job.
 _SUBMITTER_ENDS_WITHIN = 30.0
+
+_MARK = "TORCHX_MONARCH_SOAK"
+"""In the environment of all processes of a job. The product's own mark would miss the same processes as the product."""
+
+_submitting = threading.Lock()
+"""Held while a job is submitted in this process, whose environment its processes get."""
 
 
 class Job:
@@ -38,6 +48,7 @@ class Job:
         runner, scheduler: what answers questions about it.
         submitter: the ``torchx run`` that submits it; None where this process has.
         began: when it was submitted, by ``time.monotonic``.
+        run_dir: the folder of its sockets, as its request says; empty while that has not been read.
     """
 
     def __init__(self, plan: Plan, folder: Path, seed: int) -> None:
@@ -47,12 +58,20 @@ class Job:
         self.scheduler: MonarchScheduler = self.runner._scheduler("monarch_local")
         self.submitter: subprocess.Popen[bytes] | None = None
         self.began = time.monotonic()
+        self.run_dir = ""
         self._app_id = ""
-        cfg = {"grace": GRACE, "lease": LEASE, "preload": "torch" if plan.torch else "json"}
+        self._mark = uuid.uuid4().hex
+        cfg = {"grace": GRACE, "lease": LEASE, "spares": plan.spares, "ranks": "fresh" if plan.fresh else "fork"}
+        cfg["preload"] = "torch" if plan.torch else "json"
         if plan.by_command:
             self.submitter = self._run_command(cfg, seed)
-        else:
-            self._app_id = self.runner.run(plan.app(folder), "monarch_local", cfg=cfg).rpartition("/")[2]
+            return
+        with _submitting:
+            os.environ[_MARK] = self._mark
+            try:
+                self._app_id = self.runner.run(plan.app(folder), "monarch_local", cfg=cfg).rpartition("/")[2]
+            finally:
+                del os.environ[_MARK]
 
     def _run_command(self, cfg: Mapping[str, object], seed: int) -> subprocess.Popen[bytes]:
         from tests.soak import component
@@ -65,7 +84,7 @@ class Job:
                 [sys.executable, "-m", "torchx.cli.main", "run", "--wait", *options]
                 + [f"{component.__file__}:job", *arguments],
                 cwd=self.folder,
-                env={**os.environ, "PYTHONPATH": root},
+                env={**os.environ, "PYTHONPATH": root, _MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -101,9 +120,19 @@ class Job:
     def paths(self) -> state_files.AppPaths:
         return state_files.app_paths(self.app_id)
 
-    def request(self) -> dict[str, object]:
-        """The content of its request file; empty while, or when, it is not submitted."""
-        return (self.app_id and state_files.read_json(self.paths.request)) or {}
+    def note_run_dir(self) -> None:
+        """Read ``run_dir`` once there is a request; it is not known any more when the app's folder is removed."""
+        if not self.run_dir and self.app_id:
+            self.run_dir = str((state_files.read_json(self.paths.request) or {}).get("run_dir", ""))
+
+    def processes(self) -> list[int]:
+        """The living processes of it, the ``torchx run`` and what that has started among them."""
+        mark, found = f"{_MARK}={self._mark}".encode(), []
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and processes.identity(pid):
+                    found.append(pid)
+        return sorted(found)
 
     def seen(self) -> set[str]:
         """The kinds of the events so far (``plans.PHASES``)."""

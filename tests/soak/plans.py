@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from torchx.specs import AppDef, RetryPolicy, Role
 
@@ -14,44 +17,13 @@ from tests.soak import program
 
 ROLE = "r"
 
-#: Actions and targets, and how often each pair is drawn.
-_FAULTS = {
-    ("none", ""): 1,
-    ("cancel", ""): 3,
-    ("log", ""): 1,
-    ("folder", ""): 2,
-    ("kill", "keeper"): 2,
-    ("kill", "supervisor"): 2,
-    ("kill", "host"): 5,
-    ("kill", "agent"): 4,
-    ("kill", "rank"): 4,
-    ("kill", "zygote"): 3,
-    ("kill", "child"): 1,
-    ("kill", "submitter"): 2,
-    ("term", "keeper"): 1,
-    ("term", "supervisor"): 2,
-    ("term", "host"): 4,
-    ("term", "agent"): 2,
-    ("term", "rank"): 2,
-    ("term", "zygote"): 1,
-    ("term", "submitter"): 2,
-    ("stop", "keeper"): 1,
-    ("stop", "supervisor"): 2,
-    ("stop", "host"): 3,
-    ("stop", "agent"): 3,
-    ("stop", "rank"): 2,
-    ("stop", "zygote"): 2,
-    ("stop", "submitter"): 1,
-    ("freeze", "keeper"): 1,
-    ("freeze", "supervisor"): 1,
-    ("freeze", "host"): 3,
-    ("freeze", "agent"): 2,
-    ("freeze", "rank"): 1,
-    ("freeze", "submitter"): 1,
-}
-
-#: What is always the only fault of its job: nothing is seen of a job whose folder is gone.
-_ALONE = ("none", "folder")
+#: What a fault of most jobs does, and to which processes.
+SIGNALS = ("kill", "term", "stop", "freeze")
+TARGETS = ("submitter", "keeper", "supervisor", "host", "agent", "rank")
+#: What is injected less often.
+_OTHERS = (("cancel", ""), ("kill", "zygote"), ("term", "zygote"), ("stop", "zygote"))
+_RARE = (("none", "", "run"), ("log", "", "run"), ("log", "", "end"), ("folder", "", "start"), ("folder", "", "run"))
+_RAREST = ("kill", "child", "run")
 
 #: The parts of a job's life, and the kinds of events that begin each. A moment waits for one group of kinds, of which
 #: any one will do. ``rank_ended`` is the proof that a rank leaves at its end.
@@ -67,6 +39,54 @@ _DELAYS = {"start": 0.3, "run": 1.0, "restart": 0.8, "end": 0.1}
 
 #: Seconds that a ``torchx run`` takes to submit, about: when its own life is the phase.
 _SUBMISSION = 2.0
+
+#: Seconds that the ranks work in a job that a fault has to end.
+_UNTIL_TOLD = 1000.0
+
+#: How a job survives the loss of a host: not at all or by a spare one, by a new one (REPLICA), or with fewer.
+KINDS = ("fixed", "replaced", "elastic")
+
+
+class Cell(NamedTuple):
+    """What is certain of one job; the rest of its plan is drawn.
+
+    Attributes:
+        kind: one of KINDS; empty for any.
+        faults: action, target and phase of each.
+    """
+
+    kind: str
+    faults: tuple[tuple[str, str, str], ...]
+
+
+def _cells() -> list[Cell]:
+    """Return what 500 jobs in a row contain once each.
+
+    That is every signal to every process in every phase of each kind of job, every signal to every process together
+    with each other process, twice, and each other fault twice.
+    """
+    phases = tuple(PHASES)
+    cells = [
+        Cell(kind, ((action, target, phase),))
+        for kind, action, target, phase in product(KINDS, SIGNALS, TARGETS, phases)
+    ]
+    pairs = [(first, then) for first, then in product(TARGETS, TARGETS) if TARGETS.index(first) <= TARGETS.index(then)]
+    for number, ((first, then), action) in enumerate(product(pairs, SIGNALS)):
+        for turn, phase in enumerate(("with", phases[number // 4 % 4])):
+            before = SIGNALS[(number + number // 4 + 2 * turn) % 4]
+            began = phases[(number // 4 + number) % 3]
+            cells.append(Cell(KINDS[(number + turn) % 3], ((before, first, began), (action, then, phase))))
+    others = [(*what, phase) for what, phase in product(_OTHERS, phases)]
+    cells += 2 * [Cell("", (fault,)) for fault in (*others, *_RARE, _RAREST)]
+    return cells
+
+
+@lru_cache
+def cells(seed: int) -> list[Cell]:
+    """Return the cells in an order of the seed's own, so that the first jobs are of all sorts."""
+    found = _cells()
+    random.Random(seed).shuffle(found)
+    return found
 
 
 @dataclass(frozen=True)
@@ -109,13 +129,18 @@ class Fault:
         return f"{self.action} {self.target}".strip()
 
     @property
+    def deletes(self) -> bool:
+        """Whether it deletes the app's folder."""
+        return self.action == "folder"
+
+    @property
     def tells(self) -> bool:
         """Whether it tells the app to end."""
         return self.what in ("cancel", "term supervisor", "term submitter")
 
     @property
     def hangs(self) -> bool:
-        """Whether a job may hang from then on without an end: nobody can tell a frozen rank from a busy one."""
+        """Whether a job may hang while the process lives: nobody can tell a frozen rank from a busy one."""
         return self.action == "freeze" and self.target in ("supervisor", "rank")
 
     @property
@@ -130,10 +155,13 @@ class Plan:
     """One job and its faults, one or two.
 
     Attributes:
+        hosts: without spare ones.
         fewest: torchrun's MIN of ``--nnodes MIN:MAX``; ``hosts`` for a job of fixed size.
+        spares: spare hosts.
         restarts: torchrun's --max-restarts.
         seconds: that the ranks work.
         children: whether each rank has a child and a grandchild that has left its session and ignores SIGTERM.
+        fresh: whether each rank is an interpreter of its own, not a fork of a zygote.
         fails: whether rank 0 fails once by itself.
         follow: whether somebody follows the log.
     """
@@ -141,6 +169,7 @@ class Plan:
     number: int
     hosts: int
     fewest: int
+    spares: int
     ranks: int
     restarts: int
     policy: str
@@ -148,6 +177,7 @@ class Plan:
     seconds: float
     children: bool
     torch: bool
+    fresh: bool
     fails: bool
     follow: bool
     faults: tuple[Fault, ...]
@@ -158,6 +188,22 @@ class Plan:
         return self.fewest < self.hosts
 
     @property
+    def replicas(self) -> int:
+        """How many hosts are started."""
+        return self.hosts + self.spares
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether another host takes over when host 0 is lost (docs/how_to/restart.md, "When host 0 is lost")."""
+        replaced = self.policy == "REPLICA" and self.retries > 0
+        return (self.elastic or self.spares > 0) and not replaced
+
+    @property
+    def awaits_end(self) -> bool:
+        """Whether its ranks work until a fault ends it."""
+        return self.seconds == _UNTIL_TOLD
+
+    @property
     def what(self) -> str:
         """The faults, in two words each."""
         return " + ".join(fault.what for fault in self.faults)
@@ -165,7 +211,7 @@ class Plan:
     @property
     def is_removed(self) -> bool:
         """Whether its folder is removed."""
-        return self.faults[0].action == "folder"
+        return any(fault.deletes for fault in self.faults)
 
     @property
     def by_command(self) -> bool:
@@ -176,10 +222,11 @@ class Plan:
     def shape(self) -> str:
         """The job in a few words."""
         words = [f"{self.fewest}:{self.hosts}x{self.ranks}" if self.elastic else f"{self.hosts}x{self.ranks}"]
+        words[0] += f"+{self.spares}" * bool(self.spares)
         words.append(f"{self.seconds:.1f}s")
         words += [f"restarts={self.restarts}"] * bool(self.restarts)
         words += [f"{self.policy.lower()}={self.retries}"] * bool(self.retries)
-        words += [name for name in ("fails", "children", "torch", "follow") if getattr(self, name)]
+        words += [name for name in ("fails", "children", "torch", "fresh", "follow") if getattr(self, name)]
         return " ".join(words)
 
     def app(self, folder: Path) -> AppDef:
@@ -213,43 +260,58 @@ class Plan:
 def draw(seed: int, number: int) -> Plan:
     """The plan of one job."""
     dice = random.Random(f"{seed}/{number}")
-    first = _fault(dice, dice.choice(tuple(PHASES)))
-    faults: tuple[Fault, ...] = (first,)
-    if first.action not in _ALONE and dice.random() < 0.35:
-        faults = (first, _fault(dice, dice.choice(("with", "with", *PHASES)), _ALONE))
+    cell = cells(seed)[number % len(cells(seed))]
+    seconds = round(dice.uniform(0.2, 1.5), 2)
+    faults = tuple(_fault(dice, *what, seconds) for what in cell.faults)
+    kind = cell.kind or dice.choice(KINDS)
     hosts = dice.choice((1, 2, 2, 2, 3))
-    if any(fault.target == "agent" for fault in faults):
-        hosts = max(2, hosts)  # replica 0's host has none
+    if kind == "elastic" or any(fault.target == "agent" for fault in faults):
+        hosts = max(2, hosts)  # replica 0's host has no agent
     restarts, retries = dice.choice((0, 0, 1, 2)), dice.choice((0, 0, 1, 2))
+    policy = dice.choice(("APPLICATION", "REPLICA", "ROLE"))
+    if kind == "replaced":
+        policy, retries = "REPLICA", max(1, retries)
     fails = False
     # There must be something to restart after: a fault, or the program's own failure.
     if any(fault.moment.phase == "restart" for fault in faults):
-        fails = not (faults[0].moment.phase != "restart" and faults[0].target in ("host", "agent", "rank"))
+        first = faults[0]
+        fails = first.moment.phase == "restart" or first.action not in ("kill", "term")
+        fails = fails or first.target not in ("host", "agent", "rank")
         restarts, retries = max(1, restarts), retries if fails else max(1, retries)
     return Plan(
         number=number,
         hosts=hosts,
-        fewest=dice.randrange(1, hosts) if hosts > 1 and dice.random() < 0.3 else hosts,
+        fewest=dice.randrange(1, hosts) if kind == "elastic" else hosts,
+        spares=int(kind == "fixed" and dice.random() < 0.2),
         ranks=dice.choice((1, 2)),
         restarts=restarts,
-        policy=dice.choice(("APPLICATION", "REPLICA", "REPLICA", "ROLE")),
+        policy=policy,
         retries=retries,
-        # One whose folder is removed has to be stopped: nobody could see it end.
-        seconds=1000.0 if first.action == "folder" else round(dice.uniform(0.2, 1.5), 2),
+        # What a fault should end must not end by itself before.
+        seconds=_UNTIL_TOLD if _ends_it(faults, fails) else seconds,
         children=any(fault.target == "child" for fault in faults) or dice.random() < 0.3,
-        torch=dice.random() < 0.08,
-        fails=fails and first.action != "folder",
+        torch=(torch := dice.random() < 0.08),
+        fresh=not torch and dice.random() < 0.1 and not any(fault.target == "zygote" for fault in faults),
+        fails=fails and not any(fault.deletes for fault in faults),
         follow=dice.random() < 0.4,
         faults=faults,
     )
 
 
-def _fault(dice: random.Random, phase: str, but: tuple[str, ...] = ()) -> Fault:
-    weights = {what: often for what, often in _FAULTS.items() if what[0] not in but}
-    [(action, target)] = dice.choices(list(weights), list(weights.values()))
-    if action == "folder" and phase in ("restart", "end"):
-        phase = "run"
+def _ends_it(faults: tuple[Fault, ...], fails: bool) -> bool:
+    """Whether one of these faults ends the job before its ranks could have ended."""
+    phases = ("start", "run", "with", *["restart"] * fails)
+    return any((one.tells or one.deletes) and one.moment.phase in phases for one in faults) and not any(
+        one.moment.phase == "end" for one in faults
+    )
+
+
+def _fault(dice: random.Random, action: str, target: str, phase: str, seconds: float) -> Fault:
     events = dice.choice(PHASES[phase]) if phase != "with" else ()
-    longest = _SUBMISSION if target == "submitter" and phase == "start" and not events else _DELAYS.get(phase, 0.05)
+    longest = _DELAYS.get(phase, 0.05)
+    if target == "submitter" and phase == "start" and not events:
+        longest = _SUBMISSION
+    elif phase in ("run", "restart"):
+        longest = min(longest, 0.6 * seconds)  # later, the ranks are about to end
     moment = Moment(phase, events, round(dice.uniform(0.0, longest), 3))
     return Fault(action, target, moment, dice.random(), round(dice.uniform(0.2, 2.5), 2))

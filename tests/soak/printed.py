@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.soak.program import line
 from torchx_monarch.insight import events
@@ -34,27 +35,37 @@ class Log:
         name: for messages.
         replica: whose ranks' lines stand there.
         streams: names of the streams whose lines stand there.
+        deleted: name and rank of each stream of which a file was deleted: its lines may be missing.
     """
 
     name: str
     replica: int
     streams: tuple[str, ...]
     text: str
+    deleted: frozenset[tuple[str, int]] = frozenset()
 
 
-class NoRestartMarker:
-    """The starts of hosts that an app's events tell of."""
+class HostStarts:
+    """The starts of hosts that an app's events tell of.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the app's events.
+        killed: pids of processes that were killed.
+        unwatched: whether the supervisor was killed, so that no event tells of the hosts that were killed with it.
+    """
+
+    def __init__(self, path: Path, killed: Collection[int] = (), unwatched: bool = False) -> None:
         self._replicas: dict[int, int] = {}
-        self._ended: set[int] = set()
+        self._killed = set(killed)
         running: dict[int, int] = {}
         for event in events.read(path)[0]:
             if event["kind"] == "replica_started":
                 running[event["replica"]] = event["pid"]
                 self._replicas[event["pid"]] = event["replica"]
-            elif event["kind"] == "replica_exited" and event["exit_code"] >= 0:
-                self._ended.add(running[event["replica"]])
+            elif event["kind"] == "replica_exited" and event["replica"] in running:
+                pid = running.pop(event["replica"])
+                self._killed.update([pid] * (event["exit_code"] == -signal.SIGKILL))
+        self._killed.update(running.values() if unwatched else ())
 
     def replica(self, pid: int) -> int:
         """The replica of a host process; -1 when no event names it."""
@@ -62,31 +73,31 @@ class NoRestartMarker:
 
     def was_killed(self, pid: int) -> bool:
         """Whether a host was killed: what its ranks have printed and it has not yet read is gone with it."""
-        return pid not in self._ended
+        return pid in self._killed
 
 
-def check(folder: Path, events_path: Path, logs: Iterable[Log]) -> list[str]:
+def check(folder: Path, starts: HostStarts, logs: Iterable[Log]) -> list[str]:
     """What is wrong with the logs of an ended app.
 
     Args:
         folder: of the proofs.
-        events_path: of the app's events.
+        starts: of its hosts.
         logs: all that are to be looked at.
     """
-    starts = NoRestartMarker(events_path)
-    host_of = {proof["pid"]: proof["host"] for proof in _proofs(folder, "begin")}
+    host_of = {proof["pid"]: proof["host"] for proof in proofs(folder, "begin")}
     proven = {stream: count for stream, count in _proven(folder).items() if not starts.was_killed(host_of[stream.pid])}
     wrong = []
     for log in logs:
         numbers, broken = _found(log.text)
         place = f"{log.name} of replica {log.replica}"
-        for stream, found in numbers.items():
-            if found != list(range(len(found))):
-                wrong.append(f"{place}: lines of {stream} are not in order, once each: {found}")
+        wrong += [f"{place}: {text}" for text in _disorder(numbers)]
+        for stream in numbers:
             if log.replica != starts.replica(host_of[stream.pid]) or stream.name not in log.streams:
                 wrong.append(f"{place}: lines of {stream} do not belong there")
         for stream, count in proven.items():
             if starts.replica(host_of[stream.pid]) != log.replica or stream.name not in log.streams:
+                continue
+            if (stream.name, stream.rank) in log.deleted:
                 continue
             if (have := len(numbers.get(stream, ()))) < count:
                 wrong.append(f"{place}: {have} of {count} lines of {stream}")
@@ -94,7 +105,21 @@ def check(folder: Path, events_path: Path, logs: Iterable[Log]) -> list[str]:
     return wrong
 
 
-def _proofs(folder: Path, kind: str) -> list[dict[str, int]]:
+def disorder(text: str) -> list[str]:
+    """What is wrong with a text of which nothing is known but that it is the beginning of a log."""
+    return _disorder(_found(text)[0])
+
+
+def _disorder(numbers: Mapping[Stream, list[int]]) -> list[str]:
+    return [
+        f"lines of {stream} are not in order, once each: {found}"
+        for stream, found in numbers.items()
+        if found != list(range(len(found)))
+    ]
+
+
+def proofs(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The proofs of one kind (``begin`` or ``end``) that ranks have left."""
     return [json.loads(path.read_text()) for path in folder.glob(f"{kind}-*[0-9]")]
 
 

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -25,8 +26,14 @@ from torchx_monarch.backends.core import state_files
 #: Seconds from the faults to the end of the job, at the very most. An app whose submitter was killed before it had
 #: started a supervisor is given up after 60 s.
 BOUND = 90.0
-#: Seconds that a job which may hang has to end by itself, beyond those that its ranks work; it is cancelled then.
-HANGS_FOR = 4.0
+#: Seconds that a job which may hang has to end by itself while the frozen process lives; it is cancelled then.
+HANGS_FOR = 6.0
+#: The same for a job that another fault may still end, which takes a lease at most.
+HANGS_WITH_ANOTHER_FOR = 25.0
+#: How often a fault is drawn that must have been injected once, at least.
+_OFTEN = 3
+#: Phases in which a fault is not missed, unless the job was too fast for it.
+_CERTAIN = ("start", "run", "restart")
 #: Seconds that the keeper has to leave after the final status, and everything else before.
 LEFT_WITHIN = 20.0
 #: Seconds in which a job whose folder was removed must be gone.
@@ -48,6 +55,7 @@ class Outcome:
     plan: Plan
     app_id: str = ""
     injections: list[faults.Injection] = field(default_factory=list)
+    misses: list[faults.Miss] = field(default_factory=list)
     state: AppState | None = None
     message: str = ""
     seconds: float = 0.0
@@ -57,7 +65,10 @@ class Outcome:
     kept: str = ""
 
     def __str__(self) -> str:
-        when = ", ".join(f"{one.fault.moment.phase} {one.at:.2f}" for one in self.injections) or "missed"
+        when = (
+            ", ".join(f"{one.fault.moment.phase} {one.at:.2f}" for one in self.injections)
+            or f"missed: {self.misses[0].why}"
+        )
         state = self.state.name if self.state else "gone"
         words = f"{self.plan.number:4d} {self.plan.what:33} {when:24} {self.plan.shape:44} {state:9}"
         words += f" {self.seconds:5.1f} s{' (hung)' * self.rescued}"
@@ -68,10 +79,10 @@ class _Followers:
     """Read the logs of all replicas of an app while it runs."""
 
     def __init__(self, job: Job) -> None:
-        self._texts: list[str | None] = [None] * job.plan.hosts
+        self._texts: list[str | None] = [None] * job.plan.replicas
         self._threads = [
             threading.Thread(target=self._follow, args=(job, k), daemon=True)
-            for k in range(job.plan.hosts if job.plan.follow else 0)
+            for k in range(job.plan.replicas if job.plan.follow else 0)
         ]
         for thread in self._threads:
             thread.start()
@@ -114,30 +125,37 @@ def run(plan: Plan, seed: int) -> Outcome:
 def _run(job: Job, outcome: Outcome) -> None:
     plan = outcome.plan
     followers = _Followers(job)
-    outcome.injections = faults.Injector(job).inject(plan.faults)
+    for one in faults.Injector(job).inject(plan.faults):
+        outcome.misses.append(one) if isinstance(one, faults.Miss) else outcome.injections.append(one)
+    job.note_run_dir()
     ended = _await_end(job, outcome)
     outcome.seconds, outcome.app_id = time.monotonic() - job.began, job.app_id
     if not ended:
         outcome.wrong.append(f"it has not ended {BOUND:g} s after the fault: {job.scheduler.describe(job.app_id)}")
         job.scheduler.apps.cancel(job.app_id, 0)
         job.wait(10)
-    request = job.request()
-    status = job.runner.status(job.handle) if job.app_id else None
+    if not outcome.injections:
+        outcome.wrong += [
+            f"{one.fault.what} was missed: {one.why}"
+            for one in outcome.misses
+            if one.fault.moment.phase in _CERTAIN and not one.excused
+        ]
+    job.note_run_dir()
+    status, injections = job.runner.status(job.handle) if job.app_id else None, outcome.injections
+    is_removed = any(one.fault.deletes for one in injections)
     if status is not None:
         outcome.state, outcome.message = status.state, "" if status.msg == "<NONE>" else status.msg
         if ended:
-            outcome.wrong += expectations.of_the_end(
-                job, outcome.injections, status.state, outcome.message, outcome.rescued
-            )
-        outcome.wrong += expectations.of_the_record(job, status.state)
-        outcome.wrong += expectations.of_the_logs(job, followers.texts())
-    elif job.app_id and not plan.is_removed:
+            outcome.wrong += expectations.of_the_end(job, injections, status.state, outcome.message, outcome.rescued)
+        outcome.wrong += expectations.of_the_record(job, injections, status.state)
+        outcome.wrong += expectations.of_the_logs(job, injections, followers.texts())
+    elif is_removed:
+        outcome.wrong += expectations.of_the_followers(followers.texts())
+    elif job.app_id:
         outcome.wrong.append("it is unknown")
     if job.submitter is not None:
-        outcome.wrong += expectations.of_the_submitter(job, outcome.injections, outcome.state)
-    if request:
-        within = REMOVED_WITHIN if plan.is_removed and outcome.injections else LEFT_WITHIN
-        outcome.wrong += expectations.of_leftovers(str(request["job"]), str(request["run_dir"]), within)
+        outcome.wrong += expectations.of_the_submitter(job, injections, outcome.state)
+    outcome.wrong += expectations.of_leftovers(job, REMOVED_WITHIN if is_removed else LEFT_WITHIN)
     if status is None and job.app_id and os.path.exists(job.paths.root):
         outcome.wrong.append(f"it is unknown, and its folder is still there: {sorted(os.listdir(job.paths.root))}")
     outcome.ports = expectations.ports(job.folder)
@@ -151,12 +169,40 @@ def _run(job: Job, outcome: Outcome) -> None:
 
 def _await_end(job: Job, outcome: Outcome) -> bool:
     """Wait for the end; a job that hangs is cancelled. Whether it has ended."""
-    if any(one.fault.what == "freeze submitter" for one in outcome.injections):
+    plan, injections = outcome.plan, outcome.injections
+    if any(one.fault.what == "freeze submitter" for one in injections):
         job.kill_submitter()  # of one that is frozen there is nothing more to wait for
-    if any(one.fault.hangs for one in outcome.injections) and not job.wait(job.plan.seconds + HANGS_FOR):
-        outcome.rescued = True
+    hanging = [one for one in injections if one.fault.hangs]
+    alone = all(one.fault.hangs or one.fault.harmless for one in injections)
+    until = time.monotonic() + min(plan.seconds, 2.0) + (HANGS_FOR if alone else HANGS_WITH_ANOTHER_FOR)
+    if plan.awaits_end and not any(one.fault.tells or one.fault.deletes for one in injections):
+        outcome.rescued = not job.wait(until - time.monotonic())
+    # A signal takes effect some time after it was sent.
+    while not outcome.rescued and any(one.process_state for one in hanging) and not job.wait(0.1):
+        if time.monotonic() > until:
+            outcome.rescued = any(one.process_state == "T" for one in hanging)
+            break
+    if outcome.rescued:
         job.scheduler.cancel(job.app_id)
     return job.wait(BOUND)
+
+
+def never_injected(outcomes: Sequence[Outcome]) -> list[str]:
+    """Which faults were drawn often, by process or in a phase that a job cannot do without, and never injected."""
+    drawn, done = Counter[str](), set[str]()
+    for outcome in outcomes:
+        for faults_of, add in (
+            (outcome.plan.faults, drawn.update),
+            ([o.fault for o in outcome.injections], done.update),
+        ):
+            for fault in faults_of:
+                names = [fault.what, f"{fault.what} at {fault.moment.phase}"]
+                add(names[: 1 + (fault.moment.phase in _CERTAIN)])
+    return [
+        f"never injected, and drawn {often} times: {what}"
+        for what, often in sorted(drawn.items())
+        if often >= _OFTEN and what not in done and not what.startswith("none")
+    ]
 
 
 def run_all(plans: Sequence[Plan], parallel: int, tell: Callable[[Outcome], None], seed: int) -> list[str]:
@@ -167,19 +213,21 @@ def run_all(plans: Sequence[Plan], parallel: int, tell: Callable[[Outcome], None
         seed: from which the plans were drawn.
 
     Returns:
-        What is wrong with none of them in particular: ports that are listened on, descriptors that are still open,
-        folders in the state directory.
+        What is wrong with none of them in particular: faults that were never injected, ports that are listened on,
+        descriptors that are still open, folders in the state directory.
     """
     ports: set[int] = set()
     before = len(os.listdir("/proc/self/fd"))
-    good = True
+    good, outcomes = True, []
     with ThreadPoolExecutor(parallel) as pool:
         for done in as_completed([pool.submit(run, plan, seed) for plan in plans]):
             outcome = done.result()
             ports |= outcome.ports
             good = good and not outcome.wrong
+            outcomes.append(outcome)
             tell(outcome)
-    wrong = [f"port {port} of a job that has ended is listened on" for port in sorted(expectations.listening(ports))]
+    wrong = never_injected(outcomes)
+    wrong += [f"port {port} of a job that has ended is listened on" for port in sorted(expectations.listening(ports))]
     # TorchX and Python keep a few open from the first job on.
     if (grown := len(os.listdir("/proc/self/fd")) - before) > 5 + parallel:
         wrong.append(f"{grown} more descriptors are open than before")
