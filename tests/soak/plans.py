@@ -34,6 +34,9 @@ PHASES: dict[str, tuple[tuple[str, ...], ...]] = {
     "end": (("rank_ended",), ("result",), ("replica_exited",)),
 }
 
+#: Moments of the end at which there are processes of a kind in any case; of the others at all of them.
+_ENDS = {"host": ("rank_ended", "result"), **dict.fromkeys(("agent", "rank", "zygote"), ("rank_ended",))}
+
 #: Seconds after the event, at most: a phase's own length, about.
 _DELAYS = {"start": 0.3, "run": 1.0, "restart": 0.8, "end": 0.1}
 
@@ -308,6 +311,8 @@ def _ends_it(faults: tuple[Fault, ...], fails: bool) -> bool:
 
 def _fault(dice: random.Random, action: str, target: str, phase: str, seconds: float) -> Fault:
     events = dice.choice(PHASES[phase]) if phase != "with" else ()
+    if phase == "end" and target in _ENDS:
+        events = (dice.choice(_ENDS[target]),)
     longest = _DELAYS.get(phase, 0.05)
     if target == "submitter" and phase == "start" and not events:
         longest = _SUBMISSION

@@ -20,6 +20,9 @@ import time
 STEP = 0.05
 """Seconds between two bursts of lines."""
 
+ENDING = 0.2
+"""Seconds from the proof of a rank's end to its end: what happens to a rank that ends must find it."""
+
 FAILS_WITHIN = 10
 """Steps until the failure that is asked for, at most."""
 
@@ -92,6 +95,7 @@ def main() -> None:
     if with_torch:
         time.sleep(0.5)  # a peer may still be reading what we have sent
     _prove(folder, "end")
+    time.sleep(ENDING)
     if with_torch:
         os._exit(0)  # torch aborts an interpreter at its end now and then
 
