@@ -85,7 +85,15 @@ def test_a_host_that_comes_too_late_does_not_keep_the_app(apps: Detached) -> Non
 class Job:
     """A torchrun job of one to three replicas; its ranks note their size and go on until ``go`` is there."""
 
-    def __init__(self, runner: Runner, work: Path, max_retries: int = 0, program: str = "", **cfg: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        work: Path,
+        max_retries: int = 0,
+        program: str = "",
+        policy: RetryPolicy = RetryPolicy.REPLICA,
+        **cfg: int,
+    ) -> None:
         self._runner, self._work = runner, work
         (work / "prog.py").write_text(
             "import os, sys, time\nsize, attempt = os.environ['WORLD_SIZE'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
@@ -94,7 +102,7 @@ class Job:
             "print('ended in a world of', size, flush=True)\n"
         )
         app = spmd("prog.py", j="1:3x1", max_retries=max_retries)
-        app.roles[0].retry_policy = RetryPolicy.REPLICA
+        app.roles[0].retry_policy = policy
         self.handle = runner.run(app, "monarch_local", cfg={"preload": "none", "grace": 2, **cfg})
         self.app = Path(os.environ["MONARCH_STATE_DIR"], "apps", self.handle.rpartition("/")[2])
 
@@ -157,6 +165,25 @@ def test_a_job_goes_on_without_replica_0(runner: Runner, tmp_path: Path, eventua
     job.kill(0)
     eventually(lambda: job.ranks() == ["ranks 3/3", "ranks 2/2"], "the ranks of the next attempt")
     assert job.finish()[:2] == (S, [F, S, S])
+
+
+def test_nobody_takes_over_from_a_replica_0_that_was_lost_before_the_hosts_had_met(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other hosts would wait for it for ``host_timeout``, 300 s."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import os, sys\nwords = sys.orig_argv\n"
+        "if 'torchx_monarch.host' in words and words[words.index('--replica') + 1] == '0':\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    job = Job(runner, tmp_path, max_retries=1, policy=RetryPolicy.ROLE, host_timeout=60)
+    state, replicas, message = job.wait()
+    assert (state, replicas[0]) == (F, F)
+    assert message.startswith("replica prog/0 (pid ") and message.endswith(") was killed by signal 9 (SIGKILL)")
+    kinds = [event["kind"] for event in job.events()]
+    assert (kinds.count("restart"), kinds.count("replica_spared")) == (1, 0)
 
 
 @pytest.mark.nightly("it waits for 40 s")

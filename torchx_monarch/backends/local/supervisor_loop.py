@@ -358,7 +358,7 @@ class SupervisorLoop:
         index, spec = replica.role_index, replica.spec
         siblings = self._roles[index]
         failed = {one.record.id for one in siblings if one in self._given_up} | {replica.record.id}
-        spare = not replica.final and spec.tolerates(failed)
+        spare = not replica.final and spec.tolerates(failed) and (replica.record.id != 0 or self._have_met(replica))
         if spec.runs_hosts and any(sibling.succeeded for sibling in siblings):
             # Hosts exit with 0 once all ranks of their role have: this host was killed after that.
             self._surplus.add(replica)
@@ -381,6 +381,16 @@ class SupervisorLoop:
             self._tolerate(replica)
         else:
             self._end(State.FAILED, replica.failure, settling=siblings)
+
+    def _have_met(self, first: Replica) -> bool:
+        """Return whether the hosts of a role had met at this replica 0, which is lost, so that another can take over.
+
+        Hosts that have not met wait for replica 0 (``host_timeout``), whether it is alive or not.
+        """
+        found, _ = events.read(self._paths.events, below=self._paths.trusted)
+        since = first.record.started or 0.0
+        mine = (one for one in found if one["kind"] == "hosts" and one.get("role") == first.spec.name)
+        return not first.spec.runs_hosts or any(one["time"] >= since for one in mine)
 
     def _restart(self, replicas: Collection[Replica], what: str, delay: float, note: str) -> None:
         self._graceful_stops = [w for w in self._graceful_stops if not set(w.scope) & set(replicas)]
