@@ -66,7 +66,7 @@ def _decoder(hint: Any) -> _Decoder:
     if origin is Annotated:
         return _limited(_decoder(arguments[0]), arguments[1])
     if origin in (typing.Union, types.UnionType):
-        return _union([_decoder(each) for each in arguments], hint)
+        return _union([_decoder(each) for each in arguments], " | ".join(map(_shown, arguments)))
     if origin is list:
         return _list(_decoder(arguments[0]))
     if origin is tuple:  # JSON has lists only
@@ -98,7 +98,7 @@ def _limited(number: _Decoder, limit: float) -> _Decoder:
     def convert(value: Any, where: _Where) -> Any:
         converted = number(value, where)
         if abs(converted) > limit:
-            raise _wrong(value, where, f"a number of seconds, at most {limit:g}")
+            raise _wrong(value, where, _shown(Annotated[float, limit]))
         return converted
 
     return convert
@@ -115,14 +115,14 @@ def _enum(cls: type[enum.Enum]) -> _Decoder:
     return convert
 
 
-def _union(options: list[_Decoder], hint: Any) -> _Decoder:
+def _union(options: list[_Decoder], wanted: str) -> _Decoder:
     def convert(value: Any, where: _Where) -> Any:
         for option in options:
             try:
                 return option(value, where)
             except DecodeError:
                 continue
-        raise _wrong(value, where, str(hint))
+        raise _wrong(value, where, wanted)
 
     return convert
 
@@ -168,6 +168,13 @@ def _record(cls: Any) -> _Decoder:
         return cls(**given)
 
     return convert
+
+
+def _shown(hint: Any) -> str:
+    """Return a type for a message."""
+    if typing.get_origin(hint) is Annotated:
+        return f"a number of seconds, at most {typing.get_args(hint)[1]:g}"
+    return "None" if hint is type(None) else hint.__name__ if isinstance(hint, type) else str(hint)
 
 
 def _wrong(value: Any, where: _Where, wanted: str) -> DecodeError:
