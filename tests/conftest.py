@@ -157,8 +157,16 @@ def marked_processes(mark: str, older: frozenset[str]) -> dict[int, str]:
     return found
 
 
+_FAILED = pytest.StashKey[bool]()
+
+
+def _gone_within(request: pytest.FixtureRequest) -> float:
+    """Seconds that the processes of a test have to go after it: of one that has failed, some may stay for ever."""
+    return 20.0 if request.node.stash.get(_FAILED, False) else WITHIN
+
+
 @pytest.fixture(autouse=True)
-def leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def leaves_nothing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Fail a test after which a process that it started is alive, or a socket file of ours is left.
 
     Listening sockets belong to processes, so those are covered. The folders for state and temporary files are the
@@ -175,7 +183,7 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     monkeypatch.delenv("HYPERACTOR_EXECUTION_ID", raising=False)  # of a Monarch that another test has imported here
     yield
     # A supervisor removes its folder last of all.
-    until = time.monotonic() + WITHIN
+    until = time.monotonic() + _gone_within(request)
     while (alive := {**marked_processes(mark, older), **ForkServer.running()}) and time.monotonic() < until:
         time.sleep(0.05)
     for pid in alive:
@@ -194,6 +202,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Show with a failure what the jobs of its test have said."""
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
+    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
     if report.failed and report.when == "call":
         folders = [Path(os.environ.get("MONARCH_STATE_DIR", "/dev/null"), "apps"), Path(tempfile.gettempdir())]
         report.sections += [(str(path), text) for folder in folders for path, text in _said_by_jobs(folder)]
@@ -210,11 +219,11 @@ def _said_by_jobs(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 @pytest.fixture
-def folder(leaves_nothing: None) -> Iterator[Path]:
+def folder(request: pytest.FixtureRequest, leaves_nothing: None) -> Iterator[Path]:
     """Yield a folder with a short path, for sockets, logs and events of hosts, which may be ending after the test."""
     path = Path(tempfile.mkdtemp(prefix="h"))
     yield path
-    until = time.monotonic() + WITHIN
+    until = time.monotonic() + _gone_within(request)
     while path.exists():
         try:
             shutil.rmtree(path)
