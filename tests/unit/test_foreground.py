@@ -245,11 +245,15 @@ def test_a_closed_terminal_takes_all_that_is_written_and_other_files_stay(is_ter
             with closed_terminal_is_null():
                 print("out", flush=True)
                 print("err", file=sys.stderr, flush=True)
-        try:
-            with closed_terminal_is_null():
-                raise OSError(errno.EPIPE, "nobody reads")
-        except BrokenPipeError:
-            sys.exit(7)
+        for number in errno.EPIPE, errno.EIO:
+            try:
+                with closed_terminal_is_null():
+                    raise OSError(number, "nobody reads, or a disk fails")
+            except OSError as error:
+                assert error.errno == number
+            else:
+                sys.exit(1)
+        sys.exit(7)
     """
     master, slave = os.openpty()
     with open(tmp_path / "err", "wb") as file:

@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> None:
         termination.install()
     hosts.wait(START_TIMEOUT, say)
     message = run_message(hosts, words or None, options)
-    termination.hold()  # a run cannot be stopped before its number is known: collect_with_interrupts releases them
+    if not args.detach:
+        termination.hold()  # a run cannot be stopped before its number is known: collect_with_interrupts releases them
     records = Records.of(hosts, message)
     if args.detach:
         print_accepted(args.handle, records.run) if args.json else print(records.run)

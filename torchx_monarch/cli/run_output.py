@@ -18,6 +18,7 @@ from torchx_monarch.client.run import Collector, RunRecords, collect_with_interr
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.schedulers.caller_error_file import write_root_cause
+from torchx_monarch.system.termination import closed_terminal_is_null
 
 
 def stream_and_exit(
@@ -58,7 +59,8 @@ def print_accepted(handle: str, run: int) -> None:
 
 
 def _print_output(rank: int, stream: str, text: str) -> None:
-    print_record({"type": "output", "rank": rank, "stream": stream, "text": text})
+    with closed_terminal_is_null():
+        print_record({"type": "output", "rank": rank, "stream": stream, "text": text})
 
 
 def _error_file_of(result: RunResult) -> str:

@@ -169,8 +169,7 @@ class Collector:
         for record in records:
             kind = record["type"]
             if kind == "output":
-                with closed_terminal_is_null():
-                    self._show(record["rank"], record["stream"], record["text"])
+                self._show(record["rank"], record["stream"], record["text"])
             elif kind == "phase" and self._on_phase is not None:
                 self._on_phase(record["text"])
             elif kind == "exit":
@@ -233,13 +232,14 @@ def show(stream: str, text: str) -> None:
     """Write a rank's output to ``sys.stdout`` or ``sys.stderr``, byte for byte if the stream has a buffer."""
     file = sys.stdout if stream == "stdout" else sys.stderr
     buffer = getattr(file, "buffer", None)
-    if buffer is not None:
-        file.flush()
-        buffer.write(text.encode(errors="surrogateescape"))
-        buffer.flush()
-    else:  # the streams of a notebook take text only
-        file.write(text.encode(errors="surrogateescape").decode(errors="replace"))
-        file.flush()
+    with closed_terminal_is_null():
+        if buffer is not None:
+            file.flush()
+            buffer.write(text.encode(errors="surrogateescape"))
+            buffer.flush()
+        else:  # the streams of a notebook take text only
+            file.write(text.encode(errors="surrogateescape").decode(errors="replace"))
+            file.flush()
 
 
 class RunHandle(Future[RunResult]):

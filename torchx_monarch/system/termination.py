@@ -47,14 +47,20 @@ def closed_terminal_is_null() -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.EIO:
             raise
+        if not (closed := [fd for fd in (1, 2) if _is_closed_terminal(fd)]):
+            raise  # a disk fails
         null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        for fd in (1, 2):
-            try:
-                termios.tcgetattr(fd)
-            except termios.error as closed:
-                if closed.args[0] == errno.EIO:  # else it is a file or a pipe
-                    os.dup2(null, fd)
+        for fd in closed:
+            os.dup2(null, fd)
         os.close(null)
+
+
+def _is_closed_terminal(fd: int) -> bool:
+    try:
+        termios.tcgetattr(fd)
+    except termios.error as error:
+        return bool(error.args[0] == errno.EIO)  # ENOTTY: a file or a pipe
+    return False
 
 
 class Termination:
