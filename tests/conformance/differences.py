@@ -210,7 +210,7 @@ class Difference(Enum):
         "Error file of a program without `@record`",
         "none",
         "as with `@record`",
-        "the report names the exception and shows its traceback, whoever wrote the program",
+        "the report names the exception and shows its traceback, also of a program that you did not write",
     )
 
     ALL_FILES = (
@@ -298,7 +298,7 @@ class Difference(Enum):
         "Ranks on other hosts when one fails for good, and their launchers",
         "run on until they fail by themselves; a launcher whose ranks have ended waits five minutes",
         "are stopped; every launcher ends, with the same exit code",
-        "nobody pays for hosts that wait for the dead",
+        "nobody pays for hosts that wait for lost ones",
     )
     USER_SIGNALS = (
         "SIGUSR1 and SIGUSR2 to the launcher, when `--signals-to-handle` does not name them",
