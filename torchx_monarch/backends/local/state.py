@@ -11,7 +11,8 @@ import signal
 import time
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import folder, owners, status
+from torchx_monarch.backends.local import cancel_request, folder, owners, status
+from torchx_monarch.backends.local.cancel_request import CancelRequest
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.insight import events
@@ -52,7 +53,7 @@ def request_stop(paths: state_files.AppPaths, grace: float | None) -> None:
     """
     unwritten: OSError | None = None
     try:
-        state_files.write_json(paths.cancel, {"grace": grace}, below=paths.trusted)
+        cancel_request.write(paths, CancelRequest(grace))
     except OSError as error:  # a full disk, or a folder of that name: a running supervisor ends the app nevertheless
         unwritten = error
     found = supervisors(paths)

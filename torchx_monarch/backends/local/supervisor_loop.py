@@ -26,13 +26,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.retries import RetryBudget
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.state import SETTLE, reduce, root_cause
-from torchx_monarch.backends.local import folder, status
+from torchx_monarch.backends.local import cancel_request, folder, status
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.insight import events
@@ -47,25 +46,6 @@ from torchx_monarch.system import processes
 
 #: Seconds between two checks whether the app's folder still exists, and whether a host is stopped.
 _LOOK_EVERY = 3.0
-
-
-@dataclass
-class CancelRequest:
-    """The content of cancel.json.
-
-    Attributes:
-        grace: seconds from SIGTERM to SIGKILL; None for the app's own run option.
-    """
-
-    grace: float | None = None
-
-
-def _load_cancel_request(paths: state_files.AppPaths) -> CancelRequest | None:
-    """Read the request to end the app; return None if none was written. A damaged file is a request, too."""
-    try:
-        return state_files.load(CancelRequest, paths.cancel, paths.trusted)
-    except state_files.DamagedFileError:
-        return CancelRequest() if os.path.lexists(paths.cancel) else None
 
 
 class SupervisorLoop:
@@ -444,7 +424,7 @@ class SupervisorLoop:
     # --- end of the app
 
     def _on_cancel(self) -> None:
-        asked = _load_cancel_request(self._paths)
+        asked = cancel_request.load(self._paths)
         grace = self._request.grace if asked is None or asked.grace is None else max(0.0, asked.grace)
         if self._outcome is not None:
             for graceful_stop in self._graceful_stops:
