@@ -175,7 +175,7 @@ def _await_end(job: Job, outcome: Outcome) -> bool:
     hanging = [one for one in injections if one.fault.hangs]
     alone = all(one.fault.hangs or one.fault.harmless for one in injections)
     until = time.monotonic() + min(plan.seconds, 2.0) + (HANGS_FOR if alone else HANGS_WITH_ANOTHER_FOR)
-    if plan.awaits_end and not any(one.fault.tells or one.fault.deletes for one in injections):
+    if plan.awaits_end and not is_told(injections):
         outcome.rescued = not job.wait(until - time.monotonic())
     # A signal takes effect some time after it was sent.
     while not outcome.rescued and any(one.process_state for one in hanging) and not job.wait(0.1):
@@ -185,6 +185,13 @@ def _await_end(job: Job, outcome: Outcome) -> bool:
     if outcome.rescued:
         job.scheduler.cancel(job.app_id)
     return job.wait(BOUND)
+
+
+def is_told(injections: Sequence[faults.Injection]) -> bool:
+    """Whether a job was certainly told to end: a submitter that is gone at once may not have told it."""
+    gone = any(one.fault.what in ("kill submitter", "freeze submitter") for one in injections)
+    ends = [one.fault for one in injections if one.fault.tells or one.fault.deletes]
+    return any(fault.target != "submitter" or not gone for fault in ends)
 
 
 def never_injected(outcomes: Sequence[Outcome]) -> list[str]:

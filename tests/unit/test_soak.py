@@ -231,6 +231,19 @@ def test_a_fault_that_is_drawn_and_never_injected_is_an_error() -> None:
     assert not runs.never_injected([missed, missed, hit])
 
 
+@pytest.mark.parametrize(
+    ("hit", "told"),
+    [
+        ([("term", "submitter", -1)], True),
+        ([("term", "submitter", -1), ("freeze", "submitter", -1)], False),
+        ([("term", "supervisor", -1), ("kill", "submitter", -1)], True),
+        ([("kill", "host", 0)], False),
+    ],
+)
+def test_a_submitter_that_is_gone_may_not_have_told_the_job_to_end(hit: list[tuple[str, str, int]], told: bool) -> None:
+    assert runs.is_told(_injections(*hit)) is told
+
+
 class _ShortJob:
     """A job that ends after some looks, with these events."""
 
