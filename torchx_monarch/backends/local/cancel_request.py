@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The request to end an app: cancel.json in the app's folder, which ``torchx cancel`` writes and the supervisor reads."""
+"""The request to end an app: cancel.json in its folder, which ``torchx cancel`` writes and the supervisor reads."""
 
 from __future__ import annotations
 
