@@ -201,6 +201,13 @@ class Contract:
         assert (status.num_restarts, place.log(handle).count("once")) == (0, 1), place.everything(handle)
         assert json.loads(status.structured_error_msg)["message"]["errorCode"] == 78
 
+    @pytest.mark.scenario("elastic role")
+    def test_an_elastic_role_does_without_a_replica(self, place: Place) -> None:
+        role = place.role("sh", "-c", "test ${replica_id} = 0 || exit 3; sleep 1", replicas=2, min_replicas=1)
+        handle = place.run(role)
+        place.wait(handle, AppState.SUCCEEDED)
+        assert place.states(handle) == {"trainer/0": AppState.SUCCEEDED, "trainer/1": AppState.FAILED}
+
     @pytest.mark.scenario("preemption")
     @pytest.mark.parametrize("policy", [RetryPolicy.APPLICATION, RetryPolicy.REPLICA])
     def test_a_preempted_job_goes_on(self, place: Place, policy: RetryPolicy) -> None:

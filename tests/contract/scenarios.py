@@ -25,6 +25,7 @@ SCENARIOS = (
     "delete leaves nothing",
     "root cause in status",
     "retries",
+    "elastic role",
     "environment arrives whole",
     "preemption",
     "credentials not on show",
