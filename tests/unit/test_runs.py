@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import threading
@@ -289,3 +290,23 @@ def test_a_second_ctrl_c_kills_a_run_before_its_effect_is_told_to_the_end(monkey
         collect_with_interrupts(running, running, Collector("stream"))
     assert running.asked == [{"type": "end-run", "run": 1, "kill": True}]
     assert "stopping run 1" in terminal.getvalue() and "killing run 1" in terminal.getvalue()
+
+
+def test_a_run_is_stopped_also_if_nobody_reads_that_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    running: Any = RunningRun()
+
+    class Unread(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    class Handle(RunHandle):
+        def result(self, timeout: float | None = None) -> RunResult:
+            if len(running.asked) < 2:
+                signal.raise_signal(signal.SIGINT)
+            return super().result(timeout)
+
+    monkeypatch.setattr("torchx_monarch.client.run.RunHandle", Handle)
+    monkeypatch.setattr("sys.stderr", Unread())
+    with pytest.raises(KeyboardInterrupt):
+        collect_with_interrupts(running, running, Collector("stream"))
+    assert [request["kill"] for request in running.asked] == [False, True]

@@ -331,7 +331,8 @@ def collect_with_interrupts(hosts: Hosts, records: RunRecords, collector: Collec
                 number, kill = signal_of(interrupts[-1]), len(interrupts) == 2
                 name = "" if number == signal.SIGINT else f" ({signal.Signals(number).name})"
                 hint = "" if kill else "; Ctrl-C again kills it"
-                say(f"{'killing' if kill else 'stopping'} run {run.run}{name}{hint}")
+                with contextlib.suppress(BrokenPipeError):  # Ctrl-C also ends a `tee` that reads this
+                    say(f"{'killing' if kill else 'stopping'} run {run.run}{name}{hint}")
                 run.cancel(kill)
             result = run.result()
             break
