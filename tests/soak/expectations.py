@@ -169,6 +169,8 @@ def _of_the_restarts(job: Job, injections: Sequence[Injection], state: AppState,
         return [f"{number} restarts, and there was something to restart after {most} times"]
     if any(one.fault.target == "supervisor" for one in deadly) or plan.replicas > plan.fewest:
         return []  # nobody was there to count, or an attempt with other hosts is no restart
+    if any(one.fault.target == "agent" and "ranks" not in one.seen for one in deadly):
+        return []  # a host whose agent dies before it has connected gets another one, and is not restarted
     least = len({proof["attempt"] for proof in printed.proofs(job.folder, "begin")}) - 1
     if state is AppState.SUCCEEDED and not deadly:
         least = int(failed)
