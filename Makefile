@@ -2,7 +2,7 @@
 #
 #   make demo    a real training on a Monarch mesh, live on the screen
 #   make test    lint, types and all tests but those that make test-nightly adds
-#   make test-nightly     the same with long tests, the real torchrun, the image, examples by chance, and fresh ranks
+#   make test-nightly     the same with long tests, the real torchrun, the image, examples by chance, fresh ranks, and make soak
 #   make record-torchrun  record what torchrun does, which `make test` compares with, and show what is new
 #   make check   the quick part of it (under 3 minutes), for while you work
 #   make test-newest      the part that depends on torch, with the newest torch, TorchX and Monarch that pip finds
@@ -119,6 +119,7 @@ test: lint system
 test-nightly: lint system
 	python -m pytest -n 5 --torchrun live --image --nightly --hypothesis-profile nightly $(PYTESTFLAGS)
 	python -m pytest -n 5 --ranks fresh tests/conformance $(PYTESTFLAGS)
+	$(MAKE) soak
 
 # After a change of the conformance tests, or of torch.
 record-torchrun: $(STAMP)

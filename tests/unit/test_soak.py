@@ -261,12 +261,12 @@ class _ShortJob:
 
 
 @pytest.mark.parametrize(
-    ("seen", "excused"), [(set(), False), ({"ranks"}, False), ({"ranks", "rank_ended"}, True)], ids=str
+    ("seen", "excused"), [([], False), (["ranks"], False), (["ranks", "rank_ended"], True)], ids=str
 )
-def test_a_fault_is_missed_without_its_process(monkeypatch: pytest.MonkeyPatch, seen: set[str], excused: bool) -> None:
+def test_a_fault_is_missed_without_its_process(monkeypatch: pytest.MonkeyPatch, seen: list[str], excused: bool) -> None:
     monkeypatch.setattr(faults, "targets", lambda job, kind: [])
     fault = plans.Fault("kill", "agent", plans.Moment("run", ("ranks",), 0.0), 0.0, 0.0)
-    job: Any = _ShortJob(seen)
+    job: Any = _ShortJob(set(seen))
     [miss] = faults.Injector(job).inject([fault])
     assert isinstance(miss, faults.Miss) and miss.excused is excused
 
