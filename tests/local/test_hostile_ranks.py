@@ -12,6 +12,7 @@ import pytest
 
 from tests.local.hosts import Hosts
 from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.system import safe_files
 
 NO_PRELOAD = ("--grace", "5", "--preload", "")
 
@@ -49,7 +50,7 @@ time.sleep(600)
         rf"FAILED: rank 1 \(local rank 1 on .*\) exited with code 3: its error file is unreadable: {why} ",
         hosts.err(),
     )
-    left = json.loads((hosts.logs(0) / "error.json").read_text())
+    left = safe_files.read_json(str(hosts.logs(0) / "error.json"))
     assert left["message"]["errorCode"] == 3 and "rank 1" in left["message"]["message"]
 
 

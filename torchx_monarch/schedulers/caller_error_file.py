@@ -26,4 +26,4 @@ def write_root_cause(cause: str) -> None:
     if not path or not cause:
         return
     with contextlib.suppress(OSError):  # the exit code and the summary still report the failure
-        safe_files.write_named_file(path, cause.encode())
+        safe_files.write_named_file(path, cause.encode(), is_exposed=False)

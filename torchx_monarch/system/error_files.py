@@ -95,7 +95,7 @@ def write(path: str, text: Callable[[int], str]) -> None:
         OSError: the file could not be written.
     """
     try:
-        safe_files.write_named_file(path, text(0).encode())
+        safe_files.write_named_file(path, text(0).encode(), is_exposed=True)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -244,26 +244,35 @@ def replace_file(path: str, data: bytes) -> None:
         raise
 
 
-def write_named_file(path: str, data: bytes) -> None:
+def write_named_file(path: str, data: bytes, *, is_exposed: bool) -> None:
     """Write a file whose name is the user's: replace it as ``replace_file`` does, or write to what cannot be replaced.
 
-    A device or a FIFO that has a reader, also behind a link, gets the data; it stays what it is. So does a file that is
-    a mount point or whose folder is not the caller's to write, such as the ``/dev/termination-log`` of Kubernetes.
+    A device gets the data and stays what it is. So does a file that is a mount point or whose folder is not the
+    caller's to write, such as the ``/dev/termination-log`` of Kubernetes.
+
+    Args:
+        path: the file.
+        data: the content.
+        is_exposed: whether ranks may have put something in the file's place. If so, a symbolic link or a FIFO is
+            replaced: read through a link to ``/dev/zero``, the result would have no end. Otherwise a device behind a
+            link, and a FIFO that has a reader, get the data, too.
 
     Raises:
         OSError: the file cannot be written.
     """
     try:
-        mode = os.stat(path).st_mode
+        mode = os.stat(path, follow_symlinks=not is_exposed).st_mode
     except OSError:  # there is none, or a link leads nowhere
         mode = stat.S_IFREG
-    if not stat.S_ISREG(mode):
+    is_device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
+    if is_device or (stat.S_ISFIFO(mode) and not is_exposed):
         try:
             _write_in_place(path, data)
             return
         except OSError as error:
-            # Nobody reads a FIFO that a rank may have planted. A terminal, too, may fail with ENXIO, and stays.
-            if error.errno != errno.ENXIO or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+            if (
+                error.errno != errno.ENXIO or is_device
+            ):  # ENXIO: nobody reads the FIFO. A terminal may fail with it, too
                 raise
     try:
         replace_file(path, data)
