@@ -18,11 +18,12 @@ class ImpatientTerminal(io.StringIO):
         for _ in range(self.getvalue().count("\n")):
             signal.raise_signal(signal.SIGINT)
 
-    @contextlib.contextmanager
-    def heeded(self) -> Iterator[None]:
-        """Have SIGINT raise ``KeyboardInterrupt`` during the block, also under pytest-xdist."""
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+
+@contextlib.contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """Have SIGINT raise ``KeyboardInterrupt`` during the block, also under pytest-xdist and after TorchX's handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

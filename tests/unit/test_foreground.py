@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torchx.specs import TORCHX_CONTEXT_NAME
 
-from tests.unit.impatient_terminal import ImpatientTerminal
+from tests.unit.impatient_terminal import ImpatientTerminal, ctrl_c_raises
 from torchx_monarch.schedulers.foreground import Foreground
 
 
@@ -89,7 +89,7 @@ def test_a_second_ctrl_c_is_heeded_as_soon_as_its_effect_is_told(kills: bool, mo
     apps = Plain(slow=False)
     foreground = foreground_of(apps, kills)
     submit(foreground)
-    with terminal.heeded():
+    with ctrl_c_raises():
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt:

@@ -8,13 +8,15 @@ import io
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from tests.unit.impatient_terminal import ImpatientTerminal
+from tests.unit.impatient_terminal import ImpatientTerminal, ctrl_c_raises
+from tests.waits import until
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.job import SPMDJob
@@ -286,7 +288,7 @@ def test_a_second_ctrl_c_kills_a_run_before_its_effect_is_told_to_the_end(monkey
 
     monkeypatch.setattr("torchx_monarch.client.run.RunHandle", Handle)
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
-    with terminal.heeded(), pytest.raises(KeyboardInterrupt):
+    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
         collect_with_interrupts(running, running, Collector("stream"))
     assert running.asked == [{"type": "end-run", "run": 1, "kill": True}]
     assert "stopping run 1" in terminal.getvalue() and "killing run 1" in terminal.getvalue()
@@ -307,6 +309,21 @@ def test_a_run_is_stopped_also_if_nobody_reads_that_it_is(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("torchx_monarch.client.run.RunHandle", Handle)
     monkeypatch.setattr("sys.stderr", Unread())
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
+        collect_with_interrupts(running, running, Collector("stream"))
+    assert [request["kill"] for request in running.asked] == [False, True]
+
+
+def test_ctrl_c_counts_also_if_the_kernel_gives_it_to_another_thread() -> None:
+    class Interrupting(RunningRun):
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            for _ in range(2):
+                time.sleep(0.2)  # until the main thread waits; the test proves less if it does not
+                signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+                until(lambda: self.asked, "the request to stop the run")
+            yield from super().__iter__()
+
+    running: Any = Interrupting()
+    with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
         collect_with_interrupts(running, running, Collector("stream"))
     assert [request["kill"] for request in running.asked] == [False, True]

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # the built-in one since Python 3.11
 from typing import Any, Protocol, TextIO
 
 from torchx_monarch.client.connection import Connection
@@ -28,6 +29,10 @@ from torchx_monarch.system.termination import closed_terminal_is_null, signal_of
 _RECONNECT_FOR = 120.0
 """Seconds for which a broken connection is retried. After that the client gives up; the run itself continues. A host
 that takes over from replica 0 waits for the lease, and then for the end of the ranks, before clients can reach it."""
+
+_LOOK_FOR_SIGNALS = 0.5
+"""Seconds after which a waiting main thread handles a signal that the kernel has given to another thread, as it does
+with the second of two at a time: that does not end the wait for a lock."""
 
 _LINES = re.compile(r"[^\n]*\n|[^\n]+")
 
@@ -334,7 +339,7 @@ def collect_with_interrupts(hosts: Hosts, records: RunRecords, collector: Collec
                 with contextlib.suppress(BrokenPipeError):  # Ctrl-C also ends a `tee` that reads this
                     say(f"{'killing' if kill else 'stopping'} run {run.run}{name}{hint}")
                 run.cancel(kill)
-            result = run.result()
+            result = _result_of(run)
             break
         except KeyboardInterrupt as error:
             interrupts.append(error.with_traceback(None))
@@ -343,3 +348,12 @@ def collect_with_interrupts(hosts: Hosts, records: RunRecords, collector: Collec
     if interrupts:
         raise interrupts[0]
     return result
+
+
+def _result_of(run: RunHandle) -> RunResult:
+    while True:
+        try:
+            return run.result(_LOOK_FOR_SIGNALS)
+        except FutureTimeoutError:
+            if run.done():
+                return run.result()
