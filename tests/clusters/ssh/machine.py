@@ -241,8 +241,8 @@ class Machine:
         for pid in _pids_of(self._namespace):
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-                if state != b"Z" and not line.startswith(("sshd:", "/usr/sbin/sshd", "unshare ")):
+                # One that is ending, or has ended, has no command line any more.
+                if line and not line.startswith(("sshd:", "/usr/sbin/sshd", "unshare ")):
                     found[pid] = line
         return found
 
