@@ -8,6 +8,7 @@ import subprocess
 
 from tests.clusters.ssh.machine import USER
 from tests.clusters.ssh.machines import DENIED, INNER, UNKNOWN, Machines
+from tests.waits import until
 
 _BOOT_ID = "cat /proc/sys/kernel/random/boot_id"
 
@@ -31,12 +32,14 @@ def test_machines_have_names_homes_and_boots_of_their_own_and_reach_one_another(
 def test_a_machine_is_off_reboots_and_is_cut_off(machines: Machines) -> None:
     before, other = _ssh("m3", _BOOT_ID), _ssh("m2", _BOOT_ID)
     _ssh("m3", "touch /tmp/file file; setsid sleep 1000 >/dev/null 2>&1 </dev/null &")
-    assert machines.processes() == ["m3: sleep 1000 "]
+    # The client returns before what it has started has become `sleep`, or has ended.
+    until(lambda: machines.processes() == ["m3: sleep 1000 "], "the only process")
     machines["m3"].power_off()
     assert "timed out" in _ssh("m3", "true")
     machines.mend()
     after = _ssh("m3", _BOOT_ID)
-    assert len({before, after, other}) == 3 and machines.processes() == []
+    assert len({before, after, other}) == 3
+    until(lambda: machines.processes() == [], "the end of all processes")
     assert _ssh("m3", "ls file; ls /tmp/file || true; rm file") == "file"
     machines["m2"].unplug()
     assert "timed out" in _ssh("m2", "true")
