@@ -373,7 +373,7 @@ def test_hundreds_of_unauthenticated_clients_on_the_ports_of_monarch(
     job.finish()
 
 
-@pytest.mark.nightly("it looks on for half a minute whether upstream has mended a fault")
+@pytest.mark.nightly("it watches for half a minute whether upstream has fixed a fault")
 def test_monarch_keeps_silent_connections(job: Job) -> None:
     """If this fails, docs/explanation/upstream.md has a section, and security.md a limit, that can go."""
     silent: dict[socket.socket, int] = {}

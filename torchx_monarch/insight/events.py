@@ -87,6 +87,23 @@ def read(
     return [event for event in found if event is not None], offset + end
 
 
+def have_hosts_met(
+    path: str | os.PathLike[str], role: str, since: float, *, below: str | os.PathLike[str] | None = None
+) -> bool:
+    """Return whether the hosts of a role have met at their replica 0: only then they know the job without it.
+
+    Hosts that have not met wait for replica 0 (``host_timeout``), whether it is alive or not.
+
+    Args:
+        path: the events file.
+        role: the role's name.
+        since: when replica 0 was started, in seconds since the epoch.
+        below: as for ``read``.
+    """
+    found, _ = read(path, below=below)
+    return any(one["kind"] == "hosts" and one.get("role") == role and one["time"] >= since for one in found)
+
+
 def _event(line: bytes) -> Event | None:
     """Parse a line; return None if it is not an event."""
     try:

@@ -270,9 +270,7 @@ def write_named_file(path: str, data: bytes, *, is_exposed: bool) -> None:
             _write_in_place(path, data)
             return
         except OSError as error:
-            if (
-                error.errno != errno.ENXIO or is_device
-            ):  # ENXIO: nobody reads the FIFO. A terminal may fail with it, too
+            if error.errno != errno.ENXIO or is_device:  # of a FIFO, ENXIO says that nobody reads it
                 raise
     try:
         replace_file(path, data)

@@ -7,14 +7,16 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
+import textwrap
 from pathlib import Path
 
 import pytest
-from torchx.specs import AppState
+from torchx.specs import AppState, RetryPolicy
 
 from tests.clusters.slurm.apps import Apps, sh
 from tests.clusters.slurm.cluster import SlurmCluster
 from tests.waits import WITHIN
+from torchx_monarch.insight import events
 
 CHECKPOINTS = """
     import os, signal, sys, time
@@ -24,6 +26,14 @@ CHECKPOINTS = """
         print("resumed", flush=True)
         sys.exit(0)
     time.sleep(1000)
+"""
+
+
+DIES_AS_HOST_0 = """
+    import os, sys
+    words = sys.orig_argv
+    if "torchx_monarch.host" in words and words[words.index("--replica") + 1] == "0":
+        os.kill(os.getpid(), 9)
 """
 
 
@@ -42,6 +52,24 @@ def test_an_elastic_job_succeeds_without_a_host(apps: Apps, checkpoint: Path) ->
     apps.lose(handle, 1)
     status = apps.wait(handle, AppState.SUCCEEDED)
     assert [one.state for one in status.roles[0].replicas] == [AppState.SUCCEEDED, AppState.FAILED]
+
+
+@pytest.mark.parametrize(("nnodes", "other"), [("2", True), ("1:2", False)])
+def test_nobody_waits_for_a_host_0_that_was_lost_before_the_hosts_had_met(
+    apps: Apps, tmp_path: Path, nnodes: str, other: bool
+) -> None:
+    """The other host would wait for it for ``host_timeout``, 300 s; ``max_retries`` starts both again."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(textwrap.dedent(DIES_AS_HOST_0))
+    role = apps.torchrun(apps.program("pass"), env={"PYTHONPATH": str(tmp_path / "site")}, max_retries=1)
+    role.args[1], role.min_replicas = nnodes, int(nnodes[0])
+    role.retry_policy = RetryPolicy.ROLE
+    handle = apps.run(*([sh("exec sleep 1000", "other")] if other else []), role)
+    status = apps.wait(handle, AppState.FAILED)
+    assert [one.state for one in status.roles[-1].replicas] == [AppState.FAILED, AppState.CANCELLED]
+    assert "role trainer ended with exit code 137" in status.msg
+    happened = [event["kind"] for event in events.read(apps.paths(handle).events)[0] if event.get("role") == "trainer"]
+    assert happened == ["stop", "role_ended", "restart", "stop", "role_ended"]
 
 
 def test_commands_fail_with_fewer_than_min_replicas(apps: Apps) -> None:

@@ -363,14 +363,11 @@ class SupervisorLoop:
             self._end(State.FAILED, replica.failure, settling=siblings)
 
     def _have_met(self, first: Replica) -> bool:
-        """Return whether the hosts of a role had met at this replica 0, which is lost, so that another can take over.
-
-        Hosts that have not met wait for replica 0 (``host_timeout``), whether it is alive or not.
-        """
-        found, _ = events.read(self._paths.events, below=self._paths.trusted)
-        since = first.record.started or 0.0
-        mine = (one for one in found if one["kind"] == "hosts" and one.get("role") == first.spec.name)
-        return not first.spec.runs_hosts or any(one["time"] >= since for one in mine)
+        """Return whether another host can take over from this replica 0, which is lost."""
+        name, since = first.spec.name, first.record.started or 0.0
+        return not first.spec.runs_hosts or events.have_hosts_met(
+            self._paths.events, name, since, below=self._paths.trusted
+        )
 
     def _restart(self, replicas: Collection[Replica], what: str, delay: float, note: str) -> None:
         self._graceful_stops = [w for w in self._graceful_stops if not set(w.scope) & set(replicas)]

@@ -134,8 +134,8 @@ def _role(role: Role, spec: RoleSpec, nomem: bool, gres: str | None, cfg: SlurmO
         "nodes": nodes,
         "ntasks": nodes,
         "ntasks-per-node": "1",
-        # Monarch's hosts stop each other when one fails, and then still report the failure.
-        # The batch step supervises a role that tolerates failures (``BatchStep._end_intolerable``).
+        # Monarch's hosts stop each other when one fails, and then still report the failure. The batch step supervises
+        # hosts that have not met, and a role that tolerates failures (``BatchStep._end_intolerable``).
         "kill-on-bad-exit": "0" if spec.runs_hosts or spec.is_elastic else "1",
         # With TorchX's setting, srun ends a step 60 s after its first task has ended, even successfully.
         "wait": "0",

@@ -46,7 +46,7 @@ _STOP_EXTRA = HOST_EXTRA + 5.0
 """Seconds beyond the grace period after which steps that have not stopped are killed."""
 
 _CHECK_INTERVAL = 3.0
-"""Seconds between two checks of the records of an elastic role whose replicas do not stop each other."""
+"""Seconds between two checks of the records of roles whose replicas do not stop each other."""
 
 _RESIGNAL_AFTER = 1.0
 """Seconds until the stop signal is sent again; the interval doubles each time, up to ``_STOP_EXTRA``."""
@@ -116,6 +116,10 @@ class BatchStep:
         self._due: dict[str, float] = {}
         """When each role starts that waits for its restart (``time.monotonic``)."""
         self._check_at = 0.0
+        self._met = set[str]()
+        """The roles whose hosts have met since the role's latest start, by name."""
+        self._stop_by: dict[str, float] = {}
+        """When the srun of each role is ended that this process has told to stop alone (``time.monotonic``)."""
         self._reset_stop()
 
     def _reset_stop(self) -> None:
@@ -152,6 +156,8 @@ class BatchStep:
                 continue
             words = [*self._request.step(index), self._record.job_id, str(self._record.restarts)]
             self._ended.pop(name, None)
+            self._met.discard(name)
+            self._stop_by.pop(name, None)
             self._record.role_restarts[name] = self._record.restarts
             # CPython ignores these two signals at start-up, and children inherit that.
             defaults = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -225,7 +231,8 @@ class BatchStep:
             state = State.RUNNING if code is None else State.SUCCEEDED
             return [ReplicaSnapshot(role.name, replica, state, ended=ended) for replica in range(role.replicas)]
         latest = self._latest(role)
-        stopped = any(record.state is State.CANCELLED for record in latest.values())
+        by_others = role.name not in self._stop_by
+        stopped = by_others and any(record.state is State.CANCELLED for record in latest.values())
         return [self._ended_replica(role, replica, latest.get(replica), stopped) for replica in range(role.replicas)]
 
     def _ended_replica(self, role: RoleSpec, replica: int, record: TaskRecord | None, stopped: bool) -> ReplicaSnapshot:
@@ -249,7 +256,8 @@ class BatchStep:
             State.FAILED,
             ended=ended,
             error=(record.error if record else None) or "",
-            was_stopped=stopped and (not failed or by_signal),
+            was_stopped=(record is not None and record.state is State.CANCELLED)
+            or (stopped and (not failed or by_signal)),
             is_error_lost=not failed,
         )
 
@@ -267,19 +275,39 @@ class BatchStep:
         return {replica: one for replica, one in every.items() if one is not None and one.job_restart == now}
 
     def _end_intolerable(self) -> None:
-        """Stop the step of an elastic role in which more replicas have failed than it tolerates.
+        """Stop the steps in which more replicas have failed than their role tolerates, and which would go on.
 
-        srun stops the steps of other roles (--kill-on-bad-exit), and Monarch's hosts stop each other.
+        srun stops the steps of other roles (--kill-on-bad-exit). Monarch's hosts stop each other once they have met.
         """
         if self._stopping or time.monotonic() < self._check_at:
             return
         self._check_at = time.monotonic() + _CHECK_INTERVAL
         for name, step in self._steps.items():
             role = self._specs[name]
-            if role.is_elastic and not role.runs_hosts:
-                failed = {replica for replica, one in self._latest(role).items() if one.state is State.FAILED}
-                if not role.tolerates(failed):
-                    os.kill(step, signal.SIGTERM)
+            if name in self._met or not (role.runs_hosts or role.is_elastic):
+                continue
+            latest = self._latest(role)
+            failed = {replica for replica, one in latest.items() if one.state is State.FAILED}
+            if role.runs_hosts and self._have_met(name, latest.get(0)):
+                self._met.add(name)
+            elif not role.tolerates(failed) or (role.runs_hosts and 0 in failed):
+                self._stop_role(name, step)
+
+    def _stop_role(self, name: str, step: int) -> None:
+        """Signal the tasks of a role to stop; if they have not stopped after the grace period, end its srun."""
+        if name not in self._stop_by:
+            self._stop_by[name] = time.monotonic() + self._request.grace + _STOP_EXTRA
+            text = f"role {name} cannot succeed; its other replicas have {self._request.grace:g} s to end"
+            self._event("stop", text, role=name)
+        if time.monotonic() < self._stop_by[name]:
+            self._commands.signal_tasks(list(self._specs).index(name) if len(self._specs) > 1 else None)
+        else:
+            os.kill(step, signal.SIGTERM)
+
+    def _have_met(self, name: str, first: TaskRecord | None) -> bool:
+        """Return whether the hosts of a role have met, going by the record of its replica 0; None without one."""
+        since = first.started if first is not None else None
+        return since is not None and events.have_hosts_met(self._paths.events, name, since, below=self._paths.trusted)
 
     def _conclude(self) -> int | None:
         """Handle the end of the last step: return the exit code of the job, or None if all roles were restarted."""

@@ -30,15 +30,19 @@ class JobCommands:
 
     def state(self) -> str:
         """Return Slurm's state of the job; empty if squeue fails."""
-        return (self._ask("--format=%T") or [""])[0]
+        return (_ask(self.job_id, "--format=%T") or [""])[0]
 
-    def signal_tasks(self) -> None:
-        """Request all tasks of all steps to stop (``task``)."""
-        if "_" not in self.job_id:  # no array task
+    def signal_tasks(self, component: int | None = None) -> None:
+        """Request all tasks to stop (``task``), or those of one component of a heterogeneous job.
+
+        Slurm is slow to signal an array task as a whole (``native._TOLD_WITHIN``), but not its steps; and it signals
+        all components for the first one's id (Slurm 22.05, also for ``ID+0``), but not for a step of it.
+        """
+        if component is None and "_" not in self.job_id:
             _run("scancel", "--signal=URG", self.job_id)
             return
-        # Slurm is slow to signal an array task as a whole (``native._TOLD_WITHIN``), but not its steps.
-        if steps := [step for step in self._ask("--steps", "--format=%i") if step.rpartition(".")[2].isdigit()]:
+        job_id = self.job_id if component is None else os.environ[f"SLURM_JOB_ID_HET_GROUP_{component}"]
+        if steps := [step for step in _ask(job_id, "--steps", "--format=%i") if step.rpartition(".")[2].isdigit()]:
             _run("scancel", "--signal=URG", *steps)
 
     def cancel(self) -> None:
@@ -49,9 +53,10 @@ class JobCommands:
         """Put the job back into the queue; Slurm then ends this process. Return whether Slurm accepts that."""
         return _run("scontrol", "requeue", self.job_id) is not None
 
-    def _ask(self, *options: str) -> list[str]:
-        """Return the words that squeue prints of the job; none if it fails."""
-        return (_run("squeue", "--noheader", f"--jobs={self.job_id}", *options) or "").split()
+
+def _ask(job_id: str, *options: str) -> list[str]:
+    """Return the words that squeue prints of a job; none if it fails."""
+    return (_run("squeue", "--noheader", f"--jobs={job_id}", *options) or "").split()
 
 
 def _run(*words: str) -> str | None:
