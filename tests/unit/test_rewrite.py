@@ -66,6 +66,14 @@ def test_spare_hosts_are_replicas_beside_the_world(marked: int | None, option: i
     assert f"--replicas {3 + spares} " in words and (f"--spares {spares} " in words) == bool(spares)
 
 
+@pytest.mark.parametrize(("replicas", "spares"), [(10**9, 0), (1, 10**9), (1, 1 << 16)])
+def test_a_role_with_too_many_replicas_is_refused(replicas: int, spares: int) -> None:
+    message = f"role 'trainer' has {replicas + spares} replicas, spare hosts included; at most 65536 are possible"
+    given = app("torchrun", "--nnodes", str(replicas), "train.py", replicas=replicas)
+    with pytest.raises(CommandError, match=message):
+        rewrite(given, WrapOptions(spec=HostSpec(spares=spares)))
+
+
 @pytest.mark.parametrize(
     ("options", "role", "hands_over"),
     [

@@ -22,7 +22,7 @@ from torchx_monarch.command.shell import SimpleCommand, command_string, simple_c
 from torchx_monarch.command.template import escape, substitute
 from torchx_monarch.model import sidecars
 from torchx_monarch.model.host_spec import HostSpec, show_seconds
-from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+from torchx_monarch.model.role_spec import MOST_REPLICAS, RoleSpec, WorkloadKind
 from torchx_monarch.model.spares import SparesError, read_spares
 
 _WORKLOADS = {
@@ -101,7 +101,8 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     """Put the host process before the rank command of every role that has one; ``app`` itself is not changed.
 
     Raises:
-        CommandError: the command of a role is invalid or not supported; the message names the role.
+        CommandError: the command of a role is invalid or not supported, or it has too many replicas; the message names
+            the role.
         SidecarError: the sidecar mark of a role is invalid.
         SparesError: a role is to have spare hosts, and cannot have any.
     """
@@ -122,6 +123,9 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     specs = []
     for role, found in zip(rewritten.roles, commands, strict=True):
         spares = _count_spares(role, found, options.spec.spares)
+        if (replicas := role.num_replicas + spares) > MOST_REPLICAS:
+            most = f"at most {MOST_REPLICAS} are possible"
+            raise CommandError(f"role {role.name!r} has {replicas} replicas, spare hosts included; {most}")
         if found is None:
             specs.append(RoleSpec.of(role))
             continue

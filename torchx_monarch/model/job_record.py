@@ -13,10 +13,8 @@ from typing import Any
 
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.number_ranges import consecutive
+from torchx_monarch.model.role_spec import MOST_REPLICAS
 from torchx_monarch.model.session_record import SessionRecord
-
-_MOST_REPLICAS = 1 << 20
-"""Limit on the replicas of a decoded record: a short text can name very many."""
 
 _REPLICAS = ("hosts", "places", "voters")
 """The fields that hold replicas, which are mostly consecutive: JSON has their runs, for thousands of hosts."""
@@ -110,7 +108,8 @@ def _replicas(runs: Any) -> list[int]:
     for run in runs if isinstance(runs, list) else [None]:
         if not (isinstance(run, list) and [type(each) for each in run] == [int, int]):
             raise DecodeError("the job's replicas are no list of first and last numbers")
-        if len(found) + run[1] - run[0] >= _MOST_REPLICAS:
-            raise DecodeError(f"the job has over {_MOST_REPLICAS} replicas")
+        # A short text can name very many.
+        if len(found) + run[1] - run[0] >= MOST_REPLICAS:
+            raise DecodeError(f"the job has over {MOST_REPLICAS} replicas")
         found += range(run[0], run[1] + 1)
     return found

@@ -14,6 +14,9 @@ from typing import Protocol
 
 from torchx_monarch.model.sidecars import HasMetadata, is_sidecar
 
+MOST_REPLICAS = 1 << 16
+"""The largest number of replicas of a role: a backend writes some lines for each of them."""
+
 
 class RetryPolicy(str, enum.Enum):
     """What restarts when a replica fails, within ``max_retries``. The names are those of ``torchx.specs.RetryPolicy``.

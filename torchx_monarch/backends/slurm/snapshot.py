@@ -20,11 +20,8 @@ from torchx_monarch.backends.slurm.native import Job, SlurmError
 from torchx_monarch.backends.slurm.records import BatchRecord, EndRecord, TaskRecord
 from torchx_monarch.insight import events
 from torchx_monarch.model.host_result import HostResult
-from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.role_spec import MOST_REPLICAS, RoleSpec
 from torchx_monarch.model.state import State
-
-_MOST_REPLICAS = 1 << 16
-"""Limit on the replicas of a role in app.json, which may be damaged: it decides how many records are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +138,8 @@ def submitted(folder: JobFolder) -> SubmittedApp | None:
             state_files.path_name(spec.name)
         except UnicodeEncodeError:
             return None
-        if not 0 <= spec.replicas < _MOST_REPLICAS:
+        # The file may be damaged, and this decides how many records are read.
+        if not 0 <= spec.replicas <= MOST_REPLICAS:
             return None
     return found
 
