@@ -27,11 +27,12 @@ def close_unsafe(say: Callable[[str], None]) -> None:
         return
     try:
         folder = os.path.join("/tmp", pwd.getpwuid(os.geteuid()).pw_name)
-        path = os.path.join(folder, "monarch_log.log")
+        suffix = os.environ.get("MONARCH_LOG_SUFFIX")
+        path = os.path.join(folder, f"monarch_log_{suffix}.log" if suffix else "monarch_log.log")
         log = os.stat(path)
     except (KeyError, OSError):
         return
-    descriptors = [fd for fd in _descriptors() if os.path.samestat(os.fstat(fd), log)]
+    descriptors = [fd for fd, found in _descriptors() if os.path.samestat(found, log)]
     problem = _problem(folder, path)
     if not descriptors or not problem:
         return
@@ -45,14 +46,13 @@ def close_unsafe(say: Callable[[str], None]) -> None:
     )
 
 
-def _descriptors() -> list[int]:
+def _descriptors() -> list[tuple[int, os.stat_result]]:
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
-            os.fstat(int(name))
-        except OSError:  # that of the folder
+            found.append((int(name), os.fstat(int(name))))
+        except OSError:  # that of the folder, or one that another thread has closed
             continue
-        found.append(int(name))
     return found
 
 
