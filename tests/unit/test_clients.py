@@ -49,7 +49,8 @@ def test_a_stray_file_hides_no_app(caplog: pytest.LogCaptureFixture) -> None:
     for scheduler in ("monarch_batch", "monarch_slurm", "monarch_ssh"):
         client_credentials.keep(scheduler, "7", "secret", {})
     clients = Path(client_credentials.path("monarch_slurm", "7")).parent.parent
-    (clients / ".DS_Store").write_text("")
+    for folder in (clients, clients / "monarch_ssh"):
+        (folder / ".DS_Store").write_text("")
     (clients / "aaa").write_text("")
     linked = clients / "monarch_slurm"
     linked.rename(clients.parent / "elsewhere")

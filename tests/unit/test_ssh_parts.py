@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -390,6 +390,17 @@ def test_replicas_of_all_machines_make_the_state() -> None:
     assert state(State.CANCELLED, State.CANCELLED, ending=cancelled) is State.CANCELLED
 
 
+def test_a_damaged_place_ends_no_app() -> None:
+    """It is replaced by a place without the app, whose roles' rules are then those of the other replicas' places."""
+    submitted = two_hosts(min_replicas=1)
+    answers = {(0, 0): found(0, State.RUNNING, submitted), (0, 1): found(1, State.FAILED, submitted)}
+    for k, name in enumerate(("trainer", "role0")):
+        answers[0, k] = replace(answers[0, k], place=replace(answers[0, k].place, packed=""))
+        built = build("app-1@a", answers, {})
+        status = reduce(built, time.time() + 60)
+        assert (built.roles[0].spec.name, status.state, status.is_stop_due) == (name, State.RUNNING, False)
+
+
 @pytest.mark.parametrize(
     ("more", "other", "expected"),
     [
@@ -438,7 +449,9 @@ def test_damaged_files_of_a_replica_cost_no_other_app_and_no_cancel(
     assert os.path.exists(paths.cancel)
     known.forget("broken-1@a")
     if damaged == "place.json":
-        with pytest.raises(SshError, match="a: where broken-1@a runs is lost, its place.json is damaged: "):
+        with pytest.raises(
+            SshError, match="a: the place.json of broken-1@a is damaged, so its machines are not known: "
+        ):
             monarch_ssh("torchx").describe("broken-1@a")
 
 

@@ -95,16 +95,14 @@ def known() -> list[tuple[str, str]]:
     """List all stored apps as pairs of scheduler and app id; warn of folders that belong to another user."""
     root = os.path.join(state_files.state_dir(), _FOLDER)
     found = []
-    for scheduler in _names_in(root):
-        if not scheduler.startswith("."):  # files of a desktop, such as .DS_Store
-            names = [name for name in _names_in(os.path.join(root, scheduler)) if not name.endswith(".tmp")]
-            found += [(scheduler, urllib.parse.unquote(name)) for name in names]
+    for scheduler in _ids_in(root):
+        found += [(scheduler, app_id) for app_id in _ids_in(os.path.join(root, scheduler))]
     return found
 
 
-def _names_in(folder: str) -> list[str]:
+def _ids_in(folder: str) -> list[str]:
     try:
-        return sorted(state_files.names_in(folder))
+        return sorted(state_files.stored_ids(folder))
     except OSError as error:
         _log.warning("the certificates in %s are not used: %s", folder, error)
         return []

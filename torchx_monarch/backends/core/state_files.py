@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import urllib.parse
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -167,7 +168,7 @@ def app_paths(app_id: str, root: str | None = None) -> AppPaths:
 
 
 def app_ids(root: str | None = None) -> list[str]:
-    """Return the ids of all apps on disk, in no order. What is not named as an app is none.
+    """Return the ids of all apps on disk, in no order. Entries whose names cannot be ids are left out.
 
     Args:
         root: the state directory; None for ``state_dir()``.
@@ -218,6 +219,18 @@ def names_in(folder: str, root: str | None = None) -> list[str]:
         return os.listdir(fd)
     finally:
         os.close(fd)
+
+
+def stored_ids(folder: str) -> list[str]:
+    """Return the app ids by which the files in a folder of the state directory are named (``urllib.parse.quote``).
+
+    Files that are being written, and those of a desktop (.DS_Store), are left out.
+
+    Raises:
+        OSError: as for ``names_in``.
+    """
+    names = (name for name in names_in(folder) if not name.startswith(".") and not name.endswith(".tmp"))
+    return [urllib.parse.unquote(name) for name in names]
 
 
 def remove_file(path: str) -> None:

@@ -175,7 +175,9 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         try:
             found = Found.of(answer, head)
         except ValueError as error:
-            raise SshError(head, f"where {app_id} runs is lost, its place.json is damaged: {error}") from None
+            raise SshError(
+                head, f"the place.json of {app_id} is damaged, so its machines are not known: {error}"
+            ) from None
         if found is None:
             return None
         return Layout(found.place.machines, found.place.python, found.place.setup)
@@ -242,7 +244,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
                 try:
                     one = Found.of(each, answer["hostname"])
                 except ValueError as error:
-                    _log.warning("a replica on %s is left out: its place.json is damaged: %s", name, error)
+                    _log.warning("a replica on %s is left out: its record or place.json is damaged: %s", name, error)
                     continue
                 if one is not None:
                     apps.setdefault(one.place.app_id, {})[one.place.role, one.place.replica] = one

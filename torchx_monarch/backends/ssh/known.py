@@ -69,7 +69,7 @@ def app_ids() -> list[str]:
         StateAccessError: another user owns the state directory, or it cannot be read.
     """
     try:
-        return [urllib.parse.unquote(name) for name in state_files.names_in(_folder()) if not name.endswith(".tmp")]
+        return state_files.stored_ids(_folder())
     except OSError as error:
         raise StateAccessError.of(error, _folder()) from None
 

@@ -44,7 +44,8 @@ class Found:
         Args:
             answer: the answer.
             hostname: name of the machine.
-            otherwise: the place of the replica, as far as it is known here, in case that the machine's is damaged.
+            otherwise: the place of the replica, as far as it is known here, which is used if the machine's is damaged;
+                None to raise an error then.
 
         Raises:
             ValueError: it cannot be read.
@@ -82,8 +83,9 @@ def build(app_id: str, found: Mapping[tuple[int, int], Found], lost: Mapping[str
         found: its replicas, by index of the role and id; at least one.
         lost: machines that could not be reached.
     """
-    first = next(iter(found.values()))
-    place = first.place
+    places = [one.place for one in found.values()]
+    # A place that replaces a damaged one (``Found.of``) lacks the app.
+    place = next((one for one in places if one.packed), places[0])
     submitted = SubmittedApp.unpack(place.packed)
     specs = list(submitted.roles) if submitted else []
     for index in range(len(specs), len(place.machines)):  # the record is damaged
@@ -109,6 +111,7 @@ def build(app_id: str, found: Mapping[tuple[int, int], Found], lost: Mapping[str
         grace=place.grace,
         ending=Outcome(endings[0].state, endings[0].message, time=endings[0].time) if endings else None,
         notes=[f"{error}" for error in lost.values()],
+        is_supervised=submitted is None,  # the roles' rules are unknown: end nothing because of them
         place=place,
     )
 
