@@ -42,7 +42,6 @@ class Batch(BatchStep):
     def _start(self, names: Any) -> None:
         self.started.append(tuple(names))
         for name in names:
-            self._ended.pop(name, None)
             self._record.role_restarts[name] = self._record.restarts
 
 
@@ -243,6 +242,8 @@ def test_restarts_wait_longer_and_longer(make: Make, monkeypatch: pytest.MonkeyP
     batch._start_due()
     assert batch.started == [scope] and set(batch._due) == set(scope)
     assert batch._snapshot().roles[1].replicas[0].state is R  # it is not over, and not to be decided about again
+    record = records.read(BatchRecord, batch._paths.job, batch._paths.trusted)
+    assert record is not None and record.role_restarts["r"] == 2  # clients see that the failed attempt is over
     wait = r"is restarted \(restart 2\); the restart waits \d\.\d s: the last attempt failed after 0.0 s"
     assert re.search(wait, Path(batch._paths.events).read_text())
     clock[0] += 1.0

@@ -15,7 +15,7 @@ import pytest
 
 from torchx_monarch.backends.slurm import records
 from torchx_monarch.backends.slurm.folder import JobFolder
-from torchx_monarch.backends.slurm.in_job.task import _LOOK_EVERY, Task
+from torchx_monarch.backends.slurm.in_job.task import _CHECK_STOPPED_EVERY, Task
 from torchx_monarch.backends.slurm.in_job.task_start import StartedTask
 from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
@@ -73,13 +73,13 @@ def test_a_stopped_host_counts_as_lost(task: Task, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Replica, "kill", lambda replica, failure: killed.append(failure))
     monkeypatch.setattr(processes, "hosts", lambda pids: {pid: [pid + 1] for pid in pids})
     monkeypatch.setattr(stopped_hosts, "_is_stopped", lambda pid: True)
-    looks = int(30.0 / _LOOK_EVERY) + 1
+    looks = int(30.0 / _CHECK_STOPPED_EVERY) + 1
     for _ in range(looks):
         task._look_for_stopped()
         assert not killed
     task._look_for_stopped()
     assert killed == [
-        f"its host (pid {PID + 1}) does not answer: stopped (SIGSTOP) for {(looks + 1) * _LOOK_EVERY:g} s"
+        f"its host (pid {PID + 1}) does not answer: stopped (SIGSTOP) for {(looks + 1) * _CHECK_STOPPED_EVERY:g} s"
     ]
 
 

@@ -23,7 +23,7 @@ from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
 from torchx_monarch.backends.core import state_files, submitted_app
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
-from torchx_monarch.backends.core.errors import RemoveError, SubmitError, UserError
+from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
@@ -140,7 +140,7 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
             raise
         folder.link_id(app_id, paths.root)
         events.append(paths.events, "submitted", f"submitted as job {app_id}", seconds=time.time() - began)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, StateAccessError):
             prune.prune()
         return app_id
 

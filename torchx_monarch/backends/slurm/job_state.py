@@ -24,7 +24,8 @@ from torchx_monarch.model import job_result
 from torchx_monarch.model.state import State
 
 _EXIT_TIME = 60.0
-"""Maximum seconds from the end that a batch step records until Slurm reports the job as completing."""
+"""The most seconds from the end time in job.json until Slurm reports the job as COMPLETING. If Slurm still reports it
+as RUNNING after that, job.json is wrong."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,11 @@ _ASKED = 10
 
 
 def prune() -> None:
-    """Remove the folders of old jobs, and old dangling links, in this state directory."""
+    """Remove the folders of old jobs, and old dangling links, in this state directory.
+
+    Raises:
+        OSError, StateAccessError: the state directory must not or cannot be used.
+    """
     oldest = time.time() - state_files.keep_days() * 86400
     ids = {paths.root: app_id for app_id, paths in folder.known().items()}
     asked = 0

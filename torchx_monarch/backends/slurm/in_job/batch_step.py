@@ -155,7 +155,6 @@ class BatchStep:
             if name not in names:
                 continue
             words = [*self._request.step(index), self._record.job_id, str(self._record.restarts)]
-            self._ended.pop(name, None)
             self._met.discard(name)
             self._stop_by.pop(name, None)
             self._record.role_restarts[name] = self._record.restarts
@@ -380,6 +379,7 @@ class BatchStep:
         self._event("restart", f"{text}; {backoff.describe(delay, lived)}" if delay else text, **role)
         for name in names:
             self._ended.pop(name, None)  # it counts as running
+            self._record.role_restarts[name] = self._record.restarts  # the records of its last start no longer count
             self._due[name] = time.monotonic() + delay
         if delay:
             self._write()

@@ -39,8 +39,7 @@ from torchx_monarch.system import processes, run_dirs
 _TOLD_WITHIN = 0.5
 """The most seconds between a replica's death by SIGTERM and the same signal to this task, if Slurm sends both."""
 
-
-_LOOK_EVERY = 5.0
+_CHECK_STOPPED_EVERY = 5.0
 """Seconds between two checks whether the host is stopped (SIGSTOP)."""
 
 
@@ -55,7 +54,7 @@ class Task:
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._graceful_stop: GracefulStop | None = None
         self._stop_requested = False
-        self._stopped = StoppedHosts(request.lease, _LOOK_EVERY)
+        self._stopped = StoppedHosts(request.lease, _CHECK_STOPPED_EVERY)
         self._waits = False
         """Whether the replica waits for its restart."""
         self._wake = started_task.wake
@@ -104,7 +103,7 @@ class Task:
         if self._replica.alive and pid is not None and self._graceful_stop is None:
             for why in self._stopped.look([pid]).values():
                 self._replica.kill(why)
-        self.at(time.monotonic() + _LOOK_EVERY, self._look_for_stopped)
+        self.at(time.monotonic() + _CHECK_STOPPED_EVERY, self._look_for_stopped)
 
     def _start(self) -> None:
         self._waits = False
