@@ -109,6 +109,16 @@ def test_killing_now(apps: Detached, tmp_path: Path, eventually: Eventually) -> 
     assert got(tmp_path, "main") == []
 
 
+def test_a_grace_period_of_any_length(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+    app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=NEVER)
+    eventually(lambda: pid_in(tmp_path / "main"), "the start")
+    apps.scheduler.apps.cancel(app_id, 1e300)
+    eventually(lambda: got(tmp_path, "main"), "the signal")
+    assert not apps.scheduler.apps.wait(app_id, 5.0)  # the supervisor has no other timer any more
+    apps.scheduler.apps.cancel(app_id, 0)
+    assert apps.wait(app_id).state is AppState.CANCELLED
+
+
 def test_a_second_cancel_is_harmless_and_a_kill_comes_through(
     apps: Detached, tmp_path: Path, eventually: Eventually
 ) -> None:

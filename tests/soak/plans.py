@@ -34,7 +34,7 @@ PHASES: dict[str, tuple[tuple[str, ...], ...]] = {
     "end": (("rank_ended",), ("result",), ("replica_exited",)),
 }
 
-#: Moments of the end at which there are processes of a kind in any case; of the others at all of them.
+#: For each kind of process that may be gone at the end: the events at which it surely still exists.
 _ENDS = {"host": ("rank_ended", "result"), **dict.fromkeys(("agent", "rank", "zygote"), ("rank_ended",))}
 
 #: Seconds after the event, at most: a phase's own length, about.

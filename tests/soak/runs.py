@@ -65,9 +65,8 @@ class Outcome:
     kept: str = ""
 
     def __str__(self) -> str:
-        when = (
-            ", ".join(f"{one.fault.moment.phase} {one.at:.2f}" for one in self.injections)
-            or f"missed: {self.misses[0].why}"
+        when = ", ".join(f"{one.fault.moment.phase} {one.at:.2f}" for one in self.injections) or "".join(
+            f"missed: {one.why}" for one in self.misses[:1]
         )
         state = self.state.name if self.state else "gone"
         words = f"{self.plan.number:4d} {self.plan.what:33} {when:24} {self.plan.shape:44} {state:9}"
@@ -174,7 +173,7 @@ def _await_end(job: Job, outcome: Outcome) -> bool:
         job.kill_submitter()  # of one that is frozen there is nothing more to wait for
     hanging = [one for one in injections if one.fault.hangs]
     alone = all(one.fault.hangs or one.fault.harmless for one in injections)
-    until = time.monotonic() + min(plan.seconds, 2.0) + (HANGS_FOR if alone else HANGS_WITH_ANOTHER_FOR)
+    until = time.monotonic() + min(plan.seconds, faults.LONGEST_WORK) + (HANGS_FOR if alone else HANGS_WITH_ANOTHER_FOR)
     if plan.awaits_end and not is_told(injections):
         outcome.rescued = not job.wait(until - time.monotonic())
     # A signal takes effect some time after it was sent.

@@ -131,7 +131,7 @@ def test_another_users_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     app("theirs")
     monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY_ELSE)
     scheduler = monarch_local("torchx")
-    with pytest.raises(StateAccessError, match="belongs to .*, not to uid 12345.*MONARCH_STATE_DIR"):
+    with pytest.raises(StateAccessError, match=r"belongs to .*, not to uid 12345.*\. Set MONARCH_STATE_DIR to"):
         scheduler.list()
     definition = AppDef("mine", [Role("r", image="", entrypoint="true")])
     submitted = SubmittedApp(definition, [RoleSpec("r")])

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The delays between restarts of a program, of its ranks as of its hosts. Standard library only."""
+"""The delays between restarts of a job's ranks or hosts. Standard library only."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ class Backoff:
 
 
 def describe(delay: float, lived: float) -> str:
-    """Return a line for the job's log about a delay; the arguments are those of ``Backoff.delay`` and its result."""
+    """Return a line for the job's log about a delay, which ``Backoff.delay`` has returned for this ``lived``."""
     return f"the restart waits {delay:.1f} s: the last attempt failed after {lived:.1f} s"

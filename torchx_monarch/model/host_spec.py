@@ -54,6 +54,9 @@ _MOST_GRACE = 2e6
 """Seconds of grace at most, 23 days: a process that waits for its end and for output uses epoll, which counts
 milliseconds in 32 bits, as does a socket's timeout while Docker stops a container."""
 
+_MOST_PEER_TIMEOUT = 80_000.0
+"""Seconds of peer_timeout at most, 22 hours: TCP_KEEPIDLE, which is two fifths of it, is at most 32,767."""
+
 
 def parse_ports(text: str) -> tuple[int, int]:
     """Read ``26600`` or ``26600-26699``.
@@ -220,7 +223,9 @@ class HostSpec:
     )
     bind: str = _flag("", "address or interface to open ports on (default: all)")
     advertise: str = _flag("", "name or address by which other hosts connect to this one (default: as they see it)")
-    peer_timeout: float = _seconds(PEER_TIMEOUT, "seconds without an answer after which a machine counts as lost", 1)
+    peer_timeout: float = _seconds(
+        PEER_TIMEOUT, "seconds without an answer after which a machine counts as lost", 1, highest=_MOST_PEER_TIMEOUT
+    )
     rejoin_timeout: float = _seconds(60.0, "seconds that a host which has lost replica 0 looks for another one", 0)
     command: tuple[str, ...] = ()
     """The command of the role: the words after ``--``."""

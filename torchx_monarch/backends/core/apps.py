@@ -179,15 +179,17 @@ class Apps(Generic[S]):
         """Begin to end an app, and wait for its end if the backend's users expect that of `torchx cancel`.
 
         Raises:
-            BackendError: the app has not ended in time; it was asked to all the same.
+            BackendError: the app has not ended in time; it is still being ended.
         """
         found = self.read(app_id, brief=True)
         if found is None or not self._stop(*found, None) or not self._backend.capabilities.waits_for_cancel:
             return
         app = found[0]
         if not self._await_end(app):
-            reason = f"app {app_id} was told to end, and has not within {_end_timeout(app):.0f} s"
-            raise BackendError(f"{reason}; `torchx monarch status {app_id}` shows what is left of it")
+            reason = f"app {app_id} was told to end, but has not ended within {_end_timeout(app):.0f} s"
+            raise BackendError(
+                f"{reason}; `torchx monarch status {self._scheduler}://torchx/{app_id}` shows what is left"
+            )
 
     def _stop(self, app: S, status: AppStatus, grace: float | None) -> bool:
         """Begin to end an app; return False if it has ended already."""

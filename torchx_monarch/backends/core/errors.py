@@ -27,7 +27,7 @@ class RemoveError(BackendError):
 
     Args:
         app_id: the app.
-        folder: its folder; counts if ``error`` names no file.
+        folder: its folder, shown if ``error`` names no file.
         error: the error of the system.
     """
 
@@ -79,13 +79,16 @@ class StateAccessError(BackendError):
 
         Args:
             error: the error.
-            path: the path in use; it counts if ``error`` names none.
+            path: the path in use, shown if ``error`` names none.
         """
         return cls(str(error.filename or path), error.strerror or str(error))
 
     def __str__(self) -> str:
         reason = self.reason if self.reason.startswith(("is ", "belongs ")) else f"cannot be read: {self.reason}"
+        own = state_files.state_dir()
+        if self.path == own:
+            return f"{one_line(self.path)} {reason}. Set MONARCH_STATE_DIR to a folder that belongs to you"
         return (
-            f"{one_line(self.path)} {reason}. The state of your own jobs is in {state_files.state_dir()}; "
+            f"{one_line(self.path)} {reason}. The state of your own jobs is in {own}; "
             "MONARCH_STATE_DIR sets another folder, which must belong to you"
         )

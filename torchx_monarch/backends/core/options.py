@@ -99,7 +99,8 @@ class NetworkOpts(MonarchOpts):
     """Seconds without network traffic from a machine after which it counts as lost."""
 
     rejoin_timeout: int = 60
-    """Seconds for which a host that has lost replica 0 tries to reach its replacement."""
+    """Seconds for which a host that has lost replica 0 tries to reach its replacement, which may start with a delay of
+    up to 30 s if replica 0 has failed before."""
 
     insecure_plain_tcp: bool = False
     """Use no TLS between the hosts. Anyone who can reach one of their ports can run code there."""

@@ -131,7 +131,7 @@ class Attempt:
 
 
 def _result(terminated: Object, spec: Object) -> HostResult:
-    """Return the result that a host has left as its termination message; an empty one of a pod without a host.
+    """Return the result that a host has left as its termination message; an empty one for a pod without a host.
 
     The message of a pod without a host is what its program has written, its output or a file.
     """

@@ -47,6 +47,9 @@ from torchx_monarch.system import processes
 #: Seconds between two checks whether the app's folder still exists, and whether a host is stopped.
 _LOOK_EVERY = 3.0
 
+_LONGEST_WAIT = 3600.0
+"""The most seconds of one wait for events; epoll counts milliseconds in 32 bits, and a grace period has no limit."""
+
 
 class SupervisorLoop:
     """Run one app from its request to its final status."""
@@ -126,7 +129,7 @@ class SupervisorLoop:
             signal.signal(signum, signal.SIG_IGN)
         self._selector.register(wake, selectors.EVENT_READ, None)
         self._selector.register(keeper_pipe, selectors.EVENT_READ, None)
-        if os.path.exists(self._paths.cancel):
+        if cancel_request.load(self._paths) is not None:
             self._end(State.CANCELLED, "cancelled before it started", grace=0)
         else:
             self._start(self._all)
@@ -152,7 +155,7 @@ class SupervisorLoop:
         flushes = [when for r in self._unfinished if (when := r.logs.next_flush()) is not None]
         if self._timers:
             flushes.append(self._timers[0][0])
-        return max(0.0, min(flushes) - time.monotonic()) if flushes else None
+        return min(max(0.0, min(flushes) - time.monotonic()), _LONGEST_WAIT) if flushes else None
 
     def at(self, when: float, call: Callable[[], None]) -> None:
         """Call the function when ``time.monotonic()`` reaches ``when``."""
@@ -278,7 +281,8 @@ class SupervisorLoop:
             self._on_success(replica)
 
     def _on_success(self, replica: Replica) -> None:
-        if replica.spec.runs_hosts:  # the hosts that another one would wait for have ended
+        if replica.spec.runs_hosts:
+            # Hosts exit with 0 once their role has succeeded: one that waits for its restart would find nobody to join.
             late = set(self._roles[replica.role_index]) & set(self._waiting)
             self._surplus.update(late)
             self._forget_restarts(late)
@@ -329,7 +333,7 @@ class SupervisorLoop:
     def _tolerate(self, replica: Replica) -> None:
         self._given_up.add(replica)
         spec = replica.spec
-        left = sum(r.alive or r.succeeded for r in self._roles[replica.role_index])
+        left = sum(r.alive or r.succeeded or r in self._waiting for r in self._roles[replica.role_index])
         text = f"{replica.failure}; {left} of {spec.replicas} are left, and {spec.min_replicas} are enough"
         self._event("replica_spared", text, role=spec.name, replica=replica.record.id)
         self._end_if_succeeded()
