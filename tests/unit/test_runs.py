@@ -314,6 +314,18 @@ def test_a_run_is_stopped_also_if_nobody_reads_that_it_is(monkeypatch: pytest.Mo
     assert [request["kill"] for request in running.asked] == [False, True]
 
 
+def test_a_run_is_stopped_also_if_nobody_reads_its_output() -> None:
+    class Unread(RunningRun):
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            raise BrokenPipeError
+
+    running: Any = Unread()
+    run = RunHandle(running, running, Collector("stream"), check=False)
+    with pytest.raises(BrokenPipeError):
+        run.result(30)
+    assert run.cancel() and running.asked == [{"type": "end-run", "run": 1, "kill": False}]
+
+
 def test_ctrl_c_counts_also_if_the_kernel_gives_it_to_another_thread() -> None:
     class Interrupting(RunningRun):
         def __iter__(self) -> Iterator[dict[str, Any]]:

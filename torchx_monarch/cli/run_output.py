@@ -35,7 +35,7 @@ def stream_and_exit(
     """
     if as_json:
         print_accepted(hosts.handle, records.run)
-        collector = Collector(_print_output, lambda text: print_record({"type": "phase", "text": text}))
+        collector = Collector(_print_output, lambda text: _print({"type": "phase", "text": text}))
     else:
         collector = Collector("stream", say if verbose else None)
     try:
@@ -47,7 +47,7 @@ def stream_and_exit(
     if ends and result.exit_code != 0:
         write_root_cause(_error_file_of(result))
     if as_json:
-        print_record({"type": "result", "handle": hosts.handle, **_to_json(result)})
+        _print({"type": "result", "handle": hosts.handle, **_to_json(result)})
     else:
         summary_of(hosts.handle, result, followed=not ends).write(sys.stderr)
     sys.exit(result.exit_code)
@@ -55,12 +55,16 @@ def stream_and_exit(
 
 def print_accepted(handle: str, run: int) -> None:
     """Print the first JSON record of a run."""
-    print_record({"type": "accepted", "handle": handle, "run": run})
+    _print({"type": "accepted", "handle": handle, "run": run})
 
 
 def _print_output(rank: int, stream: str, text: str) -> None:
+    _print({"type": "output", "rank": rank, "stream": stream, "text": text})
+
+
+def _print(record: dict[str, Any]) -> None:
     with closed_terminal_is_null():
-        print_record({"type": "output", "rank": rank, "stream": stream, "text": text})
+        print_record(record)
 
 
 def _error_file_of(result: RunResult) -> str:

@@ -302,8 +302,8 @@ class RunHandle(Future[RunResult]):
         Raises:
             UnreachableError: the hosts cannot be reached.
         """
-        if self.done():
-            return False
+        if self.done() and isinstance(self.exception(), (SPMDError, type(None))):
+            return False  # any other exception, as of a terminal that is closed, ends the reading only
         with contextlib.suppress(RefusedError, AllocationError):
             self._hosts.ask({"type": "end-run", "run": self.run, "kill": kill}, wait=False)
             self._cancelled = True

@@ -8,13 +8,12 @@ the content.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from torchx_monarch.system import safe_files
+from torchx_monarch.system import run_dirs, safe_files
 
 PIECE = 1 << 19
 """Largest piece of an archive, and largest part of a file held in memory, in bytes."""
@@ -156,8 +155,8 @@ class Unpacker:
                 raise PackError(f"{self._left} bytes of the digest {self._digest} arrived that were not requested")
             self._found = hashlib.sha256()
             if self._digest in self._wanted:
-                with contextlib.suppress(FileNotFoundError):  # a program that runs here may have put a FIFO there
-                    os.unlink(self._path)
+                if os.path.lexists(self._path):  # a program that runs here may have put anything there
+                    run_dirs.remove_tree(self._path)
                 self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self._end_if_complete()
         return data[lacks:]

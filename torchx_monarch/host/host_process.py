@@ -263,9 +263,8 @@ class HostProcess:
         text = f"host {replica} ({host.hostname}) takes over from host {job.leader}"
         more = {"replica": replica, "replaces": job.leader, "host": host.hostname}
         reporter.record("take_over", text, term=term, **more)
-        if (
-            sizes.spares and job.progress.attempt >= 0
-        ):  # the place of a lost host that a spare one takes counts as a restart
+        # If a spare host takes the place of a lost one, that counts as a restart.
+        if sizes.spares and job.progress.attempt >= 0:
             reporter.restarted(text, **more)
         else:
             reporter.line(text)

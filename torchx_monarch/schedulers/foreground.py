@@ -31,7 +31,7 @@ from torchx_monarch.insight import events
 from torchx_monarch.schedulers.app_summary import summary_of
 from torchx_monarch.schedulers.command import subcommand
 from torchx_monarch.schedulers.unread_input import WARNING, has_unread_input
-from torchx_monarch.system.termination import signal_of, termination
+from torchx_monarch.system.termination import closed_terminal_is_null, signal_of, termination
 from torchx_monarch.system.untrusted_text import one_line
 
 _LONGEST_WAIT = 30.0
@@ -192,7 +192,8 @@ class Foreground:
         self._offsets[app_id] = offset
         for event in found:
             seconds = f" ({event['seconds']:.2f} s)" if event.get("seconds") is not None else ""
-            print(f"{one_line(event['message'])}{seconds}", file=sys.stderr, flush=True)
+            with closed_terminal_is_null():
+                print(f"{one_line(event['message'])}{seconds}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
