@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import tempfile
 import textwrap
 import time
@@ -26,6 +25,7 @@ from tests.conformance import recording
 from tests.conformance.recording import Places, Recording, Stored
 from tests.fork_server import Forked, ForkServer
 from tests.local.hosts import Hosts
+from tests.ports import free_port
 from tests.waits import WITHIN
 
 REPORT = textwrap.dedent("""
@@ -314,13 +314,6 @@ class Launchers:
 
     def _error(self) -> Any:
         return json.loads(self._error_file.read_text())["message"] if self._error_file.exists() else None
-
-
-def free_port() -> int:
-    """A TCP port that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _meeting(nodes: int, node: int, rdzv: str, port: int) -> list[str]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.launchers import free_port
 from tests.conformance.test_environment import DIFFERENT
+from tests.ports import free_port
 
 ARGUMENTS = [
     *("--x=a b\"c,$d", "", "it's", "$HOME", "${HOME}", "100$$", "é\n", "*", "a\\b", ";", "&& false", "`id`", "$(id)"),

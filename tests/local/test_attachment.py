@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from torchx_monarch.model.env_names import keep_monarch_log_private
 from torchx_monarch.monarch_adapter import worker_port
 from torchx_monarch.monarch_adapter.monarch_api import _TLS_VARIABLES
@@ -142,11 +143,6 @@ def forwarder() -> Iterator[_Forwarder]:
         thread.join(10)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def _answers(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
@@ -164,7 +160,7 @@ def test_a_request_that_comes_back_over_a_network_is_sent_again(
         identity = Identity.of(credentials.create()[0], names, str(folder))
         env |= dict(zip(_TLS_VARIABLES, identity.files, strict=True))
     other, wanted, url = worker_port.new_service_id(), worker_port.new_service_id(), f"{scheme}://{host}"
-    ports = [_free_port(), _free_port()]
+    ports = [free_port(), free_port()]
     for service, port in zip((other, wanted), ports, strict=True):
         start(_WORKER, f"{service}@{url}:{port}", url=f"{url}:0", env=env)
         eventually(lambda port=port: _answers(port), f"the worker loop on port {port}")

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.local.hosts import Hosts
+from tests.ports import free_port
 from tests.waits import WITHIN
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.credentials import HostCredentials
@@ -38,8 +39,7 @@ _SAYS_WITHIN = 20.0
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from tests.ports import free_port
 from torchx_monarch.controller import host_network as wires_module
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
@@ -92,8 +93,7 @@ def foreign(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def address() -> Address:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return Address("tls", "127.0.0.1", free.getsockname()[1])
+    return Address("tls", "127.0.0.1", free_port())
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from tests.clusters import packages
 from tests.network.namespaces import ip
+from tests.ports import free_port
 from tests.waits import WITHIN
 
 PROGRAMS = (
@@ -73,7 +73,7 @@ class SlurmCluster:
         self._lab = Path(tempfile.mkdtemp(prefix=self._name, dir="/tmp"))
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._namespaces: list[str] = []
-        self._ports = {name: _free_port() for name in ("ctld", "dbd")}
+        self._ports = {name: free_port() for name in ("ctld", "dbd")}
         # Daemons must not carry what marks the processes of a test.
         self._env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHX_MONARCH_")}
         self._env["PATH"] = packages.PATH
@@ -375,9 +375,3 @@ class SlurmCluster:
             listed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
             found += [line for line in listed.splitlines() if self._name in line]
         return [*found, *(str(path) for path in (self._lab,) if path.exists())]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
