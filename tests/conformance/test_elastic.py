@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import pytest
 
 from tests.conformance.differences import Difference
 from tests.local.hosts import Hosts
+from tests.ports import free_port
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.target import Target
 
@@ -50,9 +50,7 @@ class TorchrunNodes:
     """Agents of torchrun; the first one serves the rendezvous."""
 
     def __init__(self, folder: Path, options: list[str], nodes: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        endpoint = f"127.0.0.1:{free_port()}"
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "j"]
         self._command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, *options]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.local.terminal import Terminal
+from tests.ports import free_port
 from tests.waits import WITHIN
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.model import env_names
@@ -74,9 +74,7 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(
         dist.barrier()  # rank 0 waits here, and that is no hang
         {STREAMS}
     """)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = f"tls:127.0.0.1:{free.getsockname()[1]}"
+    where = f"tls:127.0.0.1:{free_port()}"
     for_hosts, for_client = (each.to_text() for each in credentials.create())
     client_credentials.keep("monarch_slurm", "app", for_client, {"trainer": where})
     environ = {"MONARCH_RENDEZVOUS": where, env_names.CREDENTIALS: for_hosts}

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from tests.local.live import Live
+from tests.ports import free_port
 from torchx_monarch.client import hosts as client_hosts
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.job import SPMDJob
@@ -112,8 +112,7 @@ def test_each_run_gets_what_it_is_given_and_nothing_of_another(
         assert [said_once in line for line in phases].count(True) == hosts.err().count(said_once) == 1
     # A named port is free again for the next run, also with a connection that the last one has closed.
     (tmp_path / "port.py").write_text(TAKES_PORT)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     for _ in range(2):
         assert texts(hosts.run("torchrun", "--master-port", port, str(tmp_path / "port.py"))) == {0: f"{port}\n"}
     assert texts(hosts.run()) == said(["--held"], here, None, 2)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.local.live import Live
+from tests.ports import free_port
 from tests.waits import until
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.client.hosts import Hosts as Client
@@ -250,9 +250,7 @@ def test_a_client_reaches_a_job_of_one_host_over_tls(
 ) -> None:
     path = script(SLEEPS)
     monkeypatch.setenv("MONARCH_STATE_DIR", str(folder / "state"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = f"tls:127.0.0.1:{free.getsockname()[1]}"
+    where = f"tls:127.0.0.1:{free_port()}"
     for_hosts, for_client = (each.to_text() for each in credentials.create())
     client_credentials.keep("monarch_slurm", "app", for_client, {"trainer": where})
     environ = {"MONARCH_RENDEZVOUS": where, env_names.CREDENTIALS: for_hosts}

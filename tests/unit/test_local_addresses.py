@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from tests.ports import free_port
 from torchx_monarch.model.host_spec import parse_ports
 from torchx_monarch.monarch_adapter.attachment import _spelled
 from torchx_monarch.transport import local_addresses
@@ -94,9 +95,7 @@ def test_is_known_by_what_leads_to_replica_0() -> None:
 
 
 def test_reserves_the_port_of_replica_0_unless_that_may_run_here() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     elsewhere, here = Address("tls", "203.0.113.1", port), Address("tls", "127.0.0.2", port)
     options = NetworkOptions("127.0.0.1")
     with local_addresses.reserve_port(elsewhere, options) as reserved:

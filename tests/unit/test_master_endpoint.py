@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from tests.ports import free_port
 from torchx_monarch.command.command import CommandError, check, parse
 from torchx_monarch.command.torchrun_options import parse_options
 from torchx_monarch.host.ranks.master_endpoint import EndpointError, MasterEndpoint
@@ -137,9 +138,7 @@ def test_an_address_that_cannot_be_resolved_or_is_another_machines(words: str) -
 
 
 def test_a_port_is_held_for_the_programs_own_store() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     assert asyncio.run(_open(MasterEndpoint("localhost", port, "127.0.0.1"))) == (port, False)
 
 

@@ -304,7 +304,7 @@ class BatchStep:
             os.kill(step, signal.SIGTERM)
 
     def _have_met(self, name: str, first: TaskRecord | None) -> bool:
-        """Return whether the hosts of a role have met, going by the record of its replica 0; None without one."""
+        """Return whether the hosts of a role have met since its replica 0, whose record is ``first``, was started."""
         since = first.started if first is not None else None
         return since is not None and events.have_hosts_met(self._paths.events, name, since, below=self._paths.trusted)
 
