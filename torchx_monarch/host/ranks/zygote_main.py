@@ -352,8 +352,12 @@ def _renew_state(title: str) -> None:
     time.tzset()
     if threading := sys.modules.get("threading"):
         threading.main_thread()._set_native_id()  # Python leaves it that of the process that has forked this one
+    # Python's own generator seeds itself after a fork. Those of GPUs have a constant default seed, which torch.seed()
+    # would replace.
     if numpy := sys.modules.get("numpy.random"):
-        numpy.seed()  # Python's own generator seeds itself after a fork, and torch's default seed is a constant
+        numpy.seed()
+    if torch := sys.modules.get("torch.random"):
+        torch.default_generator.seed()
     if "tempfile" in sys.modules:
         vars(sys.modules["tempfile"])["tempdir"] = None  # the rank may have another TMPDIR
     if process := sys.modules.get("multiprocessing.process"):
