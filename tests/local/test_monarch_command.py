@@ -52,8 +52,8 @@ def objects(*words: str) -> Any:
     return json.loads(monarch(*words, "--json"))
 
 
-def submit(work: Path, *words: str) -> str:
-    (work / "prog.py").write_text(PROGRAM)
+def submit(work: Path, *words: str, program: str = PROGRAM) -> str:
+    (work / "prog.py").write_text(program)
     run = ("run", "-s", "monarch_local", "-cfg", "preload=none,grace=2", "monarch.spmd", *words)
     return torchx(*run, "prog.py", cwd=work).strip()
 
@@ -101,6 +101,31 @@ def test_a_job_from_its_start_to_its_end(tmp_path: Path, eventually: Eventually)
     ended = objects("status", handle)
     assert (ended["exit_code"], ended["phase"], ended["live"]) == (0, None, None)
     assert monarch("ls").splitlines()[1].split()[-2:] == ["0", "2x2"]
+
+
+def test_ls_and_status_agree_on_a_restarted_job(tmp_path: Path, eventually: Eventually) -> None:
+    program = """
+import os, time
+if not os.path.exists("failed"):
+    open("failed", "w").close()
+    raise ValueError("loss is nan")
+while not os.path.exists("go on"):
+    time.sleep(0.1)
+"""
+    handle = submit(tmp_path, "--nproc", "1", "--max_retries", "1", program=program)
+    eventually(
+        lambda: [objects("status", handle)[name] for name in ("restarts", "phase")] == [1, "running"], "a restart"
+    )
+    status, (listed,) = objects("status", handle), objects("ls")
+    assert "ValueError: loss is nan" in status["last_failure"]["message"]
+    assert "ValueError: loss is nan" in monarch("top", "--once", handle)
+    assert listed["started"] == status["started"] < status["last_failure"]["time"]
+    (tmp_path / "go on").touch()
+    eventually(lambda: objects("status", handle)["state"] == "SUCCEEDED", "the end")
+    status, (listed,) = objects("status", handle), objects("ls")
+    assert (listed["started"], listed["elapsed"]) == (status["started"], status["elapsed"])
+    monarch("report", handle, "-o", str(tmp_path / "report.html"))
+    assert "last failure" in (tmp_path / "report.html").read_text()
 
 
 def test_the_logs_of_a_job(tmp_path: Path) -> None:

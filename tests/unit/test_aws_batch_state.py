@@ -90,13 +90,12 @@ def test_the_result_of_the_main_node_names_the_root_cause() -> None:
     """Its host ends with the code of another node's rank."""
     result = HostResult(3, "rank 1 exited with code 3", replica=1, rank_restarts=2).to_text()
     nodes = {0: node("FAILED", 5, 3), 1: node("FAILED", 6, 3)}
-    app = app_snapshot(
-        "q:app-1", job("FAILED", attempts=[{"stoppedAt": 1}, {"stoppedAt": 2}]), nodes, {0: ["", result]}
-    )
+    attempts = [{"startedAt": 1000, "stoppedAt": 2000}, {"startedAt": 3000, "stoppedAt": 4000}]
+    app = app_snapshot("q:app-1", job("FAILED", attempts=attempts, startedAt=3000), nodes, {0: ["", result]})
     status = reduce(app, now=1000.0)
     assert status.message == "replica trainer/1 exited with code 3"
     assert "rank 1 exited with code 3" in status.error
-    assert count_restarts(app) == 3
+    assert (count_restarts(app), app.started) == (3, 1.0)
 
 
 @pytest.mark.parametrize("packed", ["", "cut", "eJwDAAAAAAE="])

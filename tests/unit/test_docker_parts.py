@@ -301,6 +301,7 @@ def test_a_container_becomes_a_replica() -> None:
     replica = app.replicas[1]
     assert (replica.hostname, replica.address, replica.restarts) == ("main-1", "", 3)
     assert (replica.started, replica.ended) == (NOW - 200, NOW - 50)
+    assert app.started == app.created  # dockerd knows the latest start alone
     status = reduce(app, NOW)
     assert status.cause == replica  # the first to fail
     assert status.message == "replica main/1 was killed by signal 9 (SIGKILL)"

@@ -61,7 +61,7 @@ RESTARTED = [
 
 
 def test_a_running_job() -> None:
-    found = status_of(snapshot(), STARTED, last_output=997.0, log_folder="/logs")
+    found = status_of(snapshot(started=910.0), STARTED, last_output=997.0, log_folder="/logs")
     assert (found.state, found.phase, found.elapsed) == ("RUNNING", "running", 90.0)
     assert (found.attempt, found.attempts, found.hosts, found.ranks) == (1, 3, 2, 8)
     assert (found.submitted, found.started, found.ended, found.exit_code) == (900.0, 910.0, None, None)
@@ -109,6 +109,53 @@ def test_a_failure_and_a_restart() -> None:
     assert status_of(snapshot(), [*RESTARTED, event("requeue"), event("ranks", "ranks 8/8")]).attempt == 1
 
 
+REASON = "rank 1 (...) exited with code 1: ValueError: loss is nan"
+FAILED = [event("failure", REASON, 960.0), event("result", f"FAILED: {REASON}", 961.0, code=1)]
+EXITED = [
+    event("replica_exited", "replica train/1 (pid 8) exited with code 143", 962.0, exit_code=143, stopped=True),
+    event("replica_exited", "replica train/0 (pid 7) exited with code 1", 962.0, exit_code=1, stopped=False),
+]
+AGAIN = event("restart", "the app is restarted (restart 1)", 963.0)
+
+
+@pytest.mark.parametrize(
+    ("happened", "time", "message"),
+    [
+        ([*FAILED, *EXITED, AGAIN], 960.0, REASON),
+        ([*FAILED, *EXITED, AGAIN, *STARTED[2:]], 960.0, REASON),
+        ([FAILED[1], *EXITED, AGAIN], 961.0, REASON),
+        ([*EXITED, AGAIN], 962.0, "replica train/0 (pid 7) exited with code 1"),
+        ([event("role_ended", "role a ended with code 0", exit_code=0), *FAILED, AGAIN], 960.0, REASON),
+        (
+            [event("preempted", "n2 is preempted"), event("requeue", "told to stop; queued", 964.0)],
+            950.0,
+            "n2 is preempted",
+        ),
+        (
+            [event("failure", "host 1 is lost"), event("rank_restart", "host 2 takes the place of host 1")],
+            950.0,
+            "host 1 is lost",
+        ),
+        (
+            [event("failure", "host 1 is lost"), event("replacement", "replica 1 is to be replaced")],
+            950.0,
+            "host 1 is lost",
+        ),
+        # The earlier failure has been answered, and is not the reason of this restart.
+        (
+            [*FAILED, AGAIN, *STARTED[2:], event("requeue", "told to stop; queued", 970.0)],
+            970.0,
+            "told to stop; queued",
+        ),
+    ],
+)
+def test_a_restart_is_shown_with_the_failure_before_it(
+    happened: list[dict[str, Any]], time: float, message: str
+) -> None:
+    found = status_of(snapshot(restarts=1), [*STARTED, *happened]).last_failure
+    assert found is not None and (found.time, found.message) == (time, message)
+
+
 def test_spare_and_excluded_hosts() -> None:
     told = "n2 is excluded after 3 failures within 1 h, the last: rank 8 (...) exited with code 1"
     spared = snapshot(State.RUNNING, State.RUNNING, State.RUNNING)
@@ -125,7 +172,7 @@ def test_spare_and_excluded_hosts() -> None:
 
 
 def test_an_ended_job() -> None:
-    done = snapshot(State.SUCCEEDED, State.SUCCEEDED)
+    done = snapshot(State.SUCCEEDED, State.SUCCEEDED, started=910.0)
     ended = [replace(one, ended=980.0) for one in done.replicas]
     found = status_of(replace(done, roles=[replace(done.roles[0], replicas=ended)]), STARTED)
     assert (found.state, found.exit_code, found.ended, found.elapsed, found.phase) == ("SUCCEEDED", 0, 980, 70, None)
@@ -136,6 +183,13 @@ def test_an_ended_job() -> None:
     assert "exit code    137" in render(found, NOW)
     plain = [replace(one, state=State.FAILED, exit_code=3, ended=980.0) for one in done.replicas]
     assert status_of(replace(done, roles=[replace(done.roles[0], replicas=plain)])).exit_code == 3
+
+
+def test_a_restarted_job_started_when_it_first_did() -> None:
+    """Replicas tell their latest start. ``ls`` has no events, and ``status`` does."""
+    app = snapshot(started=905.0, restarts=1)
+    assert [status_of(app, happened).started for happened in ([], RESTARTED)] == [905.0, 905.0]
+    assert [status_of(replace(app, started=0.0), happened).started for happened in ([], RESTARTED)] == [920.0, 920.0]
 
 
 def test_facts_that_nobody_knows_are_none() -> None:

@@ -177,6 +177,7 @@ def test_the_app_is_restarted_while_it_has_retries(make: Make, how: str) -> None
     write(following, "r", F)
     end(following, "r", 3)
     assert (following._conclude(), following._record.restarts) == (3, record.restarts + 1)
+    assert following._record.started == record.started
 
 
 @pytest.mark.parametrize("reserve", [True, False])

@@ -112,6 +112,8 @@ def _facts(history: JobHistory) -> Iterator[tuple[str, str]]:
         yield "attempt", f"{status.attempt}{f' of {status.attempts}' if status.attempts is not None else ''}"
     if status.restarts:
         yield "restarts", str(status.restarts)
+    if status.last_failure is not None:
+        yield "last failure", status.last_failure.message
     if status.log_folder is not None:
         yield "logs", one_line(status.log_folder)
 

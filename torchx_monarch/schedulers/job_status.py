@@ -60,13 +60,18 @@ _PHASE_AFTER = {
 }
 """The phase that begins with an event, by the event's kind."""
 
-_FAILURES = frozenset({"failure", "preempted", "rank_restart", "restart", "requeue", "replacement"})
-"""The kinds of events that tell of a failure."""
+_FAILURES = ("failure", "preempted", "result", "replica_exited", "role_ended")
+"""The kinds of events that tell of a failure, unless they have exit code 0; the nearer to its reason, the earlier."""
+
+_RESTARTS = frozenset({"rank_restart", "restart", "requeue", "replacement"})
+"""The kinds of events that tell what was done after a failure. Some name its reason."""
+
+_STARTS = frozenset({"job_started", "replica_started", "ranks"})
 
 _COUNTED_FROM = frozenset({"job_started", "restart", "requeue", "run", "run_end"})
 """The kinds of events after which attempts are counted from 1."""
 
-_HANG_ENDS = frozenset({"hang_end", "ranks", *_FAILURES, "run_end", "result"})
+_HANG_ENDS = frozenset({"hang_end", "ranks", "failure", "preempted", *_RESTARTS, "run_end", "result"})
 """The kinds of events after which ranks that hung do not hang any more."""
 
 # A rank can print such lines: int() raises ValueError above 4,300 digits.
@@ -252,7 +257,7 @@ def build(
     now = time.time() if now is None else now
     commands = _commands(app.app) if app.app is not None else []
     ended = _ended(app, status) if status.state.is_terminal else None
-    started = _started(app, happened)
+    started = app.started or min((one.started for one in app.replicas if one.started), default=None)
     since = started or app.created or None
     attempt, attempts = _attempt(happened, commands)
     return JobStatus(
@@ -346,12 +351,6 @@ def _phase(status: AppStatus, happened: Sequence[Event], live: LiveState | None)
     return next((_PHASE_AFTER[each["kind"]] for each in reversed(happened) if each["kind"] in _PHASE_AFTER), None)
 
 
-def _started(app: AppSnapshot, happened: Sequence[Event]) -> float | None:
-    begun = next((each["time"] for each in happened if each["kind"] in ("job_started", "supervised", "hosts")), 0.0)
-    starts = [one.started for one in app.replicas if one.started]
-    return min(filter(None, [app.started, begun, *starts]), default=None)
-
-
 def _ended(app: AppSnapshot, status: AppStatus) -> float | None:
     decided = status.outcome.time if status.outcome is not None else 0.0
     return max([decided, *(one.ended for one in app.replicas)], default=0.0) or None
@@ -417,11 +416,21 @@ def _ranks(app: AppSnapshot, happened: Sequence[Event], commands: _Commands) -> 
 
 
 def _last_failure(happened: Sequence[Event]) -> Failure | None:
-    last = next((each for each in reversed(happened) if each["kind"] in _FAILURES), None)
-    if last is None:
-        return None
-    found = _RESTART.match(last["message"])
-    return Failure(last["time"], one_line(found[2] if found else last["message"]))
+    last: Failure | None = None
+    failed: list[Event] = []  # since the last start
+    for each in happened:
+        if each["kind"] in _STARTS:
+            failed = []
+        elif each["kind"] in _RESTARTS:
+            found = _RESTART.match(each["message"])
+            cause = each if found else min(failed, key=lambda one: _FAILURES.index(one["kind"]), default=each)
+            text = found[2] if found else cause["message"].removeprefix("FAILED: ")
+            last = Failure(cause["time"], one_line(text))
+        elif each["kind"] in _FAILURES and not each.get("stopped") and each.get("exit_code", each.get("code")) != 0:
+            failed.append(each)
+            if each["kind"] in ("failure", "preempted"):
+                last = Failure(each["time"], one_line(each["message"]))
+    return last
 
 
 def _hang(happened: Sequence[Event]) -> Failure | None:

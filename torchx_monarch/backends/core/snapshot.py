@@ -211,7 +211,8 @@ class AppSnapshot:
         roles: its roles, in the order of the AppDef.
         app: the app as the user wrote it; None if that cannot be read.
         created: when it was submitted, in seconds since the epoch; 0 if unknown.
-        started: when it began to run, if the backend knows that beside the starts of the replicas; 0 if not.
+        started: when it first began to run, in seconds since the epoch; 0 to take it from the replicas, each of which
+            tells its latest start.
         grace: seconds from SIGTERM to SIGKILL when its replicas are stopped.
         native: the state that the backend's own controller has decided; None if it follows from the replicas.
         is_supervised: whether another process ends what is left of the app when it is decided, such as this package's

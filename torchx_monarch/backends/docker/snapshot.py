@@ -72,13 +72,16 @@ def build(
     ]
     pending = State.CANCELLED if cancelled else State.PENDING
     absent = [_removed(spec, index) if began else ReplicaSnapshot(spec.name, index, pending) for spec, index in missing]
+    created = min(seconds(one.attrs["Created"]) for one in containers)
     replicas = sorted([*found, *absent], key=lambda one: one.id)
     return DockerSnapshot(
         app_id=app_id,
         name=submitted.app.name if submitted else app_id,
         roles=[RoleSnapshot(spec, [one for one in replicas if one.role == spec.name]) for spec in specs.values()],
         app=submitted.app if submitted else None,
-        created=min(seconds(one.attrs["Created"]) for one in containers),
+        created=created,
+        # Of a container that was restarted, dockerd knows the latest start alone; the first followed its creation.
+        started=created if any(one.restarts for one in found) else 0.0,
         grace=float(labels.get(request.LABEL_GRACE, 0)),
         ending=Outcome(State.CANCELLED, time=cancelled) if cancelled else None,
         notes=_notes([one for one in absent if one.state is State.UNKNOWN]),

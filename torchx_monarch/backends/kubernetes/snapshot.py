@@ -100,6 +100,7 @@ def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
         roles=roles,
         app=submitted.app if submitted else None,
         created=seconds(metadata["creationTimestamp"]),
+        started=min((pod.started for each in attempts.values() for pod in each if pod.started), default=0.0),
         grace=float(options.get("grace", 30)),
         native=native,
         ending=ending,

@@ -248,6 +248,7 @@ def _snapshot(app_id: str, record: AppRecord, hostname: str, submitted: Submitte
         roles=[_role(role, specs.get(role.name), hostname) for role in record.roles],
         app=submitted.app if submitted else None,
         created=record.created,
+        started=record.started or 0.0,
         is_supervised=True,
         native=Outcome(record.state, record.msg, record.error or "", record.ended or 0.0),
         restarts=record.restarts,

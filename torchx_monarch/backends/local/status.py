@@ -45,6 +45,7 @@ class AppRecord:
         msg: for users: why it ended, and further facts; "" for no message.
         error: the content of the error file of the replica that caused the end, as JSON text; None without one.
         restarts: how often the app, a role or a replica was restarted.
+        started: when its first replica was first started, in seconds since the epoch; None before.
         ended: seconds since the epoch; None before the end.
         roles: its roles.
     """
@@ -56,6 +57,7 @@ class AppRecord:
     msg: str = ""
     error: str | None = None
     restarts: int = 0
+    started: Seconds | None = None
     ended: Seconds | None = None
     roles: list[RoleRecord] = field(default_factory=list)
 

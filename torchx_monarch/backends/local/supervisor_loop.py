@@ -243,6 +243,7 @@ class SupervisorLoop:
                 self._on_failure(replica)
                 return
             assert replica.record.pid is not None
+            self._record.started = self._record.started or replica.record.started
             self._by_pid[replica.record.pid] = replica
             self._event(
                 "replica_started",

@@ -185,7 +185,7 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
                     roles=[],
                     app=app.app if app else None,
                     created=known[app_id].submitted,
-                    started=state.record.started if state.record else 0.0,
+                    started=snapshot.first_start(state),
                     native=state.outcome,
                     job=state,
                 )

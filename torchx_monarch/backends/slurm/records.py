@@ -48,7 +48,7 @@ class BatchRecord:
 
     Attributes:
         job_id: id of the job or the array task.
-        started: when the run began, in seconds since the epoch.
+        started: when the first run of the job began, in seconds since the epoch.
         state: its final state; RUNNING until it has ended.
         msg: the reason, for the user; may be empty.
         nodes: node list of each role.

@@ -175,7 +175,7 @@ def of_app(app_id: str, job: JobState, *, brief: bool) -> SlurmSnapshot:
         roles=roles,
         app=app.app if app else None,
         created=job.folder.submitted,
-        started=job.record.started if job.record else 0.0,
+        started=first_start(job),
         grace=records.read_submission(job.folder).grace,
         native=outcome,
         is_supervised=True,
@@ -183,6 +183,12 @@ def of_app(app_id: str, job: JobState, *, brief: bool) -> SlurmSnapshot:
         ui_url=f"file://{job.folder.root}",
         job=job,
     )
+
+
+def first_start(job: JobState) -> float:
+    """Return when a job, or the first task of an array, first ran, in seconds since the epoch; 0 if unknown."""
+    runs = job.tasks.values() or [job]
+    return min((one.record.started for one in runs if one.record and one.record.started), default=0.0)
 
 
 def _run(job: JobState, specs: Sequence[RoleSpec], brief: bool) -> list[RoleSnapshot]:

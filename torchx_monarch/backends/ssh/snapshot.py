@@ -108,6 +108,7 @@ def build(app_id: str, found: Mapping[tuple[int, int], Found], lost: Mapping[str
         roles=roles,
         app=submitted.app if submitted else None,
         created=place.created,
+        started=min((one.record.started for one in found.values() if one.record.started), default=0.0),
         grace=place.grace,
         ending=Outcome(endings[0].state, endings[0].message, time=endings[0].time) if endings else None,
         notes=[f"{error}" for error in lost.values()],

@@ -101,7 +101,7 @@ class BatchStep:
         restarts = before.restarts + 1 if before else 0
         self._record = BatchRecord(
             job_id,
-            started=time.time(),
+            started=(before.started if before else 0.0) or time.time(),
             nodes=[os.environ[macros.nodes_variable(index)] for index in range(len(request.roles))],
             restarts=restarts,
             retries=self._retries.app_retries,
@@ -111,7 +111,7 @@ class BatchStep:
         self._steps: dict[str, int] = dict(zip(self._specs, step_pids, strict=False))
         self._ended: dict[str, tuple[int, float]] = {}
         """Exit code and time of the end of each role's step, by the role's name."""
-        self._began = dict.fromkeys(self._specs, self._record.started)
+        self._began = dict.fromkeys(self._specs, time.time())
         """When each role's step began, in seconds since the epoch."""
         self._due: dict[str, float] = {}
         """When each role starts that waits for its restart (``time.monotonic``)."""
@@ -176,7 +176,7 @@ class BatchStep:
                 del self._steps[name]
                 code = job_result.shell_code(os.waitstatus_to_exitcode(status))
                 self._ended[name] = code, time.time()
-                self._event("role_ended", f"role {name} ended with code {code}", role=name)
+                self._event("role_ended", f"role {name} ended with code {code}", role=name, exit_code=code)
                 self._decide()
             self._start_due()
             if not self._steps and not self._due and (result := self._conclude()) is not None:
@@ -457,7 +457,7 @@ class BatchStep:
         except OSError as error:
             say(f"the record {json.dumps(content, default=str)} could not be written: {error}")
 
-    def _event(self, kind: str, message: str, **fields: str) -> None:
+    def _event(self, kind: str, message: str, **fields: object) -> None:
         say(message)
         events.append(self._paths.events, kind, message, seconds=None, **fields)
         if self._is_array and kind in ("job_started", "ended"):

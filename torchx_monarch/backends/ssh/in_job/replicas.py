@@ -208,6 +208,7 @@ def _start_again(paths: state_files.AppPaths, record: status.AppRecord) -> statu
         if latest is None or not latest.terminal:  # another client has
             return latest
         again = status.AppRecord(paths.app_id, record.name, record.created, roles=status.new_roles(request))
+        again.started = record.started
         again.restarts = again.roles[0].replicas[0].restarts = restarts + 1
         for path in (paths.supervisor, paths.cancel):
             with contextlib.suppress(OSError):
