@@ -9,7 +9,6 @@ reads annotations as they are, so they are not postponed and use ``Optional``, `
 
 import inspect
 import logging
-import os
 from typing import Dict, List, Optional
 
 import torchx
@@ -87,7 +86,6 @@ def spmd(
         )
 
     role_env = {**(env or {}), **tracking}
-    role_env.setdefault("LOGLEVEL", os.getenv("LOGLEVEL", "WARNING"))
     if debug:
         role_env.update(plan.DEBUG_ENV)
 
@@ -154,8 +152,6 @@ def hosts(
     """
     shape = plan.hosts(j, h)
     plan.require_counts(max_retries=max_retries, idle_timeout=idle_timeout)
-    role_env = dict(env or {})
-    role_env.setdefault("LOGLEVEL", os.getenv("LOGLEVEL", "WARNING"))
     return specs.AppDef(
         name=plan.app_name(name, "hosts"),
         roles=[
@@ -164,7 +160,7 @@ def hosts(
                 image=image,
                 entrypoint="python",
                 args=["-m", HOSTS_MODULE, "--idle-timeout", str(idle_timeout), "--nproc", shape.nproc],
-                env=role_env,
+                env=dict(env or {}),
                 num_replicas=shape.replicas,
                 max_retries=max_retries,
                 retry_policy=specs.RetryPolicy.REPLICA if max_retries else specs.RetryPolicy.APPLICATION,

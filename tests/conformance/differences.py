@@ -164,14 +164,6 @@ class Difference(Enum):
         "is killed",
         "nothing outlives its owner: no rank keeps a GPU that nobody knows of",
     )
-    COMMAND_LINE = (
-        "A rank's command line in a process listing",
-        "`python -u script.py ...`",
-        "`python -u script.py ... (rank N of JOB)`, cut to the length of the zygote's; with `-cfg ranks=fresh` "
-        "`python -u rank_main.py script script.py ...`",
-        "a fork has the command line of its zygote, which setproctitle changes; `sys.argv` and `sys.orig_argv` are "
-        "the same",
-    )
 
     STORE = (
         "Where the job's TCPStore is served without torch preloaded (`-cfg preload=none`, `--no-python`)",

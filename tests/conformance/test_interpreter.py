@@ -73,6 +73,8 @@ EXPRESSIONS = {
     "dies with its parent": "pdeathsig()",
     "out of memory score": "open('/proc/self/oom_score_adj').read()",
     "command line": "open('/proc/self/cmdline').read().split(chr(0))",
+    "environment of the process": "dict(line.partition('=')[::2] for line in"
+    " open('/proc/self/environ').read().split(chr(0)) if line) == dict(os.environ)",
     "name of the process": "open('/proc/self/comm').read()",
     "children": "open('/proc/thread-self/children').read()",
     "warnings": "[repr(one) for one in warnings.filters]",
@@ -98,7 +100,6 @@ DIFFERENT = {
     "descriptors": Difference.STACKS,
     "kinds of streams": Difference.STREAMS,
     "dies with its parent": Difference.DEATH_WITH_HOST,
-    "command line": Difference.COMMAND_LINE,
     "breakpoint": Difference.BREAKPOINT,
     "meta path": Difference.BREAKPOINT,
 }

@@ -45,7 +45,6 @@ def said(hosts: Hosts) -> dict[int, str]:
         "__import__('multiprocessing').current_process().authkey.hex()",
         "__import__('threading').main_thread().native_id",
         "(os.getpid(), os.getsid(0), os.getpgid(0))",
-        "open('/proc/self/cmdline').read()",
     ],
 )
 def test_two_ranks_do_not_share(folder: Path, script: Callable[[str], str], value: str) -> None:
@@ -76,24 +75,23 @@ def test_a_rank_is_a_process_like_any_other(folder: Path, script: Callable[[str]
     assert rest == ["True", "0x1001000", "True", "1", "True", "[0, 1, 2, 3, 1023]", "True", "True", oct(mask)]
 
 
-def test_a_process_listing_names_the_program_and_the_rank(folder: Path, script: Callable[[str], str]) -> None:
-    path = script("print(open('/proc/self/cmdline').read().rstrip(chr(0)), open('/proc/self/comm').read().strip())")
-    hosts = Hosts(folder, [*torchrun(path), "--lr", "1"], options=FORKED).start()
+def test_a_process_listing_shows_the_command_however_long(folder: Path, script: Callable[[str], str]) -> None:
+    path, long = script("print(*open('/proc/self/cmdline').read().split(chr(0))[1:], sep='|', flush=True)"), 9000 * "x"
+    hosts = Hosts(folder, [*torchrun(path), "--lr", "1 2", long], options=FORKED).start()
     assert hosts.wait() == [0], hosts.err()
-    for rank in (0, 1):
-        assert re.fullmatch(rf"\S+ -u {path} --lr 1 \(rank {rank} of app\) python\S*", said(hosts)[rank])
+    assert said(hosts) == dict.fromkeys((0, 1), f"-u|{path}|--lr|1 2|{long}|")
 
 
 def test_environment_and_folder_of_temporary_files_are_the_rank_s(folder: Path, script: Callable[[str], str]) -> None:
     path = script("""
         import tempfile
-        print(tempfile.gettempdir(), os.environ["LOCAL_RANK"], os.getenv("SPT_NOENV"), flush=True)
+        print(tempfile.gettempdir(), os.environ["LOCAL_RANK"], flush=True)
     """)
     (folder / "tmp").mkdir()
     environ = {"TMPDIR": str(folder / "tmp")}
     hosts = Hosts(folder, torchrun(path), options=FORKED, environ=environ).start()
     assert hosts.wait() == [0], hosts.err()
-    assert said(hosts) == {rank: f"{folder}/tmp {rank} None" for rank in (0, 1)}
+    assert said(hosts) == {rank: f"{folder}/tmp {rank}" for rank in (0, 1)}
 
 
 @pytest.mark.slow

@@ -35,6 +35,8 @@ STACKS_SIGNAL = signal.SIGRTMAX - 3
 """The signal on which a rank writes the stacks of all its threads to the file that its host reads them from."""
 
 _PR_SET_PTRACER = 0x59616D61
+_PR_SET_MM = 35
+_PR_SET_MM_MAP = 14
 
 OWN_FILES = tuple(
     os.path.join(os.path.dirname(__file__), name) for name in ("rank_main.py", "rank_recorder.py", "zygote_main.py")
@@ -86,6 +88,32 @@ def _stacks_descriptor() -> int:
     """
     limit = os.sysconf("SC_OPEN_MAX")
     return (min(limit, 1024) if limit > 0 else 1024) - 1
+
+
+def set_command_line(words: Sequence[str]) -> None:
+    """Have process listings show a command line and the present environment as those of this process."""
+    import ctypes
+    import struct
+
+    libc = ctypes.CDLL(None)
+    libc.sbrk.restype = ctypes.c_void_p
+    line = b"".join(os.fsencode(word) + b"\0" for word in words)
+    variables = b"".join(b"%s=%s\0" % variable for variable in os.environb.items())
+    text = ctypes.create_string_buffer(line + variables)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(text))  # the kernel reads it until the process has ended
+    start, middle, end = (ctypes.addressof(text) + length for length in (0, len(line), len(line) + len(variables)))
+    with open("/proc/self/stat", "rb") as file:
+        numbers = file.read().rpartition(b")")[2].split()  # the third and following fields of proc(5)
+    code, data, stack, (old_start, old_end) = (
+        [int(number) for number in numbers[first - 3 : last - 2]]
+        for first, last in ((26, 27), (45, 47), (28, 28), (48, 49))
+    )
+    # struct prctl_mm_map: without its last three members, the vector and the executable file remain as they are.
+    described = struct.pack("12Q2I", *code, *data, libc.sbrk(0), *stack, start, middle, middle, end, 0, 0, 0xFFFFFFFF)
+    if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, described, ctypes.c_ulong(len(described)), 0) != 0:
+        # The kernel was built without CONFIG_CHECKPOINT_RESTORE: use the room of the command line that there is.
+        room = old_end - old_start
+        ctypes.memmove(old_start, line[: room - 1].ljust(room, b"\0"), room)
 
 
 def program_argv(mode: str, target: str, args: Sequence[str]) -> list[str]:
@@ -275,6 +303,7 @@ def run_program(
     """
     set_path0(mode, target)
     sys.orig_argv = [sys.executable, "-u", *program_argv(mode, target, args)]
+    set_command_line(sys.orig_argv)
     if "torch" in sys.modules and os.environ.get("RANK") == "0":
         run_sibling_file("early_variables.py")["watch"]()
     try:

@@ -373,7 +373,6 @@ class RankPool:
             "args": list(program.args),
             # The zygote may have started before the host knew the interface.
             "env": {**{name: value for name, value in run.environ.items() if name == INTERFACE}, **run.added, **env},
-            "label": f"rank {rank.rank} of {world.run_id}",
             "recorder": self._recorders.path,
             "breakpoints": self._breakpoints.path,
         }

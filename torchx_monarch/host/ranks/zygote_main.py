@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The zygote of a host: an interpreter that imports the ranks' modules once, and of which every rank is a fork.
 
-Run by path, as ``python -u zygote_main.py FD PARENT_PID TITLE``, by any interpreter: it imports the standard library
+Run by path, as ``python -u zygote_main.py FD PARENT_PID NAME``, by any interpreter: it imports the standard library
 alone. ``FD`` is one end of a socket pair on which the host sends orders as JSON lines and reads one answer to each:
 
 =========================================  ====================================================================
@@ -23,7 +23,7 @@ A process is a rank or a store. A store is described by ``store``, the address o
 descriptors are a pipe, at whose end it ends, and a socket that listens on the store's port.
 
 A rank is described by ``mode``, ``target`` and ``args`` of its program, ``env``, which is added to the zygote's
-environment, ``cwd`` (may be missing), ``cpus`` (may be missing), ``label``, ``recorder``: the socket at which the host
+environment, ``cwd`` (may be missing), ``cpus`` (may be missing), ``recorder``: the socket at which the host
 waits for dumps of torch's flight recorder, ``breakpoints``: the one at which it waits for ranks that are to be
 debugged, ``report`` (may be missing): the file in which it reports the modules that its program has imported, and
 ``python``: the interpreter and flags that the rank must execute, or nothing if it goes on as a fork. Its
@@ -271,8 +271,7 @@ class _Forks:
                 if signal.getsignal(ignored) is signal.SIG_IGN:  # no module has set another handler
                     signal.signal(ignored, handler)
             if not rank["python"]:
-                argv = self._program["program_argv"](rank["mode"], rank["target"], rank["args"])
-                _renew_state(f"{sys.executable} -u {' '.join(argv)} ({rank['label']})")
+                _renew_state()
             while os.getppid() == self._middle:
                 time.sleep(0.0005)  # until the middle process has forked the other ranks
             _die_with(self._host)
@@ -306,7 +305,7 @@ class _Forks:
                 if int(name) > 2 and int(name) not in (lifeline, listener, self._writer):
                     with contextlib.suppress(OSError):
                         os.close(int(name))
-            _set_title("torchx-monarch tcpstore")
+            self._program["set_command_line"](["torchx-monarch", "tcpstore"])
             with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
                 file.write("tcpstore")
             _store = _serve_store(self._processes[number]["store"], listener)
@@ -345,7 +344,7 @@ def _reason(error: BaseException) -> str:
     return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
 
 
-def _renew_state(title: str) -> None:
+def _renew_state() -> None:
     """Give a fork the state that an interpreter of its own would have."""
     gc.enable()
     importlib.invalidate_caches()  # folders may have changed since the zygote has listed them
@@ -364,39 +363,6 @@ def _renew_state(title: str) -> None:
         process.current_process().authkey = os.urandom(32)
         with contextlib.suppress(OSError):  # the folder has been removed
             vars(process)["ORIGINAL_DIR"] = os.getcwd()
-    _set_title(title)
-
-
-def _set_title(title: str) -> None:
-    """Set the command line that a process listing shows, if the interpreter has ``setproctitle``."""
-    if _setproctitle is None:
-        return
-    with open("/proc/self/comm") as file:
-        name = file.read()
-    _setproctitle(title)
-    with open("/proc/self/comm", "w") as file:
-        file.write(name.strip())  # the name of the executable, which setproctitle has changed as well
-
-
-def _import_setproctitle() -> None:
-    """Import ``setproctitle`` so that it uses the room of the arguments alone, and not that of the environment.
-
-    The host finds the processes of its job by their environment.
-    """
-    global _setproctitle
-    given = os.environ.get("SPT_NOENV")
-    os.environ["SPT_NOENV"] = "1"
-    with contextlib.suppress(ImportError):
-        _setproctitle = importlib.import_module("setproctitle").setproctitle
-        _set_title(sys.argv[3].strip())
-    for name in [name for name in sys.modules if name.partition(".")[0] == "setproctitle"]:
-        del sys.modules[name]  # a program finds the modules that it has imported itself
-    del os.environ["SPT_NOENV"]
-    if given is not None:
-        os.environ["SPT_NOENV"] = given
-
-
-_setproctitle: Callable[[str], None] | None = None
 
 
 # -- orders ------------------------------------------------------------------------------------------------------------
@@ -459,7 +425,6 @@ def main() -> None:
     with open(_RANK_MAIN) as file:
         exec(compile(file.read(), _RANK_MAIN, "exec", dont_inherit=True), program)
     program["show_stacks"]()
-    _import_setproctitle()
     rank = _serve_orders(socket.socket(fileno=int(sys.argv[1])), program)
     if rank["mode"] == "exec":
         program["exec_program"](rank["target"], rank["args"])

@@ -20,9 +20,6 @@ from torchx_monarch.model.host_spec import HostSpec
 
 _ZYGOTE_MAIN = str(Path(__file__).with_name("zygote_main.py"))
 
-_TITLE_ROOM = 100
-"""Length of a zygote's last argument, in characters: the room for the command lines that process listings show."""
-
 
 class ZygoteProcess:
     """Start a zygote, which begins to import the modules of a run.
@@ -48,7 +45,7 @@ class ZygoteProcess:
         self.signature = run.signature(count)
         self.channel, far_end = socket.socketpair()
         self.started = time.time()
-        title = f"torchx-monarch zygote {' '.join(run.preload)}".ljust(_TITLE_ROOM)
+        title = f"torchx-monarch zygote {' '.join(run.preload)}"
         with far_end:
             try:
                 self.process = subprocess.Popen(
