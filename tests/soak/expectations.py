@@ -68,7 +68,8 @@ def _blame(job: Job, one: Injection, injections: Sequence[Injection]) -> str | N
         preempted = rf"|preempted: host {replica} \(\S+, pid {pid}\) received SIGTERM" * (action == "term")
         return rf"^replica {ROLE}/{replica} \(pid {pid}\) was {how}{preempted}"
     # A rank without a number is killed before its host knows it, and before the program begins.
-    unbegun = "|cannot start a rank: it was killed before it had begun" * (not any(job.folder.glob(f"begin-*-{pid}")))
+    unbegun = "|cannot start rank [0-9]+: it was killed before it had begun"
+    unbegun *= not any(job.folder.glob(f"begin-*-{pid}"))
     return rf"rank \d+ \(local rank \d on [\w.-]+, pid {pid}\) was {how}{unbegun}"
 
 

@@ -152,7 +152,7 @@ RANK = f"rank 0 (local rank 0 on vm, pid {PID}) was killed by signal 9 (SIGKILL)
         ([("freeze", "agent", 1)], {}, f"{AGENT} does not answer: no message from it for 10 s (lease)", True),
         ([("freeze", "agent", 1)], {}, f"{AGENT} did not start", True),
         ([("kill", "rank", 0)], {}, RANK, True),
-        ([("kill", "rank", 0)], {}, "cannot start a rank: it was killed before it had begun", False),
+        ([("kill", "rank", 0)], {}, "cannot start rank 3: it was killed before it had begun", False),
         ([("kill", "supervisor", -1)], {}, f"the supervisor (pid {PID}) was killed by signal 9 (SIGKILL)", True),
         ([("kill", "supervisor", -1)], {}, f"the supervisor (pid {PID}) and the keeper (pid 9) were killed", False),
         (

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 import torchx_monarch
+from tests.waits import WITHIN
 from torchx_monarch.command.command import parse
+from torchx_monarch.host.ranks.rank_process import RankProcess
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.zygote import Zygote, ZygoteError, Zygotes
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess, start_early
@@ -27,10 +29,10 @@ NOTHING = {"op": "import", "mode": "exec", "target": "", "modules": []}
 
 
 @contextlib.contextmanager
-def started() -> Iterator[Zygote]:
+def started(*modules: str) -> Iterator[Zygote]:
     command = parse(["torchrun", "x.py"], {})
     assert command is not None
-    zygote = Zygote(ZygoteProcess(RunSpec(command, dict(os.environ), ()), 1), None, print)
+    zygote = Zygote(ZygoteProcess(RunSpec(command, dict(os.environ), modules), 1), None, print)
     try:
         yield zygote
     finally:
@@ -77,10 +79,58 @@ def test_descriptors_of_an_order_stay_the_callers() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_limit_of_processes_is_named(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process beside the zygote, or none beside the middle one. The limit does not hold for root."""
+    (tmp_path / "limited.py").write_text(f"""if True:
+        import os, resource
+        resource.setrlimit(resource.RLIMIT_NPROC, ({limit}, {limit}))
+        if os.geteuid() == 0:
+            os.setuid(54321)
+    """)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def main() -> None:
+        with started("limited") as zygote:
+            assert await zygote.unsafe() == ""
+            process = RankProcess(lambda: None)
+            failure = await zygote.fork([(process, {"env": {"RANK": "3"}, "python": []})])
+            process.discard()
+            reached = f"the limit of processes (ulimit -u: {limit}, or pids.max of the container) is reached"
+            assert failure == f"rank 3: {reached}"
+
+    asyncio.run(main())
+
+
 def test_a_rank_that_is_killed_before_it_has_begun_is_called_so() -> None:
     forks = runpy.run_path(_ZYGOTE_MAIN)["_Forks"]([{}], [], None, {})
     os.close(forks._writer)  # as the kernel does when the fork is killed
     assert forks._answers() == [{"error": "it was killed before it had begun"}]
+
+
+def test_without_pidfds_the_exit_of_each_rank_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Linux 4.18, or in a container that forbids them. More ranks than asyncio's default executor has threads."""
+
+    def forbidden(pid: int) -> int:
+        raise PermissionError
+
+    async def main() -> None:
+        processes = [RankProcess(lambda: None) for _ in range(min(32, (os.cpu_count() or 1) + 4) + 1)]
+        for process in processes:
+            process.begin(os.posix_spawnp("sleep", ["sleep", "300"], os.environ, setsid=True))
+            process.release()
+        try:
+            os.kill(processes[-1].pid, signal.SIGKILL)
+            await asyncio.wait_for(processes[-1].ended.wait(), WITHIN)
+            assert processes[-1].returncode == -signal.SIGKILL
+        finally:
+            for process in processes[:-1]:
+                process.kill(signal.SIGKILL)
+        for process in processes:
+            await process.drained.wait()
+
+    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    asyncio.run(main())
 
 
 def spec(*words: str, preload: str = "json") -> HostSpec:

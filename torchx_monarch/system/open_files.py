@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Check the limit on open files: whether it suffices for a host, and which errors it explains."""
+"""Check the limit on open files: whether it suffices for a host. Say which errors are those of a limit."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ def shortage(ranks: int, hosts: int = 1) -> str:
 
 
 def hint(error: BaseException) -> str:
-    """Return what to add to an error that the limit on open files has caused; empty for any other error."""
+    """Return what to add to an error that a limit on open files or processes has caused; empty for any other error."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EMFILE:
         return f" ({_limit()})"
+    if number == errno.EAGAIN:
+        return " (the limit of processes: ulimit -u, or pids.max of the container)"
     return " (the limit of the whole machine, fs.file-max)" if number == errno.ENFILE else ""
 
 

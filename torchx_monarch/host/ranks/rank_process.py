@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -74,8 +75,8 @@ class RankProcess:
         try:
             pidfd = os.pidfd_open(pid)
         except (AttributeError, OSError):  # Python or kernel without pidfds, or a container that forbids them
-            waiting = asyncio.get_running_loop().run_in_executor(None, os.waitpid, pid, 0)
-            waiting.add_done_callback(lambda done: self._has_ended(done.result()[1]))
+            # Not in a thread of the default executor, which has fewer than a host may have ranks.
+            threading.Thread(target=self._wait, args=(asyncio.get_running_loop(),), daemon=True).start()
             return
         asyncio.get_running_loop().add_reader(pidfd, self._pidfd_readable, pidfd)
 
@@ -110,6 +111,11 @@ class RankProcess:
         ends, self._write_ends = self._write_ends, ()
         for end in ends:
             os.close(end)
+
+    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        status = os.waitpid(self.pid, 0)[1]
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the host process is ending
+            loop.call_soon_threadsafe(self._has_ended, status)
 
     def _pidfd_readable(self, pidfd: int) -> None:
         asyncio.get_running_loop().remove_reader(pidfd)

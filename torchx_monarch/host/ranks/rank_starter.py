@@ -166,8 +166,7 @@ class RankStarter:
             try:
                 if not (failure := await self._fork(zygote, described, importer)):
                     return
-                what = f"the Python interpreter {python[0]!r}" if python else "a rank"
-                raise LaunchError(f"cannot start {what}: {failure}")
+                raise LaunchError(f"cannot start {failure}")
             except ZygoteError as error:
                 self._say(failure := f"{error}; another is started")
                 if any(process.pid for process, _ in ranks):
@@ -183,7 +182,7 @@ class RankStarter:
             # In one order: its middle process is one fork of torch's page tables less, 8 ms.
             return await zygote.fork([*store, *ranks])
         if importer is None:
-            return "the zygote that was to serve the TCPStore has ended"
+            return "the ranks' TCPStore: the zygote that was to serve it has ended"
         return await importer.fork(store) or await zygote.fork(ranks)
 
     async def _importer(self) -> Zygote | None:

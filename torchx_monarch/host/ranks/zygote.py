@@ -173,7 +173,7 @@ class Zygote:
             processes: each process that has not begun, and its description (see ``zygote_main``).
 
         Returns:
-            why a process could not be started; empty if all have been.
+            which process could not be started, and why; empty if all have been.
 
         Raises:
             ZygoteError: the zygote has ended or does not answer.
@@ -188,11 +188,15 @@ class Zygote:
             waits, go = os.pipe()
             try:
                 answer = await self.ask(order, [*passed, waits])
-                for (process, _), begun in zip(part, answer["processes"], strict=True):
+                answers = answer.get("processes", [answer] * len(part))  # one error, if the zygote cannot fork
+                failures = []
+                for (process, description), begun in zip(part, answers, strict=True):
                     if "pid" in begun:
                         process.begin(begun["pid"])
-                if failure := next((str(begun["error"]) for begun in answer["processes"] if "error" in begun), ""):
-                    return failure
+                    else:
+                        failures.append(f"{_name(description)}: {begun['error']}")
+                if failures:
+                    return failures[0]
                 os.write(go, bytes(len(part)))
             finally:
                 # A rank that finds no byte ends: no program runs in a process that this host does not know.
@@ -383,6 +387,15 @@ class _Output:
                 self._say(f"the ranks' imports: {line.decode(errors='replace')}")
         if not data:
             self.close()
+
+
+def _name(description: Mapping[str, Any]) -> str:
+    """Return what an error calls the process of a description (see ``zygote_main``)."""
+    if "store" in description:
+        return "the ranks' TCPStore"
+    if description["python"]:
+        return f"the Python interpreter {description['python'][0]!r}"
+    return f"rank {description['env']['RANK']}"
 
 
 def _retrieve(task: asyncio.Future[Any]) -> None:

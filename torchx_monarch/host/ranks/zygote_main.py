@@ -45,6 +45,7 @@ import errno  # noqa: E402
 import gc  # noqa: E402
 import importlib  # noqa: E402
 import json  # noqa: E402
+import resource  # noqa: E402
 import select  # noqa: E402
 import shutil  # noqa: E402
 import signal  # noqa: E402
@@ -225,7 +226,12 @@ class _Forks:
         Returns:
             in a rank its description, and in the zygote None; and, in the zygote, a pid or an error for each process.
         """
-        middle = _fork()
+        try:
+            middle = _fork()
+        except OSError:
+            os.close(self._reader)
+            os.close(self._writer)
+            raise
         if middle == 0:
             number = self._fork_each()
             if "store" in self._processes[number]:
@@ -247,7 +253,7 @@ class _Forks:
                 if os.fork() == 0:
                     return number
         except BaseException as error:
-            self._tell(number, error=f"cannot fork: {_reason(error)}")
+            self._tell(number, error=_reason(error))
         os._exit(0)
 
     def _begin(self, number: int) -> None:
@@ -310,7 +316,7 @@ class _Forks:
                 file.write("tcpstore")
             _store = _serve_store(self._processes[number]["store"], listener)
         except BaseException as error:
-            self._tell(number, error=f"the ranks' TCPStore: {_reason(error)}")
+            self._tell(number, error=_reason(error))
             os._exit(1)
         self._tell(number, pid=os.getpid())
         os.close(self._writer)
@@ -341,6 +347,10 @@ class _Forks:
 def _reason(error: BaseException) -> str:
     if not isinstance(error, OSError):
         return f"{type(error).__name__}: {error}"
+    if error.errno == errno.EAGAIN:  # of fork
+        limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        shown = "unlimited" if limit == resource.RLIM_INFINITY else limit
+        return f"the limit of processes (ulimit -u: {shown}, or pids.max of the container) is reached"
     return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
 
 
@@ -410,7 +420,7 @@ def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, 
         except _ForkError as error:
             answer["error"] = str(error)
         except Exception as error:
-            answer["error"] = f"{type(error).__name__}: {error}"
+            answer["error"] = _reason(error)
         for descriptor in passed:
             os.close(descriptor)
         tell(answer)
