@@ -135,15 +135,24 @@ def test_nothing_is_concluded_without_all_hosts_or_while_the_watch_rests() -> No
     assert len(notes.notes) <= 1
 
 
-def test_a_watch_that_is_off_asks_nobody_and_one_that_fails_ends_nothing() -> None:
+def test_a_watch_that_is_off_asks_nobody() -> None:
     async def steps(ranks: Ranks, watch: HangWatch) -> None:
         await asyncio.sleep(0.05)
 
     assert watched(steps, hang_after=0)[2].asked == []
 
-    async def breaks(ranks: Ranks, watch: HangWatch) -> None:
-        ranks.missing = cast(Any, 5)
-        await asyncio.sleep(0.05)
 
-    hang, notes, _ = watched(breaks)
-    assert hang is None and not notes.notes
+def test_a_watch_goes_on_after_an_error_which_it_reports_once(capfd: pytest.CaptureFixture[str]) -> None:
+    async def steps(ranks: Ranks, watch: HangWatch) -> None:
+        ranks.waited = cast(Any, "60")
+        await until(lambda: looks(ranks) > 3)
+        ranks.waited = 60
+        await until(lambda: not isinstance(ranks.asked[-1], ReadCollectives))
+        ranks.waited = cast(Any, "60")
+        seen = looks(ranks)
+        await until(lambda: looks(ranks) > seen + 3)
+
+    _, notes, _ = watched(steps)
+    assert [kind for kind, _ in notes.notes] == ["hang"]
+    [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[monarch] ")]
+    assert line.startswith("[monarch] the watch for hangs goes on after an error: TypeError: ")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import traceback
 from collections.abc import Iterator
 
@@ -46,6 +47,8 @@ class HangWatch:
         self._on_hang = on_hang
         self._rests = 0
         self._since = 0.0
+        self._known: Hang | None = None
+        self._found_at = 0.0
 
     @contextlib.contextmanager
     def rest(self) -> Iterator[None]:
@@ -63,37 +66,39 @@ class HangWatch:
         Args:
             attempt: number of the attempt.
         """
-        if self._hang_after:
-            try:
-                return await self._watch(attempt)
-            except Exception:  # the job goes on without the watch
-                traceback.print_exc()  # into Monarch's log
-        await asyncio.Event().wait()
-        raise AssertionError("nobody sets this event")
-
-    async def _watch(self, attempt: int) -> Hang:
-        clock = asyncio.get_running_loop().time
-        every = max(_SHORTEST, self._hang_after / _LOOKS)
-        self._since, pause, known, found_at = clock(), every, None, 0.0
+        every = max(_SHORTEST, self._hang_after / _LOOKS) if self._hang_after else math.inf
+        self._since, self._known, pause, failure = asyncio.get_running_loop().time(), None, every, ""
         while True:
             await asyncio.sleep(pause)
             if self._rests:
                 continue
-            longest = await self._longest_wait()
-            hang = await self._diagnosed() if longest >= self._hang_after else None
-            if hang is not None and not hang.same_as(known):
-                await self._report(hang, attempt)
-                found_at = clock() if known is None else found_at
-            if known is not None and hang is None:
-                text = f"hang over: {rank_ranges(known.ranks)} made the others wait for "
-                waited = clock() - found_at + known.seconds
-                self._reporter.note("hang_end", f"{text}{waited:.0f} s", attempt=attempt, waited=round(waited, 3))
+            pause = every
+            try:
+                longest = await self._longest_wait()
+                hang = await self._diagnosed() if longest >= self._hang_after else None
+                await self._compare(hang, attempt)
+                left = self._hang_after - longest
+                pause = min(every, left + 0.05) if left > 0 else every
+            except Exception as error:
+                traceback.print_exc()  # into Monarch's log
+                if failure != (failure := f"{type(error).__name__}: {error}"):
+                    self._reporter.line(f"the watch for hangs goes on after an error: {failure}")
+                continue
             if hang is not None and self._on_hang != "observe":
                 return hang
-            # Keep the one that was reported, with the time that its ranks had waited then.
-            known = known if hang is not None and hang.same_as(known) else hang
-            left = self._hang_after - longest
-            pause = min(every, left + 0.05) if left > 0 else every
+
+    async def _compare(self, hang: Hang | None, attempt: int) -> None:
+        """Report a hang that is not known, and the end of the known one."""
+        known, now = self._known, asyncio.get_running_loop().time()
+        if hang is not None and not hang.same_as(known):
+            await self._report(hang, attempt)
+            self._found_at = now if known is None else self._found_at
+        if known is not None and hang is None:
+            text = f"hang over: {rank_ranges(known.ranks)} made the others wait for "
+            waited = now - self._found_at + known.seconds
+            self._reporter.note("hang_end", f"{text}{waited:.0f} s", attempt=attempt, waited=round(waited, 3))
+        # Keep the one that was reported, with the time that its ranks had waited then.
+        self._known = known if hang is not None and hang.same_as(known) else hang
 
     async def _longest_wait(self) -> float:
         answers, missing = await self._agents.collect(ReadCollectives(details=False), _TIMEOUT)
