@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -143,6 +144,40 @@ def test_a_host_signs_its_result_where_its_backend_reads_the_log(tmp_path: Path)
     assert json.loads(result)["message"]["errorCode"] == 3
     assert signed_line.verified(lines, "other") == signed_line.verified(lines, "") == []
     assert signed_line.verified([lines[0].replace("code 3", "code 4"), f"[default0]:{lines[0]}"], "key") == []
+
+
+@pytest.mark.parametrize("by_program", [False, True], ids=["by the rank", "by @record"])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("first line\n" + "x" * (2 << 20)), RecursionError("first line")],
+    ids=["long message", "many frames"],
+)
+def test_of_an_error_that_is_too_long_the_type_the_beginning_and_frames_are_kept(
+    error: Exception, by_program: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(depth: int) -> None:
+        if not depth:
+            raise error
+        if depth % 2:  # Python leaves out repetitions of one line
+            fail(depth - 1)
+        fail(depth - 1)
+
+    path = str(tmp_path / "error.json")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    if by_program:
+        (tmp_path / "error.json").write_text(json.dumps({"message": "x" * (2 << 20)}))
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        fail(0 if isinstance(error, ValueError) else 10_000)
+    except Exception as raised:
+        rank_errors.record(raised, True)
+    finally:
+        sys.setrecursionlimit(limit)
+    kept = (error_files.read(path) or {})["message"]
+    assert kept["message"].startswith(f"{type(error).__name__}: first line")
+    assert "in fail\n    raise error\n" in kept["extraInfo"]["py_callstack"]
+    assert "Error: first line" in kept["extraInfo"]["py_callstack"]
 
 
 @pytest.mark.parametrize("lacking", [errno.ENOSPC, errno.EDQUOT])

@@ -16,11 +16,17 @@ import time
 import traceback
 from typing import Any
 
+_MAX_BYTES = 1 << 20
+"""Size of an error file that the host still reads (``safe_files.MAX_JSON_BYTES``)."""
+
+_MAX_TEXT = 8192
+"""Characters of an exception's text, of which the first are kept."""
+
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def record(error: BaseException, began: bool) -> None:
-    """Write the torchelastic error file, unless the program (``@record``) has written it.
+    """Write the torchelastic error file, unless the program (``@record``) has written one that the host can read.
 
     Beside torch's keys, ``extraInfo`` has ``raised_at``, seconds since the epoch with a fraction; ``began``; if
     ``init_process_group`` failed, ``joined``: whether the process had been in a process group before; and
@@ -34,13 +40,15 @@ def record(error: BaseException, began: bool) -> None:
     if not path:
         return
     with contextlib.suppress(OSError):
-        if os.path.getsize(path):  # an empty file: the disk was full when @record wrote it
+        if 0 < os.path.getsize(path) <= _MAX_BYTES:  # an empty file: the disk was full when @record wrote it
             return
     error = _cause_of_unwritten(error)
     not_started = not began and isinstance(error, SystemExit)
-    callstack = "" if not_started else "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    # One part of the traceback is a frame or the text of an exception.
+    parts = [] if not_started else traceback.format_exception(type(error), error, error.__traceback__)
+    callstack = "".join(part if len(part) <= _MAX_TEXT else f"{part[:_MAX_TEXT]}...\n" for part in parts)
     try:
-        message = _why_not_started(error) if not_started else f"{type(error).__name__}: {error}"
+        message = _why_not_started(error) if not_started else f"{type(error).__name__}: {error}"[:_MAX_TEXT]
     except Exception:
         message = f"{type(error).__name__}: <exception str() failed>"
     extra = {
@@ -55,8 +63,8 @@ def record(error: BaseException, began: bool) -> None:
     data = {"message": {"message": message, "extraInfo": extra}}
     with contextlib.suppress(OSError):  # a full disk must not hide the program's error
         try:
-            with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                json.dump(data, file)
+            with open(path + ".tmp", "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(_fitting(data, _MAX_BYTES))
             os.replace(path + ".tmp", path)
         except OSError as failure:
             with contextlib.suppress(OSError):
@@ -82,22 +90,26 @@ def _why_not_started(error: BaseException) -> str:
 
 
 def _write_into_reserve(path: str, data: dict[str, Any]) -> None:
-    """Write the error into the reserve file that the host has made beside it; shorten the traceback to fit.
+    """Write the error into the reserve file that the host has made beside it.
 
     The host learns the reason, ``disk_full``, from the file: a moment later the reserves of other ranks are free again.
     """
     data["message"]["extraInfo"]["disk_full"] = True
     with open(path + ".reserve", "r+b") as file:
-        room = os.fstat(file.fileno()).st_size
-        message, extra = data["message"], data["message"]["extraInfo"]
-        while len(text := json.dumps(data).encode()) > room and (extra["py_callstack"] or message["message"]):
-            callstack = extra["py_callstack"]
-            extra["py_callstack"] = callstack[len(callstack) // 2 + 1 :]
-            if not callstack:
-                message["message"] = message["message"][: len(message["message"]) // 2]
-        file.write(text)
+        file.write(_fitting(data, os.fstat(file.fileno()).st_size))
         file.truncate()
     os.replace(path + ".reserve", path)
+
+
+def _fitting(data: dict[str, Any], room: int) -> bytes:
+    """Return an error as JSON; shorten the traceback, from its beginning, and then the message to fit."""
+    message, extra = data["message"], data["message"]["extraInfo"]
+    while len(text := json.dumps(data).encode()) > room and (extra["py_callstack"] or message["message"]):
+        callstack = extra["py_callstack"]
+        extra["py_callstack"] = callstack[len(callstack) // 2 + 1 :]
+        if not callstack:
+            message["message"] = message["message"][: len(message["message"]) // 2]
+    return text
 
 
 def _cause_of_unwritten(error: BaseException) -> BaseException:
