@@ -4,6 +4,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +20,9 @@ from tests.local.live import Live
 from torchx_monarch.client.hosts import Hosts as Client
 from torchx_monarch.client.rank_samples import ask_samples
 from torchx_monarch.exceptions import RefusedError, UnreachableError
+from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
+from torchx_monarch.host.ranks.rank_process import RankProcess
+from torchx_monarch.host.ranks.rank_samples import RankSampler, SampledRank
 from torchx_monarch.insight.rank_sample import RankSample
 
 PROGRAM = """
@@ -61,6 +69,39 @@ def stop(hosts: Hosts) -> None:
     for one in hosts.processes.values():
         one.terminate()
     hosts.wait()
+
+
+def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> None:
+    """The threads of a rank can be hundreds. Meanwhile the loop handles heartbeats, exits and output."""
+    opened: list[tuple[str, bool]] = []
+    is_over = False
+
+    def note(event: str, args: tuple[object, ...]) -> None:
+        if event == "open" and not is_over and str(args[0]).startswith("/proc/"):
+            opened.append((str(args[0]), threading.current_thread() is threading.main_thread()))
+
+    async def main() -> list[RankSample]:
+        sampler = RankSampler(0, "here", "app", FlightRecorders(str(tmp_path)))
+        processes = [RankProcess(lambda: None) for _ in range(2)]
+        for process in processes:
+            process.begin(os.posix_spawnp("sleep", ["sleep", "300"], os.environ, setsid=True))
+            process.release()
+        opened.clear()
+        ranks = [SampledRank(rank, rank, 0, 0.0, process, None) for rank, process in enumerate(processes)]
+        samples = await sampler.take(ranks, groups=True)
+        for process in processes:
+            process.kill(signal.SIGKILL)
+            await process.drained.wait()
+        return samples
+
+    sys.addaudithook(note)
+    try:
+        samples = asyncio.run(main())
+        assert [path for path, on_loop in opened if on_loop or "/task/" in path] == []
+        assert [path for path, _ in opened].count("/proc/1/stat") == 1
+        assert [one.state for one in samples] == ["running", "running"]
+    finally:
+        is_over = True
 
 
 def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) -> None:

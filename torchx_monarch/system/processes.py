@@ -180,12 +180,16 @@ def _families() -> Callable[[int], list[int]]:
     """Return a function that lists the living children of a process."""
     if os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         return _listed_children
-    # The kernel has no CONFIG_PROC_CHILDREN: read all processes of the machine once.
-    children: dict[int, list[int]] = {}
+    return children()  # the kernel has no CONFIG_PROC_CHILDREN
+
+
+def children() -> Callable[[int], list[int]]:
+    """Read all processes of the machine once; return a function that lists the living children of a process."""
+    found: dict[int, list[int]] = {}
     for pid in _pids():
-        if found := _living(pid):
-            children.setdefault(found.parent, []).append(pid)
-    return lambda pid: children.get(pid, [])
+        if living := _living(pid):
+            found.setdefault(living.parent, []).append(pid)
+    return lambda pid: found.get(pid, [])
 
 
 def _listed_children(pid: int) -> list[int]:
@@ -203,7 +207,7 @@ def _living(pid: int) -> Process | None:
     return found if found is not None and found.state not in "ZX" else None
 
 
-def descendants(root: int, job: str) -> list[int]:
+def descendants(root: int, job: str, children_of: Callable[[int], list[int]] | None = None) -> list[int]:
     """Return the living descendants of a process, parents before children, without those that belong to another app.
 
     An app that was submitted from inside this one is separate: its keeper is a descendant, but is left alone.
@@ -211,8 +215,9 @@ def descendants(root: int, job: str) -> list[int]:
     Args:
         root: pid of the process.
         job: the app's marker.
+        children_of: lists the children of a process; None to read those of each descendant.
     """
-    children_of = _families()
+    children_of = children_of or _families()
     foreign = MARKER.encode() + b"="
     own = mark(MARKER, job)
     found: list[int] = []

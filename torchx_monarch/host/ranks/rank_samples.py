@@ -14,7 +14,7 @@ from torchx_monarch.host.ranks import rank_progress
 from torchx_monarch.host.ranks.device_use import Devices
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.rank_process import RankProcess
-from torchx_monarch.insight.rank_sample import GroupStatus, RankSample
+from torchx_monarch.insight.rank_sample import DeviceUse, GroupStatus, RankSample
 from torchx_monarch.system import process_status, processes
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -84,26 +84,32 @@ class RankSampler:
         """
         running = [one.process.pid for one in ranks if not one.process.ended.is_set()]
         asking = asyncio.ensure_future(self._recorders.status(running if groups else (), _TIMEOUT))
-        # In a thread: NVIDIA's driver may take a while.
-        families = {pid: [pid, *processes.descendants(pid, self._marker)] for pid in running}
-        devices = await asyncio.get_running_loop().run_in_executor(None, self._devices.use, families)
+        # In a thread: NVIDIA's driver may take a while, and so may /proc and the disk.
+        samples = await asyncio.get_running_loop().run_in_executor(None, self._measure, ranks, running)
         statuses = await asking
-        now = time.time()
-        samples = []
-        for one in ranks:
-            pid = one.process.pid
-            sample = self._of(one, now, families.get(pid, []))
-            told = tuple(_shortened(place, group) for place, group in enumerate(statuses.get(pid, ())))
-            samples.append(dataclasses.replace(sample, groups=told, devices=devices.get(pid, ())))
+        for place, sample in enumerate(samples):
+            told = tuple(_shortened(number, group) for number, group in enumerate(statuses.get(sample.pid, ())))
+            samples[place] = dataclasses.replace(sample, groups=told)
         return samples
 
-    def _of(self, one: SampledRank, now: float, family: Sequence[int]) -> RankSample:
-        """Return the sample of a rank without its groups and devices.
+    def _measure(self, ranks: Sequence[SampledRank], running: Sequence[int]) -> list[RankSample]:
+        """Return the samples without the groups; ``running`` has the pids of the ranks that have not ended."""
+        children = processes.children()
+        families = {pid: [pid, *processes.descendants(pid, self._marker, children)] for pid in running}
+        devices = self._devices.use(families)
+        now = time.time()
+        return [
+            self._of(one, now, families.get(one.process.pid, []), devices.get(one.process.pid, ())) for one in ranks
+        ]
+
+    def _of(self, one: SampledRank, now: float, family: Sequence[int], devices: tuple[DeviceUse, ...]) -> RankSample:
+        """Return the sample of a rank without its groups.
 
         Args:
             one: the rank.
             now: the time of the sample.
             family: its process and the running processes that it has started; none if it has ended.
+            devices: the GPUs that these use.
         """
         process, status = one.process, process_status.status(one.process.pid) if family else None
         state = "ended" if status is None else _STATES.get(status.state, "running")
@@ -124,6 +130,7 @@ class RankSampler:
             last_output=last.last_at or None,
             last_line=one_line(last.last_line.decode(errors="replace"))[:_MAX_LINE],
             progress=rank_progress.read(one.directory),
+            devices=devices,
         )
 
 
