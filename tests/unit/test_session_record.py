@@ -6,18 +6,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 
 import pytest
 
+from tests.waits import WITHIN, until_async
 from torchx_monarch.controller.host_events import RunEndRequested
+from torchx_monarch.controller.host_messages import BeginRun, FinishRun, RunBegun
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run_queue import RunQueue
+from torchx_monarch.host.code_distribution import HostCode, serve_sync
+from torchx_monarch.host.live_runs import LiveRuns
+from torchx_monarch.host.ranks.rank_pool import RankPool
+from torchx_monarch.host.workload import Host
+from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.codec import DecodeError
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_record import AttemptProgress, JobRecord
 from torchx_monarch.model.job_result import JobResult, RankExit
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.session_record import SessionRecord
+from torchx_monarch.system.console import Console
+from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import Address
 
 PROGRESS = AttemptProgress(-1, uncounted=0, restarts_left=0, rank_restarts=0, first_log_attempt=0)
@@ -67,6 +78,77 @@ def test_a_leader_goes_on_with_the_runs_of_another(tmp_path: Path) -> None:
         assert second.runs.find(5).state == "queued"
         for each in (first, second):
             await each.runs.close(JobResult(0, "released", stopped=True))
+
+    asyncio.run(main())
+
+
+def test_the_end_of_a_queued_run_leaves_the_timeout_of_the_running_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        leader = Leader(tmp_path)
+        leader.submit(timeout=0.01)
+        leader.submit()
+        running = leader.runs.begin()
+        leader.runs.end_run(leader.runs.find(2), JobResult(143, "stopped", stopped=True))
+        await until_async(lambda: running.ending, "the end of the run by its timeout")
+        await leader.runs.close(JobResult(0, "released", stopped=True))
+
+    asyncio.run(main())
+
+
+def test_hosts_to_which_a_client_sends_its_code_are_not_idle(tmp_path: Path) -> None:
+    async def main() -> None:
+        leader = Leader(tmp_path)
+        leader.runs.idle_timeout = 0.05
+        waiting = asyncio.ensure_future(leader.runs.run_wanted())
+
+        async def take_frame(op: str, args: dict[str, object]) -> dict[int, object]:
+            await asyncio.wait([waiting], timeout=0.5)  # a slow link
+            return {0: waiting.done()}
+
+        leader.runs.handle_code = take_frame
+        own, client = socket.socketpair()
+        streams = await asyncio.open_connection(sock=own)
+        serving = asyncio.ensure_future(serve_sync(leader.runs, {}, *streams))
+        reader, writer = await asyncio.open_connection(sock=client)
+        await messages.send(writer, {"type": "probe", "path": "x", "text": "x"})
+        answer = await messages.receive(reader, WITHIN)
+        wanted = await asyncio.wait_for(waiting, WITHIN)
+        writer.close()
+        await serving
+        streams[1].close()
+        assert answer == {"type": "shared", "shared": False}, "they have ended while the client was sending"
+        assert not wanted, "the idle timeout counts again"
+
+    asyncio.run(main())
+
+
+def test_a_request_to_begin_a_run_that_is_repeated_during_the_first_begins_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkouts: list[str] = []
+
+    async def checkout(code: HostCode, tree_hash: str) -> str:
+        checkouts.append(tree_hash)
+        await asyncio.sleep(0)
+        return str(tmp_path)
+
+    async def start(pool: RankPool, nproc: str) -> int:
+        return 1
+
+    monkeypatch.setattr(HostCode, "checkout", checkout)
+    monkeypatch.setattr(RankPool, "start", start)
+
+    async def main() -> None:
+        console = Console(2)
+        spec = HostSpec(command=("python", "-m", "torchx_monarch.hosts", "--", "python", "-c", "0"))
+        host = Host(spec, {}, "here", console, console, str(tmp_path), Reporter(console, None, ""), str(tmp_path))
+        runs = LiveRuns(host)
+        runs.parse()
+        begin = BeginRun(1, "token", RunRequest(("python", "-c", "0"), None, code="tree", synced=True))
+        answers = await asyncio.gather(runs.handle(begin), runs.handle(begin))
+        assert [answer.fresh for answer in answers if isinstance(answer, RunBegun)] == [True, False]
+        assert checkouts == ["tree"]
+        await runs.handle(FinishRun("token"))
 
     asyncio.run(main())
 

@@ -266,6 +266,21 @@ def test_what_is_torn_changes_nothing(tmp_path: Path, store: CodeStore) -> None:
     assert held(store.acquire(tree.hash)) == tree
 
 
+def test_a_run_that_begins_leaves_the_contents_of_a_transfer(tmp_path: Path, store: CodeStore) -> None:
+    first = send(write(tmp_path / "first", {"a.py": "1"}), store)
+    root = write(
+        tmp_path / "second", {"a.py": "1", "b.py": os.urandom(300_000).hex(), "c.py": os.urandom(300_000).hex()}
+    )
+    tree = tree_of(root)
+    *sent, last = pieces(root, tree, store.expect(tree))
+    for piece in sent:
+        store.take(piece)
+    store.acquire(first.hash)
+    store.take(last)
+    assert store.complete() == tree.hash
+    assert held(store.acquire(tree.hash)) == tree
+
+
 def test_what_is_not_what_it_says_is_refused(tmp_path: Path, store: CodeStore) -> None:
     root = write(tmp_path / "ws", {"a.py": "1"})
     other = write(tmp_path / "other", {"a.py": "2"})

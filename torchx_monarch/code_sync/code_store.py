@@ -193,7 +193,7 @@ class CodeStore:
     # -- disk space ----------------------------------------------------------------------------------------------------
 
     def _prune(self) -> None:
-        """Delete the oldest trees, contents that no tree uses, and unused folders without outputs of a run."""
+        """Delete the oldest trees, contents that no tree needs, and unused folders without outputs of a run."""
         used = {folder.tree for folder in self._folders if folder.users}
         for old in list(self._trees)[:-_TREES]:
             if old not in used:
@@ -203,7 +203,8 @@ class CodeStore:
             if not folder.has_outputs():
                 run_dirs.remove_tree(folder.path)
                 self._folders.remove(folder)
-        needed = {digest for tree in self._trees.values() for digest in tree.contents}
+        trees = [*self._trees.values(), *([self._incoming] if self._incoming is not None else [])]
+        needed = {digest for tree in trees for digest in tree.contents}
         for digest in self._contents - needed:
             with contextlib.suppress(OSError):
                 os.unlink(self._content(digest))

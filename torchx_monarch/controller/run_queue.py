@@ -25,7 +25,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from torchx_monarch.controller.host_events import RunEndRequested, StopRequested
@@ -114,6 +114,7 @@ class RunQueue:
         self._number = max(safe_files.numbered(log_dir, "run_"), default=0)
         self._count = 0
         self._busy_at = time.monotonic()
+        self._transfers = 0
         self._wake = asyncio.Event()
         self._result: JobResult | None = None
         self._feeding: set[asyncio.Task[Any]] = set()
@@ -149,7 +150,8 @@ class RunQueue:
     async def run_wanted(self) -> bool:
         """Wait until a run is queued; return False if none was queued within the idle timeout."""
         while not self._queue:
-            left = None if not self.idle_timeout else self._busy_at + self.idle_timeout - time.monotonic()
+            counts = self.idle_timeout and not self._transfers
+            left = self._busy_at + self.idle_timeout - time.monotonic() if counts else None
             if left is not None and left <= 0:
                 return False
             self._wake.clear()
@@ -191,15 +193,15 @@ class RunQueue:
             result: its result.
             records: records that its log gets before the result.
         """
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         run.result, run.ended = result, time.time()
         for record in (*records, run.last_record or {}):
             _append(run.run_log, record)
         run.run_log.close()
         self._ended.append(run)
         if run is self.current:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
             self.current = None
             self._count += 1
         self._busy_at = time.monotonic()
@@ -213,6 +215,16 @@ class RunQueue:
         """Restart the idle timeout for a use of the hosts that is not a run."""
         self._busy_at = time.monotonic()
         self._wake.set()
+
+    @contextlib.contextmanager
+    def transfer(self) -> Iterator[None]:
+        """Suspend the idle timeout while a client sends code, and restart it then."""
+        self._transfers += 1
+        try:
+            yield
+        finally:
+            self._transfers -= 1
+            self.touch()
 
     def end_run(self, run: Run, result: JobResult, number: int = signal.SIGTERM) -> None:
         """End a run with the given result: remove it from the queue, or have the controller stop its ranks.
@@ -260,7 +272,7 @@ class RunQueue:
 
     def state(self) -> messages.Message:
         """Return the answer to ``look``."""
-        idle = 0.0 if self.current or self._queue else time.monotonic() - self._busy_at
+        idle = 0.0 if self.current or self._queue or self._transfers else time.monotonic() - self._busy_at
         live = {
             "app": self._app,
             "role": self._role,

@@ -251,13 +251,12 @@ async def serve_sync(
     async with _locks.setdefault(run_queue, asyncio.Lock()):
         while message := await messages.receive(reader, _SILENCE):
             try:
-                answered = await _serve(run_queue, message, reader, writer)
+                with run_queue.transfer():
+                    answered = await _serve(run_queue, message, reader, writer)
             except Exception as error:
                 reason = str(error) or type(error).__name__
                 await messages.send(writer, {"type": "failed", "reason": reason[:8000]})
                 return
-            finally:
-                run_queue.touch()
             if not answered:
                 return
 

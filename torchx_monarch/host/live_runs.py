@@ -74,6 +74,8 @@ class LiveRuns:
         self._allocation_spec = AllocationSpec(0.0, "0", (), None)
         self._zygotes = Zygotes(host.reporter.line)
         self._run_queue: RunQueue | None = None
+        # The controller gives up a request when a host is lost, and sends the next while the first is still executed.
+        self._changing = asyncio.Lock()
         self._begun: tuple[str, RunBegun] | None = None  # token of the present run, and the answer to its request
         self._recorders: FlightRecorders | None = None
         self._breakpoints: Breakpoints | None = None
@@ -134,9 +136,11 @@ class LiveRuns:
             LaunchError: the run cannot be prepared.
         """
         if isinstance(request, BeginRun):
-            return await self._begin(request)
+            async with self._changing:
+                return await self._begin(request)
         if isinstance(request, FinishRun):
-            return RunFinished(self._host.options.replica, await self._finish(request.token))
+            async with self._changing:
+                return RunFinished(self._host.options.replica, await self._finish(request.token))
         if isinstance(request, HandleCode):
             result = await OPS[request.op](self._host_code(), dict(request.args))
             return CodeHandled(self._host.options.replica, result)
