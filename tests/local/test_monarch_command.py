@@ -52,10 +52,10 @@ def objects(*words: str) -> Any:
     return json.loads(monarch(*words, "--json"))
 
 
-def submit(work: Path, *words: str, program: str = PROGRAM) -> str:
-    (work / "prog.py").write_text(program)
+def submit(work: Path, *words: str, program: str = PROGRAM, script: str = "prog.py") -> str:
+    (work / script).write_text(program)
     run = ("run", "-s", "monarch_local", "-cfg", "preload=none,grace=2", "monarch.spmd", *words)
-    return torchx(*run, "prog.py", cwd=work).strip()
+    return torchx(*run, script, cwd=work).strip()
 
 
 def test_a_job_from_its_start_to_its_end(tmp_path: Path, eventually: Eventually) -> None:
@@ -130,7 +130,7 @@ while not os.path.exists("go on"):
 
 def test_the_logs_of_a_job(tmp_path: Path) -> None:
     (tmp_path / "go on").touch()
-    handle = submit(tmp_path, "-j", "2x2", "--max_restarts", "1")
+    handle = submit(tmp_path, "-j", "2x2", "--max_restarts", "1", script="gpt2.py")
     lines = [json.loads(line) for line in monarch("logs", handle, "--follow", "--json").splitlines()]
     lines = [json.loads(line) for line in monarch("logs", handle, "--json").splitlines()]
     assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
@@ -140,7 +140,8 @@ def test_the_logs_of_a_job(tmp_path: Path) -> None:
     }
     plain = monarch("logs", handle).splitlines()
     assert len(plain) == len(lines)
-    assert "[3] step 0 of attempt 1" in plain and any(line.startswith("prog/0 [monarch] ranks 4/4") for line in plain)
+    assert "[3] step 0 of attempt 1" in plain and any(line.startswith("gpt2/0 [monarch] ranks 4/4") for line in plain)
+    assert "gpt2/1 [3] step 0 of attempt 1\n" in torchx("log", handle)
     chosen = monarch("logs", handle, "--rank", "0,2-3", "-n", "9").splitlines()
     ranks = {line.partition(" ")[0] for line in chosen}
     assert len(chosen) == 9 and ranks <= {"[0]", "[2]", "[3]"}
@@ -150,12 +151,17 @@ def test_the_logs_of_a_job(tmp_path: Path) -> None:
     assert stamped.partition(" ")[0].endswith("Z") and stamped.partition(" ")[2] == plain[-1] + "\n"
     assert monarch("logs", handle, "--since", "2000-01-01") == monarch("logs", handle)
     assert monarch("logs", handle, "--since", "2100-01-01") == ""
-    assert "has no role 'nobody'; its roles are prog" in monarch("logs", handle, "--role", "nobody", code=64)
-    assert "is no list of ranks" in monarch("logs", handle, "--rank", "a-b", code=2)
+    assert "has no role 'nobody'; its roles are gpt2" in monarch("logs", handle, "--role", "nobody", code=64)
+    for wrong in ("a-b", "3-1"):
+        assert "is no list of ranks" in monarch("logs", handle, "--rank", wrong, code=2)
+    for wrong in ("7", "0,2-4"):
+        assert f"{handle} has no rank {wrong[-1]}; it has ranks 0 to 3" in monarch(
+            "logs", handle, "--rank", wrong, code=64
+        )
 
 
 def test_an_interrupted_follower_leaves_the_job_running(tmp_path: Path, eventually: Eventually) -> None:
-    handle = submit(tmp_path, "-j", "1")
+    handle = submit(tmp_path, "-j", "1", program="import time; time.sleep(600)")
     follower = subprocess.Popen([*TORCHX, "monarch", "logs", "-f", handle], stdout=subprocess.PIPE, text=True)
     assert follower.stdout is not None
     assert follower.stdout.readline()
@@ -166,6 +172,8 @@ def test_an_interrupted_follower_leaves_the_job_running(tmp_path: Path, eventual
     torchx("cancel", handle)
     status = objects("status", handle)
     assert (status["state"], status["exit_code"]) == ("CANCELLED", None)
+    done = run_torchx("monarch", "logs", handle, "--rank", "0", seconds=100)
+    assert (done.stdout, done.stderr) == ("", "[monarch] no rank has written a line to this log\n")
 
 
 def test_apps_that_do_not_exist(tmp_path: Path) -> None:

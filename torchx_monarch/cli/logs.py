@@ -8,7 +8,7 @@ import argparse
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torchx_monarch.backends.core.errors import UserError
@@ -21,6 +21,7 @@ from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.cli.since import since
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import LogLine, is_coloured, is_terminal, stamp
+from torchx_monarch.schedulers.job_status import most_ranks
 from torchx_monarch.schedulers.log_display import parser_of
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.system.line_output import LineOutput
@@ -54,7 +55,7 @@ def _ranks(text: str) -> list[range]:
     found: list[range] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        if not first.isdecimal() or (dash and (not last.isdecimal() or int(last) < int(first))):
             raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks, such as 0,3-5")
         found.append(range(int(first), int(last or first) + 1))
     return found
@@ -79,13 +80,16 @@ def run(args: argparse.Namespace) -> None:
         if found is None:
             raise unknown(args.handle)
         app, status = found
-        merged = _merged(scheduler, app, args, args.follow and not status.state.is_terminal)
+        roles = _roles(app, args)
+        if args.rank is not None:
+            _check_ranks(args, [most_ranks(app, role, scheduler.read_events(app_id)) for role in roles])
+        merged = _merged(scheduler, app, roles, args, args.follow and not status.state.is_terminal)
         printer = _Printer(app, args.timestamps, args.json)
         # Lines that were written before the command began are counted; later ones are shown as they come.
         last: deque[tuple[Source, TimedLine, LogLine]] | None = None
         if args.tail is not None:
             last = deque(maxlen=args.tail)
-        named = args.rank is None
+        named, written = args.rank is None, False
         for each in merged:
             if last is not None and (each is None or each[1].time > began):
                 for one in last:
@@ -95,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
                 continue
             source, line = each
             parsed = printer.parse(source, line)
-            named = named or parsed.rank is not None
+            named, written = named or parsed.rank is not None, written or not parsed.is_of_host
             if args.rank is not None and not _is_among(parsed.rank, args.rank):
                 continue
             if last is not None:
@@ -104,14 +108,14 @@ def run(args: argparse.Namespace) -> None:
                 printer.show(source, line, parsed)
         for one in last or ():
             printer.show(*one)
-    if not named:
+    if not named and not written:
+        say("no rank has written a line to this log")
+    elif not named:
         say("no line of this log names its rank: torchrun's --tee 3, which monarch.spmd sets, has the lines name them")
 
 
-def _merged(
-    scheduler: MonarchScheduler, app: AppSnapshot, args: argparse.Namespace, follow: bool
-) -> Iterable[tuple[Source, TimedLine] | None]:
-    """Return the lines of the replicas that the arguments choose.
+def _roles(app: AppSnapshot, args: argparse.Namespace) -> list[str]:
+    """Return the names of the roles that the arguments choose.
 
     Raises:
         UserError: the app has no such role.
@@ -119,13 +123,36 @@ def _merged(
     roles = [role.spec.name for role in app.roles]
     if args.role is not None and args.role not in roles:
         raise UserError(f"{args.handle} has no role {args.role!r}; its roles are {', '.join(roles)}")
+    return [role for role in roles if args.role in (None, role)]
+
+
+def _check_ranks(args: argparse.Namespace, counts: Sequence[int | None]) -> None:
+    """Check the ranks in the arguments.
+
+    Args:
+        args: the arguments.
+        counts: how many ranks the chosen roles have; None for a role of which that is not known.
+
+    Raises:
+        UserError: there is no such rank.
+    """
+    last, most = max(each[-1] for each in args.rank), max(filter(None, counts), default=0)
+    if None not in counts and last >= most:
+        known = f"ranks 0 to {most - 1}" if most > 1 else "rank 0 alone"
+        raise UserError(f"{args.handle} has no rank {last}; it has {known}")
+
+
+def _merged(
+    scheduler: MonarchScheduler, app: AppSnapshot, roles: Sequence[str], args: argparse.Namespace, follow: bool
+) -> Iterable[tuple[Source, TimedLine] | None]:
+    """Return the lines of the replicas of some roles."""
     tail = args.tail + 1 if args.tail is not None and args.rank is None else 0
     logs = {
         (one.role, one.id): _readable(
             scheduler.apps.replica_log(app, one.role, one.id, since=args.since, tail=tail, follow=follow)
         )
         for one in app.replicas
-        if args.role in (None, one.role)
+        if one.role in roles
     }
     return LogMerge(logs, follow)
 

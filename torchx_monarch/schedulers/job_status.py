@@ -406,13 +406,31 @@ def _ranks(app: AppSnapshot, happened: Sequence[Event], commands: _Commands) -> 
             started[each.get("role")] = int(found[1])
     if started:
         return sum(started.values())
-    total = 0
-    for replicas, command in commands:
-        count = "1" if command is None or command.kind == "python" else command.options.nproc_per_node
-        if command is None or command.kind in ("hosts", "actors") or not _COUNT.fullmatch(count):
-            return None
-        total += replicas * int(count)
-    return total or None
+    asked = [_ranks_asked(replicas, command) for replicas, command in commands]
+    return sum(filter(None, asked)) or None if None not in asked else None
+
+
+def _ranks_asked(replicas: int, command: Command | None) -> int | None:
+    """Return the number of ranks that the command of a role asks for; None if it does not say."""
+    if command is None or command.kind in ("hosts", "actors"):
+        return None
+    count = "1" if command.kind == "python" else command.options.nproc_per_node
+    return replicas * int(count) if _COUNT.fullmatch(count) else None
+
+
+def most_ranks(app: AppSnapshot, role_name: str, happened: Sequence[Event]) -> int | None:
+    """Return the number of ranks in the largest attempt of a role; None if it is not known.
+
+    Args:
+        app: the app's snapshot.
+        role_name: name of the role.
+        happened: the events of the app.
+    """
+    ranks = [each for each in happened if each["kind"] == "ranks" and each.get("role") == role_name]
+    counts = [int(found[1]) for each in ranks if (found := _RANKS.match(each["message"]))]
+    roles = [role for role in (app.app.roles if app.app is not None else ()) if role.name == role_name]
+    counts += filter(None, [_ranks_asked(role.num_replicas, rank_command(role)) for role in roles])
+    return max(counts, default=None)
 
 
 def _last_failure(happened: Sequence[Event]) -> Failure | None:

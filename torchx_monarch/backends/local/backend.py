@@ -107,7 +107,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         with contextlib.suppress(state_files.DamagedFileError):
             rendered = request.load(paths)
             grace = rendered.grace if rendered else grace
-        app = _snapshot(paths.app_id, record, hostname, None if brief else submitted_app.load(paths.app, paths.trusted))
+        app = _snapshot(paths.app_id, record, hostname, submitted_app.load(paths.app, paths.trusted))
         # Each restart of ranks within one start of their hosts is an event.
         happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
         ranks = sum(event["kind"] == "rank_restart" for event in happened)
@@ -239,7 +239,7 @@ def _snapshot(app_id: str, record: AppRecord, hostname: str, submitted: Submitte
         app_id: id of the app.
         record: the record.
         hostname: the name of the machine on which it runs.
-        submitted: the app as submitted; None if it is not needed or damaged.
+        submitted: the app as submitted; None if it is damaged.
     """
     specs = {spec.name: spec for spec in submitted.roles} if submitted else {}
     return AppSnapshot(
