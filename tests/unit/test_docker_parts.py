@@ -132,7 +132,8 @@ def test_replicas_get_gpus_of_their_own(runner: Runner, monkeypatch: pytest.Monk
     [
         ((trainer("a"), trainer("a")), {}, "two roles of app 'app' are called 'a'"),
         ((trainer(),), {"grace": -1}, "grace"),
-        ((trainer(),), {"rendezvous_port": 70000}, "rendezvous_port"),
+        ((trainer(),), {"rendezvous_port": 70000}, "rendezvous_port.*1 to 65535"),
+        ((trainer("a"), trainer("b")), {"rendezvous_port": 65535}, "rendezvous_port.*1 to 65534"),
         ((trainer(),), {"init_": True}, "init_.*init"),
     ],
 )

@@ -213,8 +213,9 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         if not isinstance(options, NetworkOpts):
             return WrapOptions(python, spec)
         port = options.rendezvous_port or random.choice(_PORTS_DRAWN)
-        if not 0 < port < 65536:
-            reason = f"Run option `rendezvous_port` is {port}; it is a port, 1 to 65535, or 0 to draw one"
+        highest = 65536 - max(1, len(app.roles))  # each role takes the port after that of the role before
+        if not 0 < port <= highest:
+            reason = f"Run option `rendezvous_port` is {port}; it is a port, 1 to {highest}, or 0 to draw one"
             raise InvalidRunConfigException(reason, "rendezvous_port", cfg)
         scheme = "insecure-tcp" if options.insecure_plain_tcp else "tls"
         try:
@@ -228,7 +229,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             peer_timeout=float(options.peer_timeout),
             rejoin_timeout=float(options.rejoin_timeout),
         )
-        # A port per role: the replicas 0 of two roles may run on one machine.
+        # The replicas 0 of two roles may run on one machine.
         rendezvous = {
             role.name: f"{scheme}:{self.inner.replica0_host(app, index)}:{port + index}"
             for index, role in enumerate(app.roles)
