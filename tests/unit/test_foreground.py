@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import os
 import signal
 import subprocess
@@ -12,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchx.specs import TORCHX_CONTEXT_NAME
+from torchx.cli import cmd_run
+from torchx.cli.main import main
 
 from tests.unit.impatient_terminal import ImpatientTerminal, ctrl_c_raises
+from torchx_monarch.schedulers import command
 from torchx_monarch.schedulers.foreground import Foreground
 
 
@@ -52,39 +56,42 @@ def foreground_of(apps: Plain, kills: bool = False) -> Foreground:
     return Foreground(found, "plain", kills=kills)
 
 
+def is_run(monkeypatch: pytest.MonkeyPatch, **options: bool) -> None:
+    """Have this process be a ``torchx run`` with these options."""
+    defaults = {"wait": False, "log": False, "stdin": False}
+    monkeypatch.setattr(command, "run_options", argparse.Namespace(**{**defaults, **options}))
+
+
 def submit(foreground: Foreground) -> None:
     with foreground.submission() as submitted:
         submitted("a-1")
 
 
-@pytest.mark.parametrize(("polls", "slow"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("waits", "slow"), [(False, False), (True, False), (True, True)])
 def test_ctrl_c_cancels_what_is_waited_for(
-    polls: int, slow: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    waits: bool, slow: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
-    monkeypatch.setattr("sys.argv", ["torchx", "run", "utils.echo"])
+    is_run(monkeypatch, wait=waits)
     backend = Plain(slow)
     foreground = foreground_of(backend)
     submit(foreground)
-    for _ in range(polls):
-        foreground.on_poll("a-1")
+    foreground.on_poll("a-1")
     try:
         raise KeyboardInterrupt
     except KeyboardInterrupt:
         with pytest.raises(SystemExit, match="130"):
             foreground.on_close()
     said = capsys.readouterr().err
-    assert backend.cancelled == polls - 1  # after the first poll nobody is known to wait
-    assert ("keeps running; to end it: torchx cancel plain://torchx/a-1" in said) is (polls == 1)
-    assert ("cancelling plain://torchx/a-1; Ctrl-C again waits no longer for it" in said) is (polls == 2)
+    assert backend.cancelled == waits
+    assert ("keeps running; to end it: torchx cancel plain://torchx/a-1" in said) is not waits
+    assert ("cancelling plain://torchx/a-1; Ctrl-C again waits no longer for it" in said) is waits
     assert "killing" not in said
 
 
 @pytest.mark.parametrize("kills", [False, True])
 def test_a_second_ctrl_c_is_heeded_as_soon_as_its_effect_is_told(kills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The third and fourth one, which a held key sends, arrive while the app is killed."""
-    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
-    monkeypatch.setattr("sys.argv", ["torchx", "run", "--wait", "utils.echo"])
+    is_run(monkeypatch, wait=True)
     monkeypatch.setattr("sys.stderr", terminal := ImpatientTerminal())
     apps = Plain(slow=False)
     foreground = foreground_of(apps, kills)
@@ -101,30 +108,23 @@ def test_a_second_ctrl_c_is_heeded_as_soon_as_its_effect_is_told(kills: bool, mo
     assert ("killing plain://torchx/a-1" in terminal.getvalue()) is kills
 
 
-def test_a_program_that_inherits_the_variable_of_torchx_run_is_not_that_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
-    monkeypatch.setattr("sys.argv", ["pipeline.py", "run"])
+def test_another_program_than_torchx_run_is_not_that_command() -> None:
     foreground = foreground_of(Plain(slow=False))
     submit(foreground)
     assert not foreground.has_submitted("a-1")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize(("words", "polls", "heeded"), [("--wait", 0, True), ("", 1, False), ("", 2, True)])
+@pytest.mark.parametrize("heeded", [False, True])
 def test_signals_are_heeded_by_a_command_that_waits_alone(
-    number: signal.Signals, words: str, polls: int, heeded: bool, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, heeded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
-    monkeypatch.setattr("sys.argv", ["torchx", "run", *words.split(), "utils.echo"])
+    is_run(monkeypatch, wait=heeded)
     before = signal.signal(number, signal.SIG_DFL)
     backend = Plain(slow=False)
     foreground = foreground_of(backend)
     try:
         submit(foreground)
-        for _ in range(polls):
-            foreground.on_poll("a-1")
         assert (signal.getsignal(number) != signal.SIG_DFL) is heeded
         if heeded:
             with pytest.raises(SystemExit, match=str(128 + number)):
@@ -143,8 +143,7 @@ def test_signals_are_heeded_by_a_command_that_waits_alone(
 
 
 def test_a_signal_during_the_submission_cancels_what_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
-    monkeypatch.setattr("sys.argv", ["torchx", "run", "--wait", "utils.echo"])
+    is_run(monkeypatch, wait=True)
     before = {each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGHUP)}
     backend = Plain(slow=False)
     foreground = foreground_of(backend)
@@ -165,8 +164,7 @@ def test_a_signal_during_the_submission_cancels_what_is_submitted(monkeypatch: p
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
 def test_a_disposition_of_the_users_stays(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
-    monkeypatch.setattr("sys.argv", ["torchx", "run", "--wait", "utils.echo"])
+    is_run(monkeypatch, wait=True)
     before = signal.signal(signal.SIGHUP, handler)
     foreground = foreground_of(Plain(slow=False))
     try:
@@ -179,30 +177,26 @@ def test_a_disposition_of_the_users_stays(handler: Any, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("words", "has_input", "warnings"),
+    ("options", "has_input", "warnings"),
     [
-        ("--wait", [True, True], 1),
-        ("--wait", [False, True], 1),  # from a slow writer
-        ("--wait", [False, False], 0),
-        ("--wait --stdin", [True, True], 0),
-        ("", [True, True], 0),
+        ({"wait": True}, [True, True], 1),
+        ({"wait": True}, [False, True], 1),  # from a slow writer
+        ({"wait": True}, [False, False], 0),
+        ({"wait": True, "stdin": True}, [True, True], 0),
+        ({}, [True, True], 0),
     ],
 )
 def test_input_that_no_rank_reads_is_told_once(
-    words: str,
+    options: dict[str, bool],
     has_input: list[bool],
     warnings: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
-    monkeypatch.setattr("sys.argv", ["torchx", "run", *words.split(), "utils.echo"])
+    is_run(monkeypatch, **options)
     monkeypatch.setattr("torchx_monarch.schedulers.foreground.has_unread_input", lambda: has_input.pop(0))
     foreground = foreground_of(Plain(slow=False))
     submit(foreground)
-    if words:
-        for _ in range(2):
-            foreground.on_poll("a-1")
     foreground.on_close()
     assert capsys.readouterr().err.count("standard input is not forwarded") == warnings
 
@@ -210,29 +204,39 @@ def test_input_that_no_rank_reads_is_told_once(
 @pytest.mark.parametrize(
     ("words", "waits"),
     [
-        ("torchx run -s plain --wait utils.echo", True),
-        ("torchx run -cfg a=1 --workspace  --log utils.echo", True),
-        ("torchx run --dryrun --tee_logs utils.echo", True),
-        ("torchx run -s --wait utils.echo", False),
-        ("torchx run utils.echo --log", False),
-        ("torchx run", False),
+        ("run -s monarch_local --wait utils.echo", True),
+        ("--log_level INFO run --wait utils.echo", True),
+        ("--log_level=INFO run -cfg a=1 --workspace  --log utils.echo", True),
+        ("run --stdin", True),
+        ("run --tee_logs utils.echo", False),  # TorchX does not wait for this option alone
+        ("run --workspace=--wait utils.echo", False),
+        ("run utils.echo --log", False),
+        ("--log_level INFO run utils.echo", False),
     ],
 )
 def test_the_options_tell_before_the_command_waits(
     words: str, waits: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
-    monkeypatch.setattr("sys.argv", words.split(" "))
     backend = Plain(slow=False)
     foreground = foreground_of(backend)
-    submit(foreground)
-    try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        with pytest.raises(SystemExit, match="130"):
+
+    def run(self: cmd_run.CmdRun, args: Any) -> None:
+        if args.stdin:
+            self.torchx_json_from_stdin(args)
+        submit(foreground)
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
             foreground.on_close()
+
+    monkeypatch.setattr("sys.argv", ["torchx", *words.split(" ")])
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"wait": true}'))
+    monkeypatch.setattr(cmd_run.CmdRun, "run", run)
+    with pytest.raises(SystemExit, match="130"):
+        main(words.split(" "))
     assert backend.cancelled == waits
     assert ("keeps running" in capsys.readouterr().err) is not waits
+    assert command.run_options is None
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 from torchx.cli.cmd_run import CmdRun as TorchXCmdRun
 
+from torchx_monarch.schedulers import command
+
 _OWN = "monarch."
 """How the names of this package's components begin, as setup.cfg registers them."""
 
@@ -28,7 +30,18 @@ class CmdRun(TorchXCmdRun):  # type: ignore[misc]
         """Run a component; exit with a message if its name, its arguments or its script are wrong."""
         if not args.stdin:
             args.component_name_and_args = _checked(args)
-        super().run(args)
+        command.run_options = args
+        try:
+            super().run(args)
+        finally:
+            command.run_options = None
+
+    def torchx_json_from_stdin(self, args: argparse.Namespace | None = None) -> dict[str, Any]:
+        """Return what ``--stdin`` reads, which says in the place of the options whether the command waits."""
+        found: dict[str, Any] = super().torchx_json_from_stdin(args)
+        if args is not None:
+            args.wait, args.log = found.get("wait", False), found.get("log", False)
+        return found
 
 
 def _checked(args: argparse.Namespace) -> list[str]:

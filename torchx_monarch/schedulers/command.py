@@ -10,6 +10,7 @@ schedulers. ``MonarchScheduler.close`` then calls ``exit_on_user_error``.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import threading
@@ -19,6 +20,9 @@ from torchx.specs.finder import ComponentValidationException
 
 USER_ERRORS = (ComponentValidationException, InvalidRunConfigException)
 """Base classes of all errors whose message is meant for a user."""
+
+run_options: argparse.Namespace | None = None
+"""The options of this process' ``torchx run``, as TorchX has parsed them; None in any other program."""
 
 _SUBCOMMANDS = ("cancel", "delete", "describe", "list", "log", "run", "status")
 

@@ -15,21 +15,18 @@ submitted. Other apps, and apps submitted from Python, are described immediately
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
-
-from torchx.specs import TORCHX_CONTEXT_NAME
 
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.insight import events
+from torchx_monarch.schedulers import command
 from torchx_monarch.schedulers.app_summary import summary_of
-from torchx_monarch.schedulers.command import subcommand
 from torchx_monarch.schedulers.unread_input import WARNING, has_unread_input
 from torchx_monarch.system.termination import closed_terminal_is_null, signal_of, termination
 from torchx_monarch.system.untrusted_text import one_line
@@ -72,16 +69,14 @@ class Foreground:
         Raises:
             Signalled: a signal arrived during the submission.
         """
-        # The variable alone does not tell: programs that the command starts inherit it.
-        in_command = os.environ.get(TORCHX_CONTEXT_NAME) == "cli_run" and subcommand() == "run"
-        if in_command and _is_to_wait(sys.argv):
+        if _waits():
             termination.install()
 
         def submitted(app_id: str) -> None:
-            if in_command:
+            if command.run_options is not None:
                 self._polls[app_id] = 0
                 self._submitted[app_id] = time.time()
-                if _is_to_wait(sys.argv):
+                if _waits():
                     self._warn_of_input()
 
         with termination.held():
@@ -97,7 +92,6 @@ class Foreground:
         self._polls[app_id] += 1
         if self._polls[app_id] < 2:
             return
-        termination.install()
         # With --log another thread prints the job's log, which contains the same lines.
         shows = sys.stderr is not None and sys.stderr.isatty() and threading.active_count() == 1
         until = time.monotonic() + _LONGEST_WAIT
@@ -122,16 +116,14 @@ class Foreground:
         error = sys.exc_info()[1]
         if not isinstance(error, KeyboardInterrupt):
             termination.remove()
-            for app_id, polls in self._polls.items():
-                if polls >= 2:
-                    self._warn_of_input()  # a slow writer may have begun only now
-                    self._show_end(app_id)
+            for app_id in self._polls if _waits() else ():
+                self._warn_of_input()  # a slow writer may have begun only now
+                self._show_end(app_id)
             self._polls.clear()
             return
         number = signal_of(error)
-        for app_id, polls in self._polls.items():
-            # Before the second poll, only the command line's options show whether the command waits.
-            if polls >= 2 or _is_to_wait(sys.argv):
+        for app_id in self._polls:
+            if _waits():
                 self._cancel(app_id, number)
             elif not self._apps.wait(app_id, 0.0):
                 handle = self._handle(app_id)
@@ -173,7 +165,8 @@ class Foreground:
 
     def _warn_of_input(self) -> None:
         """Print once that standard input is not forwarded, if the user has given some."""
-        if not self._has_warned and "--stdin" not in sys.argv and has_unread_input():
+        options = command.run_options
+        if not self._has_warned and options is not None and not options.stdin and has_unread_input():
             self._has_warned = True
             _print_stderr(f"[monarch] {WARNING}")
 
@@ -211,19 +204,7 @@ def _print_stderr(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-_WITH_VALUE = ("-s", "--scheduler", "-cfg", "--scheduler_args", "--workspace", "--buck-target", "--parent_run_id")
-
-
-def _is_to_wait(argv: Sequence[str]) -> bool:
-    """Whether this is a ``torchx run`` that will wait for the app, by its options, which precede the component."""
-    words = iter(argv[1:])
-    if next(words, "") != "run":
-        return False
-    for word in words:
-        if word in ("--wait", "--log", "--tee_logs"):
-            return True
-        if word in _WITH_VALUE:
-            next(words, "")
-        elif not word.startswith("-"):
-            return False
-    return False
+def _waits() -> bool:
+    """Whether this process executes a ``torchx run`` that waits for its app."""
+    options = command.run_options
+    return options is not None and (options.wait or options.log)
