@@ -124,6 +124,7 @@ def test_every_option_of_torchrun_is_accepted_or_named(option: object) -> None:
         ("--nproc --nnodes 2 t.py", "type --nproc=--nnodes"),
         ("--nproc 2 --nproc-per-node 3 t.py", "--nproc-per-node is given twice"),
         ("--gpu x t.py", "--gpu x: give a whole number"),
+        *((f"--env {text} t.py", f"--env {text}: give NAME=VALUE") for text in ("FOO", "FOO=", "A=1=2", "A=eA==")),
         ("--debug t.py", "--debug t.py: give True or False, as in --debug True"),
     ],
 )

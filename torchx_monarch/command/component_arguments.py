@@ -13,6 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_origin
+
+from torchx.util.types import decode_optional, to_dict
 
 from torchx_monarch.command.torchrun_options import OPTIONS, Option, Use
 from torchx_monarch.model.spelling import did_you_mean
@@ -171,13 +174,27 @@ def _whole_number(text: str) -> bool:
     return bool(re.fullmatch(r"\s*[+-]?\d+\s*", text))
 
 
+def _are_pairs(text: str) -> bool:
+    try:
+        to_dict(text)
+    except ValueError:
+        return False
+    return not text.endswith("=")  # to_dict drops what ends a value so, such as a key in base64
+
+
 _CHECKS: Mapping[object, tuple[Callable[[str], bool], str, str]] = {
+    dict: (
+        _are_pairs,
+        "NAME=VALUE pairs, with quotes around a value that is empty or contains =",
+        """'A=1,B="x=y",C=""'""",
+    ),
     int: (_whole_number, "a whole number", "1"),
     bool: (lambda text: text.lower() in ("true", "false"), "True or False", "True"),
 }
 
 
 def _check_value(component: str, flag: str, value: str, kind: object) -> None:
-    accepts, wanted, example = _CHECKS.get(kind, (lambda text: True, "", ""))
+    kind = decode_optional(kind)
+    accepts, wanted, example = _CHECKS.get(get_origin(kind) or kind, (lambda text: True, "", ""))
     if not accepts(value):
         raise ComponentArgumentError(f"{component}: {flag} {value}: give {wanted}, as in {flag} {example}.")
