@@ -108,7 +108,7 @@ def test_a_handle_that_is_nearly_right(work: Path) -> None:
 @pytest.mark.parametrize("words", ["run monarch.spmd --nproc 4 train.py", "list"])
 def test_no_scheduler(work: Path, words: str) -> None:
     said = answer(work, *words.split())
-    assert "Without -s, TorchX uses local_docker, which has no Docker here" in said
+    assert "local_docker, which TorchX uses without -s, has no Docker here" in said
     assert "-s monarch_local" in said and "torchx monarch init" in said
 
 

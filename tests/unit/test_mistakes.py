@@ -48,7 +48,7 @@ def torchx(
         with pytest.raises(BaseException) as ended, caplog.at_level(logging.ERROR):
             main(list(words))
         error = ended.value
-        message = error.code if isinstance(error, SystemExit) else torchx_errors.explain(error, sys.argv)
+        message = error.code if isinstance(error, SystemExit) else torchx_errors.explain(error)
         assert message and message != 0, f"the command succeeds, or shows a traceback: {error!r}"
         said = capsys.readouterr()
         whole = "\n".join([str(message), said.out, said.err, *(each.getMessage() for each in caplog.records)])

@@ -5,11 +5,15 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 import pytest
 from docker.errors import DockerException
+from torchx.cli import cmd_base, cmd_list, cmd_log, cmd_run
+from torchx.cli.main import main
 from torchx.specs.api import MalformedAppHandleException, UnknownSchedulerException
 
+from torchx_monarch.backends.core.errors import MissingClientError
 from torchx_monarch.cli import torchx_errors
 
 
@@ -21,28 +25,41 @@ from torchx_monarch.cli import torchx_errors
         (
             "run monarch.spmd a.py",
             DockerException("no daemon"),
-            "uses local_docker, which has no Docker here: no daemon",
+            "local_docker, which TorchX uses without -s, has no",
         ),
-        ("list", DockerException("no daemon"), "torchx monarch init"),
+        (
+            "run monarch.spmd --script a.py -- --seed 1 -s x",
+            DockerException("no daemon"),
+            "has no Docker here: no daemon",
+        ),
+        ("--log_level INFO list", DockerException("no daemon"), "torchx monarch init"),
         ("run monarch.spmd a.py", ModuleNotFoundError("No module named 'docker'", name="docker"), "no Docker here"),
-        ("run -s local_docker utils.echo", DockerException("no daemon"), ""),
-        ("run --scheduler=local_docker utils.echo", DockerException("no daemon"), ""),
+        ("run -s monarch_docker utils.echo", DockerException("no daemon"), ""),
+        ("run --scheduler=kubernetes utils.echo", DockerException("no daemon"), ""),
         ("status local_docker://x/y", DockerException("no daemon"), ""),
+        ("run monarch.spmd a.py", MissingClientError("pip install it"), "pip install it"),
+        ("list", KeyboardInterrupt(), "interrupted"),
         ("run monarch.spmd a.py", ValueError("boom"), ""),
         ("run monarch.spmd a.py", ModuleNotFoundError("No module named 'x'", name="x"), ""),
         ("list", KeyError("x"), ""),
     ],
 )
-def test_explanations(command: str, error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    argv = ["torchx", *command.split()]
-    monkeypatch.setattr(sys, "argv", argv)
-    text = torchx_errors.explain(error, argv)
+def test_explanations(command: str, error: BaseException, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> NoReturn:
+        raise error
+
+    for module in (cmd_base, cmd_list, cmd_log, cmd_run):
+        monkeypatch.setattr(module, "get_runner", fail)
+    monkeypatch.setattr(sys, "argv", ["torchx", *command.split()])
+    with pytest.raises(type(error)) as caught:
+        main(command.split())
+    text = torchx_errors.explain(caught.value)
     assert said in text and bool(text) == bool(said)
 
 
 def test_other_programs_keep_their_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "list"])
-    assert torchx_errors.explain(DockerException("no daemon"), ["train.py", "list"]) == ""
+    assert torchx_errors.explain(KeyboardInterrupt()) == ""
 
 
 def test_the_hook_is_installed_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from torchx_monarch.backends.core.errors import BackendError, UserError
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 
 
@@ -40,10 +40,7 @@ def opened(name: str) -> Iterator[MonarchScheduler]:
     ours = ", ".join(sorted(each for each in factories if each.startswith("monarch_")))
     if name not in factories:
         raise UserError(f"there is no scheduler {name!r}; those of torchx-monarch are {ours}")
-    try:
-        scheduler = factories[name]("torchx")
-    except ModuleNotFoundError as error:
-        raise BackendError(str(error)) from None
+    scheduler = factories[name]("torchx")
     if not isinstance(scheduler, MonarchScheduler):
         raise UserError(f"{name} is a scheduler of another package; those of torchx-monarch are {ours}")
     try:

@@ -2,17 +2,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Have the ``torchx`` command say in a line what TorchX itself only says with a traceback.
 
-That is so for a handle or a scheduler that does not exist, a ``.torchxconfig`` that cannot be read, and a default
-scheduler without its daemon. Any other exception is shown as before. ``schedulers.command`` does the same for errors
+That is so for a handle or a scheduler that does not exist, a ``.torchxconfig`` that cannot be read, a default scheduler
+without its daemon, and Ctrl-C. Any other exception is shown as before. ``schedulers.command`` does the same for errors
 of this package's own schedulers.
 """
 
 from __future__ import annotations
 
+import argparse
 import configparser
 import re
 import sys
-from collections.abc import Sequence
 from traceback import walk_tb
 from types import TracebackType
 
@@ -29,7 +29,7 @@ def install() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = explain(error, sys.argv)
+        text = explain(error)
         if text:
             print(text, file=sys.stderr)
         else:
@@ -39,13 +39,8 @@ def install() -> None:
     sys.excepthook = hook
 
 
-def explain(error: BaseException, argv: Sequence[str]) -> str:
-    """Return what is wrong and what to type instead; empty for an exception that is not a user's mistake.
-
-    Args:
-        error: the exception that ends the process.
-        argv: the command line of the process.
-    """
+def explain(error: BaseException) -> str:
+    """Return what is wrong and what to type instead; empty for an exception that is not a user's mistake."""
     from torchx.schedulers import get_default_scheduler_name, get_scheduler_factories
     from torchx.specs.api import MalformedAppHandleException, UnknownSchedulerException
 
@@ -59,6 +54,8 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
         return f"TorchX cannot read its configuration: {_unreadable_file() or error}"
     if not command:
         return ""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
     if isinstance(error, USER_ERRORS):  # outside of the runner's context, see ``schedulers.command``
         return str(error)
     if isinstance(error, MalformedAppHandleException):
@@ -68,14 +65,20 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
         name, known = found[1] if found else "of this name", list(get_scheduler_factories())
         return f"there is no scheduler {name}.{did_you_mean(name, known)} Schedulers are: {', '.join(known)}"
     package = (getattr(error, "name", "") if isinstance(error, ModuleNotFoundError) else type(error).__module__) or ""
-    is_default = not any(re.match(r"-s|--s", word) for word in argv[1:])
-    if command in ("run", "list") and package.partition(".")[0] in _OF_DOCKER and is_default:
+    default = get_default_scheduler_name()
+    if package.partition(".")[0] in _OF_DOCKER and getattr(_options(error), "scheduler", "") == default:
         return (
-            f"Without -s, TorchX uses {get_default_scheduler_name()}, which has no Docker here: {error}\n"
+            f"{default}, which TorchX uses without -s, has no Docker here: {error}\n"
             f"To use this machine instead: torchx {command} -s monarch_local ...\n"
             "To make that the default of this folder: torchx monarch init"
         )
     return ""
+
+
+def _options(error: BaseException) -> argparse.Namespace | None:
+    """Return the options of the command that an exception has ended, as TorchX has parsed them."""
+    found = (frame.f_locals.get("args") for frame, _ in walk_tb(error.__traceback__))
+    return next((options for options in found if isinstance(options, argparse.Namespace)), None)
 
 
 def _is_of_configuration(error: BaseException) -> bool:

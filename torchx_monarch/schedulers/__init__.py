@@ -65,7 +65,7 @@ def _create(name: str, session_name: str) -> Scheduler[dict[str, object]]:
     """Create a scheduler; connect to nothing yet.
 
     Raises:
-        ModuleNotFoundError: the client library that its backend needs is not installed.
+        MissingClientError: the client library that its backend needs is not installed.
     """
     import importlib
     import sys
@@ -79,8 +79,9 @@ def _create(name: str, session_name: str) -> Scheduler[dict[str, object]]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in entry.packages:
             raise
-        message = f"{name} needs {entry.client}; run: pip install '{entry.install}'"
-        raise ModuleNotFoundError(message, name=error.name) from None
+        from torchx_monarch.backends.core.errors import MissingClientError
+
+        raise MissingClientError(f"{name} needs {entry.client}; run: pip install '{entry.install}'") from None
     from torchx_monarch.schedulers.monarch import create
 
     # PATH may have no `python`, or the `python` of another environment.
@@ -97,7 +98,7 @@ def monarch_docker(session_name: str, **kwargs: object) -> Scheduler[dict[str, o
     """Create the scheduler ``monarch_docker``: Monarch hosts as containers of a Docker daemon.
 
     Raises:
-        ModuleNotFoundError: the package ``docker`` is not installed.
+        MissingClientError: the package ``docker`` is not installed.
     """
     return _create("monarch_docker", session_name)
 
@@ -106,7 +107,7 @@ def monarch_kubernetes(session_name: str, **kwargs: object) -> Scheduler[dict[st
     """Create the scheduler ``monarch_kubernetes``: Monarch hosts as pods of a Kubernetes cluster.
 
     Raises:
-        ModuleNotFoundError: the package ``kubernetes`` is not installed.
+        MissingClientError: the package ``kubernetes`` is not installed.
     """
     return _create("monarch_kubernetes", session_name)
 
@@ -125,6 +126,6 @@ def monarch_aws_batch(session_name: str, **kwargs: object) -> Scheduler[dict[str
     """Create the scheduler ``monarch_aws_batch``: Monarch hosts as the nodes of a job of AWS Batch.
 
     Raises:
-        ModuleNotFoundError: boto3 is not installed.
+        MissingClientError: boto3 is not installed.
     """
     return _create("monarch_aws_batch", session_name)

@@ -24,7 +24,12 @@ USER_ERRORS = (ComponentValidationException, InvalidRunConfigException)
 run_options: argparse.Namespace | None = None
 """The options of this process' ``torchx run``, as TorchX has parsed them; None in any other program."""
 
-_SUBCOMMANDS = ("cancel", "delete", "describe", "list", "log", "run", "status")
+_SUBCOMMANDS = frozenset(
+    (
+        *("builtins", "cancel", "configure", "delete", "describe", "list"),
+        *("log", "monarch", "run", "runopts", "status", "tracker"),
+    )
+)
 
 
 def subcommand() -> str:

@@ -22,6 +22,13 @@ class BackendError(TorchXMonarchError, ComponentValidationException, RuntimeErro
     """Raised when the place where apps run is missing, does not answer, or refuses a request."""
 
 
+class MissingClientError(BackendError, ModuleNotFoundError):
+    """Raised when the client library that a backend needs is not installed.
+
+    It is a ``ModuleNotFoundError`` because ``torchx runopts`` goes on with the next scheduler after one.
+    """
+
+
 class RemoveError(BackendError):
     """Raised when the folder of an app cannot be removed; the app is kept.
 
