@@ -217,6 +217,28 @@ def test_restarts_within_a_run(live: Callable[..., Live], script: Callable[[str]
     assert hosts.end() == [0]
 
 
+@pytest.mark.parametrize("preload", ["", "json"])
+def test_a_module_that_is_edited_twice_within_a_second(
+    preload: str, live: Callable[..., Live], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python takes bytecode as that of a source file if its size and the whole second of its mtime are the same."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    (tmp_path / "prog.py").write_text("""if True:
+        import os, pathlib, sys, edited
+        print(edited.value, flush=True)
+        if edited.value == 2:
+            pathlib.Path("edited.py").write_text("value = 3")
+            os.utime("edited.py", (1, 1))
+            sys.exit(1)
+    """)
+    hosts = live(options=("--grace", "5", "--preload", preload))
+    words = ("torchrun", "--nproc-per-node", "1", "--max-restarts", "1", "prog.py")
+    for value, printed in ((1, "1\n"), (2, "2\n3\n"), (4, "4\n")):
+        (tmp_path / "edited.py").write_text(f"value = {value}")
+        os.utime(tmp_path / "edited.py", (1, 1))
+        assert texts(hosts.run(*words, cwd=str(tmp_path)))[0] == printed
+
+
 def test_one_at_a_time_unless_asked_to_wait(
     live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ import io  # noqa: E402
 import signal  # noqa: E402
 import traceback  # noqa: E402
 import types  # noqa: E402
-from collections.abc import Callable, Sequence  # noqa: E402
+from collections.abc import Callable, Mapping, Sequence  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
@@ -276,6 +276,29 @@ def _without_own_frames_for(hook: Callable[..., object] | None) -> Callable[...,
     return show
 
 
+def _distrust_young_bytecode() -> None:
+    """Have the program use the bytecode of its own modules only if that was written 2 s or more after their last edit.
+
+    Python compares the size of a source file and its mtime in whole seconds: two edits within a second may look the
+    same, and runs follow each other faster. Unlike mtime, ctime cannot be set. Installed modules are not edited, and
+    may all have been copied at the same moment.
+    """
+    from _frozen_importlib_external import SourceFileLoader, cache_from_source
+
+    path_stats, standard = SourceFileLoader.path_stats, os.path.dirname(os.__file__) + os.sep
+    installed = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+    def checked(loader: SourceFileLoader, path: str) -> Mapping[str, Any]:
+        stats = path_stats(loader, path)
+        if not path.startswith(standard) and not any(folder in path for folder in installed):
+            with contextlib.suppress(OSError, NotImplementedError):
+                if os.stat(cache_from_source(path)).st_ctime < os.stat(path).st_ctime + 2:
+                    return {**stats, "size": -1}  # Python takes the bytecode as that of another file, and replaces it
+        return stats
+
+    SourceFileLoader.path_stats = checked  # type: ignore[assignment, method-assign]
+
+
 def run_sibling_file(name: str) -> dict[str, Any]:
     """Run a file of this folder, which is not in ``sys.path``; return its global names."""
     path = os.path.join(os.path.dirname(__file__), name)
@@ -304,6 +327,7 @@ def run_program(
     set_path0(mode, target)
     sys.orig_argv = [sys.executable, "-u", *program_argv(mode, target, args)]
     set_command_line(sys.orig_argv)
+    _distrust_young_bytecode()
     if "torch" in sys.modules and os.environ.get("RANK") == "0":
         run_sibling_file("early_variables.py")["watch"]()
     try:
