@@ -79,7 +79,7 @@ def test_states(
     described: dict[str, Any], nodes: dict[int, dict[str, Any]], state: State, message: str, shown: list[State]
 ) -> None:
     app = app_snapshot("q:app-1", described, nodes, {})
-    status = reduce(app, now=1000.0)
+    status = reduce(app)
     assert status.state is state
     assert status.message.startswith(message) and bool(status.message) == bool(message)
     assert [status.shown(replica) for replica in app.replicas] == shown
@@ -92,7 +92,7 @@ def test_the_result_of_the_main_node_names_the_root_cause() -> None:
     nodes = {0: node("FAILED", 5, 3), 1: node("FAILED", 6, 3)}
     attempts = [{"startedAt": 1000, "stoppedAt": 2000}, {"startedAt": 3000, "stoppedAt": 4000}]
     app = app_snapshot("q:app-1", job("FAILED", attempts=attempts, startedAt=3000), nodes, {0: ["", result]})
-    status = reduce(app, now=1000.0)
+    status = reduce(app)
     assert status.message == "replica trainer/1 exited with code 3"
     assert "rank 1 exited with code 3" in status.error
     assert (count_restarts(app), app.started) == (3, 1.0)
@@ -103,7 +103,7 @@ def test_an_app_that_cannot_be_read_is_described_by_its_definition(packed: str) 
     app = app_snapshot("q:app-1", job("RUNNING", parameters={APP_PARAMETER: packed}), {}, {})
     assert [(role.spec.name, len(role.replicas)) for role in app.roles] == [("node", 2), ("node", 2)]
     assert app.app is not None and app.app.roles[0].image == "image"
-    assert reduce(app, now=0.0).state is State.RUNNING
+    assert reduce(app).state is State.RUNNING
 
 
 class Answers:

@@ -209,11 +209,9 @@ RUNS = one("main", "running")
         (one("main"), one("sidecar", code=143, ended=NOW - 90), 0, State.SUCCEEDED, False),
         (one("main"), one("sidecar", code=1, ended=NOW - 110), 0, State.FAILED, False),
         (one("main"), one("o", code=1, ended=NOW - 110), 0, State.FAILED, False),
-        (RUNS, one("o", code=1, ended=NOW - 1), 0, State.RUNNING, False),  # main may be about to end
-        (RUNS, one("o", code=1, ended=NOW - 10), 0, State.RUNNING, True),
+        (RUNS, one("o", code=1, ended=NOW - 1), 0, State.RUNNING, True),
         (one("main", code=143), one("o", code=143), NOW - 110, State.CANCELLED, False),
         (one("main", code=143), one("o", "running"), NOW - 10, State.RUNNING, False),  # they have their grace
-        (one("main", code=143), one("o", "running"), NOW - 100, State.RUNNING, True),  # the canceller is gone
         (one("main", "created"), one("o", "created"), NOW - 1, State.CANCELLED, False),
         (one("main"), one("o"), NOW - 99, State.SUCCEEDED, False),  # too late
     ],
@@ -222,7 +220,7 @@ def test_state_follows_from_the_containers(
     main: SimpleNamespace, other: SimpleNamespace, cancelled: float, state: State, stop: bool
 ) -> None:
     specs = [spec(one.labels["torchx.pytorch.org/role-name"]) for one in (main, other)]
-    status = reduce(build(specs, main, other, cancelled=cancelled), NOW)
+    status = reduce(build(specs, main, other, cancelled=cancelled))
     assert (status.state, status.is_stop_due) == (state, stop)
 
 
@@ -267,7 +265,7 @@ def test_state_without_some_containers(
 ) -> None:
     specs = [spec("main", sizes[0], hosts=hosts), *([spec("o", sizes[1])] if sizes[1] else [])]
     app = build(specs, *found)
-    status = reduce(app, NOW)
+    status = reduce(app)
     assert (status.state, status.is_stop_due, status.message) == (state, stop, message)
     assert [len(role.replicas) for role in app.roles] == [size for size in sizes if size]
     absent = State.UNKNOWN if message else State.PENDING
@@ -290,7 +288,7 @@ def test_an_elastic_role_does_without_some(codes: tuple[int | None, ...], state:
     found = [
         one("main", "running", id=k) if code is None else one("main", code=code, id=k) for k, code in enumerate(codes)
     ]
-    status = reduce(build([spec("main", 3, 2, hosts=True)], *found), NOW)
+    status = reduce(build([spec("main", 3, 2, hosts=True)], *found))
     assert (status.state, status.is_stop_due) == (state, stop)
 
 
@@ -303,7 +301,7 @@ def test_a_container_becomes_a_replica() -> None:
     assert (replica.hostname, replica.address, replica.restarts) == ("main-1", "", 3)
     assert (replica.started, replica.ended) == (NOW - 200, NOW - 50)
     assert app.started == app.created  # dockerd knows the latest start alone
-    status = reduce(app, NOW)
+    status = reduce(app)
     assert status.cause == replica  # the first to fail
     assert status.message == "replica main/1 was killed by signal 9 (SIGKILL)"
     assert app.replicas[0].failure == "replica main/0 exited with code 1"
@@ -325,16 +323,16 @@ def test_the_last_line_of_a_host_without_an_error_file_is_shown_as_output(monkey
     assert killed.failure == "replica main/0 was killed by signal 9 (SIGKILL)"
 
 
-@pytest.mark.parametrize(("now", "due"), [("running", True), ("restarting", True), ("exited", False)])
-def test_a_host_that_must_not_be_restarted_has_ended(now: str, due: bool) -> None:
+@pytest.mark.parametrize("now", ["running", "restarting", "exited"])
+def test_a_host_that_must_not_be_restarted_has_ended(now: str) -> None:
     result = HostResult(78, "boom", no_retry_reason="exit code 78 asks for it", restarts=1, ended=NOW - 20)
-    container = one("main", now, code=0 if now == "running" else 78, ended=NOW - 1)
+    container = one("main", now, ended=NOW - 1)
     container.attrs["RestartCount"] = 2
     app = build([spec("main", hosts=True)], container, results={"main/0": result})
     (replica,) = app.replicas
-    assert (replica.state, replica.restarts, replica.ended, replica.respawns) == (State.FAILED, 1, NOW - 20, due)
-    status = reduce(app, NOW)
-    assert (status.state, status.is_stop_due, status.error) == (State.FAILED, due, result.to_text())
+    assert (replica.state, replica.restarts, replica.ended) == (State.FAILED, 1, NOW - 20)
+    status = reduce(app)
+    assert (status.state, status.is_stop_due, status.error) == (State.FAILED, False, result.to_text())
     assert status.message == "replica main/0 exited with code 78; not started again: exit code 78 asks for it"
 
 
@@ -369,7 +367,7 @@ def test_an_app_without_its_record_is_known_by_its_containers(record: str) -> No
         ("b/0", State.UNKNOWN),
         ("b/1", State.RUNNING),
     ]
-    assert description.describe(app, reduce(app, NOW)).state is AppState.RUNNING
+    assert description.describe(app, reduce(app)).state is AppState.RUNNING
 
 
 @pytest.mark.parametrize(

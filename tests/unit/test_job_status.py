@@ -39,7 +39,7 @@ def snapshot(*states: State, args: list[str] | None = None, entrypoint: str = "t
 
 
 def status_of(app: AppSnapshot, happened: list[dict[str, Any]] | None = None, **more: Any) -> JobStatus:
-    return build(HANDLE, app, reduce(app, NOW), happened or [], now=NOW, **more)
+    return build(HANDLE, app, reduce(app), happened or [], now=NOW, **more)
 
 
 def event(kind: str, message: str = "", time: float = 950.0, **fields: Any) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def test_a_restarted_job_started_when_it_first_did() -> None:
 
 def test_facts_that_nobody_knows_are_none() -> None:
     bare = AppSnapshot("x", "x", [], app=None, native=None)
-    found = build(HANDLE, bare, reduce(bare, NOW), now=NOW)
+    found = build(HANDLE, bare, reduce(bare), now=NOW)
     for name in ("submitted", "started", "ended", "elapsed", "exit_code", "attempt", "attempts", "hosts", "ranks"):
         assert getattr(found, name) is None, name
     assert render(found, NOW).splitlines() == [f"{HANDLE}: PENDING", "  phase        waits to start"]
@@ -284,9 +284,9 @@ def test_torchx_shows_one_line_of_it() -> None:
         "ranks run; attempt 2 of 3; 8 ranks on 2 hosts; "
         "last failure 39 s ago: rank 3 (...) exited with code 1: ValueError: boom"
     )
-    assert describe(app, reduce(app, NOW), lambda: STARTED).msg == "ranks run; attempt 1 of 3; 8 ranks on 2 hosts"
+    assert describe(app, reduce(app), lambda: STARTED).msg == "ranks run; attempt 1 of 3; 8 ranks on 2 hosts"
     waiting = replace(snapshot(State.PENDING, State.PENDING), notes=["the queue is full"])
-    assert describe(waiting, reduce(waiting, NOW), list).msg == "the queue is full"
+    assert describe(waiting, reduce(waiting), list).msg == "the queue is full"
 
 
 def test_ranks_that_hang_are_shown_until_they_go_on() -> None:

@@ -21,6 +21,7 @@ from torchx.specs import AppDef, InvalidRunConfigException, Role, runopts
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import Capabilities
 from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.backends.core.validation import check_replica, matching
 from torchx_monarch.cli import torchx_errors
 from torchx_monarch.model.state import State
@@ -188,7 +189,7 @@ def test_an_app_that_does_not_end_when_it_is_cancelled(monkeypatch: pytest.Monke
     )
     apps: Apps[Any] = Apps(backend, "monarch_local")
     app = SimpleNamespace(app_id="train-1", grace=30.0)
-    monkeypatch.setattr(apps, "read", lambda app_id, brief: (app, SimpleNamespace(state=State.RUNNING)))
+    monkeypatch.setattr(apps, "read", lambda app_id, brief: (app, AppStatus(State.RUNNING)))
     monkeypatch.setattr(apps, "wait", lambda app_id, timeout: False)
     if waits:
         with pytest.raises(BackendError, match=r"app train-1 was told to end, but has not ended within \d+ s; `torchx"):

@@ -236,14 +236,14 @@ def test_first_failure_is_the_cause_and_replicas_count_through() -> None:
     has_run(paths, 6, "SUCCEEDED", ended=10.0)
     job = known(paths, [slurm("FAILED", 1, 4), slurm("COMPLETED", 6)])
     app = snapshot.of_app("12", job, brief=False)
-    status = reduce(app, 100.0)
+    status = reduce(app)
     assert (status.state, status.message) == (State.FAILED, "array task 4: says 4 (1 more of 3 failed)")
     assert [one.id for one in app.replicas] == [0, 1, 2]
     assert [status.shown(one).name for one in app.replicas] == ["FAILED", "FAILED", "SUCCEEDED"]
     assert app.restarts == 2
     assert json.loads(status.error)["message"]["message"] == "array task 4: boom 4"
     assert not status.is_stop_due
-    errors = [reduce(snapshot.of_app("12_0", task, brief=False), 100.0).error for task in job.tasks.values()]
+    errors = [reduce(snapshot.of_app("12_0", task, brief=False)).error for task in job.tasks.values()]
     messages = [json.loads(error or "{}").get("message") for error in errors]
     assert messages == [{"message": "boom 1"}, {"message": "boom 4"}, None]
 

@@ -380,7 +380,7 @@ def test_replicas_of_all_machines_make_the_state() -> None:
 
     def state(first: State, second: State, **more: Any) -> State:
         answers = {(0, 0): found(0, first, submitted), (0, 1): found(1, second, submitted, **more)}
-        return reduce(build("app-1@a", answers, {}), time.time()).state
+        return reduce(build("app-1@a", answers, {})).state
 
     assert state(State.RUNNING, State.RUNNING) is State.RUNNING
     assert state(State.SUCCEEDED, State.RUNNING) is State.RUNNING
@@ -397,7 +397,7 @@ def test_a_damaged_place_ends_no_app() -> None:
     for k, name in enumerate(("trainer", "role0")):
         answers[0, k] = replace(answers[0, k], place=replace(answers[0, k].place, packed=""))
         built = build("app-1@a", answers, {})
-        status = reduce(built, time.time() + 60)
+        status = reduce(built)
         assert (built.roles[0].spec.name, status.state, status.is_stop_due) == (name, State.RUNNING, False)
 
 
@@ -413,7 +413,7 @@ def test_a_machine_that_does_not_answer(more: dict[str, Any], other: State, expe
     submitted = two_hosts(**more)
     lost = {"b": SshError("b", "connection timed out")}
     snapshot: SshSnapshot = build("app-1@a", {(0, 0): found(0, other, submitted)}, lost)
-    status = reduce(snapshot, time.time())
+    status = reduce(snapshot)
     assert status.state is expected
     assert "b" in status.message and "timed out" in status.message
 

@@ -42,7 +42,7 @@ def app(state: State, *, error: str = "", ui_url: str = "", nproc: str = "4") ->
 
 
 def lines_of(snapshot: AppSnapshot, submitted: float = 90.0) -> list[str]:
-    return summary_of(HANDLE, snapshot, reduce(snapshot, 200.0), submitted, 200.0).lines()
+    return summary_of(HANDLE, snapshot, reduce(snapshot), submitted, 200.0).lines()
 
 
 def test_a_failed_app_names_the_rank_and_its_log(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_durations(seconds: float, shown: str) -> None:
 
 def test_what_torchx_prints_is_short_and_without_json() -> None:
     failed = app(State.FAILED, error=HostResult(1, REASON + " x" * 500, TRACEBACK, replica=1).to_text())
-    status = reduce(failed, 200.0)
+    status = reduce(failed)
     said = shorten(describe(failed, status), status)
     shown = str(TorchXStatus(said.state, 0, said.msg, said.structured_error_msg, said.ui_url, said.roles_statuses))
     assert len(shown.splitlines()) == 7

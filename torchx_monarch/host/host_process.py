@@ -119,7 +119,7 @@ class HostProcess:
         self._spawn(reap_orphans())
         if stored := self._no_restart_marker.begin():
             host.reporter.line(f"host {host.options.replica}: not started again: {stored.no_retry_reason}")
-            self._write_and_exit(stored)
+            self._write_and_exit(stored, exit_code=0)  # dockerd restarts after any other code
         host.reporter.begin_result()
         try:
             result = await self._job()
@@ -139,7 +139,7 @@ class HostProcess:
         restarts = host.reporter.own_restarts
         self._write_and_exit(HostResult.of(result, rank_restarts=restarts, no_retry_reason=why))
 
-    def _write_and_exit(self, result: HostResult) -> NoReturn:
+    def _write_and_exit(self, result: HostResult, *, exit_code: int | None = None) -> NoReturn:
         host = self._host
         write_result(result, host.environ, host.reporter)
         if self._error_file:
@@ -156,7 +156,7 @@ class HostProcess:
         if folder:
             run_dirs.remove_tree(folder)
         # Joining Monarch's threads can take seconds, and they have no work left.
-        os._exit(result.code or 0)
+        os._exit((result.code or 0) if exit_code is None else exit_code)
 
     async def _job(self) -> JobResult:
         host, options, command = self._host, self._host.options, None

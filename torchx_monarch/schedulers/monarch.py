@@ -261,6 +261,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
                 hosts, client = for_hosts.to_text(), for_client.to_text()
             image_push.push(self.inner.workspace, dryrun_info.images)
             app_id = self.inner.submit(dryrun_info.request, submitted, hosts)
+            self.apps.own(app_id)
             on_submitted(app_id)
             if client:
                 rendezvous = {role.name: role.rendezvous for role in submitted.roles if role.rendezvous}

@@ -200,7 +200,7 @@ def test_an_exit_code_may_ask_for_no_other_start(
     assert error["errorCode"] == code and error["message"].startswith(f"rank {replicas - 1} (local rank 0 on ")
     assert (apps.folder / "starts").read_text() == "x" * starts
     assert not list(apps.folder.glob("*starts.json"))
-    # Who looks has ended it, or dockerd has tried as often as it was told to; nothing changes any more.
+    # The host of the next start has ended with code 0, or dockerd has tried as often as it was told to.
     time.sleep(1)
     assert apps.status(handle) == status
     assert json.loads(apps.torchx("status", "--json", handle))["num_restarts"] == starts - 1

@@ -17,7 +17,7 @@ from torchx.schedulers.api import Stream
 from torchx_monarch.backends.core.backend import Backend, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
-from torchx_monarch.backends.core.state import HOST_EXTRA, AppStatus, reduce
+from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, AppStatus, reduce
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.core.validation import check_replica, matching
 from torchx_monarch.model.state import State
@@ -43,12 +43,18 @@ class Apps(Generic[S]):
         self._scheduler = scheduler
         self._lock = threading.Lock()
         self._latest: dict[str, tuple[float, tuple[S, AppStatus] | None]] = {}
+        self._owned: dict[str, float | None] = {}
+        """The apps that this process has submitted, and since when a stop of their rest is due (``time.monotonic``)."""
+
+    def own(self, app_id: str) -> None:
+        """Record that this process has submitted an app, and so ends what is left of it once its outcome is decided."""
+        self._owned[app_id] = None
 
     def read(self, app_id: str, *, brief: bool = False) -> tuple[S, AppStatus] | None:
         """Read the state of an app; None if it does not exist.
 
-        No process of this package watches over the apps of some backends. So this call also ends the rest of an app
-        whose outcome is decided: sidecars after the other roles have succeeded, other roles after one has failed.
+        Only for an app that this process has submitted (``own``), this also ends what is left after its decision:
+        sidecars when the other roles have succeeded, other roles when one has failed.
 
         Args:
             app_id: id of the app.
@@ -57,18 +63,26 @@ class Apps(Generic[S]):
         app = self._backend.snapshot(app_id, brief=brief)
         if app is None:
             return None
-        status = reduce(app, time.time())
-        if status.is_stop_due and status.outcome is not None:
+        status = reduce(app)
+        if app_id in self._owned:
+            self._end_rest(app, status)
+        return app, status
+
+    def _end_rest(self, app: S, status: AppStatus) -> None:
+        since = self._owned[app.app_id]
+        if not status.is_stop_due or status.outcome is None:
+            self._owned[app.app_id] = None
+        elif since is None:
+            self._owned[app.app_id] = time.monotonic()
+        elif time.monotonic() > since + SETTLE:
             try:
                 self._backend.stop(app, status.outcome, None)
-            except BackendError as error:  # a user with read access only may still read the app
-                _log.warning("%s is decided and could not be ended: %s", app_id, error)
-        return app, status
+            except BackendError as error:
+                _log.warning("%s is decided and could not be ended: %s", app.app_id, error)
 
     def list(self, options: Cfg) -> list[tuple[S, AppStatus]]:
         """Read the state of all apps, the newest first; ``options`` as for ``Backend.snapshots``."""
-        now = time.time()
-        return [(app, reduce(app, now)) for app in self._backend.snapshots(options)]
+        return [(app, reduce(app)) for app in self._backend.snapshots(options)]
 
     def lines(
         self,
@@ -195,7 +209,8 @@ class Apps(Generic[S]):
         """Begin to end an app; return False if it has ended already."""
         if status.state.is_terminal and not self._backend.still_runs(app):
             return False
-        self._backend.stop(app, Outcome(State.CANCELLED, time=time.time()), grace)
+        decided = status.outcome if status.is_stop_due else None
+        self._backend.stop(app, decided or Outcome(State.CANCELLED, time=time.time()), grace)
         return True
 
     def _await_end(self, app: S) -> bool:

@@ -66,7 +66,6 @@ class ReplicaSnapshot:
         was_stopped: whether it ended because it was asked to: it is not the root cause then.
         is_error_lost: whether its error file may be missing: there was no room for it, or it was removed.
         lingers: whether processes of it still run although ``state`` is terminal.
-        respawns: whether the backend keeps restarting it although ``state`` is terminal.
     """
 
     role: str
@@ -87,7 +86,6 @@ class ReplicaSnapshot:
     was_stopped: bool = False
     is_error_lost: bool = False
     lingers: bool = False
-    respawns: bool = False
 
     @classmethod
     def of_process(
@@ -215,8 +213,8 @@ class AppSnapshot:
             tells its latest start.
         grace: seconds from SIGTERM to SIGKILL when its replicas are stopped.
         native: the state that the backend's own controller has decided; None if it follows from the replicas.
-        is_supervised: whether another process ends what is left of the app when it is decided, such as this package's
-            supervisor; a reader then does not.
+        is_supervised: whether a process of the job's own, such as this package's supervisor, ends what is left of the
+            app when it is decided; otherwise the process that has submitted it does, or `torchx cancel`.
         ending: how this package has begun to end the app, as the backend has stored it; None if it has not.
         restarts: how often the app, a role, a replica or ranks were restarted; None to count it from the replicas.
         notes: further facts for users, which are appended to the message unless they are the message.

@@ -9,7 +9,10 @@
   tolerates failed replicas while enough others run or have succeeded; replica 0 only if another host takes over.
 - An app has failed when a role has failed. A sidecar's failure counts until all other roles have succeeded.
 - The state is terminal only when nothing of the app runs or may still start. When the outcome is decided before that,
-  the rest has ``SETTLE`` seconds to end by itself, and is stopped then.
+  the rest has ``SETTLE`` seconds to end by itself, and is stopped then by the app's owner: a process of this package
+  that supervises it, or else the process that has submitted it (``core.apps``).
+
+No rule needs the time: the clock of a reader may differ from that of the machines that report to it.
 
 Standard library only: the local supervisor and Slurm's batch step import this module.
 """
@@ -41,7 +44,7 @@ class AppStatus:
         cause: the replica that is the root cause; None if the app has not failed, or not because of a replica.
         error: the content of the root cause's error file, as JSON text; empty without one.
         outcome: how the app has ended or is to end; None if that is not decided yet.
-        is_stop_due: whether the caller must stop what is left of the app.
+        is_stop_due: whether replicas run on though the outcome is decided, and nothing of the backend ends them.
         decided: when the app succeeded, in seconds since the epoch; 0 if it has not.
     """
 
@@ -69,14 +72,9 @@ def awaited(roles: Sequence[RoleSnapshot]) -> list[RoleSnapshot]:
     return [role for role in roles if not role.spec.sidecar] or list(roles)
 
 
-def reduce(app: AppSnapshot, now: float) -> AppStatus:
-    """Decide the state of an app.
-
-    Args:
-        app: what its backend knows of it.
-        now: the time, in seconds since the epoch.
-    """
-    status, native = _from_replicas(app, now), app.native
+def reduce(app: AppSnapshot) -> AppStatus:
+    """Decide the state of an app from what its backend knows of it."""
+    status, native = _from_replicas(app), app.native
     if native is None:
         return status
     if native.state is State.FAILED:
@@ -88,31 +86,31 @@ def reduce(app: AppSnapshot, now: float) -> AppStatus:
     return replace(status, state=native.state, message=_with_notes(native.message, app) or status.message)
 
 
-def _from_replicas(app: AppSnapshot, now: float) -> AppStatus:
+def _from_replicas(app: AppSnapshot) -> AppStatus:
     """Decide the state of an app from its replicas, whatever the backend's own controller says of the app."""
     failures = sorted((one for role in app.roles for one in role.failures), key=lambda one: one.distance)
-    outcome, cause, due = _decide(app, failures)
+    outcome, cause = _decide(app, failures)
     alive = [one for one in app.replicas if one.is_alive]
     active = any(role.is_active for role in app.roles)
     if outcome is None:
         running = any(one.state is State.RUNNING for one in app.replicas)
         return AppStatus(State.RUNNING if running else State.PENDING, _with_notes(_waiting(app), app))
     left = any(not one.is_stopping for one in alive) or any(role.is_open for role in app.roles)
-    respawns = any(one.respawns for one in app.replicas)
+    is_cancelled = app.ending is not None and app.ending.state is State.CANCELLED
+    is_stop_due = left and not app.is_supervised and not is_cancelled
+    hint = "it has succeeded; `torchx cancel` ends what still runs" if is_stop_due else ""
     return AppStatus(
         state=State.RUNNING if alive or active else outcome.state,
-        message=_with_notes(outcome.message, app),
+        message=_with_notes(outcome.message or hint, app),
         cause=cause,
         error=_error(app) if outcome.state is State.FAILED else "",
         outcome=outcome,
-        is_stop_due=not app.is_supervised and (respawns or (left and now >= due)),
+        is_stop_due=is_stop_due,
         decided=outcome.time if outcome.state is State.SUCCEEDED else 0.0,
     )
 
 
-def _decide(
-    app: AppSnapshot, failures: Sequence[ReplicaSnapshot]
-) -> tuple[Outcome | None, ReplicaSnapshot | None, float]:
+def _decide(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> tuple[Outcome | None, ReplicaSnapshot | None]:
     """Decide how an app ends.
 
     Args:
@@ -120,35 +118,31 @@ def _decide(
         failures: the failed replicas that no role tolerates, the root cause first.
 
     Returns:
-        The outcome, None if it is open; the replica that is the root cause, or None; and from when on the rest of the
-        app is to be stopped, in seconds since the epoch.
+        The outcome, None if it is open; and the replica that is the root cause, or None.
     """
     awaited_roles = awaited(app.roles)
     cause = failures[0] if failures else None
     ending = app.ending
     if ending is not None and ending.state is State.FAILED:
-        return replace(ending, message=ending.message or (cause.failure if cause else "")), cause, 0.0
+        return replace(ending, message=ending.message or (cause.failure if cause else "")), cause
     if awaited_roles and all(role.has_succeeded for role in awaited_roles):
         decided = max((one.ended for role in awaited_roles for one in role.replicas), default=0.0)
         if not any(one.ended < decided for one in failures):
-            # Spare replicas may be left, which end by themselves if they have started.
-            due = decided + SETTLE if any(role.spec.spares for role in awaited_roles) else 0.0
-            return Outcome(State.SUCCEEDED, time=decided), None, due
+            return Outcome(State.SUCCEEDED, time=decided), None
     if ending is not None:
-        # The process that ends the app may still be doing so.
-        return ending, None, (ending.time + app.grace + HOST_EXTRA + SETTLE) if ending.time else 0.0
+        return ending, None
     if cause is not None:
-        return Outcome(State.FAILED, cause.failure, time=cause.ended), cause, cause.ended + SETTLE
+        return Outcome(State.FAILED, cause.failure, time=cause.ended), cause
     broken = next((role for role in app.roles if role.finished is State.FAILED and not role.has_succeeded), None)
     if broken is not None:
-        return Outcome(State.FAILED, f"role {broken.spec.name} failed: {broken.reason}"), None, SETTLE
+        return Outcome(State.FAILED, f"role {broken.spec.name} failed: {broken.reason}"), None
     stuck = next((one for role in app.roles for one in role.stuck), None)
     if stuck is not None:
-        return Outcome(State.FAILED, f"replica {stuck.name} cannot start: {stuck.waiting}"), None, 0.0
+        return Outcome(State.FAILED, f"replica {stuck.name} cannot start: {stuck.waiting}"), None
     idle = not any(one.is_alive for one in app.replicas) and not any(role.is_active for role in app.roles)
     if idle and any(one.started or one.ended or one.state is State.UNKNOWN for one in app.replicas):
-        return Outcome(State.FAILED), None, 0.0  # the exit codes of some replicas are lost
-    return None, None, 0.0
+        return Outcome(State.FAILED), None  # the exit codes of some replicas are lost
+    return None, None
 
 
 def root_cause(failed: Sequence[ReplicaSnapshot]) -> tuple[ReplicaSnapshot | None, str]:

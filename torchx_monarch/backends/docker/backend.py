@@ -169,7 +169,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         """Begin to stop the containers that run or are restarted; record a cancel on the daemon."""
         if outcome.state is State.CANCELLED:
             self._daemon.mark_cancelled(app.app_id)
-        names = [one.name for one in app.replicas if one.is_alive or one.respawns]
+        names = [one.name for one in app.replicas if one.is_alive]
         left = [app.containers[name] for name in names if name in app.containers]
         if grace == 0:
             map_concurrently(native.kill, left)

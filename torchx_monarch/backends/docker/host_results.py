@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read the results of hosts that must not be restarted: dockerd restarts them regardless, and they end immediately.
+"""Read the results of hosts that must not be restarted: dockerd restarts them regardless, once; they end with code 0.
 
 Such a host has written its result to a marker file in its container (``host.no_restart_marker``). The marker gives the
 final state of the replica; the state that dockerd reports is that of a later start, in which no rank ran.
@@ -42,7 +42,9 @@ class HostResults:
         if state["Status"] == "running":
             restarts: int = container.attrs.get("RestartCount", 0)
             return restarts > 0 and (str(container.id), state["StartedAt"]) not in self._without
-        return bool(state["Status"] == "restarting" or (state["Status"] != "created" and state["ExitCode"] != 0))
+        if state["Status"] in ("restarting", "created"):
+            return bool(state["Status"] == "restarting")
+        return bool(state["ExitCode"] != 0 or container.attrs.get("RestartCount", 0))
 
     def _look(self, container: Container) -> None:
         paths = environment(container)[request.STARTS].split(":")

@@ -122,7 +122,6 @@ def replica_of(
         failure=f"replica {role}/{index} {_failure(attrs, code, result)}" if own is State.FAILED else "",
         error=result.to_text() if result else "",
         was_stopped=is_host_lost and code in STOP_CODES and not state.get("OOMKilled"),
-        respawns=living is not None and result is not None,
     )
 
 

@@ -8,7 +8,6 @@ The API server holds the whole state of an app, so any process on any machine ca
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from torchx.specs import AppDef
@@ -136,7 +135,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         found = objects.find(self._api, namespace, name)
         if found is None:
             return None
-        return snapshot.assemble(found if brief else objects.with_refusals(self._api, found), time.time())
+        return snapshot.assemble(found if brief else objects.with_refusals(self._api, found), self._api.server_time)
 
     def snapshots(self, options: Cfg) -> list[KubernetesSnapshot]:
         """Read the state of this scheduler's apps in one namespace. (TorchX lists all Volcano jobs of all users.)
@@ -148,8 +147,8 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
             KubernetesError: the cluster is unreachable or refuses.
         """
         namespace = str(options.get("namespace") or self._api.namespace)
-        now = time.time()
-        return [snapshot.assemble(one, now) for one in objects.find_all(self._api, namespace)]
+        found = objects.find_all(self._api, namespace)
+        return [snapshot.assemble(one, self._api.server_time) for one in found]
 
     def read_log(
         self, app: KubernetesSnapshot, role: str, replica: int, query: LogQuery[KubernetesSnapshot]

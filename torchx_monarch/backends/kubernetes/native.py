@@ -14,6 +14,7 @@ import os
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import urllib3
@@ -63,10 +64,15 @@ class Api:
     Args:
         configuration: the Kubernetes client's ``Configuration``.
         namespace: the default namespace.
+
+    Attributes:
+        server_time: the time in the server's latest answer, in seconds since the epoch; 0 before the first one. The
+            times in its objects are compared with it, never with this machine's clock.
     """
 
     def __init__(self, configuration: Any, namespace: str) -> None:
         self.namespace = namespace
+        self.server_time = 0.0
         self._configuration = configuration
         self._host: str = configuration.host.rstrip("/")
         self._pool: urllib3.PoolManager = client.ApiClient(configuration).rest_client.pool_manager
@@ -269,6 +275,8 @@ class Api:
                     method, url, body=data, headers=headers, timeout=timeout, preload_content=False, retries=False
                 )
                 if answer.status < 400:
+                    if date := answer.headers.get("Date"):
+                        self.server_time = parsedate_to_datetime(date).timestamp()
                     if timeout.read_timeout is not None:
                         _ = answer.data  # read the whole body here, so that a failure is retried
                     return answer

@@ -67,7 +67,7 @@ def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
 
     Args:
         objects: its objects.
-        now: the time, in seconds since the epoch.
+        now: the API server's time, in seconds since the epoch.
     """
     metadata = objects.record["metadata"]
     annotations = metadata["annotations"]

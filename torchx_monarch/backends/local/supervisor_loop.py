@@ -291,14 +291,14 @@ class SupervisorLoop:
         if self._outcome is None and (replica.spec.runs_hosts or replica.spec.is_elastic):
             self.at(time.monotonic() + SETTLE, lambda: self._stop_late_hosts(replica))
 
-    def _end_if_succeeded(self) -> None:
+    def _end_if_succeeded(self, *, spares_had_time: bool = False) -> None:
         """End the app when every role that it waits for has succeeded."""
         if self._outcome is None:
-            status = reduce(self._snapshot(), time.time())
-            if status.outcome is None or status.outcome.state is not State.SUCCEEDED:
+            outcome = reduce(self._snapshot()).outcome
+            if outcome is None or outcome.state is not State.SUCCEEDED:
                 return
-            if any(one.alive and one.spec.spares for one in self._all) and not status.is_stop_due:
-                self.at(time.monotonic() + SETTLE, self._end_if_succeeded)  # spare hosts are about to end
+            if any(one.alive and one.spec.spares for one in self._all) and not spares_had_time:
+                self.at(time.monotonic() + SETTLE, lambda: self._end_if_succeeded(spares_had_time=True))
             else:
                 self._end(State.SUCCEEDED, "")
 

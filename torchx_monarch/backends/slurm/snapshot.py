@@ -163,7 +163,7 @@ def of_app(app_id: str, job: JobState, *, brief: bool) -> SlurmSnapshot:
         first = array_state.first_failed(job.tasks) if job.state is State.FAILED else None
         if first is not None and not brief:
             task = job.tasks[first]
-            error = reduce(AppSnapshot("", "", runs[list(job.tasks).index(first)], native=task.outcome), 0.0).error
+            error = reduce(AppSnapshot("", "", runs[list(job.tasks).index(first)], native=task.outcome)).error
             outcome = replace(outcome, error=prefix_message(error, f"array task {first}: "))
     name = app.app.name if app else components[0].name if components else app_id
     restarts = None if brief else sum(_restarts(one) for one in (job.tasks.values() or [job]))

@@ -193,7 +193,7 @@ class BatchStep:
         """Decide what follows from the end of a role: success, a retry of the role, or the end of the job."""
         if self._stopping:
             return
-        decided = reduce(self._snapshot(), time.time())
+        decided = reduce(self._snapshot())
         if decided.outcome is None:
             return
         if decided.outcome.state is State.SUCCEEDED:
