@@ -22,7 +22,11 @@ from torchx_monarch.system import processes
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP, "freeze": signal.SIGSTOP}
 
 #: What is in the command line of a process of each kind; of zygotes, those that ranks are forks of.
-_MARKS = {"agent": "bootstrap_main", "rank": r"\(rank \d+ of |/rank_main\.py ", "zygote": r"torchx-monarch zygote \w"}
+_MARKS = {
+    "agent": "bootstrap_main",
+    "rank": r"^\S+ -u (?!\S+/zygote_main\.py )",
+    "zygote": r"torchx-monarch zygote \w",
+}
 #: Seconds between two looks at the events of a job, and at its processes.
 _LOOK_EVERY = 0.005
 #: Seconds that a further fault's moment is waited for in a job that may hang: it may never come.
