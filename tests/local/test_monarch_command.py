@@ -219,12 +219,18 @@ def test_a_live_allocation(tmp_path: Path, eventually: Eventually) -> None:
     command[1:1] = ["--detach"]
     assert json.loads(monarch("exec", *command, cwd=tmp_path)) == {"type": "accepted", "handle": handle, "run": 2}
     eventually(lambda: [run["state"] for run in objects("ps", "last")] == ["succeeded"] * 2, "the second run")
+    (tmp_path / "print.py").write_text(r'print("[step10]: loss=10\n[rank0]: 2026-11-25T10:00:00.123Z")')
+    torchrun = ["--workspace", "", "--", "torchrun", "--nproc-per-node", "1"]
+    for more, lead in (((), ""), (("--tee", "3"), "[0] ")):
+        assert monarch("exec", "last", *torchrun, *more, "print.py", cwd=tmp_path) == (
+            f"{lead}[step10]: loss=10\n{lead}[rank0]: 2026-11-25T10:00:00.123Z\n"
+        )
     (allocation,) = objects("ps")
     assert set(allocation) == documented("an allocation") - {"live"}
-    assert (allocation["handle"], allocation["runs"], allocation["run"]) == (handle, 2, None)
+    assert (allocation["handle"], allocation["runs"], allocation["run"]) == (handle, 4, None)
     live = objects("status", "hosts")["live"]
-    assert (live["ready"], live["runs"], [run["run"] for run in live["last_runs"]]) == (True, 2, [1, 2])
-    assert "  runs         2 so far\n" in monarch("status", handle)
+    assert (live["ready"], live["runs"], [run["run"] for run in live["last_runs"]]) == (True, 4, [1, 2, 3, 4])
+    assert "  runs         4 so far\n" in monarch("status", handle)
     assert objects("stop", "last") == {"handle": handle, "stopped": "allocation", "run": None}
     eventually(lambda: objects("status", handle)["state"] != "RUNNING", "the end of the hosts")
     assert objects("status", handle)["live"] is None

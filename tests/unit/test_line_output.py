@@ -146,12 +146,13 @@ def test_pieces_in_a_journal_and_in_a_filtered_file(tmp_path: Path) -> None:
     async def program(out: Console) -> None:
         run_log = RunLog(str(tmp_path / "run" / "journal"))
         filtered = FilteredFile(str(tmp_path / "filtered"), ["needle"], b"p:")
-        rank = Rank(out, "p:", sink=SinkGroup([RunLogSink(run_log, 3, "stdout"), filtered]))
+        rank = Rank(out, "p:", sink=SinkGroup([RunLogSink(run_log, 3, "stdout", "p:", True), filtered]))
         await rank.write(text)
         await rank.write(b"\none needle\nnone\n")
         await rank.end()
         run_log.close()
         records = [line async for lines in run_log.follow() for line in lines]
+        assert {(json.loads(line)["prefix"], json.loads(line)["stamped"]) for line in records} == {("p:", True)}
         texts = [json.loads(line)["text"] for line in records]
         assert "".join(texts) == "p:" + text.decode() + "\np:one needle\np:none\n"
 

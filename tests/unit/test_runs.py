@@ -28,7 +28,7 @@ from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.termination import termination
 
 BEGUN = {"type": "run", "run": 1, "command": "python x.py", "cwd": "/w", "code": "ab", "by": "me@here", "submitted": 7}
-OUTPUT = {"type": "output", "rank": 0, "stream": "stdout", "text": "[default0]:out\n"}
+OUTPUT = {"type": "output", "rank": 0, "stream": "stdout", "text": "[default0]:out\n", "prefix": "[default0]:"}
 RESULT = {
     "type": "result",
     "run": 1,

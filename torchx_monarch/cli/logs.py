@@ -177,7 +177,7 @@ class _Printer:
     def __init__(self, app: AppSnapshot, timestamps: bool, as_json: bool) -> None:
         self._timestamps = timestamps
         self._as_json = as_json
-        self._parsers = {role.spec.name: parser_of(app, role.spec.name) for role in app.roles}
+        self._parsers = {(one.role, one.id): parser_of(app, one.role, one.id) for one in app.replicas}
         self._several_roles = len(app.roles) > 1
         self._several = len(app.replicas) > 1
         self._is_terminal, self._is_coloured = is_terminal(sys.stdout), is_coloured(sys.stdout)
@@ -186,7 +186,7 @@ class _Printer:
 
     def parse(self, source: Source, line: TimedLine) -> LogLine:
         """Parse a line of a replica."""
-        return self._parsers[source[0]].parse(line.text)
+        return self._parsers[source].parse(line.text)
 
     def show(self, source: Source, line: TimedLine, parsed: LogLine) -> None:
         """Print a line: with its rank, and with its replica if it has no rank and there are several replicas."""

@@ -22,7 +22,7 @@ from torchx_monarch.cli.json_output import add_json, print_json, print_record
 from torchx_monarch.cli.sampled_ranks import SampledRanks
 from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.cli.status_text import render
-from torchx_monarch.insight.log_lines import LineParser
+from torchx_monarch.insight.log_lines import host_text
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.app_summary import log_folder
@@ -110,8 +110,7 @@ def _look(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: SampledR
     happened, last_output, live, from_log = scheduler.read_events(app_id), 0.0, None, False
     if status.state is State.RUNNING:
         logs = _ends_of_logs(scheduler, app)
-        parser = LineParser()
-        output = (line for lines in logs for line in lines if not parser.parse(line.text).is_of_host)
+        output = (line for lines in logs for line in lines if host_text(line.text) is None)
         last_output = max((line.time for line in output), default=0.0)
         if from_log := not happened and bool(logs):
             happened = events_of(logs[0])

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 import signal
 import sys
@@ -21,7 +20,7 @@ from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.result import RankOutput, RunResult, run_result
 from torchx_monarch.client.run_options import Output, check_output
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
-from torchx_monarch.insight.log_lines import LineParser, is_coloured, is_terminal
+from torchx_monarch.insight.log_lines import STAMP_LENGTH, LogLine, is_coloured, is_terminal
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.line_output import LineOutput
 from torchx_monarch.system.termination import closed_terminal_is_null, signal_of, termination
@@ -174,7 +173,7 @@ class Collector:
         for record in records:
             kind = record["type"]
             if kind == "output":
-                self._show(record["rank"], record["stream"], record["text"])
+                self._show(record)
             elif kind == "phase" and self._on_phase is not None:
                 self._on_phase(record["text"])
             elif kind == "exit":
@@ -190,20 +189,22 @@ class Collector:
                 return run_result(record, self._exits, self._attempts, texts)
         raise UnreachableError(f"run {records.run} is looked at no longer")
 
-    def _show(self, rank: int, stream: str, text: str) -> None:
+    def _show(self, record: dict[str, Any]) -> None:
+        rank, stream, text = record["rank"], record["stream"], record["text"]
         if callable(self._output):
             self._output(rank, stream, text)
         elif self._output == "store":
             self._texts.setdefault(rank, {"stdout": [], "stderr": []})[stream].append(text)
         elif self._output == "stream":
-            show(stream, self._streams[stream].place(rank, text))
+            prefix, stamped = record.get("prefix", ""), record.get("stamped", False)
+            show(stream, self._streams[stream].place(rank, text, len(prefix), STAMP_LENGTH if stamped else 0))
 
 
 class _RankLines:
     """Decide how the output of the ranks looks on one stream.
 
     torchrun's prefix is shown as ``[3] ``. On a terminal all lines have that prefix, also those of ranks without
-    ``--tee``; in a file or a pipe these lines are as the rank has written them.
+    ``--tee`` and those with a prefix of the user's; in a file or a pipe these lines are as the host has sent them.
 
     Args:
         stream: the stream; None if it is closed.
@@ -212,25 +213,30 @@ class _RankLines:
     def __init__(self, stream: TextIO | None) -> None:
         self._is_terminal = is_terminal(stream)
         self._is_coloured = is_coloured(stream)
-        self._parser = LineParser()
         self._placed = LineOutput()
         self._unfinished: set[int] = set()
 
-    def place(self, rank: int, text: str) -> str:
-        """Return what to write for lines, or a piece of a line, of a rank."""
-        shown = []
+    def place(self, rank: int, text: str, prefix: int, stamp: int) -> str:
+        """Return what to write for lines, or a piece of a line, of a rank.
+
+        Args:
+            rank: the rank.
+            text: the text.
+            prefix: the length of torchrun's prefix in each line; 0 for none.
+            stamp: the length of the time before it; 0 for none.
+        """
+        shown, start = [], stamp + prefix
+        mark = f"[{rank}] " if prefix or self._is_terminal else ""
         for line in _LINES.findall(text):
-            shown.append(line if rank in self._unfinished else self._with_prefix(rank, line))
+            begun = rank in self._unfinished
+            shown.append(line if begun else self._line(LogLine(line[start:], mark, rank, line[:stamp].rstrip())))
             (self._unfinished.discard if line.endswith("\n") else self._unfinished.add)(rank)
-        prefix = self._with_prefix(rank, "") if self._is_terminal else ""
-        placed = self._placed.place(rank, "".join(shown).encode(errors="surrogateescape"), prefix.encode())
+        lead = self._line(LogLine("", mark, rank)) if self._is_terminal else ""
+        placed = self._placed.place(rank, "".join(shown).encode(errors="surrogateescape"), lead.encode())
         return placed.decode(errors="surrogateescape")
 
-    def _with_prefix(self, rank: int, line: str) -> str:
-        parsed = self._parser.parse_of(rank, line)
-        if not self._is_terminal:
-            return parsed.plain()
-        return dataclasses.replace(parsed, prefix=f"[{rank}] ").on_terminal(self._is_coloured)
+    def _line(self, line: LogLine) -> str:
+        return line.on_terminal(self._is_coloured) if self._is_terminal else line.plain()
 
 
 def show(stream: str, text: str) -> None:

@@ -197,6 +197,8 @@ class _OutputRecord:
     rank: int
     stream: _Stream
     text: str
+    prefix: str = ""
+    stamped: bool = False
 
 
 @dataclasses.dataclass

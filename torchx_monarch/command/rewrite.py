@@ -138,7 +138,8 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
         # Hosts that a backend starts again one by one look for replica 0, which must then be started again as well.
         hands_over = options.hands_over and not (options.application and role.max_retries)
         hands_over = hands_over and _hands_over(role, spec, is_connected=bool(peer_roles or registry))
-        specs.append(replace(spec, awaits_clients=found.awaits_clients, hands_over=hands_over))
+        stamped = options.spec.timestamps
+        specs.append(replace(spec, awaits_clients=found.awaits_clients, hands_over=hands_over, stamped=stamped))
         own = replace(options, spec=replace(options.spec, spares=spares, hands_over=hands_over))
         words = _host_arguments(role, own, peers if found.kind == "actors" else "", registry, peer_roles, awaited)
         _insert(role, found, [options.python, *words])

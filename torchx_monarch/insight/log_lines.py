@@ -5,7 +5,8 @@
 A host writes torchrun's prefix (``[trainer3]:``), or that of the user's ``--log-line-prefix-template``, before the
 lines of a rank that torchrun would prefix. Log files and the hosts' own output keep it. Every command that shows a log
 uses this module (``torchx run --log``, ``torchx log``, ``torchx monarch exec``, ``follow`` and ``logs``): it shows
-``[3] `` in place of torchrun's prefix, and the prefix of a user's template as it is. Colours go to terminals only.
+``[3] `` in place of torchrun's prefix, and the prefix of a user's template as it is. Colours go to terminals only. What
+a program may have printed stays byte for byte: a prefix is replaced only where the host writes it before every line.
 
 Standard library only.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from string import Template
 from typing import TextIO
 
@@ -23,6 +24,8 @@ TEMPLATE = "[${role_name}${rank}]:"
 """The prefix of a rank's lines, as under torchrun, unless the user gives another template."""
 
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) ")
+
+STAMP_LENGTH = len("2026-11-25T10:00:00.123Z ")
 
 _HOST = "[monarch]"
 """Marks the lines of host processes and supervisors."""
@@ -93,45 +96,69 @@ class LogLine:
         return f"{time}{prefix}{self.text}"
 
 
+def host_text(line: str) -> str | None:
+    """Return the text of a line of a host process or a supervisor, with or without its time; None for any other line.
+
+    A rank can imitate such lines.
+    """
+    found = _STAMP.match(line)
+    rest = line[found.end() :] if found else line
+    return rest[len(_HOST) + 1 :] if rest.startswith(f"{_HOST} ") else None
+
+
 class LineParser:
-    """Parse the lines that a host has written.
+    """Parse the lines that the host of one replica has written.
 
     Args:
-        role_name: torchrun's ``--role``; None for any, where the digits at its end count as digits of the rank.
-        template: the user's ``--log-line-prefix-template``; empty for torchrun's default.
+        role_name: torchrun's ``--role``.
+        template: the prefix of the lines of ranks; empty if they have none, or none is known.
+        is_complete: whether all lines of all ranks have the prefix. Otherwise a program can have printed what looks so,
+            and lines are shown as they are.
+        stamped: whether the host writes the time before each line.
+        first_rank: the lowest rank of the host; None if it is not known. Only a template without ``${rank}`` needs it.
     """
 
-    def __init__(self, role_name: str | None = None, template: str = "") -> None:
-        self._is_default = template in ("", TEMPLATE)
-        self._prefix = re.compile(_pattern(template or TEMPLATE, role_name))
+    def __init__(
+        self,
+        role_name: str = "",
+        template: str = "",
+        *,
+        is_complete: bool = True,
+        stamped: bool = False,
+        first_rank: int | None = None,
+    ) -> None:
+        self._prefix = re.compile(_pattern(template, role_name)) if template else None
+        self._is_default = template == TEMPLATE
+        self._is_complete = is_complete
+        self._stamped = stamped
+        self._first_rank = first_rank
 
     def parse(self, line: str) -> LogLine:
         """Parse one line, or the beginning of one."""
-        found = _STAMP.match(line)
+        found = _STAMP.match(line) if self._stamped else None
         time, rest = (found[1], line[found.end() :]) if found else ("", line)
         if rest.startswith(f"{_HOST} "):
             return LogLine(rest[len(_HOST) + 1 :], f"{_HOST} ", time=time)
-        match = self._prefix.match(rest)
-        if match is None or "rank" not in match.groupdict():
+        match = self._prefix.match(rest) if self._prefix is not None else None
+        values = match.groupdict() if match is not None else {}
+        if "rank" in values:
+            rank, prefix = int(values["rank"]), ""
+        elif "local_rank" in values and self._first_rank is not None:
+            rank = self._first_rank + int(values["local_rank"])
+            prefix = f"[{rank}] "
+        else:
             return LogLine(rest, time=time)
-        rank = int(match["rank"])
-        return LogLine(rest[match.end() :], f"[{rank}] " if self._is_default else match[0], rank, time)
-
-    def parse_of(self, rank: int, line: str) -> LogLine:
-        """Parse a line of a known rank; its prefix is empty if the line has none."""
-        found = self.parse(line)
-        # The name of the role may end in digits: [bert23] is rank 3 of bert2.
-        if found.rank is not None and str(found.rank).endswith(str(rank)):
-            return replace(found, rank=rank, prefix=f"[{rank}] ")
-        return LogLine(line[len(found.time) + 1 :] if found.time else line, "", rank, found.time)
+        if match is None or not self._is_complete:
+            return LogLine(rest, rank=rank, time=time)
+        return LogLine(rest[match.end() :], f"[{rank}] " if self._is_default else prefix + match[0], rank, time)
 
 
-def _pattern(template: str, role_name: str | None) -> str:
-    """Return a regular expression that matches the prefixes of a template, with the rank as the group ``rank``."""
+def _pattern(template: str, role_name: str) -> str:
+    """Return a regular expression for the prefixes of a template, with the groups ``rank`` and ``local_rank``."""
     values = {
-        "role_name": r"[^\]\s]*?" if role_name is None else re.escape(role_name),
+        "role_name": re.escape(role_name),
         "rank": r"(?P<rank>\d{1,9})",
-        "local_rank": r"\d+",
+        "local_rank": r"(?P<local_rank>\d{1,9})",
         "hostname": r"\S*?",
     }
     pattern, position = "", 0
@@ -139,8 +166,8 @@ def _pattern(template: str, role_name: str | None) -> str:
         pattern += re.escape(template[position : each.start()])
         name = each["named"] or each["braced"]
         pattern += "\\$" if each["escaped"] else values.get(name or "", re.escape(each[0]))
-        if name == "rank":
-            values["rank"] = r"(?P=rank)"
+        if name in ("rank", "local_rank"):
+            values[name] = f"(?P={name})"
         position = each.end()
     return pattern + re.escape(template[position:])
 

@@ -61,15 +61,16 @@ class RunLog:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def output(self, rank: int, stream: str, data: bytes) -> None:
-        """Append output of a rank, split into records of at most ``_PIECE`` characters."""
+    def output(self, rank: int, stream: str, data: bytes, prefix: str, stamped: bool) -> None:
+        """Append output of a rank, split into records of at most ``_PIECE`` characters; see ``RunLogSink``."""
         text = data.decode(errors="surrogateescape")
         start = 0
         while start < len(text):
             end = start + _PIECE
             if end < len(text):  # split at line ends: a follower receives records of several hosts interleaved
                 end = text.rfind("\n", start, end) + 1 or end
-            self.append({"type": "output", "rank": rank, "stream": stream, "text": text[start:end]})
+            record = {"type": "output", "rank": rank, "stream": stream, "text": text[start:end]}
+            self.append({**record, "prefix": prefix, "stamped": stamped})
             start = end
 
     def restart(self) -> None:
@@ -115,16 +116,21 @@ class RunLogSink:
         run_log: the log of the run.
         rank: the rank.
         stream: ``stdout`` or ``stderr``.
+        prefix: torchrun's own prefix before each line, which clients show in a shorter form; empty if there is none, or
+            one of the user's.
+        stamped: whether each line has the time before its prefix.
     """
 
-    def __init__(self, run_log: RunLog, rank: int, stream: str) -> None:
+    def __init__(self, run_log: RunLog, rank: int, stream: str, prefix: str, stamped: bool) -> None:
         self._run_log = run_log
         self._rank = rank
         self._stream = stream
+        self._prefix = prefix
+        self._stamped = stamped
 
     def write(self, text: bytes, shown: bytes) -> None:
         """Append ``shown``, the text with its prefixes (see ``LineSink``)."""
-        self._run_log.output(self._rank, self._stream, shown)
+        self._run_log.output(self._rank, self._stream, shown, self._prefix, self._stamped)
 
     def close(self) -> None:
         """Do nothing: the log outlives the rank."""

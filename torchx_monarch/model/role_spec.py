@@ -75,6 +75,7 @@ class RoleSpec:
         awaits_clients: whether clients connect to its hosts from outside.
         spares: how many replicas are spare hosts, which run ranks only in the place of others.
         hands_over: whether another host takes over when replica 0 is lost, so that the role tolerates that.
+        stamped: whether its hosts write the time before each line.
     """
 
     name: str
@@ -89,6 +90,7 @@ class RoleSpec:
     awaits_clients: bool = False
     spares: int = 0
     hands_over: bool = False
+    stamped: bool = False
 
     @classmethod
     def of(

@@ -23,7 +23,7 @@ from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.command.command import Command
 from torchx_monarch.command.rewrite import rank_command
 from torchx_monarch.insight.events import Event
-from torchx_monarch.insight.log_lines import LineParser
+from torchx_monarch.insight.log_lines import host_text
 from torchx_monarch.insight.rank_activity import RankActivity
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import shell_code
@@ -294,13 +294,12 @@ def events_of(lines: Iterable[TimedLine]) -> list[Event]:
     A rank can print such lines, too: they suit display only.
     """
     found: list[Event] = []
-    parser = LineParser()
     for line in lines:
-        parsed = parser.parse(line.text.rstrip("\n"))
-        kind = next((kind for pattern, kind in _PROGRESS if parsed.is_of_host and pattern.match(parsed.text)), None)
-        if kind is not None:
-            event: Event = {"time": line.time, "kind": kind, "message": parsed.text}
-            if run := _RUN.match(parsed.text):
+        text = host_text(line.text.rstrip("\n"))
+        kind = next((kind for pattern, kind in _PROGRESS if pattern.match(text)), None) if text is not None else None
+        if text is not None and kind is not None:
+            event: Event = {"time": line.time, "kind": kind, "message": text}
+            if run := _RUN.match(text):
                 event["run"] = int(run[1])
             found.append(event)
     return found

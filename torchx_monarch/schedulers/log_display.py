@@ -17,8 +17,10 @@ from typing import TextIO
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.validation import matching
+from torchx_monarch.command.command import Command, Streams
 from torchx_monarch.command.rewrite import rank_command
-from torchx_monarch.insight.log_lines import LineParser, LogLine, is_coloured, is_terminal
+from torchx_monarch.insight.log_lines import TEMPLATE, LineParser, LogLine, is_coloured, is_terminal
+from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.schedulers.command import subcommand
 
 _ERASE = "\x1b[G\x1b[K"
@@ -36,23 +38,24 @@ class LogDisplay:
     Args:
         app: the app.
         role: name of the role.
+        replica: id of the replica.
         stream: where TorchX prints the lines; None if that is closed.
     """
 
-    def __init__(self, app: AppSnapshot, role: str, stream: TextIO | None) -> None:
-        self._parser = parser_of(app, role)
+    def __init__(self, app: AppSnapshot, role: str, replica: int, stream: TextIO | None) -> None:
+        self._parser = parser_of(app, role, replica)
         self._is_terminal = is_terminal(stream)
         self._is_coloured = is_coloured(stream)
         self._is_alone = len(app.replicas) == 1
         self._has_one_role = len(app.roles) == 1
 
     @classmethod
-    def of_command(cls, app: AppSnapshot, role: str) -> LogDisplay | None:
+    def of_command(cls, app: AppSnapshot, role: str, replica: int) -> LogDisplay | None:
         """Return how this process's ``torchx log`` or ``torchx run --log`` shows lines; None in any other program."""
         command = subcommand()
         if command not in ("log", "run"):
             return None
-        return cls(app, role, sys.stdout if command == "log" else sys.stderr)
+        return cls(app, role, replica, sys.stdout if command == "log" else sys.stderr)
 
     def show(self, pieces: Iterable[str], regex: str | None) -> Iterator[str]:
         """Return the lines to show; those in which a regular expression matches, if there is one.
@@ -85,12 +88,26 @@ class LogDisplay:
         return text if goes_on else _ERASE + before + text
 
 
-def parser_of(app: AppSnapshot, role_name: str) -> LineParser:
-    """Return the parser of the lines of a role's ranks; of any torchrun's if the role is not known."""
+def parser_of(app: AppSnapshot, role_name: str, replica: int) -> LineParser:
+    """Return the parser of the lines of a replica. Each run on a live allocation has its own prefix: none is known."""
     written = app.app.roles if app.app is not None else ()
     role = next((one for one in written if one.name == role_name), None)
+    spec = next((one.spec for one in app.roles if one.spec.name == role_name), RoleSpec(role_name))
     command = rank_command(role) if role is not None else None
-    if role is None or command is None or command.kind == "hosts":
-        return LineParser()
-    template = command.options.log_line_prefix_template or role.env.get(_TEMPLATE_VARIABLE) or ""
-    return LineParser(command.options.role, template)
+    if role is None or command is None or command.kind != "torchrun" or command.options.tee == Streams():
+        return LineParser(stamped=spec.stamped)
+    options = command.options
+    return LineParser(
+        options.role,
+        options.log_line_prefix_template or role.env.get(_TEMPLATE_VARIABLE, TEMPLATE),
+        is_complete=options.tee == Streams(every=3),
+        stamped=spec.stamped,
+        first_rank=_first_rank(command, spec, replica),
+    )
+
+
+def _first_rank(command: Command, spec: RoleSpec, replica: int) -> int | None:
+    """Return the lowest rank of a replica; None if it is not known, or may differ between attempts."""
+    count = command.options.nproc_per_node
+    is_fixed = not spec.spares and command.fewest(spec.replicas) == spec.replicas
+    return replica * int(count) if is_fixed and count.isdecimal() else None

@@ -348,7 +348,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             ValueError: the app, role or replica does not exist, or an argument is invalid.
         """
         found = self.apps.recent(app_id)
-        display = LogDisplay.of_command(found[0], role_name) if found is not None else None
+        display = LogDisplay.of_command(found[0], role_name, k) if found is not None else None
         lines = self.apps.lines(
             app_id,
             role_name,

@@ -65,7 +65,8 @@ class RankLogs:
         shown = options.local_ranks_filter is None or local_rank in options.local_ranks_filter
         names = {"role_name": options.role, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
         template = self.run.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", TEMPLATE)
-        prefix = Template(options.log_line_prefix_template or template).safe_substitute(names)
+        template = options.log_line_prefix_template or template
+        prefix = Template(template).safe_substitute(names)
         out = (process.stdout, options.tee.stdout, options.redirects.stdout, options.duplicate_stdout_filters)
         err = (process.stderr, options.tee.stderr, options.redirects.stderr, options.duplicate_stderr_filters)
         for name, console, (output, tee, redirect, texts) in (
@@ -77,7 +78,8 @@ class RankLogs:
             path = str(directory / f"{name}.log") if directory else None
             sinks: list[LineSink] = []
             if self.run_log is not None:
-                sinks.append(RunLogSink(self.run_log, rank, name))
+                own = prefix if teed and template == TEMPLATE else ""
+                sinks.append(RunLogSink(self.run_log, rank, name, own, self.stamped))
             if texts and directory:
                 filtered = directory.with_name(filtered_name(name, self.replica))
                 # The file exists even if no stream is teed, as under torchrun.
