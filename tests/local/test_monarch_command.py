@@ -168,7 +168,10 @@ def test_an_interrupted_follower_leaves_the_job_running(tmp_path: Path, eventual
     follower.send_signal(signal.SIGINT)
     follower.communicate(timeout=60)
     assert follower.returncode == 128 + signal.SIGINT
-    assert objects("status", handle)["state"] in ("PENDING", "RUNNING")
+    text = monarch("stop", handle, code=exit_codes.UNAVAILABLE)
+    assert text == f"[monarch] {handle} is not a live allocation; to end it: torchx cancel {handle}\n"
+    status = objects("status", handle)
+    assert (status["state"], status["restarts"]) == ("RUNNING", 0)
     torchx("cancel", handle)
     status = objects("status", handle)
     assert (status["state"], status["exit_code"]) == ("CANCELLED", None)
@@ -231,6 +234,11 @@ def test_a_live_allocation(tmp_path: Path, eventually: Eventually) -> None:
     live = objects("status", "hosts")["live"]
     assert (live["ready"], live["runs"], [run["run"] for run in live["last_runs"]]) == (True, 4, [1, 2, 3, 4])
     assert "  runs         4 so far\n" in monarch("status", handle)
+    assert "--run x: give the number of a run" in monarch("stop", "last", "--run", "x", code=exit_codes.USAGE)
+    assert "name the allocation" in monarch("stop", code=exit_codes.USAGE)
+    run = {"handle": handle, "stopped": "run"}
+    assert objects("stop", "--run", "last") == objects("stop", "last", "--run") == {**run, "run": None}
+    assert objects("stop", "last", "--run", "2") == objects("stop", "--run=2", "last") == {**run, "run": 2}
     assert objects("stop", "last") == {"handle": handle, "stopped": "allocation", "run": None}
     eventually(lambda: objects("status", handle)["state"] != "RUNNING", "the end of the hosts")
     assert objects("status", handle)["live"] is None

@@ -6,35 +6,45 @@ from __future__ import annotations
 
 import argparse
 
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of, job_of
+from torchx_monarch.cli.handles import resolve
 from torchx_monarch.cli.json_output import add_json, print_json
 from torchx_monarch.client.connection import ask
-from torchx_monarch.exceptions import UnreachableError
+from torchx_monarch.exceptions import AllocationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``torchx monarch stop``."""
-    add_handle(parser)
-    parser.add_argument(
-        "--run", type=int, nargs="?", const=0, help="end this run, or the one that runs; keep the hosts"
-    )
+    add_handle(parser, optional=True)
+    parser.add_argument("--run", nargs="?", const="", help="end this run, or the one that runs; keep the hosts")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """End the allocation, or the run that ``--run`` names."""
+    if args.handle is None and args.run:  # argparse takes the handle of `stop --run HANDLE` for the value of --run
+        args.handle, args.run = resolve(args.run), ""
+    if args.handle is None:
+        raise UserError("name the allocation, as in: torchx monarch stop last")
+    if args.run and not args.run.isdecimal():
+        raise UserError(f"--run {args.run}: give the number of a run, which `torchx monarch ps {args.handle}` lists")
+    number = int(args.run) if args.run else None
     if args.run is not None:
-        job_of(args).cancel_run(args.run or None)
+        job_of(args).cancel_run(number)
     else:
         _stop_hosts(args)
     if args.json:
         stopped = "allocation" if args.run is None else "run"
-        print_json({"handle": args.handle, "stopped": stopped, "run": args.run or None})
+        print_json({"handle": args.handle, "stopped": stopped, "run": number})
 
 
 def _stop_hosts(args: argparse.Namespace) -> None:
     hosts = hosts_of(args)
-    try:
-        ask(hosts.target, {"type": "stop"})
-    except UnreachableError:
+    status = hosts.look()
+    if status is None:
         hosts.release()  # unreachable hosts may still be queued: the scheduler can cancel them
+    elif status.message:
+        raise AllocationError(f"{status.message}; to end it: torchx cancel {args.handle}")
+    else:
+        ask(hosts.target, {"type": "stop"})
