@@ -124,6 +124,20 @@ def test_a_duration_before_now(text: str, ago: float, monkeypatch: pytest.Monkey
     assert since(text).timestamp() == 1e9 - ago
 
 
+@pytest.mark.parametrize("now", ["2025-03-09T03:30-04:00", "2025-11-02T01:30-05:00"])  # half an hour after each change
+def test_a_duration_in_which_the_clocks_have_changed(now: str) -> None:
+    seconds = datetime.fromisoformat(now).timestamp()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TZ", "America/New_York")
+            time.tzset()
+            patch.setattr("torchx_monarch.cli.since.time.time", lambda: seconds)
+            assert since("2h").timestamp() == seconds - 7200
+            assert since("40m").timestamp() == seconds - 2400
+    finally:
+        time.tzset()
+
+
 def test_a_time() -> None:
     assert since("2026-11-22T14:30Z") == datetime(2026, 11, 22, 14, 30, tzinfo=timezone.utc)
     assert since("2026-11-22") == datetime(2026, 11, 22)

@@ -39,6 +39,7 @@ from torchx_monarch.backends.ssh.native import MachineConnection, Machines, SshE
 from torchx_monarch.backends.ssh.options import SshOpts
 from torchx_monarch.backends.ssh.request import SshRequest
 from torchx_monarch.backends.ssh.snapshot import Found, SshSnapshot, build
+from torchx_monarch.client.workspace_sync import current_workspace
 from torchx_monarch.code_sync.manifest import Tree
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -334,12 +335,18 @@ def test_a_damaged_place_keeps_its_gpus_and_no_other_job(monkeypatch: pytest.Mon
 
 
 def test_the_home_folder_is_no_workspace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runner: Runner) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    home = app("true", "${img_root}", workspace=Workspace({f"file://{tmp_path}": ""}))
-    assert rendered(runner, home, hosts=["a"]).workspaces == [{}]
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for home in (tmp_path, tmp_path / "link"):
+        monkeypatch.setenv("HOME", str(home))
+        role = app("true", "${img_root}", workspace=Workspace({f"file://{tmp_path}": ""}))
+        assert rendered(runner, role, hosts=["a"]).workspaces == [{}]
+        assert current_workspace() is None
     (tmp_path / "code").mkdir()
     request = rendered(runner, app("true", "${img_root}", workspace=Workspace({f"{tmp_path}/code": ""})), hosts=["a"])
     assert request.workspaces == [{f"{tmp_path}/code": ""}] and request.roles[0].replicas[0].args == ["true", "."]
+    monkeypatch.chdir("code")
+    assert current_workspace() == f"{tmp_path}/code"
 
 
 def test_a_workspace_of_several_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

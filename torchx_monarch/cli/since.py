@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from datetime import datetime, timedelta
+from datetime import datetime, timezone
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -21,8 +21,7 @@ def since(text: str) -> datetime:
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text)
     try:
         if parts:
-            ago = timedelta(seconds=float(parts[1]) * _UNITS[parts[2] or "s"])
-            when = datetime.fromtimestamp(time.time()) - ago
+            when = datetime.fromtimestamp(time.time() - float(parts[1]) * _UNITS[parts[2] or "s"], timezone.utc)
         else:
             when = datetime.fromisoformat(text.replace("Z", "+00:00"))
         when.timestamp()  # which a time of the first and last years does not have

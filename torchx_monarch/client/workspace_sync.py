@@ -20,7 +20,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
 from torchx_monarch.code_sync.archive import PIECE, ChangedError, pack
-from torchx_monarch.code_sync.manifest import MARKER, Tree
+from torchx_monarch.code_sync.manifest import MARKER, Tree, is_home_or_root
 from torchx_monarch.exceptions import CodeError, UnreachableError
 
 if TYPE_CHECKING:
@@ -123,9 +123,9 @@ def check_when(when: str) -> None:
 
 
 def current_workspace() -> str | None:
-    """Return the current folder; None if it is the home folder or ``/``, which hold more than code."""
+    """Return the current folder; None if it is the home folder or ``/``."""
     current = os.getcwd()
-    return None if current in ("/", os.path.expanduser("~")) else current
+    return None if is_home_or_root(current) else current
 
 
 def look(root: str) -> Tree:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -30,6 +31,11 @@ MAX_TREE = 100 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NO_PATH = re.compile(r"\0|(^|/)\.{0,2}(/|\Z)")
+
+
+def is_home_or_root(folder: str) -> bool:
+    """Whether a folder is the home folder or ``/``, by any of its names: these hold more than code, such as keys."""
+    return any(os.path.exists(path) and os.path.samefile(folder, path) for path in ("/", os.path.expanduser("~")))
 
 
 class TreeError(ValueError):

@@ -19,7 +19,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.ssh.native import MachineConnection, SshError, concurrently
 from torchx_monarch.code_sync.archive import ChangedError, pack
-from torchx_monarch.code_sync.manifest import Tree
+from torchx_monarch.code_sync.manifest import Tree, is_home_or_root
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -41,7 +41,7 @@ class SentWorkspace(WorkspaceMixin[None]):  # type: ignore[misc]
 def projects(role: Role) -> dict[str, str]:
     """Return the folders of a role's workspace: where each is, and its path in the workspace; empty without one.
 
-    The home folder and ``/`` are left out: they hold more than code, such as keys.
+    The home folder and ``/`` are left out.
 
     Raises:
         UserError: one is not on this machine.
@@ -52,7 +52,7 @@ def projects(role: Role) -> dict[str, str]:
         if "://" in path or not os.path.exists(path):
             raise UserError(f"the workspace {source} of role {role.name} is no folder of this machine")
         path = os.path.abspath(path)
-        if path in ("/", os.path.expanduser("~")):
+        if is_home_or_root(path):
             _log.warning("the workspace %s is not sent to the machines: it holds more than code", path)
         else:
             found[path] = target
