@@ -7,10 +7,15 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.waits import WITHIN
+from torchx_monarch.supervisor import log_writer
 from torchx_monarch.system import open_files
 
 
@@ -48,3 +53,45 @@ def test_an_error_for_want_of_descriptors_names_the_limit(limit: int) -> None:
     assert "ulimit -u" in open_files.hint(OSError(errno.EAGAIN, "try again"))
     assert "fs.file-max" in open_files.hint(OSError(errno.ENFILE, "too many"))
     assert open_files.hint(OSError(errno.ENOENT, "no such file")) == open_files.hint(ValueError("x")) == ""
+
+
+_READ_LOGS = """if True:
+    import argparse, contextlib, resource, sys
+    from types import SimpleNamespace
+    from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
+    from torchx_monarch.cli import logs
+    from torchx_monarch.model.role_spec import RoleSpec
+    from torchx_monarch.model.state import State
+    from torchx_monarch.schedulers import monarch_local
+    from torchx_monarch.supervisor import log_reader
+
+    LIMIT = 64
+    resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    replicas = [ReplicaSnapshot("r", replica, State.SUCCEEDED) for replica in range(LIMIT)]
+    app = AppSnapshot("a", "a", [RoleSnapshot(RoleSpec("r", LIMIT), replicas)])
+    found = app, SimpleNamespace(state=State.SUCCEEDED)
+
+    def lines(app, role, replica, **_):
+        return log_reader.lines(".", "combined", ended=lambda: True)
+
+    scheduler = monarch_local("torchx")
+    scheduler.apps = SimpleNamespace(read=lambda _: found, recent=lambda _: found, replica_log=lines)
+    scheduler.apps.lines = lambda *place, **_: (line.text for line in lines(*place))
+    if sys.argv[1] == "log":
+        opened = [iter(scheduler.log_iter("a", "r", replica)) for replica in range(LIMIT)]
+        print(*(next(log) for log in opened), sep="")
+        sys.exit()
+    logs.opened = lambda _: contextlib.nullcontext(scheduler)
+    names = ("role", "rank", "since", "tail", "timestamps", "follow", "json")
+    logs.run(argparse.Namespace(handle="monarch_local://torchx/a", **dict.fromkeys(names)))
+"""
+
+
+@pytest.mark.parametrize(("command", "lines"), [("log", 1), ("monarch", 1500)])
+def test_the_logs_of_more_replicas_than_files_may_be_open(command: str, lines: int, tmp_path: Path) -> None:
+    (tmp_path / log_writer.log_name("combined")).write_text("a line\n" * 1500)  # of which 1000 are read ahead
+    (tmp_path / "torchx").write_text(_READ_LOGS)
+    words = [sys.executable, "torchx", command]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "cannot be read" not in done.stdout and done.stdout.count("a line\n") == lines * 64

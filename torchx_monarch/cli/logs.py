@@ -25,6 +25,7 @@ from torchx_monarch.schedulers.job_status import most_ranks
 from torchx_monarch.schedulers.log_display import parser_of
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.system.line_output import LineOutput
+from torchx_monarch.system.processes import raise_file_limit
 from torchx_monarch.system.untrusted_text import one_line
 
 Source = tuple[str, int]
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the lines; Ctrl-C ends this command, and not the job."""
     scheduler_name, app_id = app_id_of(args.handle)
     began = time.time()
+    raise_file_limit()  # each replica's log stays open, and its index
     with opened(scheduler_name) as scheduler:
         found = scheduler.apps.read(app_id)
         if found is None:

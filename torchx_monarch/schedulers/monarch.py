@@ -41,6 +41,7 @@ from torchx_monarch.schedulers.description import describe, shorten, summarize
 from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.log_display import LogDisplay
 from torchx_monarch.schedulers.run_options import CheckedRunopts, read_section
+from torchx_monarch.system.processes import raise_file_limit
 
 Cfg = Mapping[str, CfgVal]
 
@@ -349,6 +350,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         """
         found = self.apps.recent(app_id)
         display = LogDisplay.of_command(found[0], role_name, k) if found is not None else None
+        if display is not None:
+            raise_file_limit()  # the command reads the logs of all replicas at once
         lines = self.apps.lines(
             app_id,
             role_name,

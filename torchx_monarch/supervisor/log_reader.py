@@ -14,6 +14,7 @@ from torchx_monarch.supervisor import log_writer
 from torchx_monarch.supervisor.time_index import TimeIndex
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.line_output import LineReader
+from torchx_monarch.system.open_files import hint
 
 #: Seconds between two reads of a log that is followed.
 _POLL = 0.05
@@ -130,7 +131,7 @@ def _chunks(path: str, start: int, limit: int | None, below: str | None) -> Iter
         return
     except OSError as error:
         if start == 0:
-            yield f"[monarch] this log cannot be read: {error}\n".encode(errors="backslashreplace")
+            yield f"[monarch] this log cannot be read: {error}{hint(error)}\n".encode(errors="backslashreplace")
         return
     with open(fd, "rb") as file:
         file.seek(min(start, os.fstat(fd).st_size))  # a damaged index may have an offset beyond the end
