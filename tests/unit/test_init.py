@@ -77,6 +77,18 @@ def test_a_file_is_completed_and_its_settings_stay(init: Init) -> None:
     assert path.stat().st_mode & 0o777 == 0o640 and os.listdir() == [".torchxconfig"]
 
 
+@pytest.mark.parametrize(
+    "text", ["# ours\r\n[cli:run]\r\nscheduler = slurm\r\n\r\n[a]\r\nb = c", "[a]\r\nb = 1\x0c2\r\n"]
+)
+def test_line_ends_stay(init: Init, text: str) -> None:
+    path = Path(".torchxconfig")
+    path.write_bytes(text.encode())
+    assert init("--force")[0] == 0
+    written = path.read_bytes().decode()
+    assert written.count("\n") == written.count("\r\n") and written.count("\x0c") == text.count("\x0c")
+    assert written.count("scheduler = monarch_local\r\n") == 2 and "slurm" not in written
+
+
 def test_another_default_stays_unless_forced(init: Init) -> None:
     path = Path(".torchxconfig")
     text = "[cli:run]\nscheduler: slurm\nworkspace = .\n"

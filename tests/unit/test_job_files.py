@@ -44,8 +44,9 @@ def test_the_file_is_replaced_or_left_alone(tmp_path: Path) -> None:
     for text in ("one", "two"):
         write_output(str(path), text)
         assert path.read_text() == text
+    path.chmod(0o604)
     write_output(str(path), "a\udcff")  # a name that is no UTF-8
-    assert path.read_text() == r"a\udcff"
+    assert path.read_text() == r"a\udcff" and path.stat().st_mode & 0o777 == 0o604
     (tmp_path / "link").symlink_to("job.html")
     write_output(str(tmp_path / "link"), "three")
     assert path.read_text() == "three" and (tmp_path / "link").is_symlink()
@@ -54,3 +55,11 @@ def test_the_file_is_replaced_or_left_alone(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot write"):
             write_output(str(tmp_path / name), "four")
     assert {each.name for each in tmp_path.iterdir()} == {"job.html", "link", "pipe"}
+
+
+def test_a_dash_is_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("-", "/dev/stdout"):
+        write_output(name, "a\udcff")
+        assert capsys.readouterr().out == r"a\udcff"
+    assert not os.listdir()

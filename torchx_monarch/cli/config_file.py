@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import configparser
+import io
 import re
 
 
@@ -43,18 +44,22 @@ def with_value(text: str, section: str, key: str, value: str) -> str:
 
 
 def _with_value(text: str, section: str, key: str, value: str, is_set: bool) -> str:
-    setting = f"{key} = {value}"
-    lines = text.splitlines()
+    line_end = "\r\n" if "\r\n" in text else "\n"
+    setting = f"{key} = {value}{line_end}"
+    lines = list(io.StringIO(text))  # as configparser has them
     header = next((number for number, line in enumerate(lines) if _is_header(line, section)), None)
     if header is None:
-        return f"{text.rstrip()}\n\n[{section}]\n{setting}\n".lstrip("\n")
+        before = f"{text.rstrip()}{line_end}{line_end}" if text.strip() else ""
+        return f"{before}[{section}]{line_end}{setting}"
+    if not lines[-1].endswith("\n"):
+        lines[-1] += line_end
     if not is_set:
-        return "\n".join([*lines[: header + 1], setting, *lines[header + 1 :]]) + "\n"
+        return "".join([*lines[: header + 1], setting, *lines[header + 1 :]])
     start = next((number for number in range(header + 1, len(lines)) if _is_setting(lines[number], key)), header)
     end = start + 1
     while end < len(lines) and lines[end][:1].isspace() and lines[end].strip():  # a value of several lines
         end += 1
-    return "\n".join([*lines[:start], setting, *lines[end:]]) + "\n"
+    return "".join([*lines[:start], setting, *lines[end:]])
 
 
 def _is_header(line: str, section: str) -> bool:

@@ -16,6 +16,7 @@ from torchx.schedulers import get_scheduler_factories
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.config_file import ConfigSyntaxError, value_of, with_value
 from torchx_monarch.cli.json_output import add_json, print_json
+from torchx_monarch.cli.output_file import write_output
 from torchx_monarch.client.hosts import say
 from torchx_monarch.model.spelling import did_you_mean
 from torchx_monarch.system.untrusted_text import one_line
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
         _refuse(f"there is no scheduler {args.scheduler}.{hint} Schedulers are: {', '.join(schedulers)}")
     path = Path.cwd() / config.CONFIG_FILE
     try:
-        before = path.read_text()
+        before = path.read_bytes().decode()
     except FileNotFoundError:
         before = ""
     except (OSError, UnicodeDecodeError) as error:
@@ -58,10 +59,7 @@ def run(args: argparse.Namespace) -> None:
     if any(value not in (None, args.scheduler) for value in found.values()) and not args.force:
         _refuse(f"{path} is not changed: it says {' and '.join(others)}. To replace that: torchx monarch init --force")
     if not args.dry_run and after != before:
-        try:
-            _write(path, after)
-        except OSError as error:
-            _refuse(f"cannot write {path}: {error.strerror}")
+        write_output(str(path), after)
     written = [section for section, value in found.items() if value != args.scheduler]
     if args.json:
         print_json({"path": str(path), _KEY: args.scheduler, "sections": written, "dry_run": args.dry_run})
@@ -70,19 +68,6 @@ def run(args: argparse.Namespace) -> None:
     else:
         _report(path, args.scheduler, written)
     _warn_of_other_files(path, args.scheduler)
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file, or the file that a link of this name leads to, and keep its permissions."""
-    target = path.resolve()
-    aside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    try:
-        aside.write_text(text)
-        if target.exists():
-            aside.chmod(target.stat().st_mode & 0o777)
-        aside.replace(target)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _report(path: Path, scheduler: str, written: list[str]) -> None:

@@ -14,7 +14,7 @@ from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.job_files import read_stacks
 from torchx_monarch.cli.job_history import JobHistory, read_history
 from torchx_monarch.cli.json_output import add_json, print_json
-from torchx_monarch.cli.output_file import add_output, write_output
+from torchx_monarch.cli.output_file import STDOUT, add_output, write_output
 from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.cli.status_text import size_of
 from torchx_monarch.insight import sample_log
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     with opened(scheduler_name) as scheduler:
         history = read_history(scheduler, args.handle, app_id)
     write_output(args.output, render(page_of(history)))
-    if args.json:
+    if args.json and args.output not in STDOUT:
         roles = [span.name for span in history.timeline.of_kind("role")]
         print_json(
             {

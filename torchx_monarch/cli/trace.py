@@ -12,7 +12,7 @@ from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.job_files import read_collectives
 from torchx_monarch.cli.job_history import read_history
 from torchx_monarch.cli.json_output import add_json, print_json
-from torchx_monarch.cli.output_file import add_output, write_output
+from torchx_monarch.cli.output_file import STDOUT, add_output, write_output
 from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.chrome_trace import trace
@@ -44,5 +44,5 @@ def run(args: argparse.Namespace) -> None:
             say("this machine has no dump of the flight recorder of this job")
     written = trace(history.timeline, history.status.name, collectives, from_log=history.status.from_log)
     write_output(args.output, json.dumps(written))
-    if args.json:
+    if args.json and args.output not in STDOUT:
         print_json({"path": os.path.abspath(args.output), "events": len(written["traceEvents"])})
