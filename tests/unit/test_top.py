@@ -76,11 +76,13 @@ with TerminalScreen() as screen:
 """
 
 
-@pytest.mark.parametrize("end", ["q", "ctrl-c", "sigterm", "sighup"])
+@pytest.mark.parametrize("end", ["q", "ctrl-c", "ctrl-z", "sigterm", "sighup"])
 def test_the_terminal_is_as_it_was_before(end: str) -> None:
     near, far = pty.openpty()
     before = termios.tcgetattr(far)
-    child = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=far, stdout=far, stderr=subprocess.PIPE)
+    words = [sys.executable, "-c", PROGRAM]
+    # Ctrl-Z does not stop a group of processes that no shell, or other parent, could continue.
+    child = subprocess.Popen(words, stdin=far, stdout=far, stderr=subprocess.PIPE, preexec_fn=os.setpgrp)
     shown = b""
 
     def until(text: bytes) -> None:
@@ -93,7 +95,16 @@ def test_the_terminal_is_as_it_was_before(end: str) -> None:
         assert shown.startswith(b"\x1b[?1049h\x1b[?25l") and not termios.tcgetattr(far)[3] & termios.ICANON
         os.write(near, b"h\x1b[A\x1b[6~")
         until(b"pressed ['h', 'up', 'pgdn']")
-        if end == "q":
+        if end == "ctrl-z":
+            child.send_signal(signal.SIGTSTP)
+            assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
+            assert termios.tcgetattr(far) == before
+            until(b"\x1b[?25h\x1b[?1049l")
+            shown = b""
+            child.send_signal(signal.SIGCONT)
+            until(b"pressed ['h', 'up', 'pgdn']")
+            assert shown.startswith(b"\x1b[?1049h\x1b[?25l") and not termios.tcgetattr(far)[3] & termios.ICANON
+        if end in ("q", "ctrl-z"):
             os.write(near, b"q")
         else:
             child.send_signal({"ctrl-c": signal.SIGINT, "sigterm": signal.SIGTERM, "sighup": signal.SIGHUP}[end])

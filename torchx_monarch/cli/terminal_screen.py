@@ -27,25 +27,45 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class TerminalScreen:
-    """Use the terminal of standard input and output until the block ends, whatever ends it but SIGKILL."""
+    """Use the terminal of standard input and output until the block ends, whatever ends it but SIGKILL.
+
+    Ctrl-Z gives the terminal back until the process is continued.
+    """
 
     def __enter__(self) -> TerminalScreen:
         self._fd = sys.stdin.fileno()
         self._before = termios.tcgetattr(self._fd)
-        self._handlers = {number: signal.signal(number, _exit) for number in _SIGNALS}
-        tty.setcbreak(self._fd)
-        _write(_ENTER)
+        self._drawn = ""
+        handlers = {**dict.fromkeys(_SIGNALS, _exit), signal.SIGTSTP: self._suspend}
+        self._handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        self._take()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            self._give_back()
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+
+    def _take(self) -> None:
+        tty.setcbreak(self._fd)
+        _write(_ENTER + self._drawn)
+
+    def _give_back(self) -> None:
+        try:
             _write(_LEAVE)
         finally:
             termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+
+    def _suspend(self, number: int, _: FrameType | None) -> None:
+        self._give_back()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)  # stops this process here until SIGCONT
+        signal.signal(number, self._suspend)
+        self._take()
 
     @property
     def size(self) -> tuple[int, int]:
@@ -54,7 +74,8 @@ class TerminalScreen:
 
     def draw(self, lines: Sequence[str]) -> None:
         """Show lines from the top on, in place of what is there. At once, so that nothing flickers."""
-        _write("\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J")
+        self._drawn = "\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines) + "\x1b[J"
+        _write(self._drawn)
 
     def keys(self, timeout: float) -> list[str]:
         """Return the keys that are pressed, as characters or names of ``_KEYS``.
@@ -71,8 +92,7 @@ class TerminalScreen:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    os.write(sys.stdout.fileno(), text.encode(errors="replace"))  # a signal handler may not write to sys.stdout
 
 
 def _exit(number: int, _: FrameType | None) -> None:
