@@ -5,7 +5,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +18,8 @@ from torchx.specs import AppDef, Role
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.cli import status as status_command
+from torchx_monarch.cli.sampled_ranks import SampledRanks
 from torchx_monarch.cli.status_text import render
 from torchx_monarch.insight.log_lines import stamp
 from torchx_monarch.model.host_result import HostResult
@@ -302,3 +308,17 @@ def test_ranks_that_hang_are_shown_until_they_go_on() -> None:
         TimedLine(990.0, f"[monarch] {line}") for line in (f"hang: {text}", "hang over: rank 3 made the others wait")
     ]
     assert [each["kind"] for each in events_of(lines)] == ["hang", "hang_end"]
+
+
+def test_a_watched_status_does_not_scroll(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    running, ended = status_of(snapshot(State.RUNNING)), status_of(snapshot(State.SUCCEEDED))
+    looks = iter([running, running, ended])
+    monkeypatch.setattr(status_command, "_look", lambda *_: next(looks))
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((80, 3)))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    scheduler, ranks = SimpleNamespace(inner=SimpleNamespace(poll=0.0)), SampledRanks("x")
+    status_command._watch(scheduler, running, "app", ranks, as_json=False)  # type: ignore[arg-type]
+    frames = re.split(r"\x1b\[(\d+)A\x1b\[J", capsys.readouterr().out)
+    assert frames[1::2] == ["2"] * 3 and [frame.count("\n") for frame in frames[:-1:2]] == [2] * 3
+    assert frames[-1] == render(ended) + "\n"

@@ -75,10 +75,10 @@ def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, ranks: S
         live = status.live and replace(status.live, idle=0)
         facts = repr(replace(status, elapsed=None, last_output=None, live=live, activity=None))
         if in_place:
-            width = shutil.get_terminal_size().columns
+            width, rows = shutil.get_terminal_size()
             lines = render(status).split("\n")
-            if not status.has_ended:
-                lines = [line[:width] for line in lines]  # a line that wraps would not be erased
+            if not status.has_ended:  # what wraps or scrolls would not be erased
+                lines = [line[:width] for line in lines[: max(1, rows - 1)]]
             print(f"\x1b[{height}A\x1b[J" if height else "", "\n".join(lines), sep="", flush=True)
             height = len(lines)
         elif facts != shown:
