@@ -83,6 +83,23 @@ def test_a_long_message_and_a_long_traceback_are_cut() -> None:
     assert len(json.dumps(kept)) < error_files.MESSAGE_BYTES + 5200
 
 
+def test_of_a_long_traceback_the_frames_of_libraries_are_left_out_first() -> None:
+    def frames(path: str, count: int) -> str:
+        return f'  File "{path}", line 7, in call\n    return call()\n    ^^^^^^\n' * count
+
+    library = "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py"
+    cause = "Traceback (most recent call last):\n" + frames("/w/train.py", 1) + frames(library, 40)
+    end = "ValueError: cause\n\nThe above exception was the direct cause:\n\nTraceback:\n" + frames("/w/model.py", 2)
+    extra = {"py_callstack": cause + end + frames(library, 9) + "ValueError: boom"}
+    whole = error_files.known_fields({"message": {"extraInfo": extra}})
+    kept = error_files.known_fields({"message": {"extraInfo": extra}}, 1000)
+    assert whole["message"]["extraInfo"] == extra
+    assert kept["message"]["extraInfo"]["py_callstack"] == (
+        "Traceback (most recent call last):\n" + frames("/w/train.py", 1) + "  ...\n" + frames(library, 1) + end
+        + "  ...\n" + frames(library, 1) + "ValueError: boom"
+    )  # fmt: skip
+
+
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,31 @@ def test_a_failed_app_names_the_rank_and_its_log(tmp_path: Path) -> None:
         f"  next:   torchx log {HANDLE}/train/0",
         f"          torchx monarch status {HANDLE}",
     ]
+
+
+def frames(*paths: str) -> str:
+    return "Traceback:\n" + "".join(f'  File "{path}", line {n}, in f{n}\n    f()\n' for n, path in enumerate(paths, 1))
+
+
+PACKAGES = "/w/.venv/lib/python3.11/site-packages"
+LINEAR = f"{PACKAGES}/torch/nn/modules/linear.py"
+
+
+@pytest.mark.parametrize(
+    ("paths", "shown"),
+    [
+        (("/w/train.py", f"{PACKAGES}/torch/nn/modules/module.py", LINEAR), (1, 3)),
+        (("/w/train.py", LINEAR, "/w/model.py", "/usr/lib/python3.11/pathlib.py"), (3, 4)),
+        (("/w/train.py", "/usr/lib/python3/dist-packages/x.py", "<frozen importlib._bootstrap>"), (1, 3)),
+        ((LINEAR, "/w/hook.py"), (2,)),
+        ((LINEAR, f"{PACKAGES}/mine/train.py"), (2,)),  # an installed program
+    ],
+)
+def test_a_library_is_named_behind_the_line_that_called_it(paths: tuple[str, ...], shown: tuple[int, ...]) -> None:
+    at = [f"{paths[n - 1]}, line {n}, in f{n}" for n in shown]
+    at[1:] = [re.sub(r"^.*(?:-packages|python3.11)/", "", text) for text in at[1:]]
+    lines = Summary("FAILED", HANDLE, traceback=frames(*paths)).lines()
+    assert lines[1:] == [f"  raised: {', which called '.join(at)}"]
 
 
 def test_what_is_not_known_is_left_out() -> None:

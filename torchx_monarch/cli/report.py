@@ -21,7 +21,7 @@ from torchx_monarch.insight import sample_log
 from torchx_monarch.insight.report_curves import Curve, curves
 from torchx_monarch.insight.report_page import Page, RoleTimes, render
 from torchx_monarch.insight.report_picture import picture, shares
-from torchx_monarch.insight.summary import local_path, show_duration
+from torchx_monarch.insight.summary import local_path, raised_at, show_duration
 from torchx_monarch.insight.timeline import Span, Timeline, lost_seconds
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.schedulers.job_status import PHASES
@@ -112,6 +112,8 @@ def _facts(history: JobHistory) -> Iterator[tuple[str, str]]:
         yield "attempt", f"{status.attempt}{f' of {status.attempts}' if status.attempts is not None else ''}"
     if status.restarts:
         yield "restarts", str(status.restarts)
+    if raised := raised_at(HostResult.from_text(history.decided.error).traceback):
+        yield "raised", raised
     if status.last_failure is not None:
         yield "last failure", status.last_failure.message
     if status.log_folder is not None:

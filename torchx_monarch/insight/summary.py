@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from torchx_monarch.insight.log_lines import is_coloured, is_terminal, paint
+from torchx_monarch.system.error_files import path_in_library
 from torchx_monarch.system.untrusted_text import one_line
 
 _CAUSE_LINES = 3
@@ -39,7 +40,7 @@ class Summary:
         subject: what has ended: a handle, or a run and a handle.
         seconds: how long it took; None if that is not known.
         cause: why it has ended, with the rank; empty after a success.
-        traceback: the Python traceback of the root cause, of which the last frame is shown.
+        traceback: the Python traceback of the root cause, of which ``raised_at`` is shown.
         log: path of the log of the root cause, or of the folder of all logs.
         ran: how many hosts and ranks ran, and how often they were restarted.
         next: commands to type next.
@@ -65,7 +66,7 @@ class Summary:
         took = "" if self.seconds is None else f" after {show_duration(self.seconds)}"
         facts = [
             *(("cause", line) for line in _wrapped(one_line(self.cause), width)),
-            ("raised", _last_frame(self.traceback)),
+            ("raised", raised_at(self.traceback)),
             ("log", one_line(self.log)),
             ("ran", one_line(self.ran)),
             *(("next", one_line(command)) for command in self.next),
@@ -117,10 +118,15 @@ def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, max(20, width - 10), max_lines=_CAUSE_LINES, placeholder="...", break_on_hyphens=False)
 
 
-def _last_frame(traceback: str) -> str:
-    """Return the last frame of a traceback: ``train.py, line 7, in step``; empty without one."""
+def raised_at(traceback: str) -> str:
+    """Return where an exception was raised: ``train.py, line 7, in step``; empty if the traceback has no frame.
+
+    A library is named behind the line that has called it: ``train.py, line 7, in step, which called pathlib.py, ...``.
+    """
     frames = _FRAME.findall(traceback)
-    if not frames:
-        return ""
-    path, line, function = frames[-1]
-    return one_line(f"{path}, line {line}" + (f", in {function}" if function else ""))
+    own = [frame for frame in frames if not path_in_library(frame[0])]
+    places: list[str] = []
+    for path, line, function in dict.fromkeys([*own[-1:], *frames[-1:]]):
+        shown = (path_in_library(path) or path) if places else path
+        places.append(f"{shown}, line {line}" + (f", in {function}" if function else ""))
+    return one_line(", which called ".join(places))

@@ -13,6 +13,7 @@ import errno
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,11 +24,15 @@ MESSAGE_BYTES = 8 * 1024
 """The maximum size of a message, in bytes of JSON."""
 
 TRACEBACK_BYTES = 64 * 1024
-"""The maximum size of a traceback, in bytes of JSON; its end is kept."""
+"""The maximum size of a traceback, in bytes of JSON. Of a longer one, frames of libraries are left out first; of what
+remains, the end is kept."""
 
 
 RESERVE_BYTES = 16 * 1024
 """The size in bytes of the reserve file beside an error file: ``error.json.reserve`` beside ``error.json``."""
+
+
+_LIBRARY = re.compile(r".*/(?:site|dist)-packages/|.*/lib/python3[.\d]*/|(?=<frozen )")
 
 
 class UnreadableError(ValueError):
@@ -138,6 +143,8 @@ def known_fields(data: dict[str, Any], traceback_bytes: int = TRACEBACK_BYTES) -
         inner["extraInfo"] = {**_scalars(extra)}
         callstack = extra.get("py_callstack")
         if isinstance(callstack, str):
+            if len(callstack) > traceback_bytes:
+                callstack = _without_libraries(callstack)
             inner["extraInfo"]["py_callstack"] = _end(printable(callstack[-traceback_bytes:]), traceback_bytes)
     return kept
 
@@ -157,6 +164,30 @@ def _scalars(data: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, bool) or isinstance(value, (int, float)) and abs(value) < 1e15 and math.isfinite(value):
             kept[name] = value
     return kept
+
+
+def path_in_library(path: str) -> str:
+    """Return the path of a file of Python or of an installed package, without that of its folder; empty for others."""
+    found = _LIBRARY.match(path)
+    return path[found.end() :] if found else ""
+
+
+def _without_libraries(callstack: str) -> str:
+    """Leave out the frames of libraries that are followed by another frame."""
+    kept, pending = list[str](), list[str]()
+    for line in callstack.splitlines(keepends=True):
+        is_frame = line.startswith('  File "')
+        if is_frame and pending:
+            kept += ["  ...\n"] if kept[-1:] != ["  ...\n"] else []
+            pending = []
+        if is_frame and path_in_library(line.split('"')[1]):
+            pending = [line]
+        elif pending and line.startswith("    "):
+            pending.append(line)
+        else:
+            kept += [*pending, line]
+            pending = []
+    return "".join([*kept, *pending])
 
 
 def _beginning(text: str, limit: int) -> str:
