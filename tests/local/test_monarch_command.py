@@ -235,7 +235,7 @@ def test_a_live_allocation(tmp_path: Path, eventually: Eventually) -> None:
     assert (live["ready"], live["runs"], [run["run"] for run in live["last_runs"]]) == (True, 4, [1, 2, 3, 4])
     assert "  runs         4 so far\n" in monarch("status", handle)
     assert "--run x: give the number of a run" in monarch("stop", "last", "--run", "x", code=exit_codes.USAGE)
-    assert "name the allocation" in monarch("stop", code=exit_codes.USAGE)
+    assert "name the allocation" in monarch("stop", code=2)
     run = {"handle": handle, "stopped": "run"}
     assert objects("stop", "--run", "last") == objects("stop", "last", "--run") == {**run, "run": None}
     assert objects("stop", "last", "--run", "2") == objects("stop", "--run=2", "last") == {**run, "run": 2}
