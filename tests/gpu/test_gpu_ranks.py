@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.local.hosts import Hosts
+from torchx_monarch.insight import recorder_dump
 
 NOT_FORKS = "the ranks are not forks of one interpreter: "
 
@@ -113,6 +114,61 @@ print("said", forked, attempt, flush=True)
     hosts = Hosts(folder, command).start()
     assert hosts.wait(300) == [0], hosts.err()
     assert said(hosts) == {"True 1"}
+
+
+def test_the_dump_of_a_rank_that_fails_has_the_collectives_of_nccl(folder: Path, script: Callable[[str], str]) -> None:
+    path = script(
+        PROGRAM
+        + """
+dist.init_process_group("nccl")
+dist.all_reduce(torch.ones(7, device="cuda"))
+torch.cuda.synchronize()
+raise SystemExit(3)
+"""
+    )
+    hosts = Hosts(folder, ["torchrun", "--nproc-per-node", "1", path]).start()
+    assert hosts.wait(300) == [3], hosts.err()
+    [dump] = (hosts.logs(0) / "attempt_0" / "flight_recorder").iterdir()
+    assert dump.name == "nccl_rank_0"
+    assert [(one.group, one.number, one.sizes) for one in recorder_dump.read(dump)] == [("0", 1, "[7]")]
+
+
+HANGS = {
+    "skips": "rank {last} has not called nccl:all_reduce, number 4 of group 0, in which rank",
+    "shapes": "rank {last} has called nccl:all_reduce [7] as number 4 of group 0, the others nccl:all_reduce [1677",
+    "subgroup": "rank {last} has not called nccl:all_reduce, number 1 of group 1, in which rank",
+}
+
+
+@pytest.mark.parametrize("how", HANGS)
+def test_a_hang_of_nccl_is_named(folder: Path, script: Callable[[str], str], how: str) -> None:
+    path = script(
+        PROGRAM
+        + f"how = {how!r}"
+        + """
+dist.init_process_group("nccl")
+group = dist.new_group([world - 2, world - 1])
+for _ in range(3):
+    dist.all_reduce(torch.ones(7, device="cuda"))
+torch.cuda.synchronize()
+last = rank == world - 1
+if how == "skips" and not last:
+    dist.all_reduce(torch.ones(7, device="cuda"))
+elif how == "shapes":  # the last rank sends its part at once, and the others wait for more
+    dist.all_reduce(torch.ones(7 if last else 1 << 24, device="cuda"))
+elif how == "subgroup" and rank == world - 2:
+    dist.all_reduce(torch.ones(7, device="cuda"), group=group)
+time.sleep(1000)
+"""
+    )
+    import torch
+
+    if (count := torch.cuda.device_count()) < 2:
+        pytest.skip("one CUDA device: a rank alone waits for none")
+    options = ("--grace", "1", "--hang-after", "5", "--on-hang", "fail")
+    hosts = Hosts(folder, ["torchrun", "--nproc-per-node", "gpu", path], options=options).start()
+    assert hosts.wait(300) == [1], hosts.err()
+    assert HANGS[how].format(last=count - 1) in hosts.err()
 
 
 def test_cuda_graph(folder: Path, script: Callable[[str], str]) -> None:

@@ -21,7 +21,7 @@ import pytest
 from tests.local.hosts import Hosts
 from tests.local.test_stacks import stop, torchrun, wait_for
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
-from torchx_monarch.host.ranks.rank_recorder import DUMP, GROUPS, HEAD, MAX_RECENT
+from torchx_monarch.host.ranks.rank_recorder import GROUPS, HEAD, MAX_RECENT
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus
 
 START = """
@@ -72,7 +72,7 @@ def test_a_rank_that_fails_gives_its_dump_too(folder: Path, script: Callable[[st
     assert hosts.wait() == [3], hosts.err()
     assert "FAILED: rank 1" in hosts.err(), hosts.err()
     kept = {path.name for path in (hosts.logs(0) / "attempt_0" / "flight_recorder").iterdir()}
-    assert kept == {"rank_0", "rank_1"}
+    assert kept == {"gloo_rank_0", "gloo_rank_1"}
     assert "missing ranks: {1}" in analysed(hosts)
 
 
@@ -106,16 +106,15 @@ def sockets() -> Path:
 
 def dump(content: bytes = b"", size: int | None = None) -> bytes:
     """A dump as a rank sends it; ``size`` is what it says."""
-    return HEAD.pack(DUMP, len(content) if size is None else size) + content
+    return HEAD.pack(b"g", len(content) if size is None else size) + content
 
 
-async def _send(sockets: Path, sent: bytes, file: Path | None) -> None:
+async def _send(sockets: Path, sent: bytes, folder: Path | None) -> None:
     """Send bytes as a rank would, and wait until the host has hung up."""
     recorders, loop = FlightRecorders(str(sockets)), asyncio.get_running_loop()
     await recorders.start()
     await recorders.start()  # for the next run of an allocation
-    if file is not None:
-        recorders.expect({os.getpid(): file})
+    recorders.expect({os.getpid(): folder})
     with socket.socket(socket.AF_UNIX) as rank:
         rank.setblocking(False)
         await loop.sock_connect(rank, recorders.path)
@@ -136,8 +135,8 @@ async def _send(sockets: Path, sent: bytes, file: Path | None) -> None:
     ids=len,
 )
 def test_what_is_no_dump_is_not_stored(sockets: Path, sent: bytes) -> None:
-    file = sockets / "flight_recorder" / "rank_0"
-    asyncio.run(_send(sockets, sent, file))
+    file = sockets / "flight_recorder" / "gloo_rank_0"
+    asyncio.run(_send(sockets, sent, sockets / "0"))
     assert not file.exists() or file.read_bytes() == b""
     shutil.rmtree(sockets)
 
@@ -146,10 +145,10 @@ def test_a_dump_replaces_the_last_one_and_follows_no_link(sockets: Path) -> None
     folder, other = sockets / "flight_recorder", sockets / "other"
     other.write_text("mine")
     folder.mkdir()
-    (folder / "rank_0").symlink_to(other)
-    asyncio.run(_send(sockets, dump(b"one") + dump(b"two"), folder / "rank_0"))
-    assert (folder / "rank_0").read_bytes() == b"two" and other.read_text() == "mine"
-    assert [path.name for path in folder.iterdir()] == ["rank_0"]
+    (folder / "gloo_rank_0").symlink_to(other)
+    asyncio.run(_send(sockets, dump(b"one") + dump(b"two"), sockets / "0"))
+    assert (folder / "gloo_rank_0").read_bytes() == b"two" and other.read_text() == "mine"
+    assert [path.name for path in folder.iterdir()] == ["gloo_rank_0"]
     shutil.rmtree(sockets)
 
 

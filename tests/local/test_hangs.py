@@ -23,7 +23,7 @@ def test_runs_that_hang_fail_with_the_rank_that_others_wait_for(folder: Path) ->
     hosts, path = allocation(folder)
     try:
         hosts.ready()
-        for how in ("skips", "operations", "first", "chain", "stopped"):
+        for how in ("skips", "operations", "first", "chain", "gil", "stopped"):
             result, _ = run(hosts, path, how)
             assert HANGS[how] in result.reason and result.exit_code == 1, how
             assert result.reason.startswith("hang: rank 3 ") and "(local rank 1 on " in result.reason

@@ -23,12 +23,13 @@ def write(path: Path, data: bytes) -> None:
 def test_dumps_and_stacks_are_found(tmp_path: Path) -> None:
     good, recorder = dump(entry(1, 5.0)), "flight_recorder"
     write(tmp_path / "t/0/attempt_0" / recorder / "rank_0", good)
-    write(tmp_path / "t/1/attempt_2" / recorder / "rank_3", good)
+    write(tmp_path / "t/1/attempt_2" / recorder / "gloo_rank_3", good)
+    write(tmp_path / "t/1/attempt_2" / recorder / "nccl_rank_3", good)
     write(tmp_path / "t/1/run_4/attempt_1" / recorder / "rank_3", good)
     write(tmp_path / "t/1/attempt_2" / recorder / "rank_4", b"wrong")
     write(tmp_path / "t/1/attempt_2" / recorder / "rank_x", good)
     found, problems = read_collectives(str(tmp_path))
-    assert set(found) == {(0, 1, 0), (0, 3, 3), (4, 2, 3)}
+    assert {key: len(collectives) for key, collectives in found.items()} == {(0, 1, 0): 1, (0, 3, 3): 2, (4, 2, 3): 1}
     assert len(problems) == 1 and "rank_4: it is no dump" in problems[0]
     write(tmp_path / "t/0/attempt_1/stacks.txt", b"old")
     write(tmp_path / "t/0/attempt_2/stacks.txt", b"new\x1b[2J\n  here\xff")

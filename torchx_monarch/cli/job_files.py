@@ -12,7 +12,7 @@ from torchx_monarch.insight.recorder_dump import DumpError, RecordedCollective, 
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line, printable
 
-_DUMP = re.compile(r"/(?:run_(\d{1,9})/)?attempt_(\d{1,9})/flight_recorder/rank_(\d{1,9})$")
+_DUMP = re.compile(r"/(?:run_(\d{1,9})/)?attempt_(\d{1,9})/flight_recorder/(?:[a-z]+_)?rank_(\d{1,9})$")
 _STACKS = re.compile(r"/(?:run_(\d{1,9})/)?attempt_(\d{1,9})/stacks\.txt$")
 
 _MOST_DUMPS = 4096
@@ -32,9 +32,10 @@ def read_collectives(folder: str | None) -> tuple[dict[tuple[int, int, int], lis
     """
     found: dict[tuple[int, int, int], list[RecordedCollective]] = {}
     problems: list[str] = []
-    for path, match in _files(folder, "attempt_*/flight_recorder/rank_*", _DUMP):
+    for path, match in _files(folder, "attempt_*/flight_recorder/*rank_*", _DUMP):
         try:
-            found[int(match[1] or 0), int(match[2]) + 1, int(match[3])] = read(path)
+            collectives = read(path)
+            found.setdefault((int(match[1] or 0), int(match[2]) + 1, int(match[3])), []).extend(collectives)
         except (DumpError, OSError) as error:
             problems.append(f"{one_line(str(path))}: {error}")
         if len(found) == _MOST_DUMPS:

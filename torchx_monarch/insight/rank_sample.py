@@ -63,7 +63,8 @@ class GroupStatus:
     """The collectives of one process group in one rank.
 
     Attributes:
-        name: torch's name of the group: ``0`` for the default group.
+        name: torch's name of the group: ``0`` for the default group. With the backend, ``0 (nccl)``, if its backends
+            have a recorder each.
         ranks: the global ranks of the group, as ``parse_ranks`` reads them. Every rank of a job tells those of its
             groups, so with numbers one by one the samples of a job would grow with the square of its ranks.
         enqueued: sequence number of the last collective that the rank has called; 0 for none.

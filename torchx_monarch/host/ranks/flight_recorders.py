@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Ask torch's flight recorders in the ranks of a host for dumps and for the state of their collectives.
 
-A rank connects when its program forms a process group (``rank_recorder``). It sends a dump when the host asks, before
-ranks are stopped, and when its program fails; and its process groups when the host asks. Each message of a rank has a
-head, its kind and its size. A dump is a pickle in torch's own format, which the host stores in
-``attempt_N/flight_recorder/rank_K`` and does not read; the process groups are JSON, which is checked.
+A rank connects when its program forms a process group (``rank_recorder``). It sends a dump of each recorder when the
+host asks, before ranks are stopped, and when its program fails; and its process groups when the host asks. Each message
+of a rank has a head, its kind and its size. A dump is a pickle in torch's own format, which the host stores in
+``attempt_N/flight_recorder/``, as ``gloo_rank_K`` or ``nccl_rank_K``, and does not read; the process groups are JSON,
+which is checked.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from torchx_monarch.host.ranks.rank_recorder import CODE, DUMP, FAILURE, GROUPS, HEAD, MAX_GROUPS, MAX_RECENT
+from torchx_monarch.host.ranks.rank_recorder import (
+    CODE,
+    DUMP,
+    DUMPS,
+    FAILURE,
+    GROUPS,
+    HEAD,
+    MAX_GROUPS,
+    MAX_RECENT,
+)
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, parse_ranks
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.system import safe_files
@@ -34,8 +44,8 @@ _TIMEOUT = 0.5
 _MAX_DUMP = 1 << 26
 """Bytes of a dump. torch keeps 2000 collectives by default, which take some megabytes with their stacks."""
 
-_MAX_DUMPS = 20
-"""Dumps that are taken from one rank; each replaces the last one."""
+_MAX_DUMPS = 40
+"""Dumps that are taken from one rank; each replaces the last one of its recorder."""
 
 _MAX_STATUS = 1 << 18
 """Bytes of the process groups of a rank."""
@@ -59,7 +69,7 @@ class FlightRecorders:
 
     def __init__(self, folder: str) -> None:
         self.path = os.path.join(folder, "recorder")
-        self._files: dict[int, Path] = {}
+        self._folders: dict[int, Path | None] = {}
         self._ranks: dict[int, _Connection] = {}
         self._grouped: dict[int, float] = {}
         self._failed: dict[int, tuple[float, int]] = {}
@@ -70,9 +80,10 @@ class FlightRecorders:
         with contextlib.suppress(OSError):
             self._server = self._server or await asyncio.start_unix_server(self._serve, self.path)
 
-    def expect(self, ranks: dict[int, Path]) -> None:
-        """Set the ranks of the present attempt: the files of their dumps, by pid."""
-        self._files = ranks
+    def expect(self, ranks: dict[int, Path | None]) -> None:
+        """Set the folders of the ranks of the present attempt, by pid; None for no files."""
+        self._folders = ranks
+        self._grouped = {pid: time for pid, time in self._grouped.items() if pid in ranks}
         self._failed = {pid: failure for pid, failure in self._failed.items() if pid in ranks}
 
     def grouped(self, pid: int) -> float | None:
@@ -124,20 +135,21 @@ class FlightRecorders:
         credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid: int = struct.unpack("3i", credentials)[0]
         connection = self._ranks[pid] = _Connection(writer)
-        self._grouped.setdefault(pid, time.time())
+        self._grouped[pid] = time.time()
         dumps = 0
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, DecodeError):
             while dumps < _MAX_DUMPS:
                 kind, size = HEAD.unpack(await reader.readexactly(HEAD.size))
-                if kind == FAILURE and size > CODE.size:
-                    (code,), size = CODE.unpack(await reader.readexactly(CODE.size)), size - CODE.size
+                if kind == FAILURE and size == CODE.size:
+                    (code,) = CODE.unpack(await reader.readexactly(CODE.size))
                     self._failed.setdefault(pid, (time.time(), code))
-                if kind in (DUMP, FAILURE) and size <= _MAX_DUMP:
+                elif kind in DUMPS and size <= _MAX_DUMP:
                     dumps += 1
                     data = await _read(reader, size)
                     # When its interpreter ends, a program that has failed may destroy the groups.
-                    if kind == FAILURE or pid not in self._failed:
-                        self._store(pid, data)
+                    if pid not in self._failed:
+                        self._store(pid, DUMPS[kind], data)
+                elif kind == DUMP and not size:
                     connection.stored.set()
                 # A rank says nothing of its groups that it is not asked: reading costs the host time.
                 elif kind == GROUPS and size <= _MAX_STATUS and connection.is_asked:
@@ -150,26 +162,17 @@ class FlightRecorders:
         connection.answer(())
         writer.close()
 
-    def _store(self, pid: int, data: bytes) -> None:
-        path = self._files.get(pid)
-        if path is None:
+    def _store(self, pid: int, recorder: str, data: bytes) -> None:
+        folder = self._folders.get(pid)
+        if folder is None:
             return
+        path = folder.parent / _FOLDER / f"{recorder}_rank_{folder.name}"
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, exist_ok=True)
             # torch's analyser reads every file of the folder, so an unfinished one is beside it.
             aside = str(path.parent.with_name(f".{_FOLDER}_{path.name}"))
             safe_files.replace_file(aside, data)
             os.replace(aside, path)
-
-
-def dump_path(folder: Path, rank: int) -> Path:
-    """Return the file for the dump of a rank.
-
-    Args:
-        folder: folder of the attempt.
-        rank: the global rank.
-    """
-    return folder / _FOLDER / f"rank_{rank}"
 
 
 def parse_groups(data: bytes) -> tuple[GroupStatus, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 from torchx_monarch.host.ranks import rank_progress
 from torchx_monarch.host.ranks.attempt_stacks import AttemptStacks
 from torchx_monarch.host.ranks.breakpoints import Breakpoints
-from torchx_monarch.host.ranks.flight_recorders import FlightRecorders, dump_path
+from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.master_endpoint import EndpointError, MasterEndpoint
 from torchx_monarch.host.ranks.orphan_reaper import end_orphans
 from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
@@ -219,8 +219,7 @@ class RankPool:
                 rank.process.discard()
             raise LaunchError("the ranks were stopped while they were started")
         self._ranks, self.attempt = ranks, world.attempt
-        kept = [(rank, rank.directory) for rank in ranks if rank.directory is not None]
-        self._recorders.expect({rank.process.pid: dump_path(directory.parent, rank.rank) for rank, directory in kept})
+        self._recorders.expect({rank.process.pid: rank.directory for rank in ranks})
         self._breakpoints.expect({rank.process.pid: rank.rank for rank in ranks})
         self._memory = OutOfMemory()
         return [rank.process.pid for rank in ranks]

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""In a rank: give torch's flight recorder, the last collectives, to the host (see ``flight_recorders``).
+"""In a rank: give torch's flight recorders, the last collectives, to the host (see ``flight_recorders``).
 
 ``zygote_main`` runs this file in a rank that is forked. All private names of torch that ranks need for it are here.
 
@@ -22,17 +22,21 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 HEAD = struct.Struct("!cQ")
 """The head of a message: its kind, and its size in bytes."""
 
 DUMP, GROUPS = b"d", b"s"
-"""The kinds of a request and of the message that answers it: the whole recorder, or the state of the collectives."""
+"""The kinds of a request: for a dump of each recorder, and for the state of the collectives. The last message of the
+answer has the same kind. That to a request for dumps is empty; the dumps are before it (``DUMPS``)."""
+
+DUMPS = {b"g": "gloo", b"n": "nccl"}
+"""The kinds of a message with a dump, and whose collectives the recorder has."""
 
 FAILURE = b"f"
-"""The kind of a message without a request: a program has failed; its exit code (``CODE``), and the whole recorder."""
+"""The kind of a message without a request, after the dumps: a program has failed; its exit code (``CODE``)."""
 
 CODE = struct.Struct("!i")
 
@@ -64,35 +68,33 @@ def watch(path: str) -> Callable[[int], None]:
         path: socket file of the host.
 
     Returns:
-        A function that tells the host that the program has failed, with an exit code, and sends a dump; without a
-        process group it does nothing.
+        A function that tells the host that the program has failed, with an exit code, and sends a dump of each
+        recorder; without a process group it does nothing.
     """
     connections: list[socket.socket] = []
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    read = _reader()
-    if read is None or not hasattr(c10d, "_update_default_pg"):
+    recorders = _recorders(sys.modules.get("torch._C._distributed_c10d"))
+    if not recorders or not hasattr(c10d, "_update_default_pg"):
         return lambda code: None
-    update, own, groups = c10d._update_default_pg, os.getpid(), _RecordedGroups(read, c10d)
+    update, own, groups = c10d._update_default_pg, os.getpid(), _RecordedGroups(recorders, c10d)
     reading, sending = _thread.allocate_lock(), _thread.allocate_lock()
 
-    def dump() -> bytes:
-        return _with_group_names(read(True), c10d)
-
-    def send(kind: bytes, message: bytes) -> None:
+    def send(messages: dict[bytes, bytes]) -> None:
         with sending:
-            connections[0].sendall(HEAD.pack(kind, len(message)) + message)
+            for kind, message in messages.items():
+                connections[0].sendall(HEAD.pack(kind, len(message)) + message)
 
     def send_failure(code: int) -> None:
         with contextlib.suppress(Exception):  # of torch, too: the program fails by itself
             if connections and os.getpid() == own:
-                send(FAILURE, CODE.pack(code) + dump())
+                send({**groups.dumps(), FAILURE: CODE.pack(code)})
 
     def serve() -> None:
         with contextlib.suppress(Exception):
             while request := connections[0].recv(1):
                 with reading:
-                    answer = dump() if request == DUMP else groups.to_json()
-                send(request, answer)
+                    answer = {**groups.dumps(), DUMP: b""} if request == DUMP else {GROUPS: groups.to_json()}
+                send(answer)
 
     @functools.wraps(update)
     def observed(group: Any) -> None:
@@ -109,17 +111,6 @@ def watch(path: str) -> Callable[[int], None]:
     return send_failure
 
 
-def _reader() -> Callable[[bool], bytes] | None:
-    """Return torch's function that returns the recorder, with or without collectives, pickled; None if torch has none.
-
-    Without them it takes 10 µs, with 2000 of them 20 ms.
-    """
-    binding = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(binding, "_dump_fr_trace", None) or getattr(binding, "_dump_nccl_trace", None)
-    # Without the stack of each collective: torch 2.13 imports torch._inductor for them, which takes seconds.
-    return None if dump is None else lambda all: dump(includeCollectives=all, includeStackTraces=False)
-
-
 def _connected(path: str) -> socket.socket:
     """Connect to the host, by a descriptor of a number that programs do not use."""
     with socket.socket(socket.AF_UNIX) as near:
@@ -130,65 +121,52 @@ def _connected(path: str) -> socket.socket:
         return socket.socket(fileno=os.dup2(near.fileno(), number, inheritable=False))
 
 
-def _with_group_names(dump: bytes, c10d: Any) -> bytes:
-    """Return a dump whose groups have names: torch 2.13 leaves those of Gloo empty, and its analyser fails then."""
-    found = pickle.loads(dump)
-    groups = found.get("pg_config", {})
-    if "" not in groups:
-        return dump
-    del groups[""]
-    for group, name in c10d._world.pg_names.items():
-        ranks = sorted(c10d._world.pg_group_ranks.get(group, ()))
-        groups.setdefault(str(name), {"name": str(name), "desc": str(group.group_desc), "ranks": str(ranks)})
-    return pickle.dumps(found, protocol=2)
+def _recorders(binding: Any) -> dict[str, _Recorder]:
+    """Return torch's flight recorders by the names of ``DUMPS``; those that this torch does not have are left out."""
+    gloo = [binding._dump_fr_trace] if hasattr(binding, "_dump_fr_trace") else []
+    nccl = [binding._dump_nccl_trace] if hasattr(binding, "_dump_nccl_trace") else []
+    if gloo and "backend" in (gloo[0].__doc__ or ""):  # torch 2.15, where a variable chooses the implementation of NCCL
+        nccl.append(functools.partial(gloo[0], backend="nccl2"))
+    return {name: _Recorder(dumps) for name, dumps in (("gloo", gloo), ("nccl", nccl)) if dumps}
 
 
-class _RecordedGroups:
-    """The process groups of this rank and the state of their collectives.
+class _Recorder:
+    """A flight recorder of torch.
 
-    ``pg_status`` of the recorder costs nothing, but counts sends and receives, too. So the collectives are read when it
-    has changed, as often as ``_MAX_SHARE`` allows; a group that has moved on since then waits in no known collective.
+    ``pg_status`` costs nothing, but counts sends and receives, too. So the collectives are read when it has changed, as
+    often as ``_MAX_SHARE`` allows; a group that has moved on since then waits in no known collective.
 
     Args:
-        read: returns the recorder (see ``_reader``).
-        c10d: ``torch.distributed.distributed_c10d``.
+        dumps: functions of torch's, of which one returns the recorder. The others return an empty one.
     """
 
-    def __init__(self, read: Callable[[bool], bytes], c10d: Any) -> None:
-        self._read = read
-        self._c10d = c10d
+    def __init__(self, dumps: Sequence[Callable[..., bytes]]) -> None:
+        self._dumps = dumps
         self._status: dict[str, Any] = {}
-        self._known: dict[str, tuple[str, dict[str, Any]]] = {}  # by name: key in ``pg_status``, and the state
+        self._read_status: dict[str, Any] = {}  # when the collectives were read
+        self._known: dict[str, tuple[str, dict[str, Any]]] = {}  # by group: key in ``pg_status``, and the state
         self._next_read = 0.0
 
-    def to_json(self) -> bytes:
-        """Return a list of ``insight.rank_sample.GroupStatus``."""
-        try:
-            status = pickle.loads(self._read(False)).get("pg_status", {})
-            if status != self._status and time.monotonic() >= self._next_read:
-                began = time.thread_time()
-                self._update(pickle.loads(self._read(True)))
-                self._next_read = time.monotonic() + (time.thread_time() - began) / _MAX_SHARE
-            world = self._c10d._world
-            names = [(group, str(name)) for group, name in list(world.pg_names.items())[:MAX_GROUPS]]
-            return json.dumps(
-                [
-                    {
-                        "name": name,
-                        "ranks": format_ranks(world.pg_group_ranks.get(group, ())),
-                        **self._state(name, status),
-                    }
-                    for group, name in names
-                ]
-            ).encode()
-        except Exception:  # of a torch whose recorder is another one
-            return b"[]"
+    def read(self, collectives: bool) -> dict[str, Any]:
+        """Return the recorder, with or without collectives. Without them it takes 10 µs, with 2000 of them 20 ms."""
+        # Without the stack of each collective: torch 2.13 imports torch._inductor for them, which takes seconds.
+        found = [pickle.loads(dump(includeCollectives=collectives, includeStackTraces=False)) for dump in self._dumps]
+        return max(found, key=lambda one: len(one.get("pg_status", ())))
 
-    def _state(self, name: str, status: dict[str, Any]) -> dict[str, Any]:
-        if name not in self._known:
+    def update(self) -> None:
+        """Read what has changed."""
+        self._status = self.read(False).get("pg_status", {})
+        if self._status != self._read_status and time.monotonic() >= self._next_read:
+            began = time.thread_time()
+            self._update(self.read(True))
+            self._next_read = time.monotonic() + (time.thread_time() - began) / _MAX_SHARE
+
+    def state(self, group: str) -> dict[str, Any]:
+        """Return the state of a group's collectives at the time of ``update``."""
+        if group not in self._known:
             return {"enqueued": 0, "completed": 0}
-        key, state = self._known[name]
-        now, before = status.get(key, {}), self._status.get(key, {})
+        key, state = self._known[group]
+        now, before = self._status.get(key, {}), self._read_status.get(key, {})
         if now == before:
             return state
         called, completed = now.get(_CALLED, 0), now.get(_COMPLETED, 0)
@@ -201,7 +179,10 @@ class _RecordedGroups:
         found: dict[str, tuple[str, list[dict[str, Any]]]] = {}
         for entry in recorder.get("entries", ()):
             if not entry.get("is_p2p"):
-                found.setdefault(entry["process_group"][0], (str(entry["pg_id"]), []))[1].append(entry)
+                name, key = entry["process_group"][0], str(entry["pg_id"])
+                if found.get(name, ("",))[0] != key:  # the first, or those before belong to a group that was destroyed
+                    found[name] = (key, [])
+                found[name][1].append(entry)
         for name, (key, entries) in found.items():
             # With Gloo, entries that have completed still say "scheduled", and are retired; in a rank that runs on not
             # always in their order.
@@ -218,7 +199,63 @@ class _RecordedGroups:
                     "recent": [_collective(entry) for entry in entries[-MAX_RECENT:]],
                 },
             )
-        self._status = recorder.get("pg_status", {})
+        self._read_status = recorder.get("pg_status", {})
+
+
+class _RecordedGroups:
+    """The process groups of this rank, and the recorders that have their collectives.
+
+    Args:
+        recorders: the flight recorders (see ``_recorders``).
+        c10d: ``torch.distributed.distributed_c10d``.
+    """
+
+    def __init__(self, recorders: dict[str, _Recorder], c10d: Any) -> None:
+        self._recorders = recorders
+        self._c10d = c10d
+
+    def to_json(self) -> bytes:
+        """Return a list of ``insight.rank_sample.GroupStatus``."""
+        try:
+            for recorder in self._recorders.values():
+                recorder.update()
+            world, found = self._c10d._world, []
+            for group, name in list(world.pg_names.items())[:MAX_GROUPS]:
+                ranks, used = format_ranks(world.pg_group_ranks.get(group, ())), self._used_by(group)
+                for each in used:
+                    # The collectives of each backend of a group have numbers of their own.
+                    shown = str(name) if len(used) == 1 else f"{name} ({each})"
+                    found.append({"name": shown, "ranks": ranks, **self._recorders[each].state(str(name))})
+            return json.dumps(found).encode()
+        except Exception:  # of a torch whose recorder is another one
+            return b"[]"
+
+    def dumps(self) -> dict[bytes, bytes]:
+        """Return the dumps of the recorders that are in use, by their kind; one may have no collectives yet."""
+        used = {recorder for group in list(self._c10d._world.pg_names) for recorder in self._used_by(group)}
+        dumps = {}
+        for kind, name in DUMPS.items():
+            dump = self._recorders[name].read(True) if name in self._recorders else {}
+            if name in used or dump.get("entries"):
+                dumps[kind] = pickle.dumps(self._with_group_names(dump), protocol=2)
+        return dumps
+
+    def _used_by(self, group: Any) -> list[str]:
+        """Return the names of the recorders of a group's backends."""
+        config = str(self._c10d._world.pg_backend_config.get(group, ""))  # such as "cpu:gloo,cuda:nccl"
+        backends = [part.rpartition(":")[2] for part in config.split(",")]
+        used = dict.fromkeys("nccl" if backend.startswith("nccl") else "gloo" for backend in backends)
+        return [name for name in used if name in self._recorders]
+
+    def _with_group_names(self, recorder: dict[str, Any]) -> dict[str, Any]:
+        """Give its groups names: torch 2.13 leaves those of Gloo empty, and its analyser fails then."""
+        groups, world = recorder.get("pg_config", {}), self._c10d._world
+        if "" in groups:
+            del groups[""]
+            for group, name in world.pg_names.items():
+                ranks = sorted(world.pg_group_ranks.get(group, ()))
+                groups.setdefault(str(name), {"name": str(name), "desc": str(group.group_desc), "ranks": str(ranks)})
+        return recorder
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -24,7 +24,7 @@ descriptors are a pipe, at whose end it ends, and a socket that listens on the s
 
 A rank is described by ``mode``, ``target`` and ``args`` of its program, ``env``, which is added to the zygote's
 environment, ``cwd`` (may be missing), ``cpus`` (may be missing), ``recorder``: the socket at which the host
-waits for dumps of torch's flight recorder, ``breakpoints``: the one at which it waits for ranks that are to be
+waits for dumps of torch's flight recorders, ``breakpoints``: the one at which it waits for ranks that are to be
 debugged, ``report`` (may be missing): the file in which it reports the modules that its program has imported, and
 ``python``: the interpreter and flags that the rank must execute, or nothing if it goes on as a fork. Its
 descriptors are the write ends of its stdout and stderr, and the file for its stacks.
