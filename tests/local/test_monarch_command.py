@@ -170,6 +170,7 @@ def test_an_interrupted_follower_leaves_the_job_running(tmp_path: Path, eventual
     assert follower.returncode == 128 + signal.SIGINT
     text = monarch("stop", handle, code=exit_codes.UNAVAILABLE)
     assert text == f"[monarch] {handle} is not a live allocation; to end it: torchx cancel {handle}\n"
+    assert "is not a live allocation" in monarch("stop", handle, "--run", code=exit_codes.UNAVAILABLE)
     status = objects("status", handle)
     assert (status["state"], status["restarts"]) == ("RUNNING", 0)
     torchx("cancel", handle)

@@ -348,7 +348,7 @@ class Rendezvous:
             )
         kind = greeting.get("type")
         if not isinstance(kind, str) or kind not in ("register", "look", "stop", *self.clients):
-            raise RendezvousError(f"a greeting is register, look or stop, not {_brief(kind)}")
+            raise RendezvousError(f"the job is not a live allocation, and takes no request {_brief(kind)}")
         return kind
 
     def state(self) -> messages.Message:
