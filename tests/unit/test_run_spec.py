@@ -10,12 +10,17 @@ from pathlib import Path
 import pytest
 
 from torchx_monarch.command.command import Command, parse
+from torchx_monarch.host.ranks.rank_environment import rank_environment
 from torchx_monarch.host.ranks.rank_logs import RankLogs
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.model.env_names import keep_monarch_log_private
+from torchx_monarch.model.world import World
 
 BARE = [sys.executable, "-I", "-S"]
 OURS = [sys.executable, "-u"]
+
+DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+WORLD = World(0, 0, 0, (0,), (2,), "h", 1, True, "r")
 
 
 def command(*words: str) -> Command:
@@ -50,6 +55,28 @@ def test_the_zygote_starts_with_the_variables_that_are_read_early() -> None:
     keep_monarch_log_private(log)
     assert run.start_environ(2) == {"PATH": "/usr/bin:/bin", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", **log}
     assert "OMP_NUM_THREADS" not in run.start_environ(1)
+
+
+@pytest.mark.parametrize(
+    ("base", "devices"),
+    [
+        ({}, {"CUDA_VISIBLE_DEVICES": "1"}),
+        ({"CUDA_VISIBLE_DEVICES": "4, 5"}, {"CUDA_VISIBLE_DEVICES": "5"}),
+        # For ROCm the one that counts if both are set.
+        ({"CUDA_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "2,3"}, dict.fromkeys(DEVICES, "3")),
+    ],
+)
+def test_the_device_of_a_rank_with_a_virtual_local_rank(base: dict[str, str], devices: dict[str, str]) -> None:
+    options = command("torchrun", "--virtual-local-rank", "x.py").options
+    env = rank_environment(WORLD, options, 0, 1, base, "")
+    assert {name: env[name] for name in DEVICES if name in env} == devices and env["LOCAL_RANK"] == "0"
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_ranks_without_a_device_of_their_own_are_refused(name: str) -> None:
+    options = command("torchrun", "--virtual-local-rank", "x.py").options
+    with pytest.raises(ValueError, match=f"local rank 1 has no device of its own in {name}=7"):
+        rank_environment(WORLD, options, 0, 1, {name: "7"}, "")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ Names and values follow ``LocalElasticAgent._start_workers`` of torch 2.13
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torchx_monarch.command.command import CommandError, TorchrunOptions
 from torchx_monarch.model.env_names import is_for_hosts, keep_monarch_log_private
@@ -97,15 +97,13 @@ def rank_environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
     if options.virtual_local_rank:
-        env["LOCAL_RANK"] = "0"
-        env["CUDA_VISIBLE_DEVICES"] = _device_of(local_rank, base.get("CUDA_VISIBLE_DEVICES"))
+        # ROCm ignores CUDA_VISIBLE_DEVICES if HIP_VISIBLE_DEVICES is set, which torchrun observes since torch 2.15.
+        names = [name for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in base]
+        device = str(local_rank)
+        if names:
+            devices = base[names[0]].split(",")
+            if local_rank >= len(devices):
+                raise ValueError(f"local rank {local_rank} has no device of its own in {names[0]}={base[names[0]]}")
+            device = devices[local_rank].strip()
+        env.update({"LOCAL_RANK": "0", **dict.fromkeys([*names, "CUDA_VISIBLE_DEVICES"], device)})
     return env
-
-
-def _device_of(local_rank: int, visible: str | None) -> str:
-    if visible is None:
-        return str(local_rank)
-    devices: Sequence[str] = visible.split(",")
-    if local_rank >= len(devices):
-        raise ValueError(f"local rank {local_rank} has no device of its own in CUDA_VISIBLE_DEVICES={visible}")
-    return devices[local_rank].strip()
