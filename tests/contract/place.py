@@ -30,6 +30,12 @@ _TRAINING = "13 s of processor time, most of it for imports; monarch_local has i
 _OTHER_CASE = "it goes through the core as another case does; at least one other backend has it every time"
 
 
+def tree(folder: str | Path) -> dict[str, tuple[int, bytes]]:
+    """Return when each file and folder below a folder was changed, and the content of the files."""
+    paths = [Path(folder), *Path(folder).rglob("*")]
+    return {str(path): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in paths}
+
+
 def left_to_others(*cases: str, training: bool = True) -> dict[str, str]:
     """Return ``Place.nightly``: cases that another backend runs every time.
 

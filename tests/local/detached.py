@@ -17,7 +17,7 @@ from torchx.specs import AppDef, AppState, AppStatus, Role
 
 from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import owners, state
+from torchx_monarch.backends.local import owners
 from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.system import processes
@@ -85,7 +85,7 @@ class Detached:
         return state_files.app_paths(app_id)
 
     def watchers(self, app_id: str) -> owners.Owners:
-        watchers = state.load_owners(self.paths(app_id))
+        watchers = owners.load(self.paths(app_id))
         assert watchers is not None
         return watchers
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.contract.place import Place, left_to_others
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import state, submit
+from torchx_monarch.backends.local import owners, submit
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.schedulers import monarch_local
 
@@ -38,11 +38,11 @@ class LocalPlace(Place):
 
     def _host(self, handle: str, replica: int) -> int:
         """Return the pid of a replica's host."""
-        owners = state.load_owners(state_files.app_paths(handle.rpartition("/")[2]))
-        assert owners is not None
+        owning = owners.load(state_files.app_paths(handle.rpartition("/")[2]))
+        assert owning is not None
         (host,) = [
             one.pid
-            for one in psutil.Process(owners.supervisor.pid).children()
+            for one in psutil.Process(owning.supervisor.pid).children()
             if one.cmdline()[one.cmdline().index("--replica") + 1] == str(replica)
         ]
         return host
@@ -60,15 +60,20 @@ class LocalPlace(Place):
         """Start the supervisor when the app is cancelled, which waits for the supervisor."""
         with pytest.MonkeyPatch.context() as patch:
             started = submit.start_supervisor
-            held: list[tuple[state_files.AppPaths, LocalRequest]] = []
-            patch.setattr(submit, "start_supervisor", lambda paths, request: held.append((paths, request)))
+            held: list[tuple[state_files.AppPaths, LocalRequest, int]] = []
+
+            def hold(paths: state_files.AppPaths, request: LocalRequest, lock: int) -> None:
+                held.append((paths, request, os.dup(lock)))
+
+            patch.setattr(submit, "start_supervisor", hold)
             handle = self.run(self.role("sleep", "1000", replicas=2))
-        (paths, request), over = held[0], threading.Event()
+        (paths, request, lock), over = held[0], threading.Event()
 
         def start() -> None:
             while not os.path.exists(paths.cancel) and not over.wait(0.1):
                 pass
-            started(paths, request)
+            started(paths, request, lock)
+            os.close(lock)
 
         supervisor = threading.Thread(target=start)
         supervisor.start()

@@ -273,6 +273,7 @@ def test_the_dead_are_seen_on_a_read_only_disk(apps: Detached, small: Path) -> N
     assert apps.wait(app_id).state is AppState.FAILED
     subprocess.run(["mount", "-o", "remount,rw", str(small)], check=True, timeout=WITHIN)
     assert apps.status(app_id).state is AppState.FAILED
+    apps.runner.delete(apps.handle(app_id))
 
 
 def test_a_state_directory_below_a_file(apps: Detached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torchx.specs import AppDef, AppState
 
 from tests.local.detached import NAME, Detached, all_fresh, sh
 from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.local import owners
 from torchx_monarch.backends.local.prune import prune
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.model.state import State
@@ -84,6 +85,7 @@ def test_pruning(apps: Detached, eventually: Eventually, monkeypatch: pytest.Mon
     old_app("old-kept", now - 13 * day)
     old_app("old-gone", now - 15 * day)
     old_app("old-running", now - 99 * day, state=State.RUNNING)
+    lock = owners.lock(state_files.app_paths("old-running"))
     trash = Path(state_files.apps_dir(), ".trash-1-x")
     trash.mkdir()
     os.utime(trash, (0, 0))
@@ -102,6 +104,7 @@ def test_pruning(apps: Detached, eventually: Eventually, monkeypatch: pytest.Mon
         old_app(f"more-{n}", now + n)
     removed = prune(state_files.apps_dir(), newest=3)
     assert sorted(removed) == sorted([app_id, "more-0", "more-1"])
+    os.close(lock)
 
 
 def test_waiting_costs_nothing(apps: Detached) -> None:

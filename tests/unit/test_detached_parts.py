@@ -277,30 +277,10 @@ def test_this_process() -> None:
 
 def test_watchers_are_read_as_they_were_written() -> None:
     me = processes.ProcessIdentity(7, 8)
-    written = owners.Owners(owners.this_machine(), me, processes.ProcessIdentity(9, 10))
+    written = owners.Owners("here", me, processes.ProcessIdentity(9, 10))
     data = json.loads(json.dumps(written.to_json()))
     assert data["keeper"] == {"pid": 7, "start": 8}  # the form of files that are on disks
     assert codec.decode(owners.Owners, data) == written
-
-
-def test_a_life_is_told_by_machine_boot_and_start() -> None:
-    here, me = owners.this_machine(), processes.identity(os.getpid())
-    assert me is not None
-
-    def life(which: processes.ProcessIdentity = me, **changes: str) -> owners.ProcessStatus:
-        machine = owners.Machine(**{**vars(here), **changes})
-        return owners.Owners(machine, me, me).life(which)
-
-    assert life() is owners.ProcessStatus.ALIVE
-    assert life(processes.ProcessIdentity(me.pid, me.start + 1)) is owners.ProcessStatus.DEAD
-    assert life(boot_id="x") is owners.ProcessStatus.REBOOTED
-    assert life(boot_id="x", hostname="renamed", machine_id=here.machine_id or "y") in (
-        (owners.ProcessStatus.REBOOTED,) if here.machine_id else (owners.ProcessStatus.ELSEWHERE,)
-    )
-    assert life(boot_id="x", hostname="other", machine_id="other") is owners.ProcessStatus.ELSEWHERE
-    assert life(pid_namespace="x") is owners.ProcessStatus.ELSEWHERE
-    # A laptop that changes its name with its network.
-    assert life(hostname="other") is owners.ProcessStatus.ALIVE
 
 
 def test_json_files_are_replaced_whole(tmp_path: Path) -> None:

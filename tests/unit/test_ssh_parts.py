@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.errors import StateAccessError, SubmitError, UserError
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local import gpus, state
+from torchx_monarch.backends.local import gpus, owners, state
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.backends.ssh import known, native, workspace
@@ -428,7 +429,12 @@ def test_a_machine_that_does_not_answer(more: dict[str, Any], other: State, expe
 @pytest.mark.parametrize("damaged", ["place.json", "ending.json"])
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"state": "x", "app_id": 5}', '{"role": []}'])
 def test_damaged_files_of_a_replica_cost_no_other_app_and_no_cancel(
-    damaged: str, content: str, runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damaged: str,
+    content: str,
+    runner: Runner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path))
 
@@ -442,6 +448,7 @@ def test_damaged_files_of_a_replica_cost_no_other_app_and_no_cancel(
         known.keep(app_id, known.Layout([["a"]]))
         paths = state_files.app_paths(folder_name(app_id, 0, 0))
         os.makedirs(paths.root)
+        request.addfinalizer(partial(os.close, owners.lock(paths)))
         place = Place(app_id, 0, 0, 100.0, 5.0, [["a"]], "", "", submitted.pack())
         state_files.write_json(f"{paths.root}/place.json", asdict(place))
         role = RoleRecord("trainer", [ReplicaRecord(0, State.RUNNING)])

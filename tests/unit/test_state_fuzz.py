@@ -4,9 +4,9 @@
 
 About 700 cases, and 7,000 under ``--hypothesis-profile nightly``.
 
-One app runs, as far as a test needs it to: a process in its supervisor's place notes each wish to end it. Another has
-ended, and a third is dead without a record of it. Each case replaces one file of the first or the third, asks what a
-user may ask, with a command of ``torchx monarch`` among it, and cancels.
+One app runs, as far as a test needs it to: this process holds its lock, and a process in its supervisor's place notes
+each wish to end it. Another has ended, and a third is dead without a record of it. Each case replaces one file of the
+first or the third, asks what a user may ask, with a command of ``torchx monarch`` among it, and cancels.
 """
 
 from __future__ import annotations
@@ -131,21 +131,21 @@ class RunningApp:
     def __init__(self, folder: Path) -> None:
         self.scheduler: MonarchScheduler = monarch_local("torchx")
         self.runner = Runner("torchx", {"monarch_local": lambda session_name, **_: self.scheduler})
-        self.ended = self._publish("ended", State.SUCCEEDED)
-        self.dead = state_files.app_paths(self._publish("dead", State.RUNNING))
-        self.app_id = self._publish("running", State.RUNNING)
+        self.ended, lock = self._publish("ended", State.SUCCEEDED)
+        os.close(lock)
+        dead, lock = self._publish("dead", State.RUNNING)
+        os.close(lock)
+        self.dead = state_files.app_paths(dead)
+        self.app_id, self._lock = self._publish("running", State.RUNNING)
         self.paths = state_files.app_paths(self.app_id)
-        script = folder / "backends" / "local" / "supervise.py"
-        script.parent.mkdir(parents=True)
-        script.write_text(_SUPERVISOR)
-        self._process = subprocess.Popen([sys.executable, str(script), self.paths.root, "3"], stdout=subprocess.PIPE)
+        self._process = subprocess.Popen([sys.executable, "-c", _SUPERVISOR], stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         self.supervisor = self._process.pid
         self._told = self._process.stdout.fileno()
         assert os.read(self._told, 5) == b"ready"
         self._fill()
         gone = processes.ProcessIdentity(self.supervisor, 1)
-        state_files.write_json(self.dead.supervisor, owners.Owners(owners.this_machine(), gone, gone).to_json())
+        state_files.write_json(self.dead.supervisor, owners.Owners(os.uname().nodename, gone, gone).to_json())
         roots = (self.paths.root, self.dead.root)
         self.files, self.files_of_dead = (
             {path: path.read_bytes() for path in Path(root).rglob("*") if path.is_file()} for root in roots
@@ -156,14 +156,13 @@ class RunningApp:
         # Waits for the end, which the stand-in does not bring about.
         self.scheduler.apps._await_end = lambda app: True
 
-    def _publish(self, name: str, state: State) -> str:
+    def _publish(self, name: str, state: State) -> tuple[str, int]:
         role = Role("r", image="", entrypoint="python", args=["-m", HOSTS_MODULE, "--", "torchrun", "x.py"])
         app = AppDef(name, [role], {"team": "a"})
         submitted = SubmittedApp(app, [RoleSpec("r", workload=WorkloadKind.SESSION)], {"grace": 5})
         request = render(app, submitted.roles, grace=5.0, assign_gpus=False, environ={})
-        request = submit._publish(
-            state_files.apps_dir(), request, submitted.to_json(), lambda folder: None, time.time()
-        )
+        apps = state_files.apps_dir()
+        request, lock = submit._publish(apps, request, submitted.to_json(), lambda folder: None, time.time())
         paths = state_files.app_paths(request.app_id)
         record = status.load(paths)
         assert record is not None
@@ -171,12 +170,12 @@ class RunningApp:
         record.error = record.roles[0].replicas[0].error = '{"message": {"message": "boom", "extraInfo": {}}}'
         record.ended = time.time() if state.is_terminal else None
         state_files.write_json(paths.status, record.to_json())
-        return request.app_id
+        return request.app_id, lock
 
     def _fill(self) -> None:
         mine, supervisor = processes.identity(os.getpid()), processes.identity(self._process.pid)
         assert mine is not None and supervisor is not None
-        who = owners.Owners(owners.this_machine(), supervisor, supervisor)
+        who = owners.Owners(os.uname().nodename, supervisor, supervisor)
         state_files.write_json(self.paths.supervisor, who.to_json())
         state_files.write_json(self.paths.cancel, {"grace": 1.5})
         lines = [json.dumps({"time": 1000.0 + at, **event}) for at, event in enumerate(EVENTS)]
@@ -211,10 +210,9 @@ class RunningApp:
                 changed.unlink(missing_ok=True)
 
     def restore_dead(self) -> None:
-        """Undo what a case, and the one that notices the end of the app that is dead, have done."""
+        """Undo what a case has done."""
         for path, content in self.files_of_dead.items():
             path.write_bytes(content)
-        Path(self.dead.events).unlink(missing_ok=True)
 
     def told(self) -> bool:
         """Whether its supervisor was told to end it since the last call."""
@@ -223,6 +221,7 @@ class RunningApp:
         return bool(os.read(self._told, 4096))
 
     def close(self) -> None:
+        os.close(self._lock)
         self._process.kill()
         self._process.communicate(timeout=WITHIN)
 
@@ -234,7 +233,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
         patch.setenv("MONARCH_STATE_DIR", str(folder / "state"))
         patch.setenv("TMPDIR", str(folder))
         app = RunningApp(folder)
-        # Looks for its supervisor then need not read the command line of every process of the machine.
+        # The processes of an app are then looked for among these alone.
         patch.setattr(processes, "_pids", lambda: [os.getpid(), app.supervisor])
         patch.setattr("torchx.schedulers.get_scheduler_factories", lambda: {"monarch_local": lambda _: app.scheduler})
         yield app
@@ -246,12 +245,13 @@ def in_its_state_dir(app: RunningApp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_STATE_DIR", str(Path(app.paths.root).parents[1]))
 
 
-def ask_everything(app: RunningApp) -> None:
+def ask_everything(app: RunningApp, changed: str = "") -> None:
     """All that a user may ask about the app; nothing of it may raise anything but a message for that user."""
     apps = app.scheduler.list()
     listed = {each.app_id: each.state for each in apps}
     assert listed[app.ended] is AppState.SUCCEEDED
-    assert listed[app.app_id] not in (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
+    if changed != "status.json":  # it may say that the app has ended
+        assert listed[app.app_id] not in (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
     found = app.scheduler.describe(app.app_id)
     assert found is not None
     shown = AppStatus(
@@ -325,23 +325,13 @@ def test_sound_files_are_read(app: RunningApp) -> None:
     assert all(ask_command(app, words) for words in COMMANDS)
 
 
-@pytest.mark.parametrize("ended", [None, 1e9])
-def test_app_whose_supervisor_lives_runs_and_can_be_cancelled(app: RunningApp, ended: float | None) -> None:
+def test_an_app_whose_supervisor_lives_can_be_cancelled_whatever_its_status_says(app: RunningApp) -> None:
     path = Path(app.paths.status)
-    record = json.loads(app.files[path])
-    record["state"], record["ended"] = "SUCCEEDED", ended
     try:
-        path.write_text(json.dumps(record))
-        found = app.runner.status(app.handle)
-        assert found is not None and found.state is AppState.RUNNING
-        assert found.msg == f"{path} says SUCCEEDED, but the app runs: its supervisor is there"
-        assert not app.scheduler.apps.wait(app.app_id, 0.0)
+        path.write_text(json.dumps({**json.loads(app.files[path]), "state": "SUCCEEDED", "ended": 1e9}))
         assert prune.prune(os.path.dirname(app.paths.root)) == []
-        app.runner.cancel(app.handle)
+        app.scheduler.cancel(app.app_id)
         assert app.told()
-        record["ended"] = time.time()  # as the supervisor writes it before it exits
-        path.write_text(json.dumps(record))
-        assert app.scheduler.apps.wait(app.app_id, 0.0)
     finally:
         app.restore(path)
 
@@ -357,13 +347,14 @@ def test_any_content_of_any_file_costs_details_only(app: RunningApp, name: str, 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-        ask_everything(app)
+        ask_everything(app, name)
         ask_command(app, data.draw(st.sampled_from(COMMANDS), "a command"))
         if name == "journal.jsonl":
             ask_kept_run(app)
         if data.draw(st.sampled_from([True, False, False, False]), "whether it is cancelled"):
             app.runner.cancel(app.handle)
-            assert app.told()
+            if name != "supervisor.json":  # a supervisor that is not known reads the request from disk
+                assert app.told()
     finally:
         app.restore(path)
 

@@ -18,7 +18,7 @@ from torchx.specs import AppDef, AppState, Role
 from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, StateDirError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local import prune, state, status, submit
+from torchx_monarch.backends.local import prune, status, submit
 from torchx_monarch.backends.local.render import render
 from torchx_monarch.backends.slurm import folder, records
 from torchx_monarch.insight import events
@@ -37,7 +37,9 @@ def app(name: str, state: State = State.SUCCEEDED, ended: float | None = None) -
     definition = AppDef(name, [Role("r", image="", entrypoint="true")])
     submitted = SubmittedApp(definition, [RoleSpec("r")])
     request = render(definition, submitted.roles, grace=5.0, assign_gpus=False, environ={})
-    request = submit._publish(state_files.apps_dir(), request, submitted.to_json(), lambda folder: None, time.time())
+    apps = state_files.apps_dir()
+    request, lock = submit._publish(apps, request, submitted.to_json(), lambda folder: None, time.time())
+    os.close(lock)
     paths = state_files.app_paths(request.app_id)
     record = status.load(paths)
     assert record is not None
@@ -175,7 +177,6 @@ def test_a_planted_name_does_not_reach_the_terminal(
 ) -> None:
     mine, planted = app("mine"), app("planted")
     os.rename(planted.root, os.path.join(os.path.dirname(planted.root), name))
-    monkeypatch.setattr(state, "removed_but_running", lambda apps: [name])
     assert [each.app_id for each in monarch_local("torchx").list()] == [mine.app_id]
     assert caplog.text.isprintable()
     # Any folder of the state directory may have such a name, such as the target of a link.

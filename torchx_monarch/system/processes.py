@@ -159,23 +159,6 @@ def marked(job: str) -> list[int]:
     return [pid for pid in _pids() if pid != os.getpid() and _carries(pid, wanted) and identity(pid)]
 
 
-def running_script(script: str) -> list[tuple[ProcessIdentity, str]]:
-    """Return this user's living processes that run a certain Python script, each with the script's first argument.
-
-    Args:
-        script: the end of the script's path.
-    """
-    path = os.fsencode(script)
-    found = []
-    for pid in _pids():
-        words = _command(pid)
-        at = next((index for index, word in enumerate(words[:-1]) if word.endswith(path)), None)
-        with contextlib.suppress(OSError):
-            if at is not None and os.stat(f"/proc/{pid}").st_uid == os.geteuid() and (one := identity(pid)):
-                found.append((one, os.fsdecode(words[at + 1])))
-    return found
-
-
 def _families() -> Callable[[int], list[int]]:
     """Return a function that lists the living children of a process."""
     if os.path.exists(f"/proc/self/task/{os.getpid()}/children"):

@@ -1,13 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Lose machines under running jobs: ``python -m tests.clusters.ssh.lost_machines 20 [leader]``.
+"""Lose the machine of host 0 under running jobs: ``python -m tests.clusters.ssh.lost_machines 20``.
 
-Each job has a rank on each of three machines, under RetryPolicy.REPLICA. When all ranks run, the power of one machine
-fails, and comes back some seconds later; the machines take turns. A loss is recovered when all ranks have begun again
-once, and the job has succeeded. Prints for each loss how long the ranks did not run.
-
-With ``leader``, a job has a rank on each of two machines, and a spare one. The machine of host 0 loses its power for as
-long as the job runs: another host takes over.
+Each job has a rank on each of two machines, and a spare one. The machine of host 0 loses its power for as long as the
+job runs: another host takes over. A loss is recovered when all ranks have begun again once, and the job has succeeded.
+Prints for each loss how long the ranks did not run.
 """
 
 from __future__ import annotations
@@ -17,15 +14,11 @@ import sys
 import tempfile
 import time
 import uuid
-from typing import Any
 
-from torchx.specs import AppState, RetryPolicy
+from torchx.specs import AppState
 
 from tests.clusters.ssh.apps import Apps, end_connections
 from tests.clusters.ssh.machines import Machines, missing
-
-OFF = 3.0
-"""Seconds until the power is back."""
 
 _PROGRAM = """
 import os, sys, time
@@ -37,33 +30,21 @@ while attempt == 0:
 """
 
 
-def lose(apps: Apps, name: str, off: float = OFF, *, leader: bool = False) -> tuple[float, str]:
-    """Run a job and switch a machine off under it.
-
-    Args:
-        apps: where.
-        name: the machine.
-        off: seconds until it is switched on again.
-        leader: whether it is that of host 0, which is not replaced, and stays off until the job has ended.
+def lose(apps: Apps) -> tuple[float, str]:
+    """Run a job and switch the machine of host 0 off under it, until the job has ended.
 
     Returns:
         Seconds from the loss to the begin of the last rank of the next attempt; what went wrong, empty if nothing did.
     """
     folder = apps.folder / uuid.uuid4().hex
     folder.mkdir()
-    count = len(apps.hosts) - leader
-    more: dict[str, Any] = {"max_retries": 1, "retry_policy": RetryPolicy.REPLICA}
-    if leader:
-        more = {"metadata": {"monarch": {"spares": 1}}}
-    role = apps.torchrun(*(apps.program(_PROGRAM), str(folder)), nproc=1, replicas=count, **more)
+    count = len(apps.hosts) - 1
+    spare = {"monarch": {"spares": 1}}
+    role = apps.torchrun(*(apps.program(_PROGRAM), str(folder)), nproc=1, replicas=count, metadata=spare)
     handle = apps.run(role, name="lost", lease=10)
     apps.until(lambda: len(list(folder.glob("attempt0-*"))) == count, "the ranks", handle)
-    machine = apps.machines[name]
     began = time.time()
-    machine.power_off()
-    if not leader:
-        time.sleep(off)
-        machine.boot()
+    apps.machines[apps.hosts[0]].power_off()
     try:
         status = apps.wait(handle, seconds=180)
     except AssertionError as error:
@@ -76,8 +57,8 @@ def lose(apps: Apps, name: str, off: float = OFF, *, leader: bool = False) -> tu
     return max(begun) - began, ""
 
 
-def main(losses: int, leader: bool) -> int:
-    """Lose so many machines, all of them of host 0 with ``leader``; return the exit code."""
+def main(losses: int) -> int:
+    """Lose so many machines; return the exit code."""
     if reason := missing():
         print(reason, file=sys.stderr)
         return 1
@@ -89,16 +70,15 @@ def main(losses: int, leader: bool) -> int:
         try:
             os.environ.update(machines.up().environ)
             for number in range(losses):
-                name = machines.names[0 if leader else number % len(machines.names)]
                 apps = Apps(machines)
                 try:
-                    seconds, wrong = lose(apps, name, leader=leader)
+                    seconds, wrong = lose(apps)
                 finally:
                     apps.close()
                 if not wrong:
                     recovered.append(seconds)
                 left = machines.end_processes()
-                print(f"{number + 1}: {name}: {wrong or f'{seconds:.1f} s'} {left or ''}", flush=True)
+                print(f"{number + 1}: {wrong or f'{seconds:.1f} s'} {left or ''}", flush=True)
         finally:
             end_connections()
             machines.down()
@@ -109,4 +89,4 @@ def main(losses: int, leader: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 20, "leader" in sys.argv[2:]))
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 20))

@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 import pytest
-from torchx.specs import AppState
+from torchx.specs import AppState, RetryPolicy
 
 from tests.clusters.ssh.apps import Apps
-from tests.clusters.ssh.lost_machines import lose
 from tests.clusters.ssh.machines import Machines
 
 _SLEEPS = """
@@ -16,11 +15,6 @@ _SLEEPS = """
     print("rank", os.environ["RANK"], flush=True)
     time.sleep(1000)
 """
-
-
-def test_a_machine_that_reboots_gets_its_replica_again(apps: Apps) -> None:
-    _, wrong = lose(apps, "m3")
-    assert not wrong, wrong
 
 
 _FIRST = pytest.mark.nightly("lost_machines loses the first machine as well")
@@ -41,10 +35,11 @@ def test_the_job_fails_with_the_name_of_a_machine_without_power(apps: Apps, mach
     assert apps.status(handle).state is AppState.FAILED
 
 
-def test_a_job_of_before_a_reboot_has_failed(apps: Apps, machines: Machines) -> None:
-    handle = apps.run(apps.role("sh", "-c", "echo up; exec sleep 1000"), hosts=["m2"])
+def test_a_job_of_before_a_reboot_has_failed_and_stays_so(apps: Apps, machines: Machines) -> None:
+    role = apps.role("sh", "-c", "echo up; exec sleep 1000", max_retries=1, retry_policy=RetryPolicy.REPLICA)
+    handle = apps.run(role, hosts=["m2"])
     apps.until(lambda: "up\n" in apps.lines(handle), "the start", handle)
     machines["m2"].reboot()
     status = apps.wait(handle, AppState.FAILED)
     assert "m2" in status.msg and "reboot" in status.msg, status
-    assert "up\n" in apps.lines(handle)
+    assert apps.lines(handle) == ["up\n"] and not apps.running("m2")

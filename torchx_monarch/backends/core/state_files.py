@@ -116,6 +116,11 @@ class AppPaths(NamedTuple):
         return os.path.join(self.root, "request.json")
 
     @property
+    def lock(self) -> str:
+        """A file that the processes that own the app have locked while they live."""
+        return os.path.join(self.root, "lock")
+
+    @property
     def supervisor(self) -> str:
         """The processes that own the app: machine, keeper, supervisor."""
         return os.path.join(self.root, "supervisor.json")

@@ -34,9 +34,6 @@ from torchx_monarch.supervisor import log_reader
 
 _log = logging.getLogger("torchx_monarch")
 
-_READS_PER_PROCESS_CHECK = 25
-"""Reads of the status file for each check of the processes, while a caller waits for an app's end."""
-
 
 @dataclass
 class LocalOpts(MonarchOpts):
@@ -57,9 +54,6 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
     options = LocalOpts
     capabilities = Capabilities(waits_for_cancel=True, shares_interpreter=True)
     poll = 0.02
-
-    def __init__(self) -> None:
-        self._checks: dict[str, int] = {}
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
@@ -101,8 +95,8 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         record = _look(paths)
         if record is None:
             return None
-        watching = state.load_owners(paths)
-        hostname = watching.machine.hostname if watching else os.uname().nodename
+        owning = owners.load(paths)
+        hostname = owning.hostname if owning else os.uname().nodename
         grace = float(LocalOpts.grace)
         with contextlib.suppress(state_files.DamagedFileError):
             rendered = request.load(paths)
@@ -120,8 +114,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             StateAccessError: another user owns the state directory.
         """
         try:
-            removed = state.removed_but_running(state_files.apps_dir())  # as command lines of processes say
-            app_ids = [*state_files.app_ids(), *filter(state_files.is_app_id, removed)]
+            app_ids = state_files.app_ids()
         except OSError as error:
             raise StateAccessError.of(error, state_files.apps_dir()) from None
         found = []
@@ -170,18 +163,14 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         return Path(state_files.app_paths(app_id).replica_logs(role, replica))
 
     def still_runs(self, app: AppSnapshot) -> bool:
-        """Return whether a supervisor of the app runs, whatever the files say."""
-        return bool(state.supervisors(state_files.app_paths(app.app_id)))
+        """Return whether owners or other processes of the app run, whatever the files say."""
+        paths = state_files.app_paths(app.app_id)
+        return owners.are_alive(paths) or bool(state.left(paths))
 
     def has_ended(self, app_id: str) -> bool:
-        """Return whether an app has ended or does not exist, mostly from its status file alone."""
-        paths = state_files.app_paths(app_id)
-        checks = self._checks.get(app_id, 0)
-        self._checks[app_id] = checks + 1
-        now = state.recorded(paths) if checks % _READS_PER_PROCESS_CHECK else None
-        if now is None or now.terminal:  # an app whose folder was removed, or whose status file is wrong, may still run
-            now = _look(paths)
-        return now is None or now.terminal
+        """Return whether an app has ended or does not exist."""
+        record = _look(state_files.app_paths(app_id))
+        return record is None or record.terminal
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
@@ -189,14 +178,16 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         """Ask the app's supervisor to end the app.
 
         Raises:
-            BackendError: the app runs on another machine, or the request cannot be written and nothing of it runs here.
+            BackendError: the request cannot be written and no supervisor of the app runs here, or the app may run on
+                another machine that cannot be seen from here.
         """
         paths = state_files.app_paths(app.app_id)
-        if not state.supervisors(paths):
-            watching = state.load_owners(paths)
-            if watching is not None and watching.life(watching.supervisor) is owners.ProcessStatus.ELSEWHERE:
-                machine = watching.machine.hostname
-                raise BackendError(f"app {app.app_id} runs on {machine}; it can only be cancelled there")
+        owning = owners.load(paths)
+        if owning is not None and not owning.is_here and not owners.are_alive(paths):
+            raise BackendError(
+                f"app {app.app_id} runs on {owning.hostname}, which cannot be seen from here: cancel it there. If that "
+                f"machine is gone for good, remove {paths.root}"
+            )
         try:
             state.request_stop(paths, grace)
         except OSError as error:
@@ -223,13 +214,11 @@ def _look(paths: state_files.AppPaths) -> AppRecord | None:
     """
     try:
         paths.check_owner()
-    except FileNotFoundError:
-        return state.orphaned_record(paths)
-    except NotADirectoryError:
+        return state.current_state(paths)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise StateAccessError.of(error, paths.root) from None
-    return state.current_state(paths)
 
 
 def _snapshot(app_id: str, record: AppRecord, hostname: str, submitted: SubmittedApp | None) -> AppSnapshot:

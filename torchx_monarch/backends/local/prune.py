@@ -4,8 +4,8 @@
 
 The rule: an app that has ended is removed when its end is more than 14 days ago (``MONARCH_KEEP_DAYS`` sets another
 number of days), or when 1000 apps ended after it (``MONARCH_KEEP_APPS`` sets another number of apps). An app that has
-not ended is never removed, nor is one whose supervisor lives although its status file says that it has ended. The
-keeper of each app applies the rule after its app has ended, so no command waits for it.
+not ended is never removed, nor is one whose owners live although its status file says that it has ended. The keeper of
+each app applies the rule after its app has ended, so no command waits for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import time
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import folder, state, status
+from torchx_monarch.backends.local import folder, owners, state
 from torchx_monarch.system import run_dirs
 
 KEEP_APPS = 1000
@@ -43,7 +43,7 @@ def prune(apps: str, *, days: float | None = None, newest: int | None = None) ->
         The ids of the removed apps.
     """
     oldest_end = time.time() - (state_files.keep_days() if days is None else days) * 86400
-    ended: list[tuple[float, state_files.AppPaths, status.AppRecord]] = []
+    ended: list[tuple[float, state_files.AppPaths]] = []
     with os.scandir(apps) as entries:
         for entry in entries:
             if entry.name.startswith((folder.STAGING_PREFIX, folder.TRASH_PREFIX)):
@@ -53,14 +53,14 @@ def prune(apps: str, *, days: float | None = None, newest: int | None = None) ->
                 continue
             paths = state_files.AppPaths(entry.path)
             with contextlib.suppress(state_files.DamagedFileError, OSError):
-                record = status.load(paths)
+                record = state.current_state(paths)
                 if record is not None and record.terminal and record.ended is not None:
-                    ended.append((record.ended, paths, record))
+                    ended.append((record.ended, paths))
     newest = keep_apps() if newest is None else newest
     ended.sort(key=lambda each: each[0], reverse=True)
     removed = []
-    for rank, (end, paths, record) in enumerate(ended):
-        if (rank >= newest or end < oldest_end) and not state.runs_on(paths, record):
-            folder.remove_app(paths)
+    for rank, (end, paths) in enumerate(ended):
+        if (rank >= newest or end < oldest_end) and not owners.are_alive(paths):
+            state.remove_ended(paths)
             removed.append(paths.app_id)
     return removed

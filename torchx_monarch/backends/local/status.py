@@ -2,13 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The record of an app: its state, its replicas, why it ended. The content of status.json.
 
-The supervisor writes it while it lives. A process that detects the supervisor's death records the end
-(``close_for_dead``).
+The supervisor writes it while it lives; the keeper records the end if the supervisor dies.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -95,19 +93,13 @@ def load(paths: state_files.AppPaths) -> AppRecord | None:
     return record
 
 
-def close_for_dead(paths: state_files.AppPaths, record: AppRecord, reason: str) -> None:
-    """Record the end of an app whose supervisor is dead: FAILED, for this reason.
-
-    Raises:
-        OSError: the record could not be written. The record in memory is changed nevertheless.
-    """
-    now = time.time()
+def end_dead(record: AppRecord, reason: str, ended: float) -> None:
+    """Make this the record of an app that has ended without its supervisor: FAILED, for this reason."""
     for role in record.roles:
         for replica in role.replicas:
             if not replica.state.is_terminal:
-                replica.state, replica.ended = State.FAILED, now
-    record.state, record.msg, record.ended = State.FAILED, reason, now
-    save_last(paths, record)
+                replica.state, replica.ended = State.FAILED, ended
+    record.state, record.msg, record.ended = State.FAILED, reason, ended
 
 
 def reserve_bytes(record: AppRecord) -> int:

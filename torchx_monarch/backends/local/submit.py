@@ -18,7 +18,7 @@ from typing import Any
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import StateDirError, SubmitError
-from torchx_monarch.backends.local import folder, render, state, status, supervise
+from torchx_monarch.backends.local import folder, owners, render, state, status, supervise
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.insight import events
 from torchx_monarch.system import processes, safe_files
@@ -46,13 +46,13 @@ def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], 
     created = time.time()
     apps = state_files.apps_dir()
     try:
-        request = _publish(apps, request, app, fill, created)
+        request, lock = _publish(apps, request, app, fill, created)
     except OSError as e:
         raise StateDirError(e.filename or apps, e.strerror or str(e)) from e
     paths = state_files.app_paths(request.app_id)
     events.append(paths.events, "submitted", f"submitted as {request.app_id}", seconds=time.time() - created)
     try:
-        start_supervisor(paths, request)
+        start_supervisor(paths, request, lock)
     except Exception as e:
         processes.kill_until_gone(lambda: processes.marked(request.job))
         folder.remove_run_dir(paths, request.run_dir)
@@ -64,14 +64,18 @@ def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], 
         # Ctrl-C: the caller never gets the app's id, so the app must not continue.
         state.request_stop(paths, grace=0)
         raise
+    finally:
+        os.close(lock)
     return request.app_id
 
 
 def _publish(
     apps: str, request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], None], created: float
-) -> LocalRequest:
-    """Write the app's folder; return the request as written there."""
-    with folder.staged(apps) as staging:
+) -> tuple[LocalRequest, int]:
+    """Write the app's folder; return the request as written there, and the descriptor of the app's lock."""
+    with folder.staged(apps) as staging, contextlib.ExitStack() as unlock:
+        lock = owners.lock(state_files.AppPaths(staging))
+        unlock.callback(os.close, lock)
         _make_log_dirs(state_files.AppPaths(staging), request)
         fill(staging)
         # The same request may be submitted twice.
@@ -86,7 +90,8 @@ def _publish(
                 _fill(state_files.AppPaths(staging), request, app, created)
                 if folder.publish(staging, paths.root):
                     undo.pop_all()
-                    return request
+                    unlock.pop_all()
+                    return request, lock
             request = request.renamed(render.new_app_id(request.name))
 
 
@@ -106,8 +111,13 @@ def _make_log_dirs(paths: state_files.AppPaths, request: LocalRequest) -> None:
             os.mkdir(paths.replica_logs(role.name, role.first + k), 0o700)
 
 
-def start_supervisor(paths: state_files.AppPaths, request: LocalRequest) -> None:
+def start_supervisor(paths: state_files.AppPaths, request: LocalRequest, lock: int) -> None:
     """Start the supervisor of an app whose folder is complete, and wait until it runs.
+
+    Args:
+        paths: paths of the app.
+        request: the app's request.
+        lock: the descriptor of the app's lock, which keeper and supervisor inherit.
 
     Raises:
         SubmitError: it could not be started.
@@ -121,14 +131,14 @@ def start_supervisor(paths: state_files.AppPaths, request: LocalRequest) -> None
     try:
         with open(paths.supervisor_log, "ab", opener=_private) as log, _blocked(signal.SIGTERM):
             first = subprocess.Popen(
-                [sys.executable, "-I", "-S", supervise.__file__, paths.root, str(ready_writer)],
+                [sys.executable, "-I", "-S", supervise.__file__, paths.root, str(ready_writer), str(lock)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=render.submitter_env(os.environ, request.job),
                 cwd="/",
                 start_new_session=True,
-                pass_fds=(ready_writer,),
+                pass_fds=(ready_writer, lock),
             )
         os.close(ready_writer)
         ready_writer = -1

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The script that the supervisor's interpreter runs: ``python -I -S supervise.py <app folder> <descriptor>``.
+"""The script that the supervisor's interpreter runs: ``python -I -S supervise.py <app folder> <pipe> <lock>``.
 
 That interpreter sees neither the user's PYTHON* variables nor the current folder nor site-packages: a ``json.py``
 beside the user's script cannot break the supervisor, and nothing slows its start. The script finds this package by its
@@ -21,7 +21,7 @@ def main() -> None:
     sys.path.append(root)
     from torchx_monarch.backends.local import supervisor
 
-    supervisor.main(sys.argv[1], int(sys.argv[2]))
+    supervisor.main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 
 
 if __name__ == "__main__":

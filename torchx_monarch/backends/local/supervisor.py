@@ -8,8 +8,9 @@
 The first process exits so that the keeper has no parent among the submitter's processes. The supervisor runs the app
 (``supervisor_loop``). The keeper sleeps until the supervisor has ended; if that left no final status behind, the keeper
 kills every process of the app and writes the status itself. Both are subreapers, so a process of the app that has lost
-its parent remains below them. If both are killed, the kernel kills the replicas, and the next process that queries the
-app (``state``) finds the rest by the app's marker and writes the status.
+its parent remains below them. Both hold the app's lock (``owners``). If both are killed, the kernel kills the replicas
+and releases the lock, by which readers know that the app has ended (``state``); children of ordinary programs that
+survive these are killed when the app is deleted.
 """
 
 from __future__ import annotations
@@ -35,18 +36,20 @@ from torchx_monarch.system import processes
 READY = b"ok"
 
 
-def main(root: str, ready: int) -> None:
+def main(root: str, ready: int, lock: int) -> None:
     """Start keeper and supervisor of an app, and return immediately in the first process.
 
     Args:
         root: the app's folder.
         ready: the write end of a pipe; READY is written to it when the app has been started. It is closed in any case.
+        lock: the descriptor of the app's lock.
     """
     # The supervisor reads a request to stop from disk once it handles signals. Blocked until here (``submit``).
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.set_inheritable(ready, False)
-    _fork(lambda: _keep(state_files.AppPaths(root), ready))
+    os.set_inheritable(lock, False)
+    _fork(lambda: _keep(state_files.AppPaths(root), ready, lock))
 
 
 def _fork(run: Callable[[], None]) -> int:
@@ -65,7 +68,7 @@ def _fork(run: Callable[[], None]) -> int:
         os._exit(code)
 
 
-def _keep(paths: state_files.AppPaths, ready: int) -> None:
+def _keep(paths: state_files.AppPaths, ready: int, lock: int) -> None:
     os.setsid()
     processes.become_subreaper()
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGPIPE):
@@ -101,6 +104,7 @@ def _keep(paths: state_files.AppPaths, ready: int) -> None:
         if code >= 0:
             reason += f"; see {paths.supervisor_log}"
         state.mark_dead(paths, record, request, reason)
+    os.close(lock)
     with contextlib.suppress(OSError):
         from torchx_monarch.backends.local.prune import prune
 
@@ -118,7 +122,7 @@ def _supervise(paths: state_files.AppPaths, request: LocalRequest, keeper: int, 
     if record.terminal:
         raise RuntimeError(f"the app has ended before it was started: {record.msg}")
     os.makedirs(request.run_dir, mode=0o700, exist_ok=True)
-    owning = owners.Owners(owners.this_machine(), keeper=keeper_identity, supervisor=mine)
+    owning = owners.Owners(os.uname().nodename, keeper=keeper_identity, supervisor=mine)
     state_files.write_json(paths.supervisor, owning.to_json())
 
     def on_ready() -> None:

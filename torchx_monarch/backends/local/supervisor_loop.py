@@ -3,7 +3,7 @@
 """The supervisor's event loop: start the replicas, watch them, retry, stop, and record the result.
 
 One thread sleeps in a selector until a pipe has data, a child has ended, a signal asks for the end, or a deadline has
-passed. Two things are polled: whether the app's folder still exists, and whether hosts are stopped.
+passed. Two things are polled: the app's folder, for its removal and a request to cancel, and whether hosts are stopped.
 
 The rules:
 
@@ -194,12 +194,12 @@ class SupervisorLoop:
             self._dirty = False
 
     def _look_for_folder(self) -> None:
-        """End an app whose folder was removed: users can no longer see or cancel it."""
-        if self._outcome is None:
-            if self._is_removed():
-                self._end(State.CANCELLED, f"its folder {self._paths.root} was removed")
-            else:
-                self.at(time.monotonic() + _LOOK_EVERY, self._look_for_folder)
+        """End an app whose folder was removed, or whose cancellation was requested by a process that cannot signal."""
+        if os.path.lexists(self._paths.cancel):
+            self._on_cancel()
+        elif self._outcome is None and self._is_removed():
+            self._end(State.CANCELLED, f"its folder {self._paths.root} was removed")
+        self.at(time.monotonic() + _LOOK_EVERY, self._look_for_folder)
 
     def _look_for_stopped(self) -> None:
         """Kill hosts that have been stopped for too long, and count that as their failure."""

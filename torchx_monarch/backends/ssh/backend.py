@@ -195,7 +195,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
 
         def read(machine: str) -> dict[tuple[int, int], Found]:
             names = [folder_name(app_id, role, k) for role, k in places[machine]]
-            told = self._ask(layout, machine, "read", names=names, revive=True)
+            told = self._ask(layout, machine, "read", names=names, brief=brief)
             answers = {}
             for (role, k), one in zip(places[machine], told["replicas"], strict=True):
                 # Without place.json, which may be damaged, the app is still shown and ended.

@@ -69,10 +69,10 @@ class OrderServer:
         self._unconfirmed.clear()
         self._code.close()
 
-    def read(self, names: list[str] | None = None, revive: bool = False) -> Any:
+    def read(self, names: list[str] | None = None, brief: bool = True) -> Any:
         """Return the places and records of replicas; of all without names."""
         known = replicas.names() if names is None else names
-        return {"hostname": os.uname().nodename, "replicas": [replicas.read(name, revive) for name in known]}
+        return {"hostname": os.uname().nodename, "replicas": [replicas.read(name, brief) for name in known]}
 
     def stop(self, names: list[str], ending: Any, grace: float | None) -> Any:
         """Begin to end replicas."""

@@ -14,15 +14,13 @@ from dataclasses import asdict
 from typing import Any
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import gpus, state, status
+from torchx_monarch.backends.local import gpus, state
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.backends.ssh.in_job.code import Code
 from torchx_monarch.backends.ssh.in_job.wire import PYTHON_FILE, Ending, Place
 from torchx_monarch.insight import events
 from torchx_monarch.model import codec
-from torchx_monarch.model.role_spec import RetryPolicy
-from torchx_monarch.model.state import State
 from torchx_monarch.system import safe_files
 
 _GONE_WITHIN = 60.0
@@ -162,61 +160,24 @@ def _gpus_of(paths: state_files.AppPaths) -> list[str]:
     return []
 
 
-def read(name: str, revive: bool) -> Any:
+def read(name: str, brief: bool) -> Any:
     """Return place, ending and record of a replica; None if it does not exist, and a place of None if that is damaged.
 
     Args:
         name: its folder.
-        revive: start it again if this machine was rebooted while it ran and its role has retries left.
+        brief: leave out how often its ranks were restarted.
     """
     paths = paths_of(name)
     if not _exists(paths):
         return None
     place = state_files.read_json(_place_file(paths), paths.trusted)
     ending = state_files.read_json(_ending_file(paths), paths.trusted)
-    watching = state.load_owners(paths)
     record = state.current_state(paths)
     if record is None:
         return None
-    rebooted = watching is not None and _is_of_another_boot(watching.machine)
-    if revive and rebooted and ending is None and record.state is State.FAILED:
-        record = _start_again(paths, record) or record
-    happened = events.read(paths.events, below=paths.trusted)[0] if revive else []
+    happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
     ranks = sum(event["kind"] == "rank_restart" for event in happened)
     return {"place": place, "ending": ending, "record": record.to_json(), "rank_restarts": ranks}
-
-
-def _is_of_another_boot(machine: Any) -> bool:
-    from torchx_monarch.backends.local import owners
-
-    return bool(machine.boot_id != owners.this_machine().boot_id)
-
-
-def _start_again(paths: state_files.AppPaths, record: status.AppRecord) -> status.AppRecord | None:
-    """Start a replica again that was lost with its machine; return its record, None if it must not be."""
-    request = load_request(paths)
-    if request is None:
-        return None
-    spec = request.roles[0].spec
-    restarts = record.roles[0].replicas[0].restarts
-    if spec.retry_policy is not RetryPolicy.REPLICA or restarts >= spec.max_retries:
-        return None
-    from torchx_monarch.backends.local import submit
-
-    with _gpu_lock():
-        latest = state.current_state(paths)
-        if latest is None or not latest.terminal:  # another client has
-            return latest
-        again = status.AppRecord(paths.app_id, record.name, record.created, roles=status.new_roles(request))
-        again.started = record.started
-        again.restarts = again.roles[0].replicas[0].restarts = restarts + 1
-        for path in (paths.supervisor, paths.cancel):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-        state_files.write_json(paths.status, again.to_json())
-        events.append(paths.events, "restart", "the machine was rebooted: its replica is started again")
-        submit.start_supervisor(paths, request)
-    return state.current_state(paths)
 
 
 def stop(name: str, ending: Any, grace: float | None) -> None:
