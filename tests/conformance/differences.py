@@ -181,9 +181,12 @@ class Difference(Enum):
         "What the interpreters of a host's ranks share",
         "nothing",
         "addresses in memory (`id`, ASLR), the seed of string hashes, and what the preloaded modules have computed "
-        "when they were imported; with `-cfg ranks=fresh` nothing",
-        "they are forks of one interpreter, which has imported the modules once; random state, `multiprocessing` keys, "
-        "`tempfile` and the like are made anew in each",
+        "when they were imported, such as ids that they drew then; with `-cfg ranks=fresh` nothing",
+        "they are forks of one interpreter, which has imported the modules once. Hashes and addresses decide the order "
+        "of sets alone, unless a program takes them for a seed. Made anew in each rank: the random generators of all "
+        "modules, unless they have a seed of the module's, `multiprocessing` keys, `tempfile` and the like. A module "
+        "that seeds the generators of `random`, numpy or torch, or that makes memory which forks share, such as a lock "
+        "of `multiprocessing`, is imported by each rank",
     )
     NEW_STORE = (
         "The job's TCPStore after a restart",

@@ -1,6 +1,7 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Find out what forbids that ranks are forks of an interpreter: what a fork does not get, or must not share.
+"""Find out what forbids that ranks are forks of an interpreter: what a fork does not get, or must not share. Find the
+random generators that must be seeded anew in each fork.
 
 ``zygote_main`` runs this file: it imports the standard library alone.
 """
@@ -8,14 +9,19 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import random
 import sys
 import threading
+import types
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 
 class Resources:
-    """The threads, open descriptors and children of this process at present.
+    """The threads, open descriptors, children and shared memory of this process at present.
 
     Args:
         fork: forks this process.
@@ -26,6 +32,7 @@ class Resources:
         self._threads = set(os.listdir("/proc/self/task"))
         self._descriptors = _descriptors()
         self._children = _children()
+        self._shared = _shared_memory()
 
     def tracer(self) -> str:
         """Return why a tracer or profiler, which would count the ranks as one process, forbids forks; else empty."""
@@ -52,6 +59,8 @@ class Resources:
             return f"{module} keeps {now._descriptors[number]} open"
         for child in now._children - self._children:
             return f"{module} runs a process ({_read(f'/proc/{child}/comm')})"
+        for path in now._shared - self._shared:
+            return f"{module} makes memory that processes share ({path})"  # a lock of multiprocessing, for one
         return ""
 
     def _fork_once(self) -> None:
@@ -59,6 +68,71 @@ class Resources:
         if child == 0:
             os._exit(0)
         os.waitpid(child, 0)
+
+
+class Generators:
+    """Watch how random generators are seeded while modules are imported, until ``stop``.
+
+    One with a seed of the system's has another in each interpreter. If a module gives a seed to the generators that all
+    modules share, the program has that seed once it has imported the module, and ranks cannot be forks: ``random`` has
+    another seed after a fork.
+    """
+
+    def __init__(self) -> None:
+        self._made = weakref.WeakSet[random.Random]()
+        self._drawn = set[str]()
+        self._seeded = False
+        self._original = original = (random.Random.seed, random.seed, vars(random)["_urandom"])
+
+        def seed(generator: random.Random, a: Any = None, version: int = 2) -> None:
+            original[0](generator, a, version)
+            self._seeded |= a is not None and generator is vars(random)["_inst"]
+            (self._made.add if a is None else self._made.discard)(generator)
+
+        def urandom(size: int) -> Any:
+            data = original[2](size)
+            self._drawn.add(str(int.from_bytes(data, "big")))  # the entropy of a SeedSequence of numpy's
+            return data
+
+        _set_functions(seed, types.MethodType(seed, vars(random)["_inst"]), urandom)
+
+    def seeded_by(self, module: str) -> str:
+        """Return that the import of a module has seeded the generators of ``random``, numpy or torch; else empty."""
+        torch, numpy = sys.modules.get("torch.random"), sys.modules.get("numpy.random")
+        # Of the system's seeds of 64 bits, one in four thousand millions is so small.
+        seeded = self._seeded or (torch and torch.initial_seed() < 1 << 32)
+        if numpy and not seeded:
+            generator = numpy.mtrand._rand._bit_generator
+            seeded = repr(generator.state) != repr(type(generator)(generator._seed_seq).state)
+        return f"{module} seeds a random generator" if seeded else ""
+
+    def stop(self) -> Callable[[], None]:
+        """End the watch; return a function for forks that seeds the generators anew that have seeds of the system's."""
+        _set_functions(*self._original)
+        made, numpy = list(self._made), sys.modules.get("numpy.random")
+        kinds = (numpy.BitGenerator, numpy.SeedSequence) if numpy else ()
+        found = [each for each in gc.get_objects() if issubclass(type(each), kinds)] if kinds else []
+        # An entropy that a module gives may be a list.
+        found = [each for each in found if str(getattr(getattr(each, "_seed_seq", each), "entropy", "")) in self._drawn]
+
+        def renew() -> None:
+            for generator in made:
+                random.Random.seed(generator)
+            for each in found:
+                each.__init__()
+
+        return renew
+
+
+def _set_functions(seed: Any, global_seed: Any, urandom: Any) -> None:
+    vars(random).update(seed=global_seed, _urandom=urandom)
+    setattr(random.Random, "seed", seed)  # noqa: B010
+
+
+def _shared_memory() -> set[str]:
+    """Return the paths of writable memory that forks share with this process."""
+    with open("/proc/self/maps") as file:
+        return {line.split(None, 5)[-1].strip() for line in file if " rw-s " in line}
 
 
 def _descriptors() -> dict[str, str]:

@@ -81,8 +81,15 @@ def _die_with(parent: int) -> None:
 
 def _import(order: dict[str, Any], program: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Import the modules that ranks are to find imported; return the answer to the order."""
-    before = program["run_sibling_file"]("fork_safety.py")["Resources"](_fork)
+    if not order["modules"] and "learned" not in order:
+        return {"unsafe": "", "serves_store": False}  # each rank executes an interpreter of its own
+    safety = program["run_sibling_file"]("fork_safety.py")
+    before, generators = safety["Resources"](_fork), safety["Generators"]()
     unsafe: str = before.tracer()
+
+    def what_is_new(module: str) -> str:
+        return str(before.what_is_new(module) or generators.seeded_by(module))
+
     path0 = sys.path[0] if order["mode"] != "exec" and program["set_path0"](order["mode"], order["target"]) else None
     # Importing torch makes 260,000 objects that stay. Scanning them for garbage again and again costs an eighth of the
     # import. gc.freeze exempts them from collection, which would write to every page that forks share.
@@ -91,21 +98,19 @@ def _import(order: dict[str, Any], program: dict[str, Any], tell: Callable[[dict
         # The program may import it later, and fail with a traceback of its own code, or never need it.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-        unsafe = unsafe or before.what_is_new(name)
+        unsafe = unsafe or what_is_new(name)
     if path0 is not None:
         sys.path.remove(path0)
     answer: dict[str, Any] = {"unsafe": unsafe, "serves_store": "torch" in sys.modules}
     if "learned" in order and not unsafe:
         learned = program["run_sibling_file"]("learned_imports.py")
         installed = learned["InstalledModules"](order["folder"])
-        answer.update(
-            learned["import_ahead"](order, installed, before.what_is_new, lambda name: tell({"importing": name}))
-        )
+        answer.update(learned["import_ahead"](order, installed, what_is_new, lambda name: tell({"importing": name})))
         program["report_at_end"] = lambda path: learned["report_at_end"](path, installed)
+    _renewals.append(generators.stop())
     gc.freeze()
-    if order["modules"]:
-        _skip_destructors()
-        _keep_operators()
+    _skip_destructors()
+    _keep_operators()
     return answer
 
 
@@ -367,6 +372,11 @@ def _renew_state() -> None:
         numpy.seed()
     if torch := sys.modules.get("torch.random"):
         torch.default_generator.seed()
+    for renew in _renewals:
+        renew()
+    if "logging" in sys.modules:
+        start = time.time() if sys.version_info < (3, 13) else time.time_ns()
+        vars(sys.modules["logging"])["_startTime"] = start  # from which relativeCreated of a record counts
     if "tempfile" in sys.modules:
         vars(sys.modules["tempfile"])["tempdir"] = None  # the rank may have another TMPDIR
     if process := sys.modules.get("multiprocessing.process"):
@@ -376,6 +386,9 @@ def _renew_state() -> None:
 
 
 # -- orders ------------------------------------------------------------------------------------------------------------
+
+_renewals: list[Callable[[], None]] = []
+"""Functions for forks that seed random generators of the modules that have been imported."""
 
 _handlers: dict[signal.Signals, Any] = {}
 """The handlers that the zygote was started with, of the signals that it ignores."""

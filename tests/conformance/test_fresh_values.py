@@ -1,0 +1,195 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which values differ between ranks, attempts and runs: random numbers, names that must be unique, addresses.
+
+The values themselves cannot be compared with torchrun's. What is compared is which processes have equal ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+
+from tests.conformance.differences import Difference
+from tests.conformance.launchers import Launchers, Outcome
+
+VALUES = {
+    "children of a seed": "own.numpy_own.bit_generator.seed_seq.spawn(1)[0].generate_state(2)",
+    "start of the log": "logging.makeLogRecord({}).created - logging._startTime <= age() + 0.01",
+    "time of children": "os.times()[2:4]",
+    "random.random": "random.random()",
+    "random.Random": "random.Random().random()",
+    "random.SystemRandom": "random.SystemRandom().random()",
+    "numpy.random.rand": "numpy.random.rand()",
+    "numpy.random.RandomState": "numpy.random.RandomState().rand()",
+    "numpy.random.default_rng": "numpy.random.default_rng().random()",
+    "torch.initial_seed": "torch.initial_seed()",
+    "torch.get_rng_state": "torch.get_rng_state().tolist()",
+    "torch.rand": "torch.rand(2)",
+    "torch.randn": "torch.randn(2)",
+    "torch.randperm": "torch.randperm(100).tolist()",
+    "torch.nn.Dropout": "torch.nn.Dropout(0.5)(torch.ones(100)).tolist()",
+    "torch.nn.Linear": "torch.nn.Linear(2, 2).weight",
+    "torch.utils.data.random_split": "list(torch.utils.data.random_split(range(100), [50, 50])[0])",
+    "DataLoader(shuffle=True)": "[int(one) for one in torch.utils.data.DataLoader(range(100), shuffle=True)]",
+    "seed of a worker of DataLoader": "next(iter(torch.utils.data.DataLoader(Seeds(), num_workers=1)))",
+    "default seed of torch.Generator": "torch.Generator().initial_seed()",
+    "torch.Generator.seed": "torch.Generator().seed()",
+    "seeds of CUDA": "[torch.cuda.is_initialized(), torch.cuda.default_generators]",
+    "name of torch's shared memory": "shared_name()",
+    "uuid.getnode": "uuid.getnode()",
+    "uuid.uuid1": "uuid.uuid1()",
+    "uuid.uuid4": "uuid.uuid4()",
+    "os.urandom": "os.urandom(8)",
+    "secrets.token_hex": "secrets.token_hex()",
+    "ssl.RAND_bytes": "ssl.RAND_bytes(8)",
+    "tempfile.mktemp": "tempfile.mktemp()",
+    "temporary folder of multiprocessing": "multiprocessing.util.get_temp_dir()",
+    "key of multiprocessing": "bytes(multiprocessing.current_process().authkey)",
+    "name of a semaphore": "multiprocessing.synchronize.SemLock._make_name()",
+    "name of a process": "[multiprocessing.Process().name, multiprocessing.current_process()._identity]",
+    "hash of a string": "hash('a')",
+    "address of an object": "id(object)",
+    "address of the thread": "threading.get_ident()",
+    "id of the thread": "threading.main_thread().native_id - os.getpid()",
+    "shared memory": "[line for line in open('/proc/self/maps') if line.split()[1] == 'rw-s']",
+    "tools of sys.monitoring": "[sys.monitoring.get_tool(n) for n in range(6)] if sys.version_info >= (3, 12) else []",
+    "check_random_state of sklearn": "sklearn.utils.check_random_state(None).rand()",
+    "train_test_split of sklearn": "sklearn.model_selection.train_test_split(range(100))",
+    "scipy.stats.norm": "scipy.stats.norm.rvs()",
+    "scipy.stats.Normal": "scipy.stats.Normal().sample()",
+    "scipy.stats.qmc": "scipy.stats.qmc.Sobol(2).random(1)",
+}
+"""Expressions by what they show. One that lacks its module is left out."""
+
+OWN = """
+import random
+from numpy.random import RandomState, default_rng
+python, python_fixed = random.Random(), random.Random(7)
+numpy_own, numpy_fixed, numpy_state = default_rng(), default_rng(7), RandomState()
+reseeded = random.Random()
+reseeded.seed(7)
+"""
+"""A module that holds generators."""
+
+ADDRESSES = {"hash of a string", "address of an object", "address of the thread"}
+"""What differs under torchrun, and here is shared by forks."""
+
+PROGRAM = f"""
+import gc, hashlib, importlib, logging, time
+rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+import own
+import multiprocessing.synchronize, multiprocessing.util, random, secrets, ssl, tempfile, threading, uuid
+import numpy.random, torch
+
+class Seeds(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield [torch.initial_seed(), random.random(), numpy.random.rand()]
+
+def age():
+    with open("/proc/self/stat") as file:
+        start = file.read().rpartition(")")[2].split()[19]
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(start) / os.sysconf("SC_CLK_TCK")
+
+def shared_name():
+    storage = torch.ones(1).untyped_storage()
+    return os.readlink(f"/proc/self/fd/{{storage._share_fd_cpu_()[0]}}")
+
+def owner(found, depth=0):
+    '''The name in a module or class by which an object is reached; of a default argument, the function's.'''
+    names, others = [], []
+    for referrer in gc.get_referrers(found) if depth < 4 else []:
+        if type(referrer).__name__ == "function":
+            names.append(f"{{referrer.__module__}}.{{referrer.__qualname__}}")
+        elif type(referrer) is dict and (module := referrer.get("__name__") or referrer.get("__module__")):
+            names += [f"{{module}}.{{name}}" for name, value in referrer.items() if value is found]
+        elif type(referrer).__name__ not in ("list", "frame"):
+            others.append(referrer)
+    return min(names, default="") or next(filter(None, (owner(other, depth + 1) for other in others)), "")
+
+def generators():
+    '''The states of all random generators that the modules hold.'''
+    kinds = {{random.Random: "getstate", numpy.random.BitGenerator: "state", torch.Generator: "get_state"}}
+    for found in gc.get_objects():
+        for kind, read in kinds.items():
+            if issubclass(type(found), kind) and not isinstance(found, random.SystemRandom):
+                state = getattr(found, read)
+                yield f"generator {{owner(found)}}", state() if callable(state) else state
+
+gc.unfreeze()
+seen = dict(generators())
+for name, expression in {VALUES!r}.items():
+    try:
+        seen[name] = eval(expression)
+    except NameError:
+        pass
+seen = {{name: int(hashlib.sha256(repr(value).encode()).hexdigest()[:12], 16) for name, value in seen.items()}}
+with open(f"new.{{rank}}", "w") as file:
+    json.dump(seen, file)
+os.rename(f"new.{{rank}}", f"seen.{{attempt}}.{{rank}}")
+if attempt == "0":
+    wait_for("seen.0.0")
+    sys.exit(3) if rank == "1" else rest()
+"""
+
+FRAMEWORKS = ("transformers.trainer", "lightning", "accelerate")
+"""Modules of packages that are installed for the nightly tests alone."""
+
+MODULES = [
+    "torch",
+    "torch,sklearn.ensemble,sklearn.model_selection,scipy.stats",
+    *(pytest.param(name, marks=pytest.mark.nightly("packages that no other test needs")) for name in FRAMEWORKS),
+]
+
+
+def relations(runs: list[Outcome]) -> dict[str, str]:
+    """For each value, between which processes it is equal."""
+    seen: dict[tuple[int, ...], dict[str, int]] = {
+        (run, attempt, rank): json.loads(outcome.files[f"seen.{attempt}.{rank}"])
+        for run, outcome in enumerate(runs)
+        for attempt in (0, 1)
+        for rank in (0, 1)
+    }
+
+    def equal(name: str, axis: int) -> str:
+        pairs = [(one, (*one[:axis], 1, *one[axis + 1 :])) for one in seen if one[axis] == 0]
+        results = {seen[one][name] == seen[other][name] for one, other in pairs}
+        return "mixed" if len(results) == 2 else "equal" if results.pop() else "differ"
+
+    names = set[str]().union(*seen.values())
+    return {
+        name: ", ".join(f"{what} {equal(name, axis)}" for axis, what in enumerate(("runs", "attempts", "ranks")))
+        if all(name in one for one in seen.values())
+        else "not in all"
+        for name in names
+    }
+
+
+@pytest.mark.parametrize("modules", MODULES)
+def test_values_of_a_process(modules: str, both: Launchers) -> None:
+    names = modules.split(",")
+    if lacks := [name for name in names if importlib.util.find_spec(name.partition(".")[0]) is None]:
+        pytest.skip(f"{lacks[0]} is not installed")
+    runs = [
+        both.script(
+            PROGRAM,
+            *("--max-restarts", "1"),
+            args=names,
+            files={"own.py": OWN},
+            preload=f"{modules},own",
+            live=modules in FRAMEWORKS,
+        )
+        for _ in range(2)
+    ]
+    assert {(run.theirs.code, run.ours.code) for run in runs} == {(0, 0)}, runs[0].theirs.err + runs[0].ours.err
+    theirs, ours = relations([run.theirs for run in runs]), relations([run.ours for run in runs])
+    different: dict[str, Any] = {
+        name: (theirs.get(name), ours.get(name)) for name in {*theirs, *ours} if theirs.get(name) != ours.get(name)
+    }
+    assert Difference.SHARED_BY_FORKS
+    assert different.keys() == (ADDRESSES if both.ranks == "fork" else set()), different
