@@ -41,7 +41,7 @@ FAILURE = b"f"
 CODE = struct.Struct("!i")
 
 MAX_GROUPS = 64
-"""Process groups of which a rank tells the state: the first ones."""
+"""Process groups of which a rank tells the state: the first ones. One with several recorders counts several times."""
 
 MAX_RECENT = 16
 """Last collectives of each group of which it tells."""
@@ -220,13 +220,13 @@ class _RecordedGroups:
             for recorder in self._recorders.values():
                 recorder.update()
             world, found = self._c10d._world, []
-            for group, name in list(world.pg_names.items())[:MAX_GROUPS]:
+            for group, name in list(world.pg_names.items()):
                 ranks, used = format_ranks(world.pg_group_ranks.get(group, ())), self._used_by(group)
                 for each in used:
                     # The collectives of each backend of a group have numbers of their own.
                     shown = str(name) if len(used) == 1 else f"{name} ({each})"
                     found.append({"name": shown, "ranks": ranks, **self._recorders[each].state(str(name))})
-            return json.dumps(found).encode()
+            return json.dumps(found[:MAX_GROUPS]).encode()
         except Exception:  # of a torch whose recorder is another one
             return b"[]"
 
