@@ -79,15 +79,18 @@ def test_descriptors_of_an_order_stay_the_callers() -> None:
     asyncio.run(main())
 
 
+LIMITED = """
+import os, resource
+resource.setrlimit(resource.RLIMIT_NPROC, ({limit}, {limit}))
+if os.geteuid() == 0:  # for whom the limit does not hold
+    os.setuid(54321)
+"""
+
+
 @pytest.mark.parametrize("limit", [1, 2])
 def test_the_limit_of_processes_is_named(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process beside the zygote, or none beside the middle one. The limit does not hold for root."""
-    (tmp_path / "limited.py").write_text(f"""if True:
-        import os, resource
-        resource.setrlimit(resource.RLIMIT_NPROC, ({limit}, {limit}))
-        if os.geteuid() == 0:
-            os.setuid(54321)
-    """)
+    """No process beside the zygote, or none beside the middle one."""
+    (tmp_path / "limited.py").write_text(LIMITED.format(limit=limit))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     async def main() -> None:
@@ -98,6 +101,19 @@ def test_the_limit_of_processes_is_named(limit: int, tmp_path: Path, monkeypatch
             process.discard()
             reached = f"the limit of processes (ulimit -u: {limit}, or pids.max of the container) is reached"
             assert failure == f"rank 3: {reached}"
+
+    asyncio.run(main())
+
+
+def test_the_limit_of_processes_is_named_during_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A zygote with a thread that Python does not know forks, to see whether forks have it."""
+    thread = "import _thread, time\n_thread.start_new_thread(time.sleep, (60,))"
+    (tmp_path / "limited.py").write_text(thread + LIMITED.format(limit=1))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def main() -> None:
+        with started("limited") as zygote, pytest.raises(ZygoteError, match=r"\) has failed: the limit of processes "):
+            await zygote.unsafe()
 
     asyncio.run(main())
 

@@ -220,11 +220,14 @@ class Zygote:
 
     async def _wait_imported(self) -> dict[str, Any]:
         try:
-            return await asyncio.shield(self._imported)
+            answer = await asyncio.shield(self._imported)
         except asyncio.CancelledError:
             if self._imported.cancelled():
                 raise ZygoteError(f"the zygote (pid {self.pid}) is not needed any more") from None
             raise
+        if "error" in answer:
+            raise ZygoteError(f"the zygote (pid {self.pid}) has failed: {answer['error']}")
+        return answer
 
     async def _ask(self, op: str, line: bytes, passed: Sequence[int], timeout: float) -> dict[str, Any]:
         """Send the line of an order, if it has not been sent, and wait for the answer."""
