@@ -5,18 +5,23 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import json
 import os
 import socket
+import socketserver
 import stat
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
 import pytest
 
+from tests.waits import WITHIN
 from torchx_monarch.backends.core import client_credentials
+from torchx_monarch.client import allocations
 from torchx_monarch.client.allocations import list_allocations
 from torchx_monarch.client.attachment import Attachment, JobConnections, _Client
 from torchx_monarch.client.connection import Connection
@@ -65,6 +70,29 @@ def test_keeps_the_roles_that_another_host_can_take_over() -> None:
     client_credentials.keep("monarch_slurm", "7", "secret", {"a": "tls:@A:1", "b": "tls:@B:2"}, hands_over=["b"])
     assert [client_credentials.hands_over("monarch_slurm", "7", role) for role in ("a", "b")] == [False, True]
     assert not client_credentials.hands_over("monarch_slurm", "8", "b")
+
+
+def test_all_allocations_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocations, "_PATIENCE", 20.0)
+    all_asked = threading.Barrier(3)
+
+    class Replica0(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                all_asked.wait(WITHIN)
+                self.request.sendall(b'{"type":"state","hosts":[],"live":{}}\n')
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Replica0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        for number in range(3):
+            address = f"insecure-tcp:127.0.0.1:{server.server_address[1]}"
+            client_credentials.keep("monarch_slurm", str(number), "", {"r": address})
+        found = list(list_allocations())
+        all_asked.abort()
+        server.shutdown()
+        thread.join(WITHIN)
+    assert [one.handle for one in found] == [f"monarch_slurm://torchx/{number}" for number in range(3)]
 
 
 def test_asks_the_other_hosts_when_replica_0_is_lost() -> None:

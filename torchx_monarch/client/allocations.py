@@ -18,6 +18,9 @@ from torchx_monarch.exceptions import RefusedError, UnreachableError
 _PATIENCE = 3.0
 """Seconds to wait for one allocation's answer."""
 
+_MAX_ASKED = 64
+"""Allocations that are asked at the same time."""
+
 
 @dataclass(frozen=True)
 class AllocationInfo:
@@ -40,16 +43,24 @@ def list_allocations() -> Iterator[AllocationInfo]:
     Raises:
         UnreachableError: the state directory of this machine's apps cannot be listed.
     """
-    for handle, roles in [*_local_apps(), *_remote_apps()]:
-        for role in roles:
-            with contextlib.suppress(UnreachableError, RefusedError):
-                answer = ask(Target.of(handle, role), {"type": "look"}, _PATIENCE)
-                if "live" in answer:
-                    yield AllocationInfo(handle, len(answer["hosts"]), answer["live"])
+    from concurrent.futures import ThreadPoolExecutor  # `torchx --help` imports this module; keep it fast
+
+    found = [(handle, role) for handle, roles in [*_local_apps(), *_remote_apps()] for role in roles]
+    # All at once: each that is silent takes `_PATIENCE`.
+    with ThreadPoolExecutor(_MAX_ASKED) as threads:
+        yield from filter(None, threads.map(lambda one: _look(*one), found))
+
+
+def _look(handle: str, role: str) -> AllocationInfo | None:
+    """Ask replica 0 of a role; return None if it does not answer, or is not of an allocation."""
+    with contextlib.suppress(UnreachableError, RefusedError):
+        answer = ask(Target.of(handle, role), {"type": "look"}, _PATIENCE)
+        if "live" in answer:
+            return AllocationInfo(handle, len(answer["hosts"]), answer["live"])
+    return None
 
 
 def _local_apps() -> list[tuple[str, list[str]]]:
-    # `torchx --help` imports this module; keep it fast.
     from torchx_monarch.backends.local import request as local_request
     from torchx_monarch.model.role_spec import WorkloadKind
 
