@@ -16,6 +16,7 @@ from torchx_monarch.controller.agents import Agents, HostRefused
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
+from torchx_monarch.controller.host_choice import HostFailures
 from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, RunEndRequested, StopRequested
 from torchx_monarch.controller.host_messages import (
     Answer,
@@ -120,14 +121,14 @@ class LiveLike(Session):
         return None
 
 
-def work(session: Session, agents: Agents, events: HostEvents) -> SpmdWork:
+def work(session: Session, agents: Agents, events: HostEvents, failures: HostFailures | None = None) -> SpmdWork:
     reporter = Reporter(Console(2), None, "trainer")
     rendezvous = Rendezvous(Address("unix", path="/nowhere"), 2)
 
     async def reachable(hosts: object) -> dict[int, str]:
         return {}
 
-    gatherer = HostGatherer(FIXED, rendezvous, reporter, reachable)
+    gatherer = HostGatherer(FIXED, rendezvous, reporter, reachable, failures)
     watch = HangWatch(agents, reporter)
     return SpmdWork(
         session,
@@ -139,13 +140,15 @@ def work(session: Session, agents: Agents, events: HostEvents) -> SpmdWork:
     )
 
 
-def batch(*watched: Any, refusal: tuple[type[Request], bool] | None = None) -> tuple[JobResult, list[object]]:
+def batch(
+    *watched: Any, refusal: tuple[type[Request], bool] | None = None, failures: HostFailures | None = None
+) -> tuple[JobResult, list[object]]:
     async def main() -> tuple[JobResult, list[object]]:
         events = HostEvents()
         agents = ScriptedAgents(events, *watched)
         agents.refusal = refusal
         fresh = [dataclasses.replace(host, attempt=-1) for host in HOSTS]
-        return await work(Session(OPTIONS, events), agents, events).run(fresh), agents.log
+        return await work(Session(OPTIONS, events), agents, events, failures).run(fresh), agents.log
 
     return asyncio.run(main())
 
@@ -160,6 +163,18 @@ def test_ranks_are_restarted_on_the_same_mesh() -> None:
     result, log = batch(FAILED, FAILED)
     assert result.code == 3 and result.cause is not None and result.cause.replica == 1
     assert log == ["mesh", ("launch", 0), ("stop", 15), ("launch", 1), ("stop", 15)]
+
+
+@pytest.mark.parametrize(
+    ("codes", "blamed"),
+    [((3, 3), []), ((0, 3), ["node1"]), ((3, 4), ["node0"])],
+    ids=["all hosts alike", "one host", "each differently"],
+)
+def test_a_failure_that_all_hosts_share_is_not_counted_for_a_machine(codes: tuple[int, ...], blamed: list[str]) -> None:
+    failures, ended = HostFailures(9, 60.0), [exits(replica, code).exits[0] for replica, code in enumerate(codes)]
+    result, _ = batch([RanksExited(0, tuple(ended))], GOOD, failures=failures)
+    assert result.code == 0
+    assert [each.machine for each in failures.recorded] == blamed
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ from torchx_monarch.model.job_result import (
     RankExit,
     describe_failure,
     describe_others,
+    failed_alike,
     root_cause,
     shell_code,
 )
@@ -324,7 +325,13 @@ class Attempts:
         self.exits.update({one.rank: one for one in exited.exits})
 
     def _blame_host_of(self, cause: RankExit, failure: str) -> HostExcluded | None:
-        """Count a failure of the ranks for the host of its root cause; return the event that excludes the host."""
+        """Count a failure of the ranks for the host of its root cause; return the event that excludes the host.
+
+        A failure that all hosts share is not counted: another host would not help.
+        """
+        alike = failed_alike(self.exits.values(), cause)
+        if {self.exits[rank].replica for rank in alike} == {host.replica for host in self._agents.hosts}:
+            return None
         host = next((each for each in self._agents.hosts if each.replica == cause.replica), None)
         return self._gatherer.blame(host, failure) if host is not None else None
 

@@ -184,6 +184,8 @@ class HostGatherer:
             reason: the failure in one line.
             unfit: whether the host is excluded at once, because it cannot be used.
         """
+        if len(self._registry.registered) == 1:  # no other host can take its place
+            return None
         name = machine(host, self._registry.registered.values())
         if unfit and self._failures.enabled and name not in self._failures.excluded:
             self._failures.exclude(name)

@@ -222,7 +222,7 @@ def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: i
         cause: the root cause among them.
         world_size: number of ranks of the attempt.
     """
-    alike = _failed_alike(exits, cause)
+    alike = failed_alike(exits, cause)
     if not alike:
         return cause.describe()
     all_ranks = len(alike) == world_size
@@ -230,7 +230,7 @@ def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: i
     return ranks + (f": {one_line(cause.message)}" if cause.message else f" {describe_code(cause.code)}")
 
 
-def _failed_alike(exits: Collection[RankExit], cause: RankExit) -> list[int]:
+def failed_alike(exits: Collection[RankExit], cause: RankExit) -> list[int]:
     """Return the ranks that failed by themselves if there are several and all failed like the root cause; else none."""
     failed = [one for one in exits if one.failed]
     if len(failed) < 2 or cause.is_collateral or cause.timer or cause.out_of_memory or cause.hang:
@@ -248,7 +248,7 @@ def describe_others(exits: Collection[RankExit], cause: RankExit) -> list[str]:
     the message of the lowest rank.
     """
     groups: dict[str, tuple[str, list[int]]] = {}
-    if _failed_alike(exits, cause):
+    if failed_alike(exits, cause):
         return []
     for one in sorted(exits, key=lambda each: each.rank):
         if one.failed and one.rank != cause.rank:
