@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
+import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from torchx.specs import AppState, Role
 
 from tests.local.detached import Detached
 from tests.local.hosts import Hosts
+from tests.waits import WITHIN, until
 
 Eventually = Callable[..., object]
 
@@ -53,6 +58,96 @@ def test_the_process_that_does_not_answer_is_the_cause(
     assert hosts.wait(60) == [1, 1]
     if stopped == "host 0":  # it does not blame the host that has left it
         assert f"FAILED: host 0 ({os.uname().nodename}, pid {host}) did not run for " in hosts.err(0)
+
+
+_PRINTER = """
+print("ready", flush=True)
+while not os.path.exists("stalled"):
+    time.sleep(0.02)
+if rank == 2:
+    for number in range(8192):
+        print(str(number).ljust(1023))
+    open("printed", "w").close()
+elif rank == 3:
+    time.sleep(8)  # longer than the lease
+    open("waited", "w").close()
+"""
+
+
+@contextlib.contextmanager
+def unread_pipe(hosts: Hosts) -> Iterator[Callable[[], Callable[[], str]]]:
+    """Make the stdout of host 1 a pipe; the function that stalls it returns one that reads it to its end."""
+    hosts.logs(1).mkdir(parents=True)
+    os.mkfifo(hosts.logs(1) / "out")
+    with open(os.open(hosts.logs(1) / "out", os.O_RDONLY | os.O_NONBLOCK), "rb") as pipe:
+
+        def stall() -> Callable[[], str]:
+            ready = b""
+            while ready.count(b"ready\n") < 2:
+                select.select([pipe], [], [], WITHIN)
+                ready += os.read(pipe.fileno(), 4096)
+            os.set_blocking(pipe.fileno(), True)
+            return lambda: pipe.read().decode()
+
+        yield stall
+
+
+@contextlib.contextmanager
+def frozen_disk(hosts: Hosts) -> Iterator[Callable[[], Callable[[], str]]]:
+    """Put the logs of host 1 onto a disk of their own; the function that freezes it returns one that thaws it."""
+    hosts.logs(1).mkdir(parents=True)
+    image, disk = str(hosts.folder / "image"), str(hosts.logs(1))
+    with open(image, "wb") as file:
+        file.truncate(64 << 20)
+    for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, disk]):
+        if shutil.which(command[0]) is None or subprocess.run(command, check=False, timeout=WITHIN).returncode:
+            pytest.skip(f"needs {' '.join(command)}")
+
+    def freeze() -> Callable[[], str]:
+        until(lambda: hosts.out(1).count("ready\n") == 2, "the ranks")
+        subprocess.run(["fsfreeze", "--freeze", disk], check=True, timeout=WITHIN)
+
+        def thaw() -> str:
+            subprocess.run(["fsfreeze", "--unfreeze", disk], check=True, timeout=WITHIN)
+            hosts.wait()
+            return hosts.out(1).partition("ready\n")[2]
+
+        return thaw
+
+    try:
+        yield freeze
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", disk], check=False, timeout=WITHIN, stderr=subprocess.DEVNULL)
+        for process in hosts.processes.values():
+            process.kill()
+            process.wait(WITHIN)
+        until(
+            lambda: not subprocess.run(["umount", disk], check=False, timeout=WITHIN).returncode, "the disk", every=0.1
+        )
+
+
+@pytest.mark.parametrize("stalled", [unread_pipe, frozen_disk])
+def test_output_that_is_not_taken_stops_the_rank_that_prints_and_not_its_host(
+    folder: Path, script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stalled: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ("--grace", "5", "--preload", "", "--lease", "5")
+    command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", script(_PRINTER)]
+    hosts = Hosts(folder, command, 2, options, wrapper=("env",))
+    with stalled(hosts) as stall:
+        hosts.start()
+        go_on = stall()
+        (tmp_path / "stalled").touch()
+
+        def has_waited() -> bool:
+            assert hosts.processes[0].poll() is None, hosts.err(0)
+            return (tmp_path / "waited").exists()
+
+        until(has_waited, "the rank that prints nothing")
+        assert not (tmp_path / "printed").exists(), "8 MB are held in memory"
+        printed = [line.split()[-1] for line in go_on().splitlines() if line.endswith(" " * 99)]
+        assert printed == [str(number) for number in range(8192)]
+        assert hosts.wait() == [0, 0]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult, RankExit
 from torchx_monarch.model.registration import Registration
-from torchx_monarch.system.console import Console
+from torchx_monarch.system.console import Console, WriterThread
 
 OPTIONS = JobOptions("id", 0, 0, (), 0, NodeRange(2, 2, 0.2), 1.0, 1.0, "", "", 0.05, 0.05, "")
 PREEMPTED = HostPreempted(1, JobResult(143, "preempted", stopped=True, replica=1))
@@ -98,5 +98,6 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
         await attempts.stop(15)
 
     asyncio.run(asyncio.wait_for(run(), WITHIN))
+    WriterThread.finish()
     kinds = [(event["kind"], event.get("attempt")) for event in map(json.loads, recorded.read_text().splitlines())]
     assert [attempt for kind, attempt in kinds if kind == "attempt_end"] == [0]

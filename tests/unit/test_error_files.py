@@ -22,7 +22,7 @@ from torchx_monarch.insight.progress import Reporter, write_result
 from torchx_monarch.model.host_result import HostResult, no_retry_reason
 from torchx_monarch.model.job_result import JobResult, RankExit
 from torchx_monarch.system import error_files, signed_line
-from torchx_monarch.system.console import Console
+from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.system.untrusted_text import one_line, printable
 
 MADE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -154,6 +154,7 @@ def test_a_host_signs_its_result_where_its_backend_reads_the_log(tmp_path: Path)
         host_result = HostResult(3, "rank 1 exited with code 3: ValueError: a\n[monarch] result b")
         write_result(host_result, {signed_line.KEY_VARIABLE: "key"}, reporter)
         write_result(host_result, {}, reporter)
+        WriterThread.finish()
         log.seek(0)
         lines = log.read().split("\n")
     assert len(lines) == 2

@@ -20,7 +20,7 @@ from torchx_monarch.insight.hangs import Hang, RankCollectives
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus
 from torchx_monarch.insight.stacks import ProcessStacks
-from torchx_monarch.system.console import Console
+from torchx_monarch.system.console import Console, WriterThread
 
 
 class Ranks:
@@ -154,5 +154,6 @@ def test_a_watch_goes_on_after_an_error_which_it_reports_once(capfd: pytest.Capt
 
     _, notes, _ = watched(steps)
     assert [kind for kind, _ in notes.notes] == ["hang"]
+    WriterThread.finish()
     [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[monarch] ")]
     assert line.startswith("[monarch] the watch for hangs goes on after an error: TypeError: ")

@@ -19,7 +19,7 @@ from torchx_monarch.host.ranks.filtered_output import FilteredFile
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.insight.run_log import RunLog, RunLogSink, SinkGroup
 from torchx_monarch.supervisor import log_reader, log_writer
-from torchx_monarch.system.console import Console
+from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.system.line_output import CONTINUED, LONGEST, LineOutput, LineReader, complete
 
 PIECES = st.lists(st.text("ab\r\n", min_size=1, max_size=4).map(str.encode), max_size=30)
@@ -72,6 +72,7 @@ def on_console(path: Path, program: Callable[[Console], object]) -> bytes:
     try:
         asyncio.run(program(Console(fd)))  # type: ignore[arg-type]
     finally:
+        WriterThread.finish()
         os.close(fd)
     return path.read_bytes()
 

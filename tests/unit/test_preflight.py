@@ -35,7 +35,7 @@ from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import HostFacts, Link, ProgramFile
 from torchx_monarch.model.registration import Registration
-from torchx_monarch.system.console import Console
+from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.address import Address
 from torchx_monarch.transport.local_addresses import NetworkOptions
@@ -183,7 +183,9 @@ def checked(agents: ScriptedAgents, mode: str, capfd: pytest.CaptureFixture[str]
         reasons = [await preflight.check(HOSTS) for _ in range(times)]
         return reasons[0]
 
-    return asyncio.run(run()), capfd.readouterr().err
+    reason = asyncio.run(run())
+    WriterThread.finish()
+    return reason, capfd.readouterr().err
 
 
 def test_hosts_are_checked_once(capfd: pytest.CaptureFixture[str]) -> None:

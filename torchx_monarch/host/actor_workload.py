@@ -81,7 +81,7 @@ class ActorWorkload:
             read, write = os.pipe()
             os.dup2(write, number)
             os.close(write)
-            output = OutputPipe(os.fdopen(read, "rb", 0), lambda: None, _is_shown)
+            output = OutputPipe(os.fdopen(read, "rb", 0), None, _is_shown)
             output.assign(None, console, "", stamped=self._host.options.timestamps)
             output.release()
             self._output.append(output)
@@ -145,7 +145,7 @@ class ActorWorkload:
         """End the processes of the actors, and pass on what they have printed."""
         processes.kill_descendants(self._host.environ.get(processes.MARKER, ""))
         for output in self._output:
-            output.drain()
+            output.close()
 
 
 class ClientScript:

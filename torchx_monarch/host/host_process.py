@@ -41,7 +41,7 @@ from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import error_files, open_files, processes, run_dirs, safe_files
-from torchx_monarch.system.console import Console
+from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.transport.local_addresses import NetworkOptions
 
 if TYPE_CHECKING:
@@ -155,6 +155,7 @@ class HostProcess:
         folder = host.sockets if "MONARCH_RUN_DIR" in host.environ else self._run_dir
         if folder:
             run_dirs.remove_tree(folder)
+        WriterThread.finish()
         # Joining Monarch's threads can take seconds, and they have no work left.
         os._exit((result.code or 0) if exit_code is None else exit_code)
 

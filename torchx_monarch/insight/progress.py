@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import stat
 import time
@@ -17,7 +18,7 @@ from torchx_monarch.insight import events
 from torchx_monarch.insight.log_lines import stamp
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.system import error_files, signed_line
-from torchx_monarch.system.console import Console
+from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.system.untrusted_text import lines, one_line
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class Reporter:
     ) -> None:
         self._console = console
         self._events_path = events_path
+        self._events_writer = WriterThread()
         self._role = role
         self._termination_log = termination_log
         self._stamped = stamped
@@ -148,7 +150,9 @@ class Reporter:
         if self.listener is not None:
             self.listener(kind, seconds, fields)
         if self._events_path:
-            events.append(self._events_path, kind, one_line(text), seconds=seconds, role=self._role, **fields)
+            more = {"time": time.time(), "role": self._role, **fields}
+            append = functools.partial(events.append, self._events_path, kind, one_line(text), seconds=seconds, **more)
+            self._events_writer.call(append)
 
 
 def write_result(result: HostResult, environ: Mapping[str, str], reporter: Reporter) -> None:

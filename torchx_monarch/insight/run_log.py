@@ -9,13 +9,14 @@ followers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from torchx_monarch.system import safe_files
-from torchx_monarch.system.console import LineSink, write_all
+from torchx_monarch.system.console import LineSink, WriterThread, write_all
 
 _PIECE = 4000
 """Most characters of output in one record. A line to replica 0 has at most 64 kB. JSON can use twelve bytes per
@@ -28,8 +29,8 @@ class RunLog:
     """The records of one run.
 
     Attributes:
-        count: number of records so far.
         path: path of the file, which has mode 0600.
+        writer: the thread that writes the file.
 
     Args:
         path: path of the file to create; its folder is created as well.
@@ -42,10 +43,13 @@ class RunLog:
     def __init__(self, path: str) -> None:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         self.path = path
-        self.count = 0
+        self.writer = WriterThread()
         self._file = safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.ftruncate(self._file, 0)
         self._closed = False
+        self._requested = self._made = 0  # changes of the file
+        self._loop = asyncio.get_running_loop()
+        self._is_awaited = False
         self._changed = asyncio.Event()
 
     def append(self, record: dict[str, Any]) -> None:
@@ -54,12 +58,9 @@ class RunLog:
 
     def append_line(self, line: bytes) -> None:
         """Append a record that is encoded already and ends with a line feed; do nothing after ``close``."""
-        if self._closed:
-            return
-        write_all(self._file, line)  # does not raise: a full disk loses output, but does not end the run
-        self.count += 1
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if not self._closed:
+            # A full disk loses output, but does not end the run.
+            self._request(write_all, self._file, line, size=len(line))
 
     def output(self, rank: int, stream: str, data: bytes, prefix: str, stamped: bool) -> None:
         """Append output of a rank, split into records of at most ``_PIECE`` characters; see ``RunLogSink``."""
@@ -75,32 +76,53 @@ class RunLog:
 
     def restart(self) -> None:
         """Remove all records: those that follow are for another reader, without the former ones."""
-        os.ftruncate(self._file, 0)
-        self.count = 0
+        self._request(os.ftruncate, self._file, 0)
 
     def close(self) -> None:
         """Mark the log as complete; later records are dropped."""
         if not self._closed:
             self._closed = True
-            os.close(self._file)
-            self._changed.set()
+            self.writer.close(self._file)
+            self._wake()
+
+    def _request(self, function: Callable[..., object], *args: object, size: int = 0) -> None:
+        def change() -> None:
+            try:
+                function(*args)
+            finally:
+                self._made += 1
+                if self._is_awaited:
+                    self._is_awaited = False
+                    with contextlib.suppress(RuntimeError):  # the event loop has ended
+                        self._loop.call_soon_threadsafe(self._wake)
+
+        self._requested += 1
+        self.writer.call(change, size=size)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def follow(self, wait: bool = True) -> AsyncIterator[list[bytes]]:
         """Yield the records from the first on, as lists of lines, until the log is closed.
 
         Args:
-            wait: whether to wait for further records; if not, the iteration ends at the last record so far.
+            wait: whether to wait for further records; if not, the iteration ends with the last one that was appended
+                before it began.
 
         Raises:
             OSError: another file is in the place of the log.
         """
-        with open(safe_files.open_file(self.path), "rb") as file:
-            rest = b""
+        appended, rest = self._requested, b""
+        with open(safe_files.open_file(self.path), "rb", buffering=0) as file:
             while True:
-                closed, changed = self._closed, self._changed
-                data = file.read(_CHUNK)
+                # All before the read, so that what is written after it wakes this follower.
+                ends, made, changed = self._closed or not wait, self._made, self._changed
+                last = self._requested if self._closed else appended
+                self._is_awaited = True
+                data = await asyncio.to_thread(file.read, _CHUNK)
                 if not data:
-                    if closed or not wait:
+                    if ends and made >= last:
                         return
                     await changed.wait()
                     continue
@@ -122,6 +144,7 @@ class RunLogSink:
     """
 
     def __init__(self, run_log: RunLog, rank: int, stream: str, prefix: str, stamped: bool) -> None:
+        self.writers = [run_log.writer]
         self._run_log = run_log
         self._rank = rank
         self._stream = stream
@@ -140,6 +163,7 @@ class SinkGroup:
     """Combine several sinks into one."""
 
     def __init__(self, sinks: Sequence[LineSink]) -> None:
+        self.writers = [writer for sink in sinks for writer in sink.writers]
         self._sinks = sinks
 
     def write(self, text: bytes, shown: bytes) -> None:

@@ -1,14 +1,23 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The stdout and stderr of a host process, to which the host writes its own lines and those of its ranks."""
+"""The stdout and stderr of a host process, to which the host writes its own lines and those of its ranks.
+
+The event loop of a host never waits for a disk or for the reader of a pipe: others would take the host for lost.
+"""
 
 from __future__ import annotations
 
 import os
 import select
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from torchx_monarch.system.line_output import LineOutput
+
+_MAX_PENDING = 1 << 20
+"""Bytes that wait to be written before the ranks that write to the same place have to wait."""
 
 
 def write_all(fd: int, data: bytes) -> bool:
@@ -28,16 +37,87 @@ def write_all(fd: int, data: bytes) -> bool:
     return True
 
 
+class WriterThread:
+    """Execute writes in a thread of their own, one after the other.
+
+    The thread starts with the first write. Data that cannot be written is lost: see ``write_all``.
+    """
+
+    _unfinished = 0
+    """Number of writes of all threads that have not been executed; guarded by ``_changed``, as all counts."""
+
+    _changed = threading.Condition()
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "writer")
+        self._pending = 0
+        self._waiting: list[Callable[[], None]] = []
+
+    def write(self, fd: int, data: bytes) -> None:
+        """Write to a descriptor after all earlier writes."""
+        self.call(write_all, fd, data, size=len(data))
+
+    def call(self, function: Callable[..., object], *args: object, size: int = 0) -> None:
+        """Call a function after all earlier writes.
+
+        Args:
+            function: the function; errors that it raises are ignored.
+            args: its arguments.
+            size: bytes of data in the arguments.
+        """
+        with self._changed:
+            WriterThread._unfinished += 1
+            self._pending += size
+        self._executor.submit(self._execute, function, args, size)
+
+    def _execute(self, function: Callable[..., object], args: Sequence[object], size: int) -> None:
+        try:
+            function(*args)
+        finally:
+            waiting: list[Callable[[], None]] = []
+            with self._changed:
+                WriterThread._unfinished -= 1
+                self._changed.notify_all()
+                self._pending -= size
+                if self._pending < _MAX_PENDING:
+                    waiting, self._waiting = self._waiting, []
+            for callback in waiting:
+                callback()
+
+    def has_room(self, otherwise: Callable[[], None]) -> bool:
+        """Return whether few bytes wait to be written; if not, call ``otherwise`` in the thread when that is so."""
+        with self._changed:
+            if self._pending < _MAX_PENDING:
+                return True
+            self._waiting.append(otherwise)
+            return False
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor after all writes, and end the thread; no writes may follow."""
+        self.call(os.close, fd)
+        self._executor.shutdown(wait=False)
+
+    @classmethod
+    def finish(cls) -> None:
+        """Wait until all writes of this process have been executed."""
+        with cls._changed:
+            cls._changed.wait_for(lambda: not cls._unfinished)
+
+
 class Console:
     """The host's stdout or stderr, shared by the host and all of its ranks.
 
+    Attributes:
+        writer: the thread that writes to it.
+
     Args:
         fd: the descriptor.
-        same: the other of the two consoles; None for the first. If both are the same file or terminal, they share the
-            state of unfinished lines.
+        same: the other of the two consoles; None for the first. They share the thread, so that lines are written in
+            their order; and the state of unfinished lines, if both are the same file or terminal.
     """
 
     def __init__(self, fd: int, same: Console | None = None) -> None:
+        self.writer: WriterThread = same.writer if same is not None else WriterThread()
         self._fd = fd
         self._lines = LineOutput()
         if same is not None and os.path.samestat(os.fstat(fd), os.fstat(same._fd)):
@@ -45,15 +125,19 @@ class Console:
 
     def write(self, writer: object, text: bytes, prefix: bytes = b"") -> None:
         """Write whole lines, or part of a line that continues later (see ``LineOutput.place``)."""
-        write_all(self._fd, self._lines.place(writer, text, prefix))
+        self.writer.write(self._fd, self._lines.place(writer, text, prefix))
 
     def end(self, writer: object) -> None:
         """End the unfinished line of a writer that has ended."""
-        write_all(self._fd, self._lines.end(writer))
+        self.writer.write(self._fd, self._lines.end(writer))
 
 
 class LineSink(Protocol):
     """A further consumer of the text that is written to the host's output (see ``FilteredFile``)."""
+
+    @property
+    def writers(self) -> Sequence[WriterThread]:
+        """The threads that write the text."""
 
     def write(self, text: bytes, shown: bytes) -> None:
         """Take whole lines, or part of a line that continues later.

@@ -8,11 +8,10 @@ file for all ranks of an attempt on a host, for the streams that ``--tee`` shows
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from torchx_monarch.system import safe_files
-from torchx_monarch.system.console import write_all
+from torchx_monarch.system.console import WriterThread
 
 
 def filtered_name(stream: str, replica: int) -> str:
@@ -41,6 +40,7 @@ class FilteredFile:
     """
 
     def __init__(self, path: str, texts: Sequence[str], prefix: bytes) -> None:
+        self.writers = [WriterThread()]
         self._file = safe_files.open_log(path)
         self._texts = [text.encode() for text in texts]
         self._prefix = prefix
@@ -55,8 +55,8 @@ class FilteredFile:
         ended = (line + b"\n" for line in lines)
         wanted = [self._prefix + line for line in ended if any(each in line for each in self._texts)]
         if wanted:
-            write_all(self._file, b"".join(wanted))
+            self.writers[0].write(self._file, b"".join(wanted))
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._file)
+        self.writers[0].close(self._file)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import time
@@ -13,10 +14,13 @@ from typing import IO
 
 from torchx_monarch.insight.log_lines import stamp
 from torchx_monarch.system import safe_files
-from torchx_monarch.system.console import Console, LineSink, write_all
+from torchx_monarch.system.console import Console, LineSink, WriterThread
 from torchx_monarch.system.line_output import LONGEST, complete
 
 _CHUNK = 1 << 18
+
+_MAX_PIPE = 1 << 20
+"""The most bytes in a pipe (``/proc/sys/fs/pipe-max-size``)."""
 
 _LINES = re.compile(rb"[^\n]*\n|[^\n]+")
 
@@ -35,7 +39,8 @@ class OutputPipe:
     """Read one pipe to its end.
 
     Output that arrives before ``release`` is held, so that progress lines of the host can precede it. Memory is
-    bounded: a line longer than ``LONGEST`` bytes is passed on in pieces.
+    bounded: a line longer than ``LONGEST`` bytes is passed on in pieces, and while a destination takes no more, the
+    pipe is not read, so that the rank waits when it is full.
 
     Attributes:
         ended: set when the pipe has been closed.
@@ -44,22 +49,24 @@ class OutputPipe:
     Args:
         pipe: the read end of the pipe; owned, and closed at the end.
         on_first: called once, for the first bytes that are not held. They are passed on in the next turn of the event
-            loop: a task that this wakes can write a progress line before them.
+            loop: a task that this wakes can write a progress line before them. None for no call.
         is_shown: returns whether to write a line, given without its line feed, to the host's output; None to write all.
     """
 
     def __init__(
-        self, pipe: IO[bytes], on_first: Callable[[], None], is_shown: Callable[[bytes], bool] | None = None
+        self, pipe: IO[bytes], on_first: Callable[[], None] | None, is_shown: Callable[[bytes], bool] | None = None
     ) -> None:
         self.ended = asyncio.Event()
         self.last_at = 0.0
         self._last = b""
         self._pipe = pipe
-        self._on_first: Callable[[], None] | None = on_first
+        self._on_first = on_first
         self._is_shown = is_shown
         self._held = bytearray()
         self._is_held = True
         self._file: int | None = None
+        self._writer = WriterThread()
+        self._writers: list[WriterThread] = []
         self._console: Console | None = None
         self._sink: LineSink | None = None
         self._prefix = b""
@@ -94,6 +101,9 @@ class OutputPipe:
         """
         if path is not None:
             self._file = safe_files.open_log(path)
+            self._writers.append(self._writer)
+        if console is not None:
+            self._writers += [console.writer, *(sink.writers if sink is not None else ())]
         self._console = console
         self._prefix = prefix.encode()
         self._sink = sink
@@ -116,19 +126,13 @@ class OutputPipe:
         if self.ended.is_set() and not self._is_held:
             self._finish()
 
-    def drain(self) -> None:
-        """Pass on the output that is in the pipe without waiting for more, and close."""
-        try:
-            while data := os.read(self._pipe.fileno(), _CHUNK):
-                self._arrived(data)
-        except BlockingIOError:
-            pass
-        self.close()
-
     def close(self) -> None:
-        """Pass on the unfinished line and close the pipe, even if a process still has the write end."""
+        """Pass on what is in the pipe and close it, even if a process still has the write end."""
         if self.ended.is_set():
             return
+        with contextlib.suppress(BlockingIOError):
+            if data := os.read(self._pipe.fileno(), _MAX_PIPE):
+                self._arrived(data)
         asyncio.get_running_loop().remove_reader(self._pipe)
         self._pipe.close()
         self.ended.set()
@@ -147,7 +151,7 @@ class OutputPipe:
         if self._sink is not None:
             self._sink.close()
         if self._file is not None:
-            os.close(self._file)
+            self._writer.close(self._file)
 
     def _readable(self) -> None:
         try:
@@ -156,8 +160,24 @@ class OutputPipe:
             return
         if not data:
             self.close()
-        else:
-            self._arrived(data)
+            return
+        self._arrived(data)
+        if not self._has_room():
+            asyncio.get_running_loop().remove_reader(self._pipe)
+
+    def _has_room(self) -> bool:
+        """Return whether all destinations take more output; if not, the pipe is read again when they do."""
+        loop = asyncio.get_running_loop()
+
+        def resume() -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(self._resume)
+
+        return all(writer.has_room(resume) for writer in self._writers)
+
+    def _resume(self) -> None:
+        if not self.ended.is_set() and self._has_room():
+            asyncio.get_running_loop().add_reader(self._pipe, self._readable)
 
     def _arrived(self, data: bytes) -> None:
         self.last_at = time.time()
@@ -180,7 +200,7 @@ class OutputPipe:
 
     def _feed(self, data: bytes) -> None:
         if self._file is not None:
-            write_all(self._file, data)  # a full disk loses log lines, never the job
+            self._writer.write(self._file, data)  # a full disk loses log lines, never the job
         if self._console is None:
             return
         end = data.rfind(b"\n") + 1
