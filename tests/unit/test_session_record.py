@@ -127,7 +127,7 @@ def test_a_request_to_begin_a_run_that_is_repeated_during_the_first_begins_one(
 ) -> None:
     checkouts: list[str] = []
 
-    async def checkout(code: HostCode, tree_hash: str) -> str:
+    async def checkout(code: HostCode, tree_hash: str, workspace: str) -> str:
         checkouts.append(tree_hash)
         await asyncio.sleep(0)
         return str(tmp_path)

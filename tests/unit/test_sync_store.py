@@ -222,6 +222,21 @@ def test_a_run_keeps_its_folder_and_old_ones_go(tmp_path: Path, store: CodeStore
     assert len(kept) == store_module._TREES
 
 
+def test_a_run_finds_no_files_of_another_workspaces_runs(tmp_path: Path, store: CodeStore) -> None:
+    one, other = (write(tmp_path / name, {"a.py": "1"}) for name in ("one", "other"))
+    path = store.acquire(send(one, store).hash, "one")
+    write(Path(path), {"checkpoint": "of one"})
+    store.release(path)
+    for text in ("1", "2"):  # the same code, and other code
+        write(other, {"a.py": text})
+        tree = send(other, store)
+        apart = store.acquire(tree.hash, "other")
+        assert held(apart) == tree
+        store.release(apart)
+    write(one, {"a.py": "2"})
+    assert Path(store.acquire(send(one, store).hash, "one"), "checkpoint").read_text() == "of one"
+
+
 def test_a_folder_with_results_of_a_run_stays(tmp_path: Path, store: CodeStore) -> None:
     root = write(tmp_path / "ws", {"a.py": "1"})
     one = store.acquire(send(root, store).hash)

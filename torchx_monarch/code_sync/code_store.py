@@ -141,8 +141,12 @@ class CodeStore:
 
     # -- working folders of runs ---------------------------------------------------------------------------------------
 
-    def acquire(self, tree_hash: str) -> str:
+    def acquire(self, tree_hash: str, workspace: str = "") -> str:
         """Check out a tree for a run, and return the path of the folder. Active runs of the same tree share a folder.
+
+        Args:
+            tree_hash: hash of the tree.
+            workspace: the workspace of the run, which finds no files of other workspaces' runs in its folder.
 
         Raises:
             StoreError: the store does not have the tree, a program has changed a content, or the folder cannot be
@@ -150,11 +154,14 @@ class CodeStore:
         """
         with self._lock, self._as_store_error("make"):
             tree = self.tree(tree_hash)
-            folder = next((each for each in self._folders if each.tree == tree_hash and each.users), None)
+            own = [each for each in self._folders if each.workspace == workspace]
+            folder = next((each for each in own if each.tree == tree_hash and each.users), None)
             if folder is None:
-                folder = self._choose_folder(tree_hash)
+                folder = self._choose_folder(tree_hash, workspace)
+                is_held = folder.tree == tree_hash
                 folder.checkout(tree, self._content)
-                self._name(folder, brief(tree_hash))
+                if not is_held:
+                    self._name(folder, brief(tree_hash))
             self._folders.remove(folder)
             self._folders.append(folder)
             folder.users += 1
@@ -169,13 +176,13 @@ class CodeStore:
                 if folder.path == path:
                     folder.users -= 1
 
-    def _choose_folder(self, tree_hash: str) -> WorkFolder:
-        """Choose an unused folder for a tree: one that holds it, else the most recently used, else a new one."""
-        idle = [each for each in self._folders if not each.users]
+    def _choose_folder(self, tree_hash: str, workspace: str) -> WorkFolder:
+        """Choose an unused folder of a workspace: one that holds the tree, else the last one used, else a new one."""
+        idle = [each for each in self._folders if not each.users and each.workspace == workspace]
         chosen = next((each for each in idle if each.tree == tree_hash), idle[-1] if idle else None)
         if chosen is None:
             self._made += 1
-            chosen = WorkFolder(os.path.join(self._folder, f"new-{self._made}"))
+            chosen = WorkFolder(os.path.join(self._folder, f"new-{self._made}"), workspace)
             self._folders.append(chosen)
         elif chosen.tree != tree_hash:
             self._made += 1
@@ -184,6 +191,8 @@ class CodeStore:
 
     def _name(self, folder: WorkFolder, name: str) -> None:
         path = os.path.join(self._folder, name)
+        if any(each.path == path for each in self._folders if each is not folder):  # the same tree, another workspace
+            path = f"{path}-{self._made}"
         if folder.path != path:
             if os.path.lexists(path):  # left by an aborted run
                 raise StoreError(f"{path} is in the way")

@@ -50,11 +50,13 @@ class WorkFolder:
         path: current path of the folder.
         users: number of runs that use it.
         tree: hash of the tree that it holds; empty before the first checkout and after a failed one.
+        workspace: the workspace whose runs use it.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, workspace: str = "") -> None:
         os.mkdir(path, 0o700)
         self.path = path
+        self.workspace = workspace
         self.users = 0
         self.tree = ""
         self._holds: dict[str, tuple[Entry, _Mark]] = {}

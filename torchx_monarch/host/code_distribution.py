@@ -65,8 +65,8 @@ class HostCode:
         # when the first frame of the next transfer arrives.
         self._taking = asyncio.Lock()
 
-    async def checkout(self, tree_hash: str) -> str:
-        """Check out a tree for the next run.
+    async def checkout(self, tree_hash: str, workspace: str) -> str:
+        """Check out a tree for the next run, which is of the given workspace.
 
         Returns:
             the path of the folder that the run works in.
@@ -74,7 +74,7 @@ class HostCode:
         Raises:
             SyncError: the tree is not on this host or cannot be checked out.
         """
-        self._working = await self._in_thread(self._store.acquire, tree_hash)
+        self._working = await self._in_thread(self._store.acquire, tree_hash, workspace)
         return self._working
 
     async def release(self) -> None:

@@ -155,7 +155,10 @@ class LiveRuns:
             return dataclasses.replace(self._begun[1], fresh=False)
         await self._close_run_log()
         await self._host_code().release()
-        cwd = await self._host_code().checkout(request.code) if request.synced else request.cwd or os.getcwd()
+        if request.synced:
+            cwd = await self._host_code().checkout(request.code, request.workspace)
+        else:
+            cwd = request.cwd or os.getcwd()
         environ = {**host.environ, **request.env}
         command = self._command_of(request, cwd, environ)
         folder = os.path.join(host.log_dir, f"run_{begin.number}")

@@ -28,6 +28,7 @@ class RunRequest:
         cwd: absolute path of the ranks' working folder on every host; empty for the hosts' own.
         code: hash of the code; empty if it is not known.
         synced: whether the ranks run in each host's copy of that code; ``cwd`` does not name that copy.
+        workspace: names the client's folder of which the code is a copy; runs of other workspaces use other copies.
         timeout: seconds from its start after which the run is ended; None for no limit.
         queue: whether the run may wait for earlier runs.
         by: the user who requests the run, for messages.
@@ -41,6 +42,7 @@ class RunRequest:
     cwd: str = ""
     code: str = ""
     synced: bool = False
+    workspace: str = ""
     timeout: float | None = None
     queue: bool = False
     by: str = ""
@@ -61,7 +63,7 @@ class RunRequest:
                 raise ValueError(f"{name} of the run is no list of words")
         if message.get("command") is not None and message.get("program") is not None:
             raise ValueError("a run has a command or a program, not both")
-        for name in ("nproc", "cwd", "code", "by"):
+        for name in ("nproc", "cwd", "code", "workspace", "by"):
             if not isinstance(message.get(name) or "", str):
                 raise ValueError(f"{name} of the run is no text")
         env = message.get("env") or {}
@@ -84,6 +86,7 @@ class RunRequest:
             cwd=message.get("cwd") or "",
             code=(message.get("code") or "")[:200],
             synced=message.get("synced") is True,
+            workspace=(message.get("workspace") or "")[:5000],
             timeout=timeout,
             queue=message.get("queue") is True,
             by=(message.get("by") or "")[:200],
