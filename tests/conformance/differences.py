@@ -50,7 +50,8 @@ class Difference(Enum):
         "none",
         "torch, with `-cfg preload=torch`, the default; none with `-cfg ranks=fresh`; with `-cfg preload=auto` "
         "also what an earlier run of the program has imported of installed modules. What they print then is in the "
-        "host's log",
+        "host's log. Modules of the standard library that they import are in `sys.modules` from the start; others when "
+        "the program imports them, and until then `sys.meta_path` has one more finder",
         "one interpreter per host imports it while the mesh forms, which is most of the time that a start takes",
     )
 
@@ -68,10 +69,12 @@ class Difference(Enum):
         "ranks are forks of one interpreter, which has started before",
     )
     EARLY_VARIABLES = (
-        "A variable that torch reads when it is imported (`OMP_NUM_THREADS`, `TORCH_LOGS`, ...), set by the script",
-        "has effect until the script imports torch",
-        "has none where torch is preloaded, and rank 0 says so once; with `-cfg preload=none` or `-cfg ranks=fresh` "
-        "it has",
+        "A variable that only an import of torch reads (`PYTORCH_ALLOC_CONF`, `TORCH_TRACE`, `KMP_*`, ...), set by the "
+        "script before it imports torch",
+        "has effect",
+        "has none where torch is preloaded, and rank 0 says so; with `-cfg preload=none` or `-cfg ranks=fresh` it has. "
+        "`OMP_NUM_THREADS`, `MKL_NUM_THREADS`, `OPENBLAS_NUM_THREADS`, the processors that the script chooses, "
+        "`TORCH_LOGS` and `TORCH_DISTRIBUTED_DEBUG` have effect in any case",
         "torch has been imported ahead; set it where the job is submitted (`--env`)",
     )
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
 
 from tests.conformance.differences import Difference
@@ -35,30 +37,97 @@ def test_startup_files(preload: str, both: Launchers) -> None:
         assert ours.reports == theirs.reports
 
 
-SETS = """
-    os.environ["OMP_NUM_THREADS"] = "3"
-    os.environ["OMP_NUM_THREADS"] = "2"
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-    import torch
-    report(torch.get_num_threads())
-"""
+SETS = {
+    "threads": """
+        os.environ["OMP_NUM_THREADS"] = "2"
+        import torch
+        os.environ["OMP_NUM_THREADS"] = "1"
+        import threadpoolctl
+        report([torch.get_num_threads(), sorted({each["num_threads"] for each in threadpoolctl.threadpool_info()})])
+    """,
+    "debug": """
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        from torch import distributed
+        report(distributed.get_debug_level().name)
+    """,
+    "logs": """
+        os.environ["TORCH_LOGS"] = "+dynamo"
+        import torch, logging
+        report(logging.getLogger("torch._dynamo").level)
+    """,
+    "an allocator": """
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        import numpy
+        report("torch" in sys.modules)
+        import torch
+        os.environ["PYTORCH_ALLOC_CONF"] = "garbage_collection_threshold:0.8"
+    """,
+}
 
 
 @pytest.mark.parametrize("preload", ["none", "torch"], ids=["", "torch"])
-def test_variables_that_torch_reads_when_it_is_imported(preload: str, both: Launchers) -> None:
-    theirs, ours = both.script(SETS, *LOGS, environ={"OMP_NUM_THREADS": "1"}, preload=preload)
+@pytest.mark.parametrize("what", SETS)
+def test_variables_that_are_set_before_torch_is_imported(what: str, preload: str, both: Launchers) -> None:
+    theirs, ours = both.script(SETS[what], *LOGS, environ={"OMP_NUM_THREADS": "1"}, preload=preload)
     assert theirs.code == ours.code == 0, ours.err.decode()
-    assert theirs.reports == {0: 2, 1: 2}
+    assert ours.reports == theirs.reports
+    for rank in (0, 1):
+        assert ours.log(rank, "stderr.log") == theirs.log(rank, "stderr.log") == b""
+
+
+@pytest.mark.parametrize("preload", ["none", "torch"], ids=["", "torch"])
+def test_processors_that_are_chosen_before_torch_is_imported(preload: str, both: Launchers) -> None:
+    body = """
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        import torch, threadpoolctl
+        report([torch.get_num_threads(), sorted({each["num_threads"] for each in threadpoolctl.threadpool_info()})])
+    """
+    theirs, ours = both.script(body, *LOGS, nproc=1, environ={"OMP_NUM_THREADS": None}, preload=preload)
+    assert theirs.reports == ours.reports == {0: [1, [1]]}, ours.err.decode()
+
+
+@pytest.mark.parametrize("preload", ["none", "torch"], ids=["", "torch"])
+def test_a_variable_that_only_an_import_of_torch_reads(preload: str, both: Launchers) -> None:
+    body = """
+        os.environ["PYTORCH_JIT"] = "0"
+        import torch.jit
+        report([torch.jit._state._enabled.enabled])
+    """
+    theirs, ours = both.script(body, *LOGS, preload=preload)
+    assert theirs.code == ours.code == 0, ours.err.decode()
+    assert theirs.reports == {0: [False], 1: [False]}
     assert ours.log(1, "stderr.log") == theirs.log(1, "stderr.log") == b""
     said = (ours.log(0, "stderr.log") or b"").decode().splitlines()
     if preload != "none" and both.ranks == "fork":
         assert Difference.EARLY_VARIABLES
-        assert ours.reports == {0: 1, 1: 1}
+        assert ours.reports == {0: [True], 1: [True]}
         assert len(said) == 1
-        assert said[0].startswith("warning: OMP_NUM_THREADS is set by the program, which has no effect on torch")
+        assert said[0].startswith("warning: PYTORCH_JIT is set by the program, which has no effect on torch")
     else:
         assert ours.reports == theirs.reports
         assert said == []
+
+
+TQDM = """
+    import os
+    disabled = os.environ.get("TQDM_DISABLE")
+    def tqdm(): return disabled
+"""
+
+
+@pytest.mark.parametrize("preload", ["none", "torch"], ids=["", "torch"])
+def test_a_module_that_torch_imports(preload: str, both: Launchers) -> None:
+    body = """
+        os.environ["TQDM_DISABLE"] = "1"
+        seen = sorted({"torch", "numpy", "tqdm"} & set(sys.modules))
+        import torch, tqdm
+        report([seen, tqdm.disabled, torch.hub.tqdm(), [torch.__spec__.origin, type(torch.__loader__).__name__]])
+    """
+    files = {"lib/tqdm/__init__.py": textwrap.dedent(TQDM)}
+    theirs, ours = both.script(body, *LOGS, files=files, environ={"PYTHONPATH": "lib"}, preload=preload)
+    assert theirs.code == ours.code == 0, ours.err.decode()
+    assert ours.reports == theirs.reports
+    assert theirs.reports[0][:3] == [[], "1", "1"]
 
 
 REGISTERS = """

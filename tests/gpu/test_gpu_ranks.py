@@ -20,7 +20,7 @@ from torchx_monarch.insight import recorder_dump
 NOT_FORKS = "the ranks are not forks of one interpreter: "
 
 PROGRAM = """
-forked = "torch" in sys.modules
+forked = "PreloadedModules" in str(sys.meta_path)
 import torch
 import torch.distributed as dist
 local, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])

@@ -35,10 +35,15 @@ Eventually = Callable[..., object]
 
 OPTIONS = ("--grace", "5", "--preload", "auto")
 
-IMPORTS = """
-    before = [name for name in ("pack", "pack.part", "other", "own", "tree") if name in sys.modules]
+HEAD = "import os\npid = os.getpid()\n"
+"""Stands before the text of each module: the process that has imported it."""
+
+AHEAD = "ahead = lambda *modules: [each.__name__ for each in modules if each.pid != os.getpid()]"
+
+IMPORTS = f"""
+    {AHEAD}
     import own, pack.part, other
-    print("ahead:", *before, flush=True)
+    print("ahead:", *ahead(pack, pack.part, other, own), flush=True)
 """
 
 
@@ -54,13 +59,13 @@ def python(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def own_module(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("")
+    (tmp_path / "own.py").write_text(HEAD)
 
 
 def install(tmp_path: Path, name: str, text: str) -> None:
     [place] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (place / name).parent.mkdir(exist_ok=True)
-    (place / name).write_text(text)
+    (place / name).write_text(HEAD + text)
 
 
 def torchrun(python: str, path: str, nproc: int = 2) -> list[str]:
@@ -104,8 +109,8 @@ def test_what_another_program_has_imported_is_not_imported_for_this_one(
 ) -> None:
     printed(live, *torchrun(python, script(IMPORTS)))
     eventually(lambda: prepared(live), "the import")
-    (tmp_path / "another.py").write_text("import sys\nprint('pack' in sys.modules)")
-    assert printed(live, *torchrun(python, str(tmp_path / "another.py"))) == {"False"}
+    (tmp_path / "another.py").write_text("import os, pack\nprint(pack.pid == os.getpid())")
+    assert printed(live, *torchrun(python, str(tmp_path / "another.py"))) == {"True"}
 
 
 def test_modules_of_the_user_are_never_imported_ahead(
@@ -115,15 +120,16 @@ def test_modules_of_the_user_are_never_imported_ahead(
     [place] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     for name in ("tree", "linked", "path"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / f"in_{name}.py").write_text("")
+        (tmp_path / name / f"in_{name}.py").write_text(HEAD)
     (place / "tree.pth").write_text(f"{tmp_path / 'tree'}\n")
     (place / "linked").symlink_to(tmp_path / "linked")
     install(tmp_path, "uses.py", "import in_tree")
     command = torchrun(
         python,
-        script("""
-            print(*sorted({"in_tree", "in_path", "linked.in_linked", "uses", "pack"} & set(sys.modules)), flush=True)
+        script(f"""
+            {AHEAD}
             import in_tree, in_path, linked.in_linked, pack, uses
+            print(*ahead(in_tree, in_path, linked.in_linked, pack, uses), flush=True)
         """),
     )
     env = {"PYTHONPATH": str(tmp_path / "path")}
@@ -147,7 +153,7 @@ def test_a_package_that_is_installed_again_is_imported_again(
     live: Live, python: str, script: Callable[[str], str], tmp_path: Path, eventually: Eventually
 ) -> None:
     install(tmp_path, "pack/__init__.py", "version = 1")
-    command = torchrun(python, script("print('pack' in sys.modules)\nimport pack\nprint(pack.version, flush=True)"))
+    command = torchrun(python, script("import pack\nprint(pack.pid != os.getpid())\nprint(pack.version, flush=True)"))
     assert printed(live, *command) == {"False", "1"}
     eventually(lambda: prepared(live), "the import")
     assert printed(live, *command) == {"True", "1"}
@@ -213,9 +219,10 @@ def test_the_next_job_finds_what_the_first_has_imported(
     folder: Path, python: str, script: Callable[[str], str], tmp_path: Path
 ) -> None:
     install(tmp_path, "other.py", UNSAFE["a thread"][0])
-    path = script("""
-        print(*({"pack", "other"} & set(sys.modules)), os.getenv("MONARCH_LEARNED_DIR"), flush=True)
+    path = script(f"""
+        {AHEAD}
         import pack, other
+        print(*ahead(pack, other), os.getenv("MONARCH_LEARNED_DIR"), flush=True)
     """)
     lines = []
     for number in range(3):
@@ -231,7 +238,7 @@ def test_the_next_job_finds_what_the_first_has_imported(
 
 def test_a_job_on_this_machine_learns_for_the_next_of_its_name(python: str, script: Callable[[str], str]) -> None:
     apps = Detached()
-    path = script("print('ahead' if 'pack' in sys.modules else 'not yet', flush=True)\nimport pack")
+    path = script("import pack\nprint('ahead' if pack.pid != os.getpid() else 'not yet', flush=True)")
     for expected in ("not yet", "ahead", "ahead"):
         role = Role("trainer", image="", entrypoint=python, args=torchrun(python, path, nproc=1)[1:])
         app_id = apps.run(role, name="mine", preload="auto")

@@ -100,7 +100,7 @@ def test_environment_and_folder_of_temporary_files_are_the_rank_s(folder: Path, 
 def test_a_fork_compiles(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
     """By torch.compile, whose compilers are processes of a pool that the rank starts."""
     path = script("""
-        forked = "torch" in sys.modules
+        forked = "PreloadedModules" in str(sys.meta_path)
         import torch
         compiled = torch.compile(lambda x: x.sin() ** 2 + x.cos() ** 2)
         values = torch.rand(4096)
@@ -131,7 +131,7 @@ def test_ranks_are_no_forks_of_an_interpreter_with(
     folder: Path, script: Callable[[str], str], tmp_path: Path, what: str
 ) -> None:
     (tmp_path / "mod.py").write_text(UNSAFE[what][0])
-    path = script("print('mod' in sys.modules, flush=True)")
+    path = script("print('PreloadedModules' in str(sys.meta_path), flush=True)")
     hosts = Hosts(folder, torchrun(path), options=("--preload", "mod")).start()
     assert hosts.wait() == [0], hosts.err()
     assert said(hosts) == {0: "False", 1: "False"}
@@ -144,7 +144,7 @@ def test_fresh_ranks_import_for_themselves(
     folder: Path, script: Callable[[str], str], tmp_path: Path, ranks: str
 ) -> None:
     (tmp_path / "mod.py").write_text("")
-    path = script("print('mod' in sys.modules, flush=True)")
+    path = script("print('PreloadedModules' in str(sys.meta_path), flush=True)")
     hosts = Hosts(folder, torchrun(path), options=("--preload", "mod", "--ranks", ranks)).start()
     assert hosts.wait() == [0], hosts.err()
     assert said(hosts) == dict.fromkeys((0, 1), str(ranks == "fork"))
@@ -152,7 +152,7 @@ def test_fresh_ranks_import_for_themselves(
 
 def test_a_module_that_ends_the_zygote(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
     (tmp_path / "mod.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
-    path = script("print('mod' in sys.modules, flush=True)")
+    path = script("print('PreloadedModules' in str(sys.meta_path), flush=True)")
     hosts = Hosts(folder, torchrun(path), options=("--preload", "mod")).start()
     assert hosts.wait() == [0], hosts.err()
     assert said(hosts) == {0: "False", 1: "False"}

@@ -84,12 +84,19 @@ def test_ranks_without_a_device_of_their_own_are_refused(name: str) -> None:
     [
         (spec("torchrun", "y.py", "--lr", "1", cwd="/v", MINE="2"), True),
         (spec("torchrun", "x.py", cwd="/w", PYTHONPATH="/lib"), False),
+        (spec("torchrun", "x.py", cwd="/w", KINETO_USE_DAEMON="1"), False),
         (spec("torchrun", "x.py", cwd="/w", modules=("torch", "numpy")), False),
         (spec("torchrun", "--no-python", "ls", cwd="/w"), False),
     ],
 )
 def test_runs_share_a_zygote_that_reads_the_same_early(other: RunSpec, shared: bool) -> None:
     assert (spec("torchrun", "x.py", cwd="/w").signature(2) == other.signature(2)) is shared
+
+
+@pytest.mark.parametrize(("modules", "shared"), [(("torch",), True), (("torch", "transformers"), False), ((), True)])
+def test_a_module_other_than_torch_may_read_any_variable(modules: tuple[str, ...], shared: bool) -> None:
+    runs = [spec("torchrun", "x.py", cwd="/w", modules=modules, HF_HOME=home) for home in ("/a", "/b")]
+    assert (runs[0].signature(2) == runs[1].signature(2)) is shared
 
 
 def test_the_zygote_starts_in_the_folder_of_the_run_only_where_a_path_is_relative_to_it() -> None:

@@ -328,8 +328,6 @@ def run_program(
     sys.orig_argv = [sys.executable, "-u", *program_argv(mode, target, args)]
     set_command_line(sys.orig_argv)
     _distrust_young_bytecode()
-    if "torch" in sys.modules and os.environ.get("RANK") == "0":
-        run_sibling_file("early_variables.py")["watch"]()
     try:
         _run(mode, target, args)
     except SystemExit as error:

@@ -12,14 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from torchx_monarch.command.command import Command, Program
+from torchx_monarch.host.ranks.preloaded_modules import is_read_at_import
 from torchx_monarch.host.ranks.rank_environment import interpreter_environment
 
-_READ_EARLY = (
-    *("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "TORCH", "PYTORCH"),
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
-)
-"""Prefixes of variables that a zygote and its modules read before a run: a run that changes one of them needs another
-zygote."""
+_READ_EARLY = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "TORCH", "PYTORCH", "NPY_", "NUMPY_")
+"""Prefixes of variables that a zygote and its modules read before a run, beside those of ``is_read_at_import``: a run
+that changes one of them needs another zygote."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +105,7 @@ class RunSpec:
         Args:
             count: number of ranks on this host.
         """
-        # Installed modules may read any variable when they are imported.
-        early = {name: value for name, value in self.added.items() if self.learned or name.startswith(_READ_EARLY)}
+        early = {name: value for name, value in self.added.items() if self._is_read_early(name)}
         return interpreter_environment({**self.role_environ, **early}, count)
 
     def why_no_python(self) -> str:
@@ -128,8 +125,13 @@ class RunSpec:
             count: number of ranks on this host.
         """
         environ, command = self.start_environ(count), self.zygote_command(self.command.program_of(0))
-        read = {name: value for name, value in environ.items() if self.learned or name.startswith(_READ_EARLY)}
+        read = {name: value for name, value in environ.items() if self._is_read_early(name)}
         return command, self.preload, self.learned, read, self.start_folder()
+
+    def _is_read_early(self, name: str) -> bool:
+        """Return whether the zygote or its modules may read a variable. Modules other than torch may read any."""
+        others = self.learned or set(self.preload) - {"torch"}
+        return bool(others) or name.startswith(_READ_EARLY) or is_read_at_import(name)
 
 
 def _is_relative(python: str) -> bool:

@@ -94,9 +94,10 @@ def _import(order: dict[str, Any], program: dict[str, Any], tell: Callable[[dict
     # Importing torch makes 260,000 objects that stay. Scanning them for garbage again and again costs an eighth of the
     # import. gc.freeze exempts them from collection, which would write to every page that forks share.
     gc.disable()
+    preloaded = program["preloaded"] = program["run_sibling_file"]("preloaded_modules.py")["PreloadedModules"]()
     for name in order["modules"]:
         # The program may import it later, and fail with a traceback of its own code, or never need it.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), preloaded.importing(name):
             importlib.import_module(name)
         unsafe = unsafe or what_is_new(name)
     if path0 is not None:
@@ -456,6 +457,7 @@ def main() -> None:
     learns = "report" in rank and "report_at_end" in program
     at_end = program["report_at_end"](rank["report"]) if learns else None
     send_failure = load("rank_recorder.py")["watch"](rank["recorder"])
+    program["preloaded"].hide()
     program["run_program"](rank["mode"], rank["target"], rank["args"], at_end, send_failure)
 
 
