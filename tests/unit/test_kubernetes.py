@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,10 +31,11 @@ from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.kubernetes.kubelet import expanded
 from torchx_monarch.backends.core.apps import Apps
+from torchx_monarch.backends.core.backend import LogQuery
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts, reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.kubernetes import attempts, names, snapshot
+from torchx_monarch.backends.kubernetes import attempts, logs, names, snapshot
 from torchx_monarch.backends.kubernetes.attempts import Attempt
 from torchx_monarch.backends.kubernetes.backend import KubernetesBackend
 from torchx_monarch.backends.kubernetes.native import Api
@@ -650,6 +652,19 @@ def test_reading_sends_no_change_whatever_the_clock(
     found = Apps(backend, "monarch_kubernetes").read("n:a")
     assert found is not None and (found[1].state, found[1].message) == (State.RUNNING, message)
     assert server.writes == []
+
+
+def test_a_followed_log_ends_at_its_end_also_if_the_pod_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(path: str, **query: str) -> list[bytes]:
+        assert "follow" not in query, "the log of a pod that runs and prints nothing does not end"
+        return []
+
+    api = cast(Any, SimpleNamespace(server_time=NOW + 10.0, lines=silent))
+    monkeypatch.setattr(logs, "_POLL", 0.0)
+    until = datetime.fromtimestamp(NOW, timezone.utc)
+    pods = [Attempt("p", phase="Running")]
+    query = LogQuery[Any](until=until, follow=True, has_ended=lambda: False)
+    assert list(logs.lines(api, "/pods", lambda: pods, query)) == []
 
 
 @pytest.mark.parametrize("record", ["", "no app", "eJyrrgUAAXUA+Q=="])

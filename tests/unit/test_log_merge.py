@@ -46,10 +46,10 @@ def test_a_followed_log_that_is_silent_holds_no_other_up() -> None:
         yield TimedLine(9.0, "late")
 
     lines = iter(LogMerge({"silent": silent(), "other": [TimedLine(1.0, "a"), TimedLine(2.0, "b")]}, follow=True))
-    assert [next(lines), next(lines)] == [("other", (1.0, "a")), ("other", (2.0, "b"))]
+    assert [next(lines), next(lines)] == [("other", TimedLine(1.0, "a")), ("other", TimedLine(2.0, "b"))]
     assert next(lines) is None
     go_on.set()
-    assert [each for each in lines if each] == [("silent", (9.0, "late"))]
+    assert [each for each in lines if each] == [("silent", TimedLine(9.0, "late"))]
 
 
 def test_an_error_of_a_log_is_raised() -> None:

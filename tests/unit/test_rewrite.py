@@ -51,7 +51,9 @@ def rewritten(given: AppDef, options: WrapOptions = OPTIONS) -> Role:
         (role.entrypoint, role.args) != (old.entrypoint, old.args)
         for role, old in zip(result.app.roles, before.roles, strict=True)
     ]
-    return result.app.roles[0]
+    role = result.app.roles[0]
+    assert role.env.pop("PYTHONUNBUFFERED") == "1"
+    return role
 
 
 @pytest.mark.parametrize(("marked", "option", "spares"), [(None, 0, 0), (None, 2, 2), (1, 0, 1), (1, 2, 1), (0, 2, 0)])
@@ -161,9 +163,12 @@ def test_only_the_command_changes() -> None:
     result = rewrite(given, OPTIONS).app
     assert result != given
     result.roles[0].entrypoint, result.roles[0].args = "torchrun", ["a.py"]
+    assert result.roles[0].env.pop("PYTHONUNBUFFERED") == "1"
     assert result == given
     result.roles[0].env["A"] = "2"
     assert given.roles[0].env == {"A": "1"}
+    own = app("true", PYTHONUNBUFFERED="")
+    assert rewrite(own, OPTIONS).app.roles[0].env == {"PYTHONUNBUFFERED": ""}
 
 
 def test_host_options() -> None:

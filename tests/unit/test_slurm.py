@@ -9,6 +9,7 @@ import os
 import shlex
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,6 +204,22 @@ def test_missing_commands_are_named(runner: Runner, monkeypatch: pytest.MonkeyPa
     with pytest.raises(RuntimeError, match="'scontrol' is not on the PATH"):
         runner.status("monarch_slurm://torchx/1")
     assert runner.status("monarch_slurm://torchx/nonsense") is None
+
+
+def test_ctrl_c_while_sbatch_answers_leaves_nothing(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    scripts = {"sbatch": "kill -INT $PPID; sleep 0.5; echo 7", "scancel": f"echo $@ >{tmp_path}/cancelled"}
+    for name in ("sbatch", "scancel", "scontrol", "squeue", "sacct", "sinfo"):
+        (tools / name).write_text(f"#!/bin/sh\n{scripts.get(name, '')}\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(app(), "monarch_slurm", cfg={"job_dir": str(tmp_path / "jobs")})
+    assert (tmp_path / "cancelled").read_text() == "7\n"
+    assert folder.known() == {} and list((tmp_path / "jobs").iterdir()) == []
 
 
 def test_hosts_meet_at_the_node_of_replica_0() -> None:

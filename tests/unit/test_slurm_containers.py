@@ -26,6 +26,7 @@ from torchx.specs import (
 from torchx.specs.finder import ComponentValidationException
 
 from tests.waits import WITHIN
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.slurm import bundle, checks, container_files, native, records
 from torchx_monarch.backends.slurm.container import Mount, in_order, last_error
 from torchx_monarch.backends.slurm.folder import JobFolder
@@ -105,6 +106,12 @@ def test_a_copied_workspace_is_the_folder_and_not_the_image(tmp_path: Path) -> N
         found = runner.dryrun(app, "monarch_slurm", cfg=cfg, workspace=str(tmp_path / "ws")).request
     assert found.roles[0].cwd == str(tmp_path / "job")
     assert found.roles[0].image == "me/image"
+
+
+@pytest.mark.parametrize("name", ["a,b", "a:b"])
+def test_pyxis_refuses_a_folder_that_it_cannot_mount(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=f"pyxis cannot mount the job's folder {tmp_path}/{name}"):
+        request("me/image", container="pyxis", job_dir=str(tmp_path / name))
 
 
 def test_bundles_keep_what_the_user_wrote() -> None:

@@ -10,10 +10,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,13 +24,16 @@ from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.apps import Apps
+from torchx_monarch.backends.core.backend import LogQuery
 from torchx_monarch.backends.core.errors import StateAccessError, SubmitError, UserError
+from torchx_monarch.backends.core.snapshot import RoleSnapshot
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import gpus, owners, state
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.backends.ssh import known, native, workspace
+from torchx_monarch.backends.ssh.backend import SshBackend
 from torchx_monarch.backends.ssh.fleet import with_fleet
 from torchx_monarch.backends.ssh.in_job import entry, replicas
 from torchx_monarch.backends.ssh.in_job.code import Code
@@ -45,6 +49,7 @@ from torchx_monarch.code_sync.manifest import Tree
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_ssh
+from torchx_monarch.supervisor import log_reader
 from torchx_monarch.supervisor.records import ReplicaRecord, ReplicaRequest
 
 
@@ -467,6 +472,55 @@ def test_damaged_files_of_a_replica_cost_no_other_app_and_no_cancel(
             SshError, match="a: the place.json of broken-1@a is damaged, so its machines are not known: "
         ):
             monarch_ssh("torchx").describe("broken-1@a")
+
+
+def test_a_followed_log_loses_nothing_when_its_connection_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a progress bar, which is shown in pieces while it is drawn, and is one line later; with only the last line."""
+    log = tmp_path / "combined.log"
+    log.write_text("early\nlast\n")
+    monkeypatch.setattr(log_reader, "_POLL", 0.0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+    class Connection:
+        opened = 0
+
+        def __init__(self, *words: str) -> None:
+            Connection.opened += 1
+
+        def close(self) -> None:
+            pass
+
+        def stream(self, order: str, has_ended: object, **fields: Any) -> Iterator[Any]:
+            start = {"start": fields["start"]} if "start" in fields else {}
+            again = Connection.opened > 1
+            lines = log_reader.lines(
+                str(tmp_path), "combined", tail=fields["tail"], ended=lambda: again, follow=True, **start
+            )
+            if not again:
+                yield next(lines)
+                for percent in range(13):
+                    with log.open("a") as file:
+                        file.write(f"\r{percent}%\r")
+                    yield next(lines)
+                with log.open("a") as file:
+                    file.write("\nnew 1\nnew 2\nnew 3\n")
+                raise SshError("a", "it is cut off")
+            yield from lines
+
+    backend = SshBackend()
+    monkeypatch.setattr(backend, "_machines", SimpleNamespace(connect=Connection))
+    place = SimpleNamespace(machines=[["a"]], python="", setup="")
+    app = cast(Any, SimpleNamespace(app_id="x@a", place=place, roles=[RoleSnapshot(RoleSpec("trainer"), [])]))
+    query = LogQuery[SshSnapshot](tail=1, follow=True, has_ended=lambda: False)
+    shown = [line.text for line in backend.read_log(app, "trainer", 0, query)]
+    assert (shown[0], shown[-3:]) == ("last\n", ["new 1\n", "new 2\n", "new 3\n"])
+    assert "".join(shown).count("5%") == 1
+
+
+def test_a_machine_without_this_package_is_told_whatever_its_interpreter() -> None:
+    said = "ModuleNotFoundError: No module named 'torchx_monarch'"
+    assert native._explained(said, 1, "").startswith("its Python interpreter lacks torchx-monarch;")
+    assert native._explained(said, 1, "/opt/python").startswith("/opt/python lacks torchx-monarch;")
 
 
 # -- the wire, with a stand-in for ssh

@@ -100,6 +100,8 @@ class _RankCommand:
 def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     """Put the host process before the rank command of every role that has one; ``app`` itself is not changed.
 
+    The roles also get the variables that programs of all backends have.
+
     Raises:
         CommandError: the command of a role is invalid or not supported, or it has too many replicas; the message names
             the role.
@@ -122,6 +124,8 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     peers = ",".join(f"{name}={options.rendezvous[name]}" for name in actors if name in options.rendezvous)
     specs = []
     for role, found in zip(rewritten.roles, commands, strict=True):
+        # Python writes to a pipe in blocks; who follows a log expects lines.
+        role.env.setdefault("PYTHONUNBUFFERED", "1")
         spares = _count_spares(role, found, options.spec.spares)
         if (replicas := role.num_replicas + spares) > MOST_REPLICAS:
             most = f"at most {MOST_REPLICAS} are possible"

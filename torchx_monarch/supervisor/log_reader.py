@@ -29,6 +29,7 @@ def lines(
     since: datetime | None = None,
     until: datetime | None = None,
     tail: int = 0,
+    start: int = 0,
     ended: Callable[[], bool],
     follow: bool = False,
     below: str | None = None,
@@ -44,6 +45,7 @@ def lines(
         since: leave out lines written before; a time without zone is local time. None for the beginning.
         until: leave out lines written at this time or later. None for the end.
         tail: start no earlier than this number of lines before the present end of the log; 0 for no such limit.
+        start: where to go on, the ``end`` of a line that was read before; ``since`` and ``tail`` do not count then.
         ended: returns whether the app has ended; it may be slow.
         follow: wait for more until the app has ended (or ``until`` has passed).
         below: a folder of the caller inside which no link is followed (``safe_files.open_file``). A log that is refused
@@ -52,7 +54,8 @@ def lines(
     path = os.path.join(log_dir, log_writer.log_name(stream))
     index = TimeIndex(os.path.join(log_dir, log_writer.index_name(stream)), below)
     try:
-        yield from _lines(path, index, since, until, tail, ended, follow, below)
+        begin = start or (_last_lines(path, tail, below) if tail else 0)
+        yield from _lines(path, index, begin, None if start else since, until, ended, follow, below)
     finally:
         index.close()
 
@@ -60,14 +63,13 @@ def lines(
 def _lines(
     path: str,
     index: TimeIndex,
+    begin: int,
     since: datetime | None,
     until: datetime | None,
-    tail: int,
     ended: Callable[[], bool],
     follow: bool,
     below: str | None,
 ) -> Iterator[TimedLine]:
-    begin = _last_lines(path, tail, below) if tail else 0
     start = begin if since is None else None
     reader = LineReader()
     passes = 0
@@ -86,15 +88,16 @@ def _lines(
                 index.refresh()
                 at = begin + reader.position
                 for line in reader.feed(data):
-                    yield TimedLine(index.time_of(at), line.decode(errors="replace"))
-                    at = begin + reader.position
+                    end = begin + reader.position
+                    yield TimedLine(index.time_of(at), line.decode(errors="replace"), end)
+                    at = end
         at = begin + reader.position
         if last or (limit is not None and start is not None and start >= limit):
             if rest := reader.rest():
-                yield TimedLine(index.time_of(at), rest.decode(errors="replace"))
+                yield TimedLine(index.time_of(at), rest.decode(errors="replace"), begin + reader.position)
             return
         if pending_progress := reader.pending_progress():
-            yield TimedLine(index.time_of(at), pending_progress.decode(errors="replace"))
+            yield TimedLine(index.time_of(at), pending_progress.decode(errors="replace"), begin + reader.position)
         time.sleep(_POLL)
 
 

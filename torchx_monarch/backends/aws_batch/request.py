@@ -125,7 +125,6 @@ def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJo
     for index, (role, spec) in enumerate(zip(app.roles, roles, strict=True)):
         words, env = command.render(role, f"{queue}:{name}", first)
         env |= {"TORCHX_ROLE_IDX": str(index), ROLE_NAME: role.name, settings.ENV_TORCHX_IMAGE: role.image}
-        env.setdefault("PYTHONUNBUFFERED", "1")  # else Python buffers output to a pipe in blocks
         if spec.runs_hosts:
             env.pop(CREDENTIALS, None)
             env[KEY_VARIABLE] = result_key

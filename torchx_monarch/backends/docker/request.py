@@ -107,8 +107,6 @@ def _adapt(job: DockerJob, app: AppDef, options: DockerOpts, environ: Mapping[st
         env.setdefault(ERROR_FILE, f"/tmp/{name}.error.json")
         if retried[role]:
             env.setdefault(STARTS, f"/tmp/{name}.starts.json:/var/tmp/{name}.starts.json")
-        # Python writes to a pipe in blocks; without buffering, a followed log shows each line when it is printed.
-        env.setdefault("PYTHONUNBUFFERED", "1")
     _give_gpus(job.containers, app, environ)
     for container in job.containers:
         # TorchX uses docker-py's subclasses of dict here, with which `torchx run --dryrun --json` fails.

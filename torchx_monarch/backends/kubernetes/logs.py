@@ -17,6 +17,9 @@ from torchx_monarch.backends.kubernetes.snapshot import KubernetesSnapshot
 _POLL = 0.5
 """Seconds between two polls of a followed replica that has no running pod."""
 
+_LATE = 2e9
+"""Nanoseconds after which a line's time is certainly past by the server's clock, which it tells in whole seconds."""
+
 
 def lines(
     api: Api, path: str, attempts: Callable[[], Sequence[Attempt]], query: LogQuery[KubernetesSnapshot]
@@ -41,12 +44,13 @@ def lines(
     over: set[str] = set()
     while True:
         # Ask before reading: every line written before the end is then still read.
-        final = not query.follow or query.has_ended()
+        final = not query.follow or query.has_ended() or (last is not None and api.server_time * 1e9 > last + _LATE)
         for one in attempts():
             if one.pod in over:
                 continue
             start = max(first, read.get(one.pod, -1) + 1)
-            live = query.follow and not final and one.lives
+            # The log of a silent pod that is followed would not end at `last`.
+            live = query.follow and last is None and not final and one.lives
             tail = 0 if one.pod in read else query.tail
             for stamp, text in _of_pod(api, f"{path}/{one.pod}/log", one.container, start, live, tail):
                 if last is not None and stamp > last:

@@ -135,9 +135,6 @@ def finish(pod: Object, index: int, runs_hosts: bool, context: PodContext) -> No
                 # TorchX omits the namespace, and no app has that handle.
                 one["value"] = one["value"].replace(f"/{context.app_id}", f"/{context.namespace}:{context.app_id}")
             one["value"] = _escaped(one["value"])
-    if not any(one["name"] == "PYTHONUNBUFFERED" for one in kept):
-        # Python buffers output to a pipe in blocks; a followed log needs lines.
-        added.append({"name": "PYTHONUNBUFFERED", "value": "1"})
     container["env"] = [*added, *kept]
 
 

@@ -85,8 +85,6 @@ class SupervisorLoop:
         for record, request in zip(records, role.replicas, strict=True):
             log_dir = self._paths.replica_logs(role.name, record.id)
             env = {**os.environ, **request.env}
-            # Python writes to a pipe in blocks; users who follow a log expect lines.
-            env.setdefault("PYTHONUNBUFFERED", "1")
             env.update(
                 {
                     "TORCHELASTIC_ERROR_FILE": request.env.get(

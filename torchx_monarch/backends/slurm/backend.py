@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -133,11 +134,17 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
             raise SubmitError(
                 f"cannot write the folder of the job, {where}: {error.strerror} (run option job_dir)"
             ) from None
-        try:
-            app_id = native.submit(request.command(paths.script))
-        except SlurmError:
-            shutil.rmtree(paths.root, ignore_errors=True)
-            raise
+        # In a thread: sbatch may have submitted the job when Ctrl-C comes, and only its answer has the job's id.
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(native.submit, request.command(paths.script))
+            try:
+                app_id = answer.result()
+            except BaseException as error:
+                if not isinstance(error, SlurmError):
+                    with contextlib.suppress(SlurmError):
+                        native.checked(["scancel", answer.result()])
+                shutil.rmtree(paths.root, ignore_errors=True)
+                raise
         folder.link_id(app_id, paths.root)
         events.append(paths.events, "submitted", f"submitted as job {app_id}", seconds=time.time() - began)
         with contextlib.suppress(OSError, StateAccessError):

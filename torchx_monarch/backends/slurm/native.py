@@ -116,6 +116,7 @@ def run(command: Sequence[str], timeout: float = _TIMEOUT) -> subprocess.Complet
             errors="replace",
             timeout=timeout,
             check=False,
+            start_new_session=True,  # Ctrl-C is for this process, which may need the answer (``SlurmBackend.submit``)
         )
     except FileNotFoundError:
         raise SlurmError(

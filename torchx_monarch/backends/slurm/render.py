@@ -11,6 +11,7 @@ import sys
 
 from torchx.specs import NULL_RESOURCE, AppDef, InvalidRunConfigException, Role
 
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.slurm import array, container_role, folder, native
 from torchx_monarch.backends.slurm.options import SlurmOpts
@@ -51,6 +52,10 @@ def render(app: AppDef, submitted: SubmittedApp, cfg: SlurmOpts) -> SlurmRequest
     memory = native.partition_memory(cfg.partition) if asks and not cfg.nomem else None
     nomem = cfg.nomem or (memory is not None and memory <= _SMALL_PARTITION)
     path = folder.new(app.name, cfg.job_dir)
+    if cfg.container == "pyxis" and re.search("[:,]", path):
+        raise UserError(
+            f"pyxis cannot mount the job's folder {path}: it must have neither ':' nor ',' (option job_dir)"
+        )
     roles = [
         _role(role, spec, nomem, _gres(role, app, cfg), cfg)
         for role, spec in zip(app.roles, submitted.roles, strict=True)

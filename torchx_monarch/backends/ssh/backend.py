@@ -269,10 +269,10 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             "since": query.since.timestamp() if query.since else None,
             "until": query.until.timestamp() if query.until else None,
             "tail": query.tail,
+            "start": 0,
             "follow": query.follow,
         }
         has_ended = query.has_ended if query.follow else None
-        seen = 0
         while True:
             # Following ends with its connection, and queries of the state go on meanwhile.
             open_one = None if query.follow else self._machines.take(machine, place.python, place.setup)
@@ -280,10 +280,9 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
                 with contextlib.ExitStack() as stack:
                     connection = open_one or self._machines.connect(machine, place.python, place.setup)
                     stack.callback(connection.close)
-                    for number, (when, text) in enumerate(connection.stream("log", has_ended, **fields)):
-                        if number >= seen:
-                            seen += 1
-                            yield TimedLine(when, text)
+                    for when, text, end in connection.stream("log", has_ended, **fields):
+                        fields["start"] = end
+                        yield TimedLine(when, text)
                     if not query.follow:
                         stack.pop_all()
                         self._machines.keep(connection)

@@ -229,8 +229,9 @@ def _explained(said: str, code: int | None, python: str) -> str:
     Args:
         said: what ssh, the shell or Python has written to stderr.
         code: the exit code of ssh; None if it runs.
-        python: the Python interpreter.
+        python: the Python interpreter; empty for the one that has started an app there last.
     """
+    python = python or "its Python interpreter"
     last = said.splitlines()[-1] if said else ""
     if code == 255:
         if "host key verification failed" in said.lower():

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.ssh.in_job import replicas
 from torchx_monarch.backends.ssh.in_job.code import Code
 from torchx_monarch.backends.ssh.in_job.wire import READY
@@ -92,18 +93,19 @@ class OrderServer:
             threading.Thread(target=_wait_for_word, args=[over], daemon=True).start()
         since, until = (_time(query[key]) for key in ("since", "until"))
         paths = replicas.paths_of(name)
-        batch: list[tuple[float, str]] = []
+        batch: list[TimedLine] = []
         for line in log_reader.lines(
             paths.replica_logs(role, replica),
             stream,
             since=since,
             until=until,
             tail=query["tail"],
+            start=query["start"],
             ended=over.is_set,
             follow=follow,
             below=paths.trusted,
         ):
-            batch.append((line.time, line.text))
+            batch.append(line)
             if follow or len(batch) >= 500:
                 yield batch
                 batch = []
