@@ -34,6 +34,7 @@ from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_samples import ask_samples
 from torchx_monarch.client.rank_stacks import ask_stacks
 from torchx_monarch.exceptions import RefusedError, UnreachableError
+from torchx_monarch.model import sidecars
 from torchx_monarch.schedulers.app_summary import summary_of
 from torchx_monarch.torchx_adapter import torchx_api
 from torchx_monarch.transport.credentials import ClientCredentials
@@ -330,6 +331,33 @@ class Contract:
         place.until(lambda: place.runner.status(handle) is None, "its end", handle)
         assert place.torchx("status", handle, code=1)
 
+    @pytest.mark.scenario("reading changes nothing")
+    def test_reading_changes_nothing(self, place: Place) -> None:
+        if "cancel while pending" not in place.cannot:
+            with place.pending() as handle:
+                _read(place, handle, AppState.PENDING)
+                place.runner.cancel(handle)
+            place.wait(handle, AppState.CANCELLED)
+        trainer, side = (place.role("sh", "-c", "echo up; exec sleep 1000", name=name) for name in ("trainer", "side"))
+        handle = place.run(trainer)
+        place.until(lambda: place.lines(handle) == ["up\n"], "the program", handle)
+        _read(place, handle, AppState.RUNNING)
+        place.runner.cancel(handle)
+        place.wait(handle, AppState.CANCELLED)
+        _read(place, handle, AppState.CANCELLED)
+        for code, state in ((0, AppState.SUCCEEDED), (3, AppState.FAILED)):
+            handle = place.run(place.role("sh", "-c", f"exit {code}"))
+            place.wait(handle, state)
+            _read(place, handle, state)
+        # Its result is decided, and the process that has submitted it does not ask.
+        sidecars.mark(side)
+        handle = place.run(place.role("true"), side)
+        with Runner("torchx", place.schedulers) as reader:
+            until(lambda: reader.status(handle).roles[0].replicas[0].state is AppState.SUCCEEDED, "the trainer", WITHIN)
+            if place.ends_rest:
+                until(lambda: reader.status(handle).is_terminal(), "the end", WITHIN)
+        _read(place, handle, AppState.SUCCEEDED if place.ends_rest else AppState.RUNNING)
+
     @pytest.mark.scenario("describe gives the original app")
     @pytest.mark.parametrize("replicas", [1, 3])
     def test_describe_gives_the_original_app(self, place: Place, replicas: int) -> None:
@@ -429,7 +457,7 @@ class Contract:
     @pytest.mark.scenario("list once each")
     def test_a_command_has_its_arguments_and_environment(self, place: Place) -> None:
         value = "a,b='c' \"d\" $e `f` \\ g\n  h=i; j"
-        shows = 'printf "%s|" "$$VALUE" "$$MINE" "$$1" "$$2" ${replica_id}; echo'
+        shows = 'printf "%s|" "$$VALUE" "$$MINE" "$$1" "$$2" ${replica_id} "$$PYTHONUNBUFFERED"; echo'
         env = {"VALUE": value.replace("$", "$$"), "MINE": "mine is '${replica_id}'"}
         role = place.role("sh", "-c", shows, "x", "it's", "r ${replica_id}/'", replicas=2, env=env)
         handle = place.run(role, place.role("true", name="other"))
@@ -438,7 +466,7 @@ class Contract:
         for k in (0, 1):
             lines = "".join(place.lines(handle, k)).splitlines()
             # Some logs lack the blanks at the beginning of a line.
-            expected = f"{value}|mine is '{k}'|it's|r {k}/'|{k}|".splitlines()
+            expected = f"{value}|mine is '{k}'|it's|r {k}/'|{k}|1|".splitlines()
             assert [line.strip() for line in lines] == [line.strip() for line in expected]
 
     @pytest.mark.scenario("credentials not on show")
@@ -524,6 +552,26 @@ class Contract:
 
 def _program(place: Place, text: str) -> str:
     return place.program(_NAMES + place.hears + textwrap.dedent(text))
+
+
+def _read(place: Place, handle: str, state: AppState) -> None:
+    """Ask all that can be asked about an app, in a process that has not submitted it: everything stays as it is."""
+    words = ("monarch", "ls", "-s", place.name)
+    if is_listed := place.is_registered and not place.list_cfg:
+        place.torchx(*words)  # starts the server that runs the tests' commands
+    before = place.facts(handle)
+    with place.requested_changes() as changes, Runner("torchx", place.schedulers) as reader:
+        status = reader.status(handle)
+        assert status is not None
+        assert status.state is state or (state is AppState.PENDING and not status.is_terminal())
+        assert reader.describe(handle) is not None
+        assert handle in [one.app_handle for one in reader.list(place.name, cfg=place.list_cfg)]
+        for role in status.roles if state is not AppState.PENDING else ():
+            list(reader.log_lines(handle, role.role, 0))
+    assert changes == []
+    if is_listed:
+        place.torchx(*words)
+    until(lambda: place.facts(handle) == before, "nothing but what was there before", WITHIN)
 
 
 def _lose(place: Place, role: Role, lost: int) -> str:

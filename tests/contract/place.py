@@ -7,6 +7,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+import pkgutil
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 from torchx.runner import Runner
 from torchx.specs import NULL_RESOURCE, AppDef, AppState, AppStatus, BindMount, Role
 
@@ -31,8 +33,8 @@ _OTHER_CASE = "it goes through the core as another case does; at least one other
 
 
 def tree(folder: str | Path) -> dict[str, tuple[int, bytes]]:
-    """Return when each file and folder below a folder was changed, and the content of the files."""
-    paths = [Path(folder), *Path(folder).rglob("*")]
+    """Return when each file and folder below a folder was changed, and the content of the files; empty without it."""
+    paths = [Path(folder), *Path(folder).rglob("*")] if os.path.exists(folder) else []
     return {str(path): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in paths}
 
 
@@ -69,8 +71,11 @@ class Place(abc.ABC):
         list_cfg: run options by which ``list`` finds the tests' apps; empty for all apps.
         bad_options: run options that must be refused, each with a regular expression for the message; for all backends.
         own_bad_options: further ones of this backend.
+        request_function: the function through which this process asks the backend's system for anything, as
+            ``MODULE:NAME``; empty without one.
         package: the Python package of the client library; empty without one.
         install: what the message names when the client library, or tool, is missing.
+        ends_rest: whether a process of the job's own ends its sidecars when the other roles have succeeded.
         names_hosts: whether ``status`` shows the host names that the replicas themselves know.
         keeps_preempted_logs: whether the log of a replica that ``preempt`` takes away stays.
         names_preemptions: whether the hosts' log always tells a preemption from a stop request.
@@ -98,8 +103,10 @@ class Place(abc.ABC):
         ({"retry_on": "300"}, "`retry_on` is 300: '300' is no exit code"),
     )
     own_bad_options: ClassVar[Sequence[tuple[Mapping[str, Any], str]]] = ()
+    request_function: ClassVar[str] = ""
     package: ClassVar[str] = ""
     install: ClassVar[str] = ""
+    ends_rest: ClassVar[bool] = False
     names_hosts: ClassVar[bool] = True
     keeps_preempted_logs: ClassVar[bool] = True
     names_preemptions: ClassVar[bool] = True
@@ -229,6 +236,36 @@ class Place(abc.ABC):
         """Return handle and state of all apps that a Runner lists that has not submitted them."""
         with Runner("torchx", self.schedulers) as runner:
             return [(one.app_handle, one.state) for one in runner.list(self.name, cfg=self.list_cfg)]
+
+    def facts(self, handle: str) -> object:
+        """Return what reading must not change: by default this machine's state folder and this test's processes."""
+        mark = os.environ["TORCHX_MONARCH_TEST"].encode()
+        processes = set()
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
+                    processes.add((entry.name, (entry / "cmdline").read_bytes()))
+        return tree(os.environ["MONARCH_STATE_DIR"]), processes
+
+    def is_read(self, *request: Any) -> bool:
+        """Return whether arguments of ``request_function`` ask for nothing but an answer."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def requested_changes(self) -> Iterator[list[str]]:
+        """Record what this process asks the backend's system to change during the context."""
+        found: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            if self.request_function:
+                send = pkgutil.resolve_name(self.request_function)
+
+                def record(*request: Any, **more: Any) -> Any:
+                    if not self.is_read(*request):
+                        found.append(f"{request} {more}")
+                    return send(*request, **more)
+
+                patch.setattr(self.request_function.replace(":", "."), record)
+            yield found
 
     def torchx(self, *words: str, code: int = 0, **environ: str) -> str:
         """Run the torchx command in another folder; return its output, with its errors where it is to fail."""

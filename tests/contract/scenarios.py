@@ -22,6 +22,7 @@ SCENARIOS = (
     "status and log long after, elsewhere",
     "describe gives the original app",
     "list once each",
+    "reading changes nothing",
     "delete leaves nothing",
     "root cause in status",
     "retries",

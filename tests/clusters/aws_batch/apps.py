@@ -141,6 +141,8 @@ class Apps(Place):
         ({"secret": True}, "secret needs execution_role_arn"),
         ({"host_retries": 10}, "host_retries is 10; AWS Batch starts a job again at most 9 times"),
     )
+    ends_rest = True
+    request_function = "botocore.client:BaseClient._make_api_call"
     package = "boto3"
     install = "monarch_aws_batch needs AWS's client for Python; run: pip install 'boto3>=1.34'"
     names_hosts = False
@@ -161,6 +163,10 @@ class Apps(Place):
         there = Target.of(handle, runner=self.runner).address
         with entered(self.network):
             yield f"{there.host}:{there.port}"
+
+    def is_read(self, *request: Any) -> bool:
+        """Return whether an operation of AWS changes nothing."""
+        return str(request[1]).startswith(("Describe", "Filter", "Get", "List"))
 
     def run_words(self) -> Sequence[str]:
         """Return the options of ``torchx run``: the queue."""

@@ -10,6 +10,7 @@ import json
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from torchx.specs import Resource
 
@@ -43,6 +44,7 @@ class Apps(Place):
         "test_a_rank_that_others_wait_for_is_the_root_cause",
     )
     own_bad_options = (({"innit": False}, "(?s)innit.*init"),)
+    request_function = "requests.sessions:Session.request"
     package = "docker"
     install = "pip install 'docker>=7'"
     resource = Resource(cpu=-1, gpu=0, memMB=-1)
@@ -63,6 +65,10 @@ class Apps(Place):
         """Return options of ``monarch.spmd``: memory for a torch that is built for GPUs, and this machine's folders."""
         mounts = self.daemon.mount_words(self.folder)
         return ("--memMB", "6000", "--image", self.daemon.image, "--mounts", mounts)
+
+    def is_read(self, *request: Any) -> bool:
+        """Return whether a request of the client's changes nothing."""
+        return bool(request[1].upper() in ("GET", "HEAD"))
 
     def lose(self, handle: str, replica: int) -> None:
         """Kill the container."""

@@ -57,6 +57,7 @@ class Apps(Place):
     )
     wire = WIRE
     wires = dict.fromkeys(("bad options named", "missing tool says what to install"), "real")
+    request_function = "torchx_monarch.backends.kubernetes.native:Api._send"
     keeps_preempted_logs = False
     own_bad_options = (
         ({"mode": "jobset"}, "`mode` is 'jobset'; allowed are auto, job, volcano"),
@@ -77,6 +78,10 @@ class Apps(Place):
         self.cfg = {"preload": "none", "grace": 3, "namespace": self.namespace, "mode": "job"}
         self.list_cfg = {"namespace": self.namespace}
         super().__init__(folder)
+
+    def is_read(self, *request: Any) -> bool:
+        """Return whether a request of ours changes nothing."""
+        return bool(request[1] == "GET")
 
     def program(self, text: str) -> str:
         """A program for ``torchrun``; the path that it is to have in the pods."""

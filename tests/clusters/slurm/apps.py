@@ -67,6 +67,8 @@ class Apps(Place):
         ({"partitoin": "main"}, "(?s)partitoin.*partition"),
         ({"partition": "nosuch"}, "invalid partition"),
     )
+    ends_rest = True
+    request_function = "torchx_monarch.backends.slurm.native:run"
     install = "Debian: slurm-client"
     resource = SMALL
     names_preemptions = False  # Slurm signals the tasks, and the batch step announces a stop to them: either is first
@@ -74,6 +76,11 @@ class Apps(Place):
     def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
         self.cluster = cluster
         super().__init__(folder)
+
+    def is_read(self, *request: Any) -> bool:
+        """Return whether a command of Slurm's only answers."""
+        command = list(request[0])
+        return command[0] in ("squeue", "sacct", "sinfo") or command[:2] == ["scontrol", "show"]
 
     @contextlib.contextmanager
     def reached(self, handle: str) -> Iterator[str]:

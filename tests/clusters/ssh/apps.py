@@ -12,6 +12,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from torchx.runner import Runner
 from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.ssh.machines import Machines
-from tests.contract.place import Place, left_to_others
+from tests.contract.place import Place, left_to_others, tree
 from torchx_monarch.backends.ssh.in_job.wire import folder_name
 from torchx_monarch.schedulers import monarch_ssh
 
@@ -38,6 +39,7 @@ class Apps(Place):
 
     name = NAME
     factory = staticmethod(monarch_ssh)
+    request_function = "torchx_monarch.backends.ssh.native:MachineConnection.ask"
     install = "Debian: openssh-client"
     own_bad_options = (
         ({"hosts": ["m1"]}, "trainer has 2 replicas, and the machines of run option `hosts` are 1"),
@@ -69,6 +71,15 @@ class Apps(Place):
         folder = machines.shared / uuid.uuid4().hex[:8]
         folder.mkdir()
         super().__init__(folder)
+
+    def facts(self, handle: str) -> object:
+        """Return the files and processes of the app's machines as well."""
+        every = [tree(machine.path(STATE) / "apps") for machine in self.machines]
+        return super().facts(handle), every, self.running()
+
+    def is_read(self, *request: Any) -> bool:
+        """Return whether an order changes nothing."""
+        return request[1] in ("hello", "read")
 
     def run_words(self) -> Sequence[str]:
         """Return the options of ``torchx run`` that name the machines."""
