@@ -79,10 +79,17 @@ STARTS = {
     "package": (["-m", "nope"], "", "No module named nope"),
     "syntax": (["prog.py"], "x = (\n", "SyntaxError: '(' was never closed"),
     "import": (["prog.py"], "import nope\n", "ModuleNotFoundError: No module named 'nope'"),
+    "option": (
+        ["prog.py", "--lrr", "1"],
+        "import argparse; argparse.ArgumentParser().parse_args()\n",
+        "exited with code 2; last output: prog.py: error: unrecognized arguments: --lrr 1",
+    ),
 }
 
 
-@pytest.mark.parametrize(("start", "shape"), [(start, "1x4") for start in STARTS] + [("module", "2x2")])
+@pytest.mark.parametrize(
+    ("start", "shape"), [(start, "1x4") for start in STARTS] + [("module", "2x2"), ("option", "2x2")]
+)
 def test_a_start_that_fails_on_all_ranks(start: str, shape: str, tmp_path: Path) -> None:
     program, text, words = STARTS[start]
     (tmp_path / "prog.py").write_text(text)
@@ -95,15 +102,16 @@ def test_a_start_that_fails_on_all_ranks(start: str, shape: str, tmp_path: Path)
     log = run_torchx("log", handle, cwd=tmp_path).stdout
     report = [line for line in log.splitlines() if "[monarch] " in line]
     # A rank that is slow to start may be stopped before it fails; those that failed are one cause all the same.
-    ranks = r"(all 4 ranks|ranks .* of 4|rank \d \(.*\) exited with code 1)"
+    ranks = r"(all 4 ranks:|ranks .* of 4:|rank \d \(.*\)( exited with code 1:)?)"
     (verdict,) = [line for line in report if "FAILED: " in line]
-    assert re.search(rf"FAILED: {ranks}: {re.escape(words)}", verdict), log
-    assert len([line for line in report if re.search(rf"\[monarch\] {ranks}: {re.escape(words)}", line)]) == 1, log
+    assert re.search(rf"FAILED: {ranks} {re.escape(words)}", verdict), log
+    assert len([line for line in report if re.search(rf"\[monarch\] {ranks} {re.escape(words)}", line)]) == 1, log
     assert not [line for line in report if "also: " in line or "torchx_monarch" in line or "runpy" in line], log
 
     status = json.loads(run_torchx("status", "--json", handle, cwd=tmp_path).stdout)
     error = json.loads(status["structured_error_msg"])["message"]
-    assert re.match(rf"{ranks}: {re.escape(words)}", error["message"]) and error["errorCode"] == 1
+    assert re.match(rf"{ranks} {re.escape(words)}", error["message"])
+    assert error["errorCode"] == (2 if start == "option" else 1)
     assert words in status["msg"] and "torchx_monarch" not in json.dumps(error)
     path = Path(os.environ["MONARCH_STATE_DIR"], "apps", handle.rpartition("/")[2], "events.jsonl")
     events = [json.loads(line) for line in path.read_text().splitlines()]

@@ -37,6 +37,8 @@ def exit_of(rank: int, code: int, stopped_at: float | None = None) -> RankExit:
 class ScriptedAgents:
     """The agents of two hosts with a rank each, whose ranks exit as given."""
 
+    hosts = ()
+
     def __init__(self, *exits: RankExit) -> None:
         self._exits = exits
 
@@ -71,6 +73,11 @@ def result_of(exits: list[RankExit], report: HostPreempted | None = None) -> Job
 
 def test_ranks_that_end_by_themselves_succeed() -> None:
     assert result_of([exit_of(0, 0), exit_of(1, 0)]) == JobResult(0, "all 2 ranks ended with code 0")
+
+
+def test_ranks_of_other_hosts_that_fail_at_the_same_time_are_of_one_cause() -> None:
+    assert result_of([exit_of(0, 2), exit_of(1, 2)]).reason == "all 2 ranks: exited with code 2"
+    assert result_of([exit_of(0, -9), exit_of(1, -9)]).reason.startswith("rank 0 (")  # as by the kernel, on one machine
 
 
 @pytest.mark.parametrize("code", [-15, 0], ids=["killed by SIGTERM", "handles SIGTERM and exits with 0"])

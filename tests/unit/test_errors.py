@@ -79,18 +79,22 @@ def test_others_are_grouped_by_how_they_failed() -> None:
     ]
 
 
+OUTPUT = "exited with code 2; last output: 0 of 4: no"
+
+
 @pytest.mark.parametrize(
     ("exits", "said"),
     [
         ([exit_of(rank, 1, error=error("No module named x", began=False)) for rank in range(4)], "No module named x"),
         ([exit_of(rank, 1, error=error("ValueError: x\ny")) for rank in range(4)], r"ValueError: x\ny"),
-        ([exit_of(rank, 3) for rank in range(4)], None),
+        ([exit_of(rank, 3) for rank in range(4)], "exited with code 3"),
+        ([exit_of(rank, 2, last_output=f"{rank} of 4: no") for rank in range(4)], OUTPUT),
     ],
 )
-def test_ranks_that_fail_alike_are_one_cause(exits: list[RankExit], said: str | None) -> None:
+def test_ranks_that_fail_alike_are_one_cause(exits: list[RankExit], said: str) -> None:
     cause = root_cause(exits)
     assert cause == exits[0]
-    assert describe_failure(exits, cause, 4) == (f"all 4 ranks: {said}" if said else "all 4 ranks exited with code 3")
+    assert describe_failure(exits, cause, 4) == f"all 4 ranks: {said}"
     assert describe_others(exits, cause) == []
 
 
@@ -115,6 +119,10 @@ def test_ranks_that_fail_differently_are_no_single_cause(last: RankExit) -> None
     assert describe_failure(exits, exits[0], 4) == exits[0].describe()
     assert describe_others(exits, exits[0])
     assert describe_failure(exits[:1], exits[0], 1) == exits[0].describe()
+
+
+def test_the_last_output_is_shown_where_nothing_else_tells_why() -> None:
+    assert exit_of(0, 2, last_output="0 of 4: no").describe() == f"rank 0 (local rank 0 on node, pid 100) {OUTPUT}"
 
 
 def test_they_survive_json_and_pickling() -> None:

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 
 from torchx_monarch.controller import retry
-from torchx_monarch.controller.agents import Agents
+from torchx_monarch.controller.agents import Agents, HostRefused
 from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import (
@@ -40,6 +41,7 @@ from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.backoff import describe as describe_delay
 from torchx_monarch.model.job_record import AttemptProgress
 from torchx_monarch.model.job_result import (
+    EARLY_FAILURES_WITHIN,
     JobResult,
     RankExit,
     describe_failure,
@@ -224,12 +226,15 @@ class Attempts:
         """Wait for the end of the ranks; stop the others when one has failed. Return the root cause, or None."""
         growth = asyncio.ensure_future(self._report_newcomer())
         try:
-            async for exited in self._agents.ask(WatchRanks()):
+            answers = self._agents.ask(WatchRanks())
+            async for exited in answers:
                 await asyncio.sleep(0)  # lets ``_report_output`` run first: output is reported before exits
                 self._note(exited)
                 growth.cancel()  # once the ranks of a host have ended, a further host is of no use
-                if root_cause(self.exits.values()):
+                if first := root_cause(self.exits.values()):
                     hanging.cancel()
+                    if first.is_early:
+                        await self._note_early_failures(answers)
                     await self._stop_others(world_size)
                     # Ranks that had failed before the stop have reported their exits by now.
                     cause = root_cause(self.exits.values())
@@ -239,6 +244,16 @@ class Attempts:
         finally:
             growth.cancel()
         return None
+
+    async def _note_early_failures(self, answers: AsyncIterator[RanksExited]) -> None:
+        """Note the ranks of other hosts that fail at the same time as the first one."""
+
+        async def note() -> None:
+            async for exited in answers:
+                self._note(exited)
+
+        with contextlib.suppress(asyncio.TimeoutError, Interrupted, HostRefused):  # an event stays pending
+            await asyncio.wait_for(note(), EARLY_FAILURES_WITHIN)
 
     async def _end_hang(self, hang: Hang) -> RankExit:
         """Stop ranks that hang; return the exit of the first of those for which the others wait, as the root cause."""

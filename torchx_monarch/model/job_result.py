@@ -25,6 +25,10 @@ _PEER_IS_GONE = re.compile(
     r"Socket Timeout|NCCL communicator was aborted|ncclRemoteError|remote process exited"
 )
 
+EARLY_FAILURES_WITHIN = 1.0
+"""Seconds for which the other ranks may run on after an early failure (``RankExit.is_early``). A wrong option ends all
+ranks within moments of each other, and they are to be reported as one cause."""
+
 _RANKS_SHOWN = 3
 
 
@@ -73,6 +77,7 @@ class RankExit:
             known.
         told_failure: when it told its host that its program had failed, in seconds since the epoch; None if it has not.
             A rank does so that has a process group, before peers can notice that it ends.
+        last_output: the last line that it printed, if it has an exit code above 0 and no error file; else empty.
     """
 
     rank: int
@@ -92,6 +97,7 @@ class RankExit:
     step: int | None = None
     grouped: Seconds | None = None
     told_failure: Seconds | None = None
+    last_output: str = ""
 
     @property
     def failed(self) -> bool:
@@ -108,6 +114,11 @@ class RankExit:
         if isinstance(raised, (int, float)):
             return float(raised)
         return self.time if self.told_failure is None else self.told_failure
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it failed before it formed a process group: no rank waits for it, and others may be about to fail."""
+        return self.failed and self.code > 0 and self.grouped is None
 
     @property
     def began(self) -> bool:
@@ -149,11 +160,15 @@ class RankExit:
             return f"hang: {one_line(self.hang)} ({where})"
         timer = f": its timer {self.timer!r} expired" if self.timer else ""
         memory = f": {self.out_of_memory}" if self.out_of_memory else ""
-        message = f": {one_line(self.message)}" if self.message else ""
+        message = f": {one_line(self.message)}" if self.message else self._output
         # A rank may have written anything into the file, but this much of it only says what its host's disk lacks.
         is_full = self._extra.get("disk_full") is True and self.stderr_path
         full = f"; {error_files.describe_full(os.path.dirname(self.stderr_path))}" if is_full else ""
         return f"rank {self.rank} ({where}) {describe_code(self.code)}{timer}{memory}{message}{full}"
+
+    @property
+    def _output(self) -> str:
+        return f"; last output: {one_line(self.last_output)}" if self.last_output else ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the exit as plain values for a message."""
@@ -227,7 +242,7 @@ def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: i
         return cause.describe()
     all_ranks = len(alike) == world_size
     ranks = f"all {world_size} ranks" if all_ranks else f"{_ranks_in_words(alike)} of {world_size}"
-    return ranks + (f": {one_line(cause.message)}" if cause.message else f" {describe_code(cause.code)}")
+    return f"{ranks}: {one_line(cause.message) if cause.message else describe_code(cause.code) + cause._output}"
 
 
 def failed_alike(exits: Collection[RankExit], cause: RankExit) -> list[int]:

@@ -34,9 +34,10 @@ from torchx_monarch.host.ranks.watchdog import FILE, Watchdog, WatchdogError
 from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.stacks import ProcessStacks
-from torchx_monarch.model.job_result import RankExit
+from torchx_monarch.model.job_result import EARLY_FAILURES_WITHIN, RankExit
 from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.system import error_files, open_files, processes, run_dirs
+from torchx_monarch.system.untrusted_text import one_line
 from torchx_monarch.transport import messages
 
 _STACKS_TIMEOUT = 3.0
@@ -45,6 +46,9 @@ _STACKS_TIMEOUT = 3.0
 _COLLECTIVES_TIMEOUT = 1.0
 """Seconds for a rank to tell the state of its collectives. It takes milliseconds, unless it is stopped or holds the
 GIL."""
+
+_LONGEST_LINE = 300
+"""The maximum number of characters of a rank's last output in its exit."""
 
 
 @dataclasses.dataclass
@@ -227,6 +231,8 @@ class RankPool:
     async def watch(self) -> None:
         """Show the ranks' output, and wait until a rank has failed or all have ended; then send SIGTERM to the others.
 
+        After an early failure (``RankExit.is_early``) the others have a moment to fail as well.
+
         The controller calls this after its progress line about the launch, which thus precedes the output.
         """
         ranks = self._ranks
@@ -236,10 +242,12 @@ class RankPool:
         while running:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             ended = [running.pop(task) for task in done]
-            if any(rank.process.returncode != 0 for rank in ended):
+            if failed := [rank for rank in ended if rank.process.returncode != 0]:
+                if running and all(self._exit_of(rank).is_early for rank in failed):
+                    await asyncio.wait(running, timeout=EARLY_FAILURES_WITHIN)
                 for task in running:
                     task.cancel()
-                # Stop this host's ranks immediately; the controller then stops all others and waits for them.
+                # The controller then stops those of the other hosts, and waits for all.
                 await self._stop_running(ranks, signal.SIGTERM)
                 return
         await self._drained(ranks)
@@ -392,6 +400,9 @@ class RankPool:
             error_files.remove_reserve(str(rank.directory / "error.json"))
         process, progress = rank.process, rank_progress.read_at_end(rank.directory)
         assert process.returncode is not None
+        last_line = b""
+        if error is None and process.returncode > 0:
+            last_line = process.stderr.last_line or process.stdout.last_line
         killed = process.returncode == -signal.SIGKILL and rank.stopped_at is None
         told = self._recorders.failed(process.pid)
         exit = RankExit(
@@ -411,6 +422,7 @@ class RankPool:
             step=progress.step if progress is not None else None,
             grouped=self._recorders.grouped(process.pid),
             told_failure=told[0] if told else None,
+            last_output=one_line(last_line.decode(errors="replace"), _LONGEST_LINE),
         )
         if exit.failed and rank.stopped_at is not None and exit.code < 0:
             # The signal hit an interpreter that was exiting; after an exception, its exit code would have been 1.
