@@ -101,9 +101,10 @@ class Generators:
         torch, numpy = sys.modules.get("torch.random"), sys.modules.get("numpy.random")
         # Of the system's seeds of 64 bits, one in four thousand millions is so small.
         seeded = self._seeded or (torch and torch.initial_seed() < 1 << 32)
-        if numpy and not seeded:
-            generator = numpy.mtrand._rand._bit_generator
-            seeded = repr(generator.state) != repr(type(generator)(generator._seed_seq).state)
+        with contextlib.suppress(AttributeError):  # of another numpy
+            if numpy and not seeded:
+                generator = numpy.mtrand._rand._bit_generator
+                seeded = repr(generator.state) != repr(type(generator)(generator._seed_seq).state)
         return f"{module} seeds a random generator" if seeded else ""
 
     def stop(self) -> Callable[[], None]:
