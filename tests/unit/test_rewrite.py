@@ -20,7 +20,7 @@ from torchx.components import dist, utils
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
 from torchx_monarch.command.command import CommandError, parse
-from torchx_monarch.command.rewrite import WrapOptions, rewrite
+from torchx_monarch.command.rewrite import WrapOptions, rank_command, rewrite
 from torchx_monarch.components import spmd
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.spares import SparesError
@@ -54,6 +54,25 @@ def rewritten(given: AppDef, options: WrapOptions = OPTIONS) -> Role:
     role = result.app.roles[0]
     assert role.env.pop("PYTHONUNBUFFERED") == "1"
     return role
+
+
+@pytest.mark.parametrize(
+    ("string", "ranks"),
+    [
+        ("torchrun train.py", 1),
+        ("cd /w; torchrun --nproc-per-node 2 train.py --lr $LR", 2),
+        ("python train.py", 1),
+        ("torchrun --nproc-per-node $N train.py", None),
+        ("torchrun $OPTIONS train.py", None),
+        ("PET_NPROC_PER_NODE=2 torchrun train.py", None),
+        ("export PET_NPROC_PER_NODE=2; torchrun train.py", None),
+        ("source env.sh && torchrun train.py", None),
+        ("torchrun --nproc-per-node auto train.py", None),
+    ],
+)
+def test_the_number_of_ranks_is_not_guessed_where_the_shell_decides(string: str, ranks: int | None) -> None:
+    command = rank_command(app("bash", "-c", string).roles[0])
+    assert command is not None and command.ranks_per_host == ranks
 
 
 @pytest.mark.parametrize(("marked", "option", "spares"), [(None, 0, 0), (None, 2, 2), (1, 0, 1), (1, 2, 1), (0, 2, 0)])

@@ -15,6 +15,7 @@ from typing import Literal
 from torchx_monarch.command.torchrun_options import (
     DEFAULTS,
     OPTIONS,
+    UNEXPANDED,
     CommandError,
     HelpRequested,
     Option,
@@ -79,6 +80,15 @@ class Command:
     options: TorchrunOptions
     program: Program
     interpreter: tuple[str, ...] = ()
+
+    @property
+    def ranks_per_host(self) -> int | None:
+        """The number of ranks on each host; None if it is not known before the hosts start."""
+        if self.kind == "python":
+            return 1
+        nproc = self.options.nproc_per_node
+        is_open = "nproc_per_node" in self.options.unexpanded or UNEXPANDED in self.program.target
+        return None if self.kind != "torchrun" or is_open or not re.fullmatch(r"\d{1,9}", nproc) else int(nproc)
 
     def program_of(self, local_rank: int) -> Program:
         """Return the program of one rank, with torchrun's macro ``${local_rank}`` replaced.

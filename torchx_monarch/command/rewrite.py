@@ -13,6 +13,7 @@ import copy
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
@@ -20,10 +21,14 @@ from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT, AllocationSpec
 from torchx_monarch.command.command import HOST_MODULE, HOSTS_MODULE, Command, CommandError, check, parse
 from torchx_monarch.command.shell import SimpleCommand, command_string, simple_commands
 from torchx_monarch.command.template import escape, substitute
+from torchx_monarch.command.torchrun_options import UNEXPANDED
 from torchx_monarch.model import sidecars
 from torchx_monarch.model.host_spec import HostSpec, show_seconds
 from torchx_monarch.model.role_spec import MOST_REPLICAS, RoleSpec, WorkloadKind
 from torchx_monarch.model.spares import SparesError, read_spares
+
+_NPROC = "PET_NPROC_PER_NODE"
+"""The variable from which torchrun takes the number of ranks if it is not typed."""
 
 _WORKLOADS = {
     "torchrun": WorkloadKind.RANKS,
@@ -255,7 +260,9 @@ def _find_in_string(role: Role, string: int) -> _RankCommand | None:
     """Find the rank command of a role in the argument of this index, which is a shell string."""
     found: list[tuple[SimpleCommand, Command]] = []
     for simple in simple_commands(role.args[string]):
-        command = _command([word.value for word in simple.words], role)
+        # The commands before it may set the variable: `source env.sh; torchrun train.py`.
+        is_alone = simple.alone and _NPROC not in role.args[string]
+        command = _command([word.value for word in simple.words], role, {} if is_alone else {_NPROC: UNEXPANDED})
         if command is not None and (command.kind != "python" or simple.alone):
             found.append((simple, command))
     if len(found) > 1:
@@ -294,13 +301,18 @@ def _insert(role: Role, found: _RankCommand, words: Sequence[str]) -> None:
         role.args[found.start - 1 : found.start - 1] = [escape(python), *options]
 
 
-def _command(words: Sequence[str], role: Role) -> Command | None:
+def _command(words: Sequence[str], role: Role, more: Mapping[str, str] = MappingProxyType({})) -> Command | None:
     """Parse ``words`` and check the command against the role; return None if it starts no ranks.
+
+    Args:
+        words: the words of the command.
+        role: the role.
+        more: variables beside those of the role.
 
     Raises:
         CommandError: the command is invalid or not supported; the message names the role.
     """
-    env = {name: substitute(value)[0] for name, value in role.env.items()}
+    env = {**{name: substitute(value)[0] for name, value in role.env.items()}, **more}
     try:
         command = parse(words, env)
     except CommandError as error:

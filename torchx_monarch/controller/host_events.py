@@ -180,5 +180,5 @@ def signalled(host: Registration, number: int, announced: bool | None) -> HostPr
     reason = f"host {host.replica} was told to stop by {what}"
     if number == signal.SIGTERM and not announced:
         cause = "preempted or cancelled" if announced is None else "preempted"
-        kind, reason = HostPreempted, f"{cause}: {host.name} received SIGTERM from outside the job"
+        kind, reason = HostPreempted, f"{cause}: {host.name} received SIGTERM"
     return kind(host.replica, JobResult(128 + number, reason, stopped=True, replica=host.replica), number)

@@ -67,11 +67,8 @@ def _shape(app: AppSnapshot) -> str:
         command = rank_command(written[name]) if name in written and role.spec.runs_hosts else None
         if not role.spec.runs_hosts:
             shape = f"{count} replica{'s' if count > 1 else ''}"
-        elif command is not None and command.kind == "torchrun":
-            nproc = command.options.nproc_per_node
-            shape = show_shape(count, int(nproc) if nproc.isdigit() else None)
         else:
-            shape = show_shape(count, 1 if command is not None and command.kind == "python" else None)
+            shape = show_shape(count, command.ranks_per_host if command is not None else None)
         if role.spec.spares:
             shape += f" and {role.spec.spares} spare"
         shapes.append(f"{name}: {shape}" if len(app.roles) > 1 else shape)

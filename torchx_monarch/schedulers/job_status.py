@@ -78,7 +78,6 @@ _HANG_ENDS = frozenset({"hang_end", "ranks", "failure", "preempted", *_RESTARTS,
 _HOSTS = re.compile(r"hosts (\d{1,9})/\d+")
 _RANKS = re.compile(r"ranks (\d{1,9})/\d+")
 _RUN = re.compile(r"run (\d{1,9})\b")
-_COUNT = re.compile(r"\d{1,9}")
 _RESTART = re.compile(r"restart \d+ of (\d{1,9}) after: (.*)")
 _SPARE_HOST = re.compile(r"host \d+ \((.*?), pid \d+\)")
 
@@ -411,10 +410,8 @@ def _ranks(app: AppSnapshot, happened: Sequence[Event], commands: _Commands) -> 
 
 def _ranks_asked(replicas: int, command: Command | None) -> int | None:
     """Return the number of ranks that the command of a role asks for; None if it does not say."""
-    if command is None or command.kind in ("hosts", "actors"):
-        return None
-    count = "1" if command.kind == "python" else command.options.nproc_per_node
-    return replicas * int(count) if _COUNT.fullmatch(count) else None
+    ranks = command.ranks_per_host if command is not None else None
+    return replicas * ranks if ranks is not None else None
 
 
 def most_ranks(app: AppSnapshot, role_name: str, happened: Sequence[Event]) -> int | None:
