@@ -164,6 +164,23 @@ def test_a_package_that_is_installed_again_is_imported_again(
     assert printed(live, *command) == {"True", "22"}
 
 
+def test_a_module_that_reads_what_the_program_sets_is_dropped(
+    live: Live, python: str, script: Callable[[str], str], tmp_path: Path, eventually: Eventually
+) -> None:
+    install(tmp_path, "pack/__init__.py", "os.environ.setdefault('DEFAULT', '1')")
+    install(tmp_path, "other.py", "home = os.environ.get('MY_HOME')")
+    path = script(f"""
+        {AHEAD}
+        os.environ["MY_HOME"] = "/a"
+        import pack, other
+        print(other.home, *ahead(pack, other), flush=True)
+    """)
+    assert printed(live, *torchrun(python, path)) == {"/a"}
+    eventually(lambda: prepared(live), "the import")
+    assert printed(live, *torchrun(python, path)) == {"/a pack"}
+    assert "other is not imported ahead any more: it reads MY_HOME when it is imported, which the program" in live.err()
+
+
 UNSAFE = {
     "a thread": (
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), name='mine', daemon=True).start()",

@@ -47,10 +47,12 @@ class LearnedModules:
     Attributes:
         names: names of the modules, in the order in which the program imports them.
         dropped: modules that must not be imported ahead, and why; nor are the modules inside them.
+        variables: environment variables that the program sets, in ascending order.
     """
 
     names: tuple[str, ...] = ()
     dropped: dict[str, str] = dataclasses.field(default_factory=dict)
+    variables: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, value: object) -> LearnedModules:
@@ -61,24 +63,25 @@ class LearnedModules:
         for name, why in list(dropped.items() if isinstance(dropped, dict) else ())[:MOST_MODULES]:
             if is_module_name(name) and isinstance(why, str):
                 found.drop(name, why)
-        found.learn(fields.get("modules"))
+        found.learn(fields.get("modules"), fields.get("variables"))
         return found
 
-    def learn(self, reported: object) -> bool:
-        """Add modules.
+    def learn(self, modules: object, variables: object = ()) -> bool:
+        """Add modules and variables.
 
         Args:
-            reported: a list of names; anything else in it is left out.
+            modules: a list of names; anything else in it is left out.
+            variables: the same of environment variables.
 
         Returns:
-            whether a module is new.
+            whether one is new.
         """
-        known, room = set(self.names), MOST_MODULES - len(self.names)
-        listed = reported[: 2 * MOST_MODULES] if isinstance(reported, list) else []
-        valid = [name for name in listed if is_module_name(name) and name not in known and not self._is_dropped(name)]
-        new = list(dict.fromkeys(valid))[:room]
-        self.names = (*self.names, *new)
-        return bool(new)
+        before, room = (self.names, self.variables), MOST_MODULES - len(self.names)
+        valid = [name for name in _listed(modules) if is_module_name(name) and not self._is_dropped(name)]
+        self.names = (*self.names, *[name for name in dict.fromkeys(valid) if name not in self.names][:room])
+        names = {name for name in _listed(variables) if isinstance(name, str) and len(name) <= _LONGEST_NAME}
+        self.variables = tuple(sorted({*self.variables, *names})[:MOST_MODULES])
+        return before != (self.names, self.variables)
 
     def drop(self, name: str, why: str) -> None:
         """Remove a module, and those inside it, for good.
@@ -97,7 +100,7 @@ class LearnedModules:
 
 @dataclasses.dataclass(frozen=True)
 class LearnedFile:
-    """The file of one program: JSON with what it is, ``modules`` and ``dropped``.
+    """The file of one program: JSON with what it is, ``modules``, ``dropped`` and ``variables``.
 
     Attributes:
         path: the file.
@@ -149,8 +152,9 @@ class LearnedFile:
         folder = os.path.dirname(self.path)
         os.makedirs(folder, 0o700, exist_ok=True)
         os.close(safe_files.open_folder(folder, below=folder))
-        value = {"app": self.app, "role": self.role, "program": self.program[:10_000]}
-        data = json.dumps({**value, "modules": modules.names, "dropped": modules.dropped}, indent=1).encode()
+        value: dict[str, Any] = {"app": self.app, "role": self.role, "program": self.program[:10_000]}
+        value.update(modules=modules.names, dropped=modules.dropped, variables=modules.variables)
+        data = json.dumps(value, indent=1).encode()
         safe_files.replace_file(self.path, data)
         _remove_oldest(folder)
 
@@ -161,6 +165,10 @@ class LearnedFile:
             OSError: it cannot be removed.
         """
         os.unlink(self.path)
+
+
+def _listed(value: object) -> list[Any]:
+    return value[: 2 * MOST_MODULES] if isinstance(value, list) else []
 
 
 def _read(path: str) -> dict[str, Any]:

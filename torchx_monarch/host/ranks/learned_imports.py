@@ -18,7 +18,7 @@ import signal
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 _OF_A_RANK = (
@@ -106,7 +106,8 @@ def import_ahead(
     """Import the modules that were learned, up to the first one that must not be imported ahead.
 
     Args:
-        order: ``learned``, the names; and ``folder``, the one that the program puts first in ``sys.path``.
+        order: ``learned``, the names; ``variables``, those that the program sets; and ``folder``, the one that the
+            program puts first in ``sys.path``.
         installed: the installed modules.
         what_is_new: returns what the import of a module has added that forbids forks; empty if nothing.
         begin: called with the name of each module before it is imported.
@@ -116,8 +117,8 @@ def import_ahead(
         modules that were imported, without those in packages; ``times``, as of ``InstalledModules``.
     """
     first, handlers, own = set(sys.modules), _signal_handlers(), names_in(order["folder"])
-    wrong = ""
-    with _noted_reads() as reads:
+    wrong, environ = "", dict(os.environ)
+    with _noted_reads({*_OF_A_RANK, *order["variables"]}) as reads:
         for name in order["learned"]:
             if wrong or name in sys.modules or not installed.offers(name):
                 continue
@@ -129,10 +130,15 @@ def import_ahead(
                 wrong = f"it cannot be imported before the program: {type(error).__name__}: {error}"
                 continue
             new = [each for each in sys.modules if each not in known]
+            # Packages set defaults for others, such as KMP_INIT_AT_FORK, as they do in the program.
+            read = [
+                name for name in sorted({*reads}) if name in _OF_A_RANK or os.environ.get(name) == environ.get(name)
+            ]
             if why := what_is_new(name):
                 wrong = why
-            elif reads:
-                wrong = f"it reads {reads[0]} when it is imported"
+            elif read:
+                wrong = f"it reads {read[0]} when it is imported"
+                wrong += "" if read[0] in _OF_A_RANK else ", which the program sets"
             elif _signal_handlers() != handlers:
                 wrong = "it sets a signal handler when it is imported"
             elif file := installed.foreign(new):
@@ -144,20 +150,23 @@ def import_ahead(
 
 
 def report_at_end(path: str, installed: InstalledModules) -> Callable[[], None]:
-    """Return a function for the end of the program that writes which installed modules it has imported, as JSON.
+    """Return a function for the end of the program that writes which installed modules it has imported, as JSON, and
+    which environment variables it has changed.
 
     Args:
         path: the file to write.
         installed: the installed modules.
     """
-    known, own_pid = set(sys.modules), os.getpid()
+    known, own_pid, environ = set(sys.modules), os.getpid(), dict(os.environ)
 
     def report() -> None:
         if os.getpid() != own_pid:  # a fork of the program
             return
         with contextlib.suppress(Exception):  # a failure here must not change the end of the program
             with open(f"{path}.tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.write(json.dumps(installed.imported_since(known)))
+                names = environ.keys() | os.environ.keys()
+                changed = sorted(name for name in names if environ.get(name) != os.environ.get(name))
+                file.write(json.dumps({"modules": installed.imported_since(known), "variables": changed}))
             os.replace(f"{path}.tmp", path)
 
     return report
@@ -196,19 +205,19 @@ def _signal_handlers() -> list[Any]:
 
 
 @contextlib.contextmanager
-def _noted_reads() -> Iterator[list[str]]:
-    """Yield a list to which each variable of ``_OF_A_RANK`` is added that is looked up in ``os.environ``."""
+def _noted_reads(names: Collection[str]) -> Iterator[list[str]]:
+    """Yield a list to which each of some variables is added that is looked up in ``os.environ``."""
     reads: list[str] = []
     kind = os.environ.__class__
 
     class _ReadEnviron(kind):  # type: ignore[valid-type, misc]
         def __getitem__(self, name: str) -> str:
-            if name in _OF_A_RANK:
+            if name in names:
                 reads.append(name)
             return str(super().__getitem__(name))
 
         def __contains__(self, name: object) -> bool:
-            if name in _OF_A_RANK:
+            if name in names:
                 reads.append(str(name))
             return bool(super().__contains__(name))
 

@@ -63,7 +63,8 @@ class LearnedPreload:
             reported = safe_files.read_json(self.report, limit=MAX_BYTES)
         with contextlib.suppress(OSError):
             os.unlink(self.report)
-        is_new = self.modules.learn(reported)
+        fields = reported if isinstance(reported, dict) else {}
+        is_new = self.modules.learn(fields.get("modules"), fields.get("variables"))
         if is_new:
             self._store()
         return is_new
@@ -79,7 +80,7 @@ class LearnedPreload:
         kept = self._stored.read()  # another host of this machine may have written it meanwhile
         for name, why in self.modules.dropped.items():
             kept.drop(name, why)
-        kept.learn(list(self.modules.names))
+        kept.learn([*self.modules.names], [*self.modules.variables])
         try:
             self._stored.write(kept)
         except OSError as error:

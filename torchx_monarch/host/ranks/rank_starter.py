@@ -97,7 +97,7 @@ class RankStarter:
         """
         assert self._learned is not None
         while self._learned.names:
-            run = dataclasses.replace(self._run, learned=self._learned.names)
+            run = self._with_learned(self._learned)
             if self._zygotes.find(run, self.count) is not None:
                 return
             try:
@@ -233,7 +233,7 @@ class RankStarter:
         if self._learned is None:
             return
         plain = dataclasses.replace(self._run, learned=())
-        ahead = dataclasses.replace(self._run, learned=self._learned.names)
+        ahead = self._with_learned(self._learned)
         ready, warm = self._zygotes.find(ahead, self.count), self._zygotes.find(plain, self.count)
         if ready is not None and ready.ready:
             # The user may have installed other packages since, or added files with the names of installed modules.
@@ -243,6 +243,9 @@ class RankStarter:
             self._run = ahead
         else:
             self._run = plain if warm is not None and warm.ready else ahead
+
+    def _with_learned(self, learned: LearnedPreload) -> RunSpec:
+        return dataclasses.replace(self._run, learned=learned.names, variables=learned.modules.variables)
 
     async def _cpus(self, local_rank: int) -> dict[str, Any]:
         mode = self._run.command.options.numa_binding

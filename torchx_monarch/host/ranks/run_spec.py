@@ -34,6 +34,7 @@ class RunSpec:
         forks: whether ranks are forks of the zygote, if it has modules; else they are interpreters of their own.
         learned: modules that the zygote imports after ``modules``, if they are installed ones that ranks can share
             (``learned_imports``); None if ranks are not to report what they import either.
+        variables: variables that the program sets; a learned module that reads one must not be imported ahead.
     """
 
     command: Command
@@ -43,6 +44,7 @@ class RunSpec:
     cwd: str | None = None
     forks: bool = True
     learned: Sequence[str] | None = None
+    variables: Sequence[str] = ()
 
     @property
     def environ(self) -> Mapping[str, str]:
@@ -126,7 +128,8 @@ class RunSpec:
         """
         environ, command = self.start_environ(count), self.zygote_command(self.command.program_of(0))
         read = {name: value for name, value in environ.items() if self._is_read_early(name)}
-        return command, self.preload, self.learned, read, self.start_folder()
+        learned = self.learned and (self.learned, self.variables)
+        return command, self.preload, learned, read, self.start_folder()
 
     def _is_read_early(self, name: str) -> bool:
         """Return whether the zygote or its modules may read a variable. Modules other than torch may read any."""

@@ -66,7 +66,7 @@ class ZygoteProcess:
         mode, target = (program.mode, program.target) if known else ("exec", "")
         order: dict[str, object] = {"op": "import", "mode": mode, "target": target, "modules": run.preload}
         if run.learned is not None:
-            order.update(learned=run.learned, folder=run.program_folder(program))
+            order.update(learned=run.learned, variables=run.variables, folder=run.program_folder(program))
         with contextlib.suppress(OSError):  # it has ended, which the next reader of the channel learns
             self.channel.sendall(json.dumps(order).encode() + b"\n")
 
