@@ -17,6 +17,7 @@ from tests.conformance.differences import Difference
 from tests.conformance.launchers import Launchers, Outcome
 
 VALUES = {
+    "shared memory": "[line for line in open('/proc/self/maps') if line.split()[1] == 'rw-s']",
     "children of a seed": "own.numpy_own.bit_generator.seed_seq.spawn(1)[0].generate_state(2)",
     "start of the log": "logging.makeLogRecord({}).created - logging._startTime <= age() + 0.01",
     "time of children": "os.times()[2:4]",
@@ -55,7 +56,6 @@ VALUES = {
     "address of an object": "id(object)",
     "address of the thread": "threading.get_ident()",
     "id of the thread": "threading.main_thread().native_id - os.getpid()",
-    "shared memory": "[line for line in open('/proc/self/maps') if line.split()[1] == 'rw-s']",
     "tools of sys.monitoring": "[sys.monitoring.get_tool(n) for n in range(6)] if sys.version_info >= (3, 12) else []",
     "check_random_state of sklearn": "sklearn.utils.check_random_state(None).rand()",
     "train_test_split of sklearn": "sklearn.model_selection.train_test_split(range(100))",
@@ -93,6 +93,7 @@ import gc, hashlib, importlib, logging, time
 rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 for name in sys.argv[1:]:
     importlib.import_module(name)
+    globals()[name.partition(".")[0]] = sys.modules[name.partition(".")[0]]
 import own
 import multiprocessing.synchronize, multiprocessing.util, random, secrets, ssl, tempfile, threading, uuid
 import numpy.random, torch
