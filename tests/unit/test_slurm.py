@@ -357,7 +357,7 @@ def test_folders_of_jobs_that_ended_long_ago_are_removed(monkeypatch: pytest.Mon
         os.makedirs(paths.root)
         folder.link_id(app_id, paths.root)
         if ended:
-            state_files.write_json(paths.end, {"state": "FAILED", "msg": ""})
+            state_files.write_json(paths.job, {"state": "FAILED", "ended": 1.0})
         for path in (paths.root, os.path.join(folder.ids_dir(), app_id)):
             os.utime(path, (time.time() - days * 86400,) * 2, follow_symlinks=False)
         return paths

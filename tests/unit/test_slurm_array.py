@@ -271,24 +271,9 @@ def test_tasks_that_slurm_has_forgotten() -> None:
     states = {index: task.state.name for index, task in app.tasks.items()}
     assert states == dict(enumerate(["SUCCEEDED", "FAILED", "PENDING", "CANCELLED", "RUNNING", "CANCELLED"]))
     assert app.tasks[5].outcome.message == "cancelled before it had started"
-    assert not os.path.exists(paths.end)
 
 
-def test_end_of_an_array_is_known_when_slurm_has_forgotten_all_of_it() -> None:
-    paths = submitted()
-    has_run(paths, 1, "SUCCEEDED", ended=10.0)
-    has_run(paths, 4, "RUNNING")
-    jobs = [slurm("COMPLETED", 1), slurm("OUT_OF_MEMORY", 4), slurm("CANCELLED", 6)]
-    before = known(paths, jobs)
-    assert (before.state, before.outcome.message[:27]) == (State.FAILED, "array task 4: OUT_OF_MEMORY")
-    after = known(paths)  # and accounting is not asked
-    assert after.outcome == before.outcome
-    assert {index: task.outcome for index, task in after.tasks.items()} == {
-        index: task.outcome for index, task in before.tasks.items()
-    }
-
-
-def test_end_that_nobody_has_seen_is_what_accounting_says_or_the_tasks_have_said() -> None:
+def test_the_end_of_an_array_is_what_accounting_says_or_the_tasks_have_said() -> None:
     paths = submitted()
     has_run(paths, 1, "SUCCEEDED", ended=10.0)
     has_run(paths, 4, "RUNNING")

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from torchx.runner import Runner
 from torchx.specs import NONE, AppDef, AppState, AppStatus, Role
 
+from tests.contract.place import tree
 from tests.unit.damage import contents
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import UserError
@@ -43,14 +44,11 @@ CASES = 30
 ONE, ARRAY, ENDED = "1", "2", "3"
 
 FILES = {
-    ONE: ["app.json", "request.json", "job.json", "end.json", "cancel.json", "events.jsonl", "logs/r/1/replica.json"]
+    ONE: ["app.json", "request.json", "job.json", "cancel.json", "events.jsonl", "logs/r/1/replica.json"]
     + ["logs/r/1/combined.log.idx"],
-    ARRAY: ["app.json", "request.json", "end.json", "cancel.json", "array/4/job.json", "array/4/end.json"]
+    ARRAY: ["app.json", "request.json", "cancel.json", "array/4/job.json"]
     + ["array/4/cancel.json", "array/4/logs/r/1/replica.json"],
 }
-
-_SELDOM = ("end.json", "cancel.json")
-"""Files that are not there while a job runs and nobody has cancelled it."""
 
 _ERROR = json.dumps({"message": {"message": "boom", "extraInfo": {"py_callstack": "Traceback", "timestamp": "1"}}})
 
@@ -138,13 +136,9 @@ class Apps:
         for run in (self.folders[ONE], self.folders[ARRAY].task(4), self.folders[ARRAY].task(7)):
             self._fill(run)
         events.append(self.folders[ONE].events, "rank_restart", "rank 0 failed", seconds=1.5, rank=0)
-        noted = {"4": {"state": "FAILED", "msg": "TIMEOUT"}}
-        for paths, more in ((self.folders[ONE], {"nodes": ["n[1-2]"]}), (self.folders[ARRAY], {"tasks": noted})):
-            state_files.write_json(paths.end, {"state": "FAILED", "msg": "TIMEOUT", **more})
-        state_files.write_json(self.folders[ARRAY].task(4).end, {"state": "FAILED", "msg": "TIMEOUT", "nodes": ["n1"]})
         for paths in (self.folders[ONE], self.folders[ARRAY], self.folders[ARRAY].task(4)):
             state_files.write_json(paths.cancel, {"time": time.time()})
-        state_files.write_json(self.folders[ENDED].end, {"state": "SUCCEEDED", "msg": "", "nodes": ["n1"]})
+        state_files.write_json(self.folders[ENDED].job, {"state": "SUCCEEDED", "ended": 2e9, "nodes": ["n1"]})
         roots = [Path(self.folders[app_id].root) for app_id in (ONE, ARRAY)]
         self.files = {path: path.read_bytes() for root in roots for path in root.rglob("*") if path.is_file()}
         self.restore()
@@ -172,7 +166,7 @@ class Apps:
                 if path in self.files and not path.is_file():
                     path.rmdir() if path.is_dir() else path.unlink()
         for path, content in self.files.items():
-            if path.name in _SELDOM:
+            if path.name == "cancel.json":  # nobody has cancelled the job
                 path.unlink(missing_ok=True)
             elif not path.exists() or path.read_bytes() != content:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -360,10 +354,19 @@ def test_damaged_record_of_the_batch_step_is_named(apps: Apps, says: str | None,
             state,
             msg.format(f"{paths.job} is damaged: state is 5, not one of {allowed}"),
         )
-        # What the file may say once it is restored is not settled.
-        assert os.path.exists(paths.end) == (says == "TIMEOUT")
     finally:
         apps.restore()
+
+
+@pytest.mark.parametrize("says", ["RUNNING", "TIMEOUT", "COMPLETED", None])
+def test_reading_a_job_writes_nothing(apps: Apps, says: str | None) -> None:
+    apps.slurm.says = says
+    before = tree(apps.state_dir)
+    for app_id in (ONE, ARRAY, ENDED):
+        assert apps.scheduler.describe(app_id) is not None
+    apps.scheduler.list()
+    assert tree(apps.state_dir) == before
+    apps.restore()
 
 
 def test_error_of_a_replica_is_shown_without_what_torchx_cannot_read(apps: Apps) -> None:

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torchx_monarch.backends.core.snapshot import Outcome
-from torchx_monarch.backends.slurm import job_state, records, states
+from torchx_monarch.backends.slurm import job_state, states
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.job_state import JobState
 from torchx_monarch.backends.slurm.native import Job
-from torchx_monarch.backends.slurm.records import EndRecord
 from torchx_monarch.model.state import State
 
 
@@ -26,8 +25,6 @@ def of_array(
     indices: Sequence[int],
     components: list[Job],
     recorded: Callable[[], list[Job]],
-    *,
-    save: bool,
 ) -> JobState:
     """Return the state of an array.
 
@@ -36,40 +33,24 @@ def of_array(
         indices: the indices of its tasks, in ascending order.
         components: Slurm's records; empty if Slurm has forgotten the array.
         recorded: queries the accounting database for more records; called only if they are needed.
-        save: whether to save final states in end.json.
     """
     jobs = by_task(components)
-    end = records.read(EndRecord, folder.end, folder.trusted)
-    saved = end.tasks if end else {}
     accounts: dict[int, Job] | None = None
     tasks: dict[int, JobState] = {}
     for index in indices:
         part, job = folder.task(index), jobs.get(index)
-        if job is None:
-            own = records.read(EndRecord, part.end, part.trusted)
-            if ended := job_state.of_ended(part, own or saved.get(str(index))):
-                tasks[index] = ended
-                continue
+        if job is None and not job_state.has_recorded_end(part):
             if accounts is None:
                 # The accounting database may report a task that was cancelled before it began as PENDING forever.
                 accounts = by_task(
                     one for one in recorded() if not components or states.to_state(one.state).is_terminal
                 )
             job = accounts.get(index)
-        task = job_state.of_job(part, [job] if job else [], save=save)
+        task = job_state.of_job(part, [job] if job else [])
         if job is None and components and not task.record and not task.damage:
             task = replace(task, outcome=Outcome(task.state, "cancelled before it had started"))
         tasks[index] = task
-    found = JobState(folder, derive_outcome(folder, tasks), components=components, tasks=tasks)
-    if save and found.state.is_terminal and all(task.is_settled for task in tasks.values()):
-        # Array tasks that never ran have no folder for an end.json.
-        ends = {
-            str(index): {"state": one.state, "msg": one.outcome.message}
-            for index, one in tasks.items()
-            if not one.record
-        }
-        job_state.save_end(folder, {"state": found.state, "msg": found.outcome.message, "tasks": ends})
-    return found
+    return JobState(folder, derive_outcome(folder, tasks), components=components, tasks=tasks)
 
 
 def by_task(jobs: Iterable[Job]) -> dict[int, Job]:

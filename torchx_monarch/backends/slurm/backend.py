@@ -32,7 +32,6 @@ from torchx_monarch.backends.slurm import (
     cancel,
     container_files,
     folder,
-    job_state,
     native,
     prune,
     records,
@@ -43,7 +42,6 @@ from torchx_monarch.backends.slurm.checks import check_containers, check_slurm
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.native import Job, SlurmError
 from torchx_monarch.backends.slurm.options import SlurmOpts
-from torchx_monarch.backends.slurm.records import EndRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.backends.slurm.snapshot import SlurmSnapshot
 from torchx_monarch.insight import events
@@ -168,20 +166,13 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
             noted = folder.noted(jobs[0].comment)
             if noted is not None and not snapshot.is_deleted(app_id, noted, jobs):
                 known[app_id] = noted
-        states = {
-            app_id: ended
-            for app_id, paths in known.items()
-            if app_id not in live
-            and (ended := job_state.of_ended(paths, records.read(EndRecord, paths.end, paths.trusted)))
-        }
-        recorded = native.recorded_jobs([app_id for app_id in known if app_id not in live and app_id not in states])
+        lost = [app_id for app_id in known if app_id not in live and not snapshot.has_recorded_end(known[app_id])]
+        recorded = native.recorded_jobs(lost)
         found = []
         for app_id in sorted(known, key=int, reverse=True):
             seen, accounts = live.get(app_id, []), recorded.get(app_id, [])
-            state = states.get(app_id)
-            if state is None:
-                ask = partial(native.recorded_job, app_id) if seen else partial(list, accounts)
-                state = snapshot.known(known[app_id], seen, ask)
+            ask = partial(native.recorded_job, app_id) if seen else partial(list, accounts)
+            state = snapshot.known(known[app_id], seen, ask)
             app = snapshot.submitted(known[app_id])
             records_seen = seen or accounts
             name = app.app.name if app else records_seen[0].name if records_seen else ""

@@ -8,11 +8,10 @@ Below the state directory (see ``core.state_files``)::
     slurm/ids/JOBID           a symbolic link to it
 
 The folder holds ``app.json`` (the submitted app), ``request.json``, ``job.sh``, ``job.log`` (output of the batch step,
-srun and Slurm), ``job.json`` (the batch step's record), ``end.json`` (the final state, for when Slurm has forgotten the
-job), ``cancel.json`` (the time of the first cancel), ``events.jsonl``, ``reserve`` (disk space for the last job.json,
-while the batch step runs), ``logs/ROLE/K/`` with the logs, the error file and the record of each replica, and
-``containers/INDEX/`` (``container_files``). Each task of a job array has a folder ``array/INDEX/`` with the files that
-belong to one run, and its ``job.log`` is ``array/INDEX.log``.
+srun and Slurm), ``job.json`` (the batch step's record), ``cancel.json`` (the time of the first cancel),
+``events.jsonl``, ``reserve`` (disk space for the last job.json, while the batch step runs), ``logs/ROLE/K/`` with the
+logs, the error file and the record of each replica, and ``containers/INDEX/`` (``container_files``). Each task of a job
+array has a folder ``array/INDEX/`` with the files that belong to one run, and its ``job.log`` is ``array/INDEX.log``.
 """
 
 from __future__ import annotations
@@ -57,10 +56,6 @@ class JobFolder(state_files.AppPaths):
     @property
     def job(self) -> str:
         return os.path.join(self.root, "job.json")
-
-    @property
-    def end(self) -> str:
-        return os.path.join(self.root, "end.json")
 
     def record(self, role: str, replica: int) -> str:
         return os.path.join(self.replica_logs(role, replica), "replica.json")

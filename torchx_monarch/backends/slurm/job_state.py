@@ -7,19 +7,16 @@ Slurm forgets a job some time after its end; from then on the files alone count.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.slurm import records, states
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.native import Job
-from torchx_monarch.backends.slurm.records import BatchRecord, RunEnd
+from torchx_monarch.backends.slurm.records import BatchRecord
 from torchx_monarch.model import job_result
 from torchx_monarch.model.state import State
 
@@ -58,17 +55,6 @@ class JobState:
         return self.outcome.state
 
     @property
-    def is_settled(self) -> bool:
-        """Whether a terminal state is final.
-
-        While Slurm cleans up the nodes (COMPLETING) it may still report another state, and once Slurm has forgotten the
-        job, a damaged job.json may still be restored.
-        """
-        if not self.components:
-            return not self.damage
-        return states.word(self.components[0].state) != "COMPLETING"
-
-    @property
     def is_live(self) -> bool:
         """Whether it has not ended, or Slurm reports, whatever its files say, that it or a task of it waits or runs.
 
@@ -79,13 +65,12 @@ class JobState:
         return not self.state.is_terminal or in_slurm or any(task.is_live for task in self.tasks.values())
 
 
-def of_job(folder: JobFolder, components: list[Job], *, save: bool) -> JobState:
+def of_job(folder: JobFolder, components: list[Job]) -> JobState:
     """Return the state of a job or an array task.
 
     Args:
         folder: the folder of the job or the array task.
         components: Slurm's records; empty if Slurm has forgotten the job.
-        save: whether to save a final state in end.json.
     """
     record, damage = records.checked(BatchRecord, folder.job, folder.trusted)
     outcome = derive_outcome(components[0] if components else None, record, folder.is_cancelled, damage)
@@ -98,37 +83,18 @@ def of_job(folder: JobFolder, components: list[Job], *, save: bool) -> JobState:
         message = f"its folder {folder.whole.root} was removed or is not on this machine: details and logs are missing"
     outcome = Outcome(outcome.state, message, time=_end_time(outcome.state, record))
     nodes = [one.nodes for one in components if one.nodes] or (record.nodes if record else [])
-    found = JobState(folder, outcome, nodes, components, record, damage)
-    if save and found.state.is_terminal and found.is_settled:
-        save_end(folder, {"state": found.state, "msg": message, "nodes": nodes})
-    return found
+    return JobState(folder, outcome, nodes, components, record, damage)
 
 
-def of_ended(folder: JobFolder, end: RunEnd | None) -> JobState | None:
-    """Return the state of a job or an array task from its saved end; None without one."""
-    if end is None:
-        return None
+def has_recorded_end(folder: JobFolder) -> bool:
+    """Return whether the batch step of a job or an array task has recorded its end."""
     record = records.read(BatchRecord, folder.job, folder.trusted)
-    outcome = Outcome(end.state, end.msg, time=_end_time(end.state, record))
-    return JobState(folder, outcome, end.nodes, record=record)
+    return record is not None and record.ended is not None and record.state.is_terminal
 
 
 def _end_time(state: State, record: BatchRecord | None) -> float:
     """Return when a run in this state has ended, in seconds since the epoch; 0 if that is not recorded."""
     return (record.ended or 0.0) if record is not None and state.is_terminal else 0.0
-
-
-def save_end(folder: JobFolder, end: Mapping[str, Any]) -> None:
-    """Save the final state in end.json, for when Slurm has forgotten the job.
-
-    Args:
-        folder: the folder; nothing is saved if it does not exist.
-        end: the content, as ``records.EndRecord`` reads it.
-    """
-    if not os.path.isdir(folder.root) or state_files.read_json(folder.end, folder.trusted) == end:
-        return
-    with contextlib.suppress(OSError):  # another user's folder, or a full disk: the next call tries again
-        state_files.write_json(folder.end, end, below=folder.trusted)
 
 
 def derive_outcome(

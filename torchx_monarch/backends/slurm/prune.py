@@ -4,7 +4,7 @@
 
 A folder is removed when its job has ended and nothing was written to it for 14 days (``MONARCH_KEEP_DAYS`` sets another
 number of days). Each submission prunes afterwards. Folders that the run option ``job_dir`` puts elsewhere are never
-removed. A job keeps its folder until its end is known, from end.json or from Slurm.
+removed. A job keeps its folder until its end is known, from the batch step's record or from Slurm.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import os
 import time
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.slurm import folder, records, snapshot
+from torchx_monarch.backends.slurm import folder, snapshot
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.native import SlurmError
-from torchx_monarch.backends.slurm.records import EndRecord
 
 _ASKED = 10
-"""The most jobs per call for which Slurm is asked: they have no end.json, because no client has seen their end."""
+"""The most jobs per call for which Slurm is asked: they were killed before they recorded their end."""
 
 
 def prune() -> None:
@@ -34,7 +33,7 @@ def prune() -> None:
     asked = 0
     for root in _older(folder.jobs_dir(), oldest):
         paths = JobFolder(root)
-        ended = records.read(EndRecord, paths.end, paths.trusted) is not None or folder.TRASH in os.path.basename(root)
+        ended = snapshot.has_recorded_end(paths) or folder.TRASH in os.path.basename(root)
         if not ended and root in ids and asked < _ASKED:
             asked += 1
             with contextlib.suppress(SlurmError):

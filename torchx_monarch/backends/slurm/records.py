@@ -74,36 +74,6 @@ class BatchRecord:
 
 
 @dataclass(frozen=True)
-class RunEnd:
-    """The final state of a job or an array task.
-
-    Attributes:
-        state: SUCCEEDED, FAILED or CANCELLED.
-        msg: the reason, for the user; may be empty.
-        nodes: node list of each role; empty if not known.
-    """
-
-    state: State
-    msg: str = ""
-    nodes: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not self.state.is_terminal:
-            raise ValueError(f"state is {self.state}, which is no end")
-
-
-@dataclass(frozen=True)
-class EndRecord(RunEnd):
-    """The content of end.json.
-
-    Attributes:
-        tasks: for an array, the final state of each task that never ran, by index; empty otherwise.
-    """
-
-    tasks: dict[str, RunEnd] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class CancelRecord:
     """The content of cancel.json.
 

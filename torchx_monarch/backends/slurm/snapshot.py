@@ -17,7 +17,7 @@ from torchx_monarch.backends.slurm import folder as folders
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.job_state import JobState
 from torchx_monarch.backends.slurm.native import Job, SlurmError
-from torchx_monarch.backends.slurm.records import BatchRecord, EndRecord, TaskRecord
+from torchx_monarch.backends.slurm.records import TaskRecord
 from torchx_monarch.insight import events
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import MOST_REPLICAS, RoleSpec
@@ -52,45 +52,39 @@ def look(app_id: str) -> JobState | None:
         return None
     leader, index = parts
     folder = folders.find(leader)
-    end = records.read(EndRecord, folder.end, folder.trusted) if folder else None
     try:
         components = [job for job in native.live_job(leader) if job.leader == leader]
     except SlurmError:
-        if end is None:
+        if folder is None or not has_recorded_end(folder):
             raise
-        components = []  # end.json has the final state
+        components = []  # the records in its folder have the final state
     if components:
         # Slurm reuses job ids, and clusters may share a home directory: the job's comment takes precedence.
         folder = folders.noted(components[0].comment) or folder
     if folder is None or components and is_deleted(leader, folder, components):
         return None
-    # Another user's comment may name a folder of this user: nothing is written there.
     other_user = next((job.other_user for job in components if job.other_user), "")
-    whole = known(folder, components, lambda: native.recorded_job(leader), save=not other_user)
+    whole = known(folder, components, lambda: native.recorded_job(leader))
     found = whole if index is None else whole.tasks.get(index)
     return found and replace(found, other_user=other_user)
 
 
-def known(
-    folder: JobFolder, components: list[Job], recorded: Callable[[], list[Job]], *, save: bool = True
-) -> JobState:
+def known(folder: JobFolder, components: list[Job], recorded: Callable[[], list[Job]]) -> JobState:
     """Return the state of a job or an array, from Slurm's records and the files in its folder.
 
     Args:
         folder: the folder of the job or the array.
         components: Slurm's records; empty if Slurm has forgotten the job.
         recorded: queries the accounting database for more records; called only if they are needed.
-        save: whether to save a final state in end.json.
     """
     indices = records.read_submission(folder).tasks
     if not indices:
         indices = sorted({*folder.begun_tasks(), *(index for job in components for index in job.tasks)})
     if indices:
-        return array_state.of_array(folder, indices, components, recorded, save=save)
-    if components:
-        return job_state.of_job(folder, components, save=save)
-    ended = job_state.of_ended(folder, records.read(EndRecord, folder.end, folder.trusted))
-    return ended or job_state.of_job(folder, recorded()[:1], save=save)
+        return array_state.of_array(folder, indices, components, recorded)
+    if components or job_state.has_recorded_end(folder):
+        return job_state.of_job(folder, components)
+    return job_state.of_job(folder, recorded()[:1])
 
 
 def is_deleted(app_id: str, folder: JobFolder, components: Sequence[Job]) -> bool:
@@ -116,15 +110,10 @@ def folder_of(app_id: str) -> JobFolder | None:
 def has_recorded_end(folder: JobFolder) -> bool:
     """Whether the batch step's record, or that of every array task, has an end time. Slurm's state takes precedence."""
     if not os.path.isdir(folder.array):
-        return _records_an_end(folder)
+        return job_state.has_recorded_end(folder)
     indices = records.read_submission(folder).tasks
     # Check the last task first: it usually ends last.
-    return bool(indices) and all(_records_an_end(folder.task(index)) for index in reversed(indices))
-
-
-def _records_an_end(run: JobFolder) -> bool:
-    record = records.read(BatchRecord, run.job, run.trusted)
-    return record is not None and record.ended is not None
+    return bool(indices) and all(job_state.has_recorded_end(folder.task(index)) for index in reversed(indices))
 
 
 # -- the app -----------------------------------------------------------------------------------------------------------
