@@ -559,7 +559,14 @@ def _read(place: Place, handle: str, state: AppState) -> None:
     words = ("monarch", "ls", "-s", place.name)
     if is_listed := place.is_registered and not place.list_cfg:
         place.torchx(*words)  # starts the server that runs the tests' commands
-    before = place.facts(handle)
+    before: object = None
+
+    def is_at_rest() -> bool:  # another job, which holds this one PENDING, may be starting
+        nonlocal before
+        earlier, before = before, place.facts(handle)
+        return before == earlier
+
+    until(is_at_rest, "the place to come to rest", WITHIN, every=2.0)
     with place.requested_changes() as changes, Runner("torchx", place.schedulers) as reader:
         status = reader.status(handle)
         assert status is not None

@@ -159,7 +159,7 @@ class Apps(Place):
     def pending(self) -> Iterator[str]:
         """Fill the cluster with another job."""
         first = self.run(sh("sleep 1000", replicas=4), name="first", exclusive=True)
-        self.until(lambda: self.status(first).state is AppState.RUNNING, "the first job", first)
+        self.until(lambda: set(self.states(first).values()) == {AppState.RUNNING}, "the first job", first)
         handle = self.run(self.role("true", replicas=2), name="second")
         self.until(lambda: "PENDING: waits for " in self.status(handle).msg, "a reason", handle)
         yield handle
