@@ -132,17 +132,19 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
             raise SubmitError(
                 f"cannot write the folder of the job, {where}: {error.strerror} (run option job_dir)"
             ) from None
-        # In a thread: sbatch may have submitted the job when Ctrl-C comes, and only its answer has the job's id.
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(native.submit, request.command(paths.script))
-            try:
-                app_id = answer.result()
-            except BaseException as error:
-                if not isinstance(error, SlurmError):
-                    with contextlib.suppress(SlurmError):
-                        native.checked(["scancel", answer.result()])
-                shutil.rmtree(paths.root, ignore_errors=True)
-                raise
+        app_ids: list[str] = []
+        try:
+            # In a thread, whose end the block awaits: sbatch may have submitted the job when Ctrl-C comes, and only its
+            # answer has the job's id.
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(lambda: app_ids.append(native.submit(request.command(paths.script)))).result()
+        except BaseException:
+            for app_id in app_ids:
+                with contextlib.suppress(SlurmError):
+                    native.checked(["scancel", app_id])
+            shutil.rmtree(paths.root, ignore_errors=True)
+            raise
+        (app_id,) = app_ids
         folder.link_id(app_id, paths.root)
         events.append(paths.events, "submitted", f"submitted as job {app_id}", seconds=time.time() - began)
         with contextlib.suppress(OSError, StateAccessError):
