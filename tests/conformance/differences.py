@@ -174,12 +174,6 @@ class Difference(Enum):
         "in rank 0's program, as `init_process_group` does, with `TORCHELASTIC_USE_AGENT_STORE` `False`",
         "to import torch for it alone would take seconds; preloaded, a fork of the zygote has it already",
     )
-    DESTRUCTORS = (
-        "C++ destructors of the preloaded modules' libraries, at the end of a rank",
-        "run",
-        "do not, unless `LD_PRELOAD` is set or `-cfg ranks=fresh`; those of the program's own libraries run always",
-        "they take 0.15 s of CPU time a rank, to free memory that the kernel frees",
-    )
     SHARED_BY_FORKS = (
         "What the interpreters of a host's ranks share",
         "nothing",

@@ -158,6 +158,30 @@ def test_ends_that_succeed(both: Launchers) -> None:
             assert _without_addresses(ours.log(rank, stream)) == _without_addresses(theirs.log(rank, stream)), name
 
 
+GROUP = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+ones = torch.ones(4)
+dist.all_reduce(ones)
+"""
+ENDS_OF_A_GROUP = {
+    "": 5,
+    "sys.exit()": 1,
+    "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()": 1,
+    "import ctypes; cpp = ctypes.CDLL('libstdc++.so.6'); cpp._ZNSt8ios_base15sync_with_stdioEb(False)\n"
+    "cpp._ZNSo5writeEPKcl(ctypes.byref(ctypes.c_char.in_dll(cpp, '_ZSt4cout')), b'not flushed', ctypes.c_long(11))": 1,
+}
+"""How a rank ends, and how many of them do."""
+
+
+def test_ends_with_a_group_that_is_not_destroyed(both: Launchers) -> None:
+    """A process aborts if Python ends a thread of Gloo that waits for the GIL, as when the end follows too soon."""
+    bodies = [GROUP + end for end, number in ENDS_OF_A_GROUP.items() for _ in range(number)]
+    theirs, ours = both.each(bodies, *LOGS)
+    assert theirs.code == ours.code == 0, ours.err.decode()
+    assert ours.log(7, "stdout.log") == theirs.log(7, "stdout.log") == b"not flushed"
+
+
 def _without_addresses(output: bytes | None) -> str:
     assert output is not None
     return re.sub(r"0x[0-9a-f]+", "ADDRESS", output.decode())

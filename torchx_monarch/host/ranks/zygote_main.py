@@ -110,40 +110,7 @@ def _import(order: dict[str, Any], program: dict[str, Any], tell: Callable[[dict
         program["report_at_end"] = lambda path: learned["report_at_end"](path, installed)
     _renewals.append(generators.stop())
     gc.freeze()
-    _skip_destructors()
-    _keep_operators()
     return answer
-
-
-def _skip_destructors() -> None:
-    """Have forks end without the C++ destructors of the libraries that are loaded now.
-
-    Those of torch take two thirds of the end of a rank, 0.15 s of CPU time, to free what the kernel frees. Handlers run
-    in the reverse order of their registration: all that the program registers, and all destructors of libraries that it
-    loads, are before these two, which write what C streams hold and end the process with the status of ``exit``.
-    """
-    if os.environ.get("LD_PRELOAD") or os.environ.get("LD_AUDIT"):
-        return  # a profiler, for one, may write its results when it is destroyed
-    libc = ctypes.CDLL(None)
-    with contextlib.suppress(AttributeError):  # another C library than glibc
-        fflush, end = (ctypes.cast(function, ctypes.c_void_p) for function in (libc.fflush, libc._exit))
-        libc.on_exit(end, None)  # calls _exit(status, NULL)
-        getattr(libc, "__cxa_atexit")(fflush, None, None)  # noqa: B009  # calls fflush(NULL), which is all streams
-
-
-def _keep_operators() -> None:
-    """Have forks end without removing the operators that ``import torch`` has registered from torch's tables.
-
-    That is what the finalizers of torch's ``Library`` objects do. It writes to 5,700 pages that forks share, a quarter
-    of all that the end of a rank writes to. Libraries of the program are finalized.
-    """
-    module = sys.modules.get("torch.library")
-    finalizers = getattr(importlib.import_module("weakref").finalize, "_registry", ()) if module else ()
-    for finalizer in list(finalizers):
-        alive = finalizer.peek()
-        if alive and isinstance(alive[0], getattr(module, "Library", ())):
-            finalizer.atexit = False
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(alive[0]))
 
 
 def _fork() -> int:
