@@ -242,7 +242,8 @@ class Difference(Enum):
     LEFTOVERS = (
         "Processes that a rank leaves running when it ends",
         "run on",
-        "get SIGTERM, then SIGKILL",
+        "get SIGTERM, and SIGKILL 2 s later; those that have left the rank's process group first get 4 s to end by "
+        "themselves, when all ranks of the host have ended",
         "nothing outlives its owner: a data loader that was forgotten holds no memory of a GPU",
     )
 

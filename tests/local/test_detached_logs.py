@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from torchx.schedulers.api import Stream
-from torchx.specs import AppState
+from torchx.specs import AppState, Role
 
 from tests.local.detached import Detached, py, sh, start_fresh
 
@@ -49,6 +49,15 @@ def test_streams(apps: Detached) -> None:
     assert apps.log(app_id, streams=Stream.STDERR) == ["two\n"]
     assert sorted(apps.log(app_id, streams=Stream.COMBINED)) == ["one\n", "three\n", "two\n"]
     assert sorted(apps.log(app_id)) == ["one\n", "three\n", "two\n"]
+
+
+@pytest.mark.parametrize("command", ["echo loss", "torchrun --no-python echo loss"])
+def test_output_of_a_filter_that_ends_after_the_command(apps: Detached, command: str) -> None:
+    """Bash does not wait for such a process, and becomes a last command that is not its own."""
+    filtered = "while kill -0 $$ 2>/dev/null; do sleep 0.02; done; sed 's/^/filtered /'"
+    app_id = apps.run(Role("r", image="", entrypoint="bash", args=["-c", f"{command} > >({filtered})"]))
+    assert apps.wait(app_id).state is AppState.SUCCEEDED
+    assert apps.log(app_id, streams=Stream.STDOUT) == ["filtered loss\n"]
 
 
 def test_lines_are_never_mixed(apps: Detached) -> None:

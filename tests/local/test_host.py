@@ -134,6 +134,54 @@ def test_rank_that_ignores_sigterm_is_killed_with_its_children(folder: Path, scr
     assert hosts.wait() == [4]  # the fixture finds the children, were they alive
 
 
+DAEMON = """
+import os, signal, sys
+def end(*_):
+    print("last words", file=open(sys.argv[1], "w") if sys.argv[1:] else None, flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+os.write(int(os.environ["READY"]), b"1")
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("ranks", ["fork", "fresh"])
+@pytest.mark.parametrize("session", [False, True])
+@pytest.mark.parametrize("has_stream", [False, True])
+def test_process_that_a_rank_leaves_behind_has_time_to_end(
+    folder: Path, script: Callable[[str], str], ranks: str, session: bool, has_stream: bool
+) -> None:
+    words = folder / "words"
+    path = script(f"""
+        import subprocess
+        reader, writer = os.pipe()
+        command = [sys.executable, "-c", {DAEMON!r}, *{[] if has_stream else [str(words)]}]
+        subprocess.Popen(
+            command, env={{**os.environ, "READY": str(writer)}}, pass_fds=[writer], start_new_session={session},
+            **{{}} if {has_stream} else dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL),
+        )
+        os.read(reader, 1)
+    """)
+    hosts = Hosts(folder, torchrun(path, nproc=1), options=("--preload", "json", "--ranks", ranks)).start()
+    assert hosts.wait() == [0], hosts.err()
+    assert (hosts.out() if has_stream else words.read_text()).endswith("last words\n")
+
+
+def test_torch_removes_its_shared_memory(folder: Path, script: Callable[[str], str]) -> None:
+    """In torch_shm_manager, a daemon that ends two seconds after the last process that has used it."""
+    path = script("""
+        import torch, torch.multiprocessing
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        shared = torch.ones(1000).share_memory_()
+        print(shared.untyped_storage()._share_filename_cpu_()[1].decode(), flush=True)
+        os._exit(0)
+    """)
+    hosts = Hosts(folder, torchrun(path, nproc=1), options=("--preload", "torch")).start()
+    assert hosts.wait() == [0], hosts.err()
+    assert not os.path.exists(f"/dev/shm{hosts.out().strip().removeprefix('[trainer0]:')}")
+
+
 def test_two_hosts_are_one_world(folder: Path, script: Callable[[str], str]) -> None:
     path = script("""
         names = "RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_NAME".split()

@@ -91,7 +91,7 @@ def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> Non
         samples = await sampler.take(ranks, groups=True)
         for process in processes:
             process.kill(signal.SIGKILL)
-            await process.drained.wait()
+            await process.drain()
         return samples
 
     sys.addaudithook(note)

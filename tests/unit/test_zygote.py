@@ -143,7 +143,7 @@ def test_without_pidfds_the_exit_of_each_rank_is_seen(monkeypatch: pytest.Monkey
             for process in processes[:-1]:
                 process.kill(signal.SIGKILL)
         for process in processes:
-            await process.drained.wait()
+            await process.drain()
 
     monkeypatch.setattr(os, "pidfd_open", forbidden)
     asyncio.run(main())

@@ -29,12 +29,13 @@ def main(argv: list[str]) -> NoReturn:
     gc.disable()  # what is imported stays: to scan it for garbage again and again takes a tenth of the imports
     from torchx_monarch.host.ranks.zygote_process import start_early
     from torchx_monarch.model.host_spec import HostSpec
+    from torchx_monarch.system import processes
 
+    processes.become_subreaper()
     options = HostSpec.from_argv(argv, __doc__ or "")
     early = start_early(options, os.environ)
     # The rest of the imports takes two thirds of a host's start; the zygote imports meanwhile.
     from torchx_monarch.host.host_process import HostProcess
-    from torchx_monarch.system import processes
 
     processes.collect_rarely()
     gc.enable()

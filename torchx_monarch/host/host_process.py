@@ -104,7 +104,6 @@ class HostProcess:
 
     def main(self) -> NoReturn:
         """Run the replica and exit with the exit code of the job's result."""
-        processes.become_subreaper()
         self._redirect_own_output()
         self._start_traces()
         if self._error_file:

@@ -16,7 +16,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 #: The environment variable that marks every process of an app.
@@ -27,6 +27,10 @@ HOST_MODULE = b"torchx_monarch.host"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
+
+_OWN_END, _TERM_GRACE = 4.0, 2.0
+"""Seconds for processes that are left behind to end by themselves (``torch_shm_manager``, which removes shared memory,
+takes 2 s), and between SIGTERM and SIGKILL."""
 
 _COLLECT_EVERY = 50_000
 """Objects between two collections. With Python's 700, these take a tenth of the time in which replica 0 registers 4,096
@@ -53,8 +57,17 @@ def raise_file_limit() -> tuple[int, int] | None:
     return soft, hard
 
 
+_inherited: frozenset[ProcessIdentity | None] = frozenset()
+
+
 def become_subreaper() -> None:
-    """Make orphans among this process' descendants its children from now on."""
+    """Make orphans among this process' descendants its children from now on.
+
+    Children that it has already do not count as its descendants: in ``bash -c 'torchrun train.py > >(sed …)'`` bash
+    starts sed, and becomes torchrun. They are left alone.
+    """
+    global _inherited
+    _inherited = frozenset(map(identity, _families()(os.getpid())))
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -207,6 +220,8 @@ def descendants(root: int, job: str, children_of: Callable[[int], list[int]] | N
     queue = children_of(root)
     while queue:
         pid = queue.pop(0)
+        if _inherited and identity(pid) in _inherited:
+            continue
         markers = [variable for variable in _variables(pid) if variable.startswith(foreign)]
         if markers and own not in markers:
             continue
@@ -270,6 +285,22 @@ def kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def terminate(find: Callable[[], list[int]]) -> Iterator[float]:
+    """Wait until the processes that ``find`` returns have ended by themselves; send SIGTERM to those that do not.
+
+    Yields:
+        Seconds that the caller must wait before it continues. Afterwards it must kill what is left.
+    """
+    for number, patience in ((0, _OWN_END), (signal.SIGTERM, _TERM_GRACE)):
+        until = time.monotonic() + patience
+        for pid in find() if number else ():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+        # Call find() twice: a list of children may miss one child while another leaves the list.
+        while (find() or find()) and time.monotonic() < until:
+            yield 0.02
+
+
 def kill_until_gone(find: Callable[[], list[int]], timeout: float = 5.0) -> list[int]:
     """Send SIGKILL to what ``find`` returns until it returns nothing: processes may fork while they are being killed.
 
@@ -317,8 +348,9 @@ def kill_descendants(job: str) -> list[int]:
         The processes that are still alive after 5 seconds.
     """
 
-    def find() -> list[int]:
-        # Orphans become children of this process (a subreaper), so without children it has no descendants.
-        return descendants(os.getpid(), job) if reap() else []
+    return kill_until_gone(lambda: own_descendants(job))
 
-    return kill_until_gone(find)
+
+def own_descendants(job: str) -> list[int]:
+    """Collect the children of this process, a subreaper, that have ended; return its descendants with this marker."""
+    return descendants(os.getpid(), job) if reap() else []

@@ -25,7 +25,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.retries import RetryBudget
@@ -67,6 +67,7 @@ class SupervisorLoop:
         self._unfinished: set[Replica] = set()
         self._graceful_stops: list[GracefulStop] = []
         self._outcome: Outcome | None = None
+        self._leftovers: Iterator[float] = processes.terminate(lambda: processes.own_descendants(request.job))
         self._retries = RetryBudget()
         self._waiting: dict[Replica, float] = {}
         """Replicas that wait for their restart, and when it is due (``time.monotonic``)."""
@@ -426,6 +427,8 @@ class SupervisorLoop:
     def _on_cancel(self) -> None:
         asked = cancel_request.load(self._paths)
         grace = self._request.grace if asked is None or asked.grace is None else max(0.0, asked.grace)
+        if grace <= 0:
+            self._leftovers = iter(())
         if self._outcome is not None:
             for graceful_stop in self._graceful_stops:
                 graceful_stop.shorten(grace)
@@ -448,6 +451,9 @@ class SupervisorLoop:
     def _finish(self) -> None:
         """Write the final status. No replica is alive any more, but processes that it has started may be."""
         assert self._outcome is not None
+        for pause in self._leftovers:
+            self.at(time.monotonic() + pause, self._finish)
+            return
         state, message, error = self._outcome.state, self._outcome.message, ""
         if state is State.FAILED:
             # The first replica to fail may only have lost another one, whose failure was reported later.

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reap and kill orphan processes of ranks: the host is their subreaper, so they become its children, not PID 1's."""
+"""Reap and end orphan processes of ranks: the host is their subreaper, so they become its children, not PID 1's."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ async def reap_orphans() -> None:
         seen = dead - seen
 
 
-def end_orphans(job: str, ours: Collection[int]) -> None:
-    """SIGKILL the processes that ended ranks have left behind, in whatever session or process group.
+async def end_orphans(job: str, ours: Collection[int]) -> None:
+    """End the processes that ended ranks have left behind, in whatever session or process group.
 
     Args:
         job: value of the app's marker variable (``processes.MARKER``).
@@ -43,6 +43,8 @@ def end_orphans(job: str, ours: Collection[int]) -> None:
     def find() -> list[int]:
         return [pid for pid in processes.descendants(os.getpid(), job) if _session(pid) not in keep]
 
+    for pause in processes.terminate(find):
+        await asyncio.sleep(pause)
     processes.kill_until_gone(find)
 
 

@@ -105,6 +105,7 @@ class RankPool:
         self._is_retired = False
         self._stops = 0
         self._memory = OutOfMemory()
+        self._clearing = asyncio.Lock()
         self._marker = logs.run.environ.get(processes.MARKER, "")
         self._stacks = AttemptStacks(logs.replica, logs.hostname, self._marker)
         self._sampler = RankSampler(logs.replica, logs.hostname, self._marker, recorders)
@@ -250,12 +251,12 @@ class RankPool:
                 # The controller then stops those of the other hosts, and waits for all.
                 await self._stop_running(ranks, signal.SIGTERM)
                 return
-        await self._drained(ranks)
+        await self._clear_up(ranks)
 
     async def stop(self, number: int, grace: float) -> None:
         """Send a signal to every rank, and SIGKILL after ``grace`` seconds; return when all have ended.
 
-        Kill all processes that the ranks have started. A rank that is already shutting down gets SIGKILL only. Without
+        End all processes that the ranks have started. A rank that is already shutting down gets SIGKILL only. Without
         ranks nothing happens.
         """
         ranks = self._ranks
@@ -273,11 +274,7 @@ class RankPool:
         for rank in left:
             if not rank.process.ended.is_set():
                 rank.process.kill(signal.SIGKILL)
-        await self._drained(ranks)
-        if ranks is self._ranks:  # otherwise a new attempt has started
-            # Ranks of other hosts may still be shutting down and need the store.
-            watchdog = [self._watchdog.pid] if self._watchdog is not None else []
-            end_orphans(self._marker, [*watchdog, *self._starter.pids])
+        await self._clear_up(ranks)
 
     async def stacks(self, rank: int | None, native: bool, kept_as: str = "") -> list[ProcessStacks]:
         """Return the stacks of the ranks that run now, and of the processes that they have started.
@@ -384,9 +381,17 @@ class RankPool:
             "breakpoints": self._breakpoints.path,
         }
 
-    async def _drained(self, ranks: Sequence[Rank]) -> None:
+    async def _clear_up(self, ranks: Sequence[Rank]) -> None:
+        """End the processes that the ranks, which have ended, have left behind, and read all output to its end."""
         for rank in ranks:
-            await rank.process.drained.wait()
+            await rank.process.cleared.wait()
+        async with self._clearing:
+            if ranks is self._ranks:  # otherwise a new attempt has started
+                # Ranks of other hosts may still be shutting down and need the store.
+                watchdog = [self._watchdog.pid] if self._watchdog is not None else []
+                await end_orphans(self._marker, [*watchdog, *self._starter.pids])
+            for rank in ranks:
+                await rank.process.drain()
 
     def _exit_of(self, rank: Rank) -> RankExit:
         error: dict[str, Any] | None = None

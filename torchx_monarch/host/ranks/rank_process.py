@@ -16,8 +16,11 @@ from typing import Any
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.host.ranks.stacks_file import StacksFile
 
-_LEFTOVERS_GRACE = 1.0
+_LEFTOVERS_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL for processes that an ended rank has left in its process group."""
+
+_OUTPUT_TIMEOUT = 1.5
+"""Seconds for reading the output of a rank when no process of it is left that can be found."""
 
 
 class RankProcess:
@@ -31,7 +34,7 @@ class RankProcess:
         stacks: the file to which the process, and its forked children, write their stacks.
         ended: set when the process has ended.
         ended_at: time of the end, in seconds since the epoch; 0 before.
-        drained: set when all output has been read and the process group has no process left.
+        cleared: set when the process group has no process left.
 
     Args:
         on_first_output: called for each of the two streams when the program first prints to it.
@@ -45,7 +48,7 @@ class RankProcess:
         self.returncode: int | None = None
         self.ended = asyncio.Event()
         self.ended_at = 0.0
-        self.drained = asyncio.Event()
+        self.cleared = asyncio.Event()
         self._tasks: list[asyncio.Task[Any]] = []  # asyncio keeps only weak references to tasks
         with contextlib.ExitStack() as unfinished:
             self.stacks = StacksFile()
@@ -90,6 +93,7 @@ class RankProcess:
         self.release()
         if self.pid:
             self.kill(signal.SIGKILL)
+            self._tasks.append(asyncio.ensure_future(self.drain()))
             return
         self._close_write_ends()
         self.stacks.close()
@@ -129,18 +133,32 @@ class RankProcess:
         self._tasks.append(asyncio.ensure_future(self._clear_up()))
 
     async def _clear_up(self) -> None:
-        """Read the output to its end and end the processes that are left in the process group."""
+        """End the processes that are left in the process group."""
         for number, seconds in ((None, 0.1), (signal.SIGTERM, _LEFTOVERS_GRACE), (signal.SIGKILL, 0.5)):
             if number is not None:
                 self.kill(number)
-            ends = [asyncio.ensure_future(output.ended.wait()) for output in (self.stdout, self.stderr)]
-            _, waiting = await asyncio.wait(ends, timeout=seconds)
-            for task in waiting:
-                task.cancel()
-            if not waiting:
+            until = time.monotonic() + seconds
+            while (is_left := self._has_group()) and time.monotonic() < until:
+                await asyncio.sleep(0.01)
+            if not is_left:
                 break
-        self.kill(signal.SIGKILL)
+        self.cleared.set()
+
+    def _has_group(self) -> bool:
+        """Reap the ended processes of the process group, which this process has adopted; return whether others live."""
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-self.pid, os.WNOHANG)[0]:
+                pass
+            return True
+        return False
+
+    async def drain(self) -> None:
+        """When the process group is gone, read the output to its end, and close it even if others hold the pipes."""
+        await self.cleared.wait()
+        ends = [asyncio.ensure_future(output.ended.wait()) for output in (self.stdout, self.stderr)]
+        _, waiting = await asyncio.wait(ends, timeout=_OUTPUT_TIMEOUT)
+        for task in waiting:
+            task.cancel()
         self.stacks.close()
         self.stdout.close()
         self.stderr.close()
-        self.drained.set()

@@ -80,18 +80,23 @@ class Task:
             self._write()
         self._look_for_stopped()
         while self._replica.alive or self._waits:
-            for key, _ in self._selector.select(self._timeout()):
-                if key.fd == self._wake:
-                    self._on_signals(os.read(self._wake, 4096))
-                else:
-                    self._replica.read(key.fd)
-            now = time.monotonic()
-            self._replica.logs.flush_old(now)
-            due = [call for when, call in self._timers if when <= now]
-            self._timers = [(when, call) for when, call in self._timers if when > now]
-            for call in due:
-                call()
+            self._turn(self._timeout())
+        for pause in processes.terminate(lambda: processes.own_descendants(self._started_task.job)):
+            self._turn(pause)
         return self._end()
+
+    def _turn(self, timeout: float | None) -> None:
+        for key, _ in self._selector.select(timeout):
+            if key.fd == self._wake:
+                self._on_signals(os.read(self._wake, 4096))
+            else:
+                self._replica.read(key.fd)
+        now = time.monotonic()
+        self._replica.logs.flush_old(now)
+        due = [call for when, call in self._timers if when <= now]
+        self._timers = [(when, call) for when, call in self._timers if when > now]
+        for call in due:
+            call()
 
     def at(self, when: float, call: Callable[[], None]) -> None:
         """Call the function when ``time.monotonic()`` reaches ``when``."""
