@@ -10,6 +10,7 @@ among the arguments of a set-up script. The words of the command and the rest of
 from __future__ import annotations
 
 import copy
+import itertools
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -83,13 +84,13 @@ class _RankCommand:
     Attributes:
         command: the command.
         string: index of the argument that is a shell string with the command in it; None for other roles.
-        start: offset of the command in that string; otherwise the index of its first word in the role's words, of which
-            the entrypoint is the first.
+        starts: offsets of the command in that string, more than one if the shell executes one of several; otherwise the
+            index of its first word in the role's words, which begin with the entrypoint.
     """
 
     command: Command
     string: int | None
-    start: int
+    starts: tuple[int, ...]
 
     @property
     def kind(self) -> str:
@@ -252,7 +253,7 @@ def _find_rank_command(role: Role) -> _RankCommand | None:
         if command is not None:
             # The words before it are a set-up script that executes its arguments. A torchrun among them is the rank
             # command; a plain python may be an argument with another meaning.
-            return _RankCommand(command, None, position) if position == 0 or command.kind != "python" else None
+            return _RankCommand(command, None, (position,)) if position == 0 or command.kind != "python" else None
     return None
 
 
@@ -265,19 +266,31 @@ def _find_in_string(role: Role, string: int) -> _RankCommand | None:
         command = _command([word.value for word in simple.words], role, {} if is_alone else {_NPROC: UNEXPANDED})
         if command is not None and (command.kind != "python" or simple.alone):
             found.append((simple, command))
-    if len(found) > 1:
+    if not found:
+        return None
+    pairs = list(itertools.combinations(found, 2))
+    if not all(first.excludes(other) for (first, _), (other, _) in pairs):
         raise CommandError(
             f"role {role.name!r}: the string of `{role.entrypoint} -c` holds {len(found)} torchrun commands, and a "
-            "role can hold one. Make a role of each, or leave it to one torchrun to start the other."
+            "role can execute one. Make a role of each, or leave it to one torchrun to start the other."
         )
-    for simple, command in found:
+    replicas = role.num_replicas
+    if any((one.kind, one.fewest(replicas)) != (other.kind, other.fewest(replicas)) for (_, one), (_, other) in pairs):
+        raise CommandError(
+            f"role {role.name!r}: the torchrun commands in the string of `{role.entrypoint} -c` need different numbers "
+            "of hosts. Give them the same --nnodes."
+        )
+    for simple, _ in found:
         if simple.looped:
             raise CommandError(
                 f"role {role.name!r}: the torchrun in the string of `{role.entrypoint} -c` is in a loop, and a "
                 "role runs one. Put the loop into the script, or submit one job for each turn."
             )
-        return _RankCommand(command, string, simple.words[0].start)
-    return None
+    command = found[0][1]
+    if len({each.ranks_per_host for _, each in found}) > 1:
+        unexpanded = command.options.unexpanded | {"nproc_per_node"}
+        command = replace(command, options=replace(command.options, unexpanded=unexpanded))
+    return _RankCommand(command, string, tuple(simple.words[0].start for simple, _ in found))
 
 
 def _insert(role: Role, found: _RankCommand, words: Sequence[str]) -> None:
@@ -294,11 +307,13 @@ def _insert(role: Role, found: _RankCommand, words: Sequence[str]) -> None:
         macro = (macros.app_id, macros.replica_id)
         quoted = [f'"{word}"' if word in macro else shlex.quote(word) for word in (escape(python), *options)]
         text = role.args[found.string]
-        role.args[found.string] = f"{text[: found.start]}{' '.join(quoted)} {text[found.start :]}"
-    elif found.start == 0:
+        for start in reversed(found.starts):
+            text = f"{text[:start]}{' '.join(quoted)} {text[start:]}"
+        role.args[found.string] = text
+    elif found.starts[0] == 0:
         role.entrypoint, role.args = python, [*options, escape(role.entrypoint), *role.args]
     else:
-        role.args[found.start - 1 : found.start - 1] = [escape(python), *options]
+        role.args[found.starts[0] - 1 : found.starts[0] - 1] = [escape(python), *options]
 
 
 def _command(words: Sequence[str], role: Role, more: Mapping[str, str] = MappingProxyType({})) -> Command | None:
