@@ -59,7 +59,10 @@ def lock(paths: state_files.AppPaths) -> int:
     Raises:
         OSError: the file system has no locks, or the file cannot be made.
     """
-    descriptor = safe_files.open_file(paths.lock, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    opened = safe_files.open_file(paths.lock, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    # Where stderr is closed, the lock would have its number, which is another file in the keeper.
+    descriptor = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(opened)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
