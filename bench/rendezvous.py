@@ -17,7 +17,6 @@ the rounds:
     hosts CPU    the same of all simulated hosts together
     retries      how often one of them was sent away or lost its patience, and tried again
     KiB a host   memory of replica 0 for each registered host
-    checked      seconds in which replica 0 reaches the Monarch port of every host (``HostNetwork.check``)
     alive        CPU that signs of life cost replica 0, in percent of a core (each host sends one every 15 s)
     result       seconds from the result until the last host knows it
 
@@ -42,15 +41,13 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.system.processes import collect_rarely, raise_file_limit
-from torchx_monarch.transport import connections, credentials
+from torchx_monarch.transport import credentials
 from torchx_monarch.transport.connections import Address, ConnectError, Identity
-from torchx_monarch.transport.local_addresses import NetworkOptions
 
 TIMEOUT = 60.0
 NAME = "127.0.0.1"
@@ -66,7 +63,6 @@ class Server:
 
     cpu: float
     memory: float
-    checked: float
     alive: float
     announced: float
 
@@ -80,7 +76,6 @@ class Sample:
     hosts_cpu: float
     retries: int
     memory: float
-    checked: float
     alive: float
     result: float
 
@@ -106,24 +101,20 @@ def serve(pipe: Connection, address: Address, identity: Identity, replicas: int,
 
 async def _serve(pipe: Connection, address: Address, identity: Identity, replicas: int, alive: float) -> Server:
     rendezvous = Rendezvous(address, replicas, identity, NAME)
-    host_network = HostNetwork(address, NetworkOptions(), NAME, NAME, identity, "", "", "")
     await rendezvous.start()
-    rendezvous.register(Registration(0, f"self@tls://{NAME}:{address.port}", "bench", os.getpid(), 1))
+    rendezvous.register(Registration(0, "", "bench", os.getpid(), 1))
     pipe.send(None)
     cpu, memory = time.process_time(), resident()
     await asyncio.wait_for(rendezvous.hosts.until(lambda: rendezvous.hosts.present == replicas), TIMEOUT)
     hosts = rendezvous.hosts.able
     rendezvous.hosts.form(hosts)
     cpu, memory = time.process_time() - cpu, resident() - memory
-    started = time.monotonic()
-    assert not await host_network.unreachable(hosts[1:])
-    checked = time.monotonic() - started
     before = time.process_time()
     await asyncio.sleep(alive)
     share = 100 * (time.process_time() - before) / alive
     announced = time.monotonic()
     await rendezvous.announce(JobResult(0, "the end of the benchmark"), TIMEOUT)
-    return Server(cpu, memory / 1024 / replicas, checked, share, announced)
+    return Server(cpu, memory / 1024 / replicas, share, announced)
 
 
 async def hosts(address: Address, identity: Identity, replicas: int, at_once: int) -> tuple[float, float, float, int]:
@@ -135,8 +126,6 @@ async def hosts(address: Address, identity: Identity, replicas: int, at_once: in
     Raises:
         BenchError: one could not register, or lost replica 0.
     """
-    port = free_port()
-    serving = await connections.listen(Address("tls", NAME, port), _hang_up, identity, NAME, 5.0)
     started, cpu = time.monotonic(), time.process_time()
     registered: list[tuple[float, float]] = []
     failures: dict[str, int] = {}
@@ -147,7 +136,7 @@ async def hosts(address: Address, identity: Identity, replicas: int, at_once: in
     connecting, all_registered = asyncio.Semaphore(at_once), asyncio.Event()
 
     async def host(replica: int) -> float:
-        registration = Registration(replica, f"host@tls://{NAME}:{port}", "bench", os.getpid(), 1)
+        registration = Registration(replica, "", "bench", os.getpid(), 1)
         try:
             async with connecting:
                 rendezvous_client = await RendezvousClient.join(
@@ -164,14 +153,7 @@ async def hosts(address: Address, identity: Identity, replicas: int, at_once: in
         return time.monotonic()
 
     told = await asyncio.gather(*(host(replica) for replica in range(1, replicas)))
-    serving.close()
     return (*max(registered), max(told), sum(failures.values()))
-
-
-async def _hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A Monarch port as it is checked: after the handshake nothing happens."""
-    await reader.read()
-    writer.close()
 
 
 def once(identity: Identity, replicas: int, alive: float, at_once: int) -> Sample:
@@ -195,7 +177,7 @@ def once(identity: Identity, replicas: int, alive: float, at_once: int) -> Sampl
         gc.enable()
         process.kill()
     result = told - server.announced
-    return Sample(registered, server.cpu, cpu, retries, server.memory, server.checked, server.alive, result)
+    return Sample(registered, server.cpu, cpu, retries, server.memory, server.alive, result)
 
 
 def minting(authority: credentials.HostCredentials, rounds: int = 50) -> float:
@@ -217,7 +199,7 @@ def report(samples: dict[int, list[Sample]]) -> str:
     base = min((number for number in samples if number >= 64), default=min(samples))
     base_cost = median(samples[base], "registered") / base
     rows = ["hosts  registered  (least-greatest)  per host  growth  server CPU  hosts CPU  retries  KiB a host"]
-    rows[0] += "  checked   alive   result"
+    rows[0] += "  alive   result"
     for number, taken in sorted(samples.items()):
         times = [sample.registered for sample in taken]
         cost = median(taken, "registered") / number
@@ -225,7 +207,7 @@ def report(samples: dict[int, list[Sample]]) -> str:
             f"{number:>5}  {median(taken, 'registered'):>10.2f}  {f'({min(times):.2f}-{max(times):.2f})':>16}  "
             f"{1000 * cost:>8.2f}  {cost / base_cost:>6.2f}  {median(taken, 'server_cpu'):>10.2f}  "
             f"{median(taken, 'hosts_cpu'):>9.2f}  {median(taken, 'retries'):>7.0f}  {median(taken, 'memory'):>10.0f}  "
-            f"{median(taken, 'checked'):>7.2f}  {median(taken, 'alive'):>5.1f}%  {median(taken, 'result'):>7.3f}"
+            f"{median(taken, 'alive'):>5.1f}%  {median(taken, 'result'):>7.3f}"
         )
     return "\n".join(rows)
 

@@ -52,7 +52,8 @@ class Difference(Enum):
         "also what an earlier run of the program has imported of installed modules. What they print then is in the "
         "host's log. Modules of the standard library that they import are in `sys.modules` from the start; others when "
         "the program imports them, and until then `sys.meta_path` has one more finder",
-        "one interpreter per host imports it while the mesh forms, which is most of the time that a start takes",
+        "one interpreter per host imports it while the hosts find each other, which is most of the time that a start "
+        "takes",
     )
 
     MONARCH_LOG = (

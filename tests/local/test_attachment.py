@@ -18,7 +18,7 @@ import pytest
 
 from tests.ports import free_port
 from torchx_monarch.model.env_names import keep_monarch_log_private
-from torchx_monarch.monarch_adapter import worker_port
+from torchx_monarch.monarch_adapter import worker_loop
 from torchx_monarch.monarch_adapter.monarch_api import _TLS_VARIABLES
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.address import as_ipv6
@@ -91,8 +91,8 @@ def start(folder: Path) -> Iterator[Start]:
 
 def test_a_request_that_comes_back_is_sent_again(folder: Path, start: Start, eventually: Callable[..., object]) -> None:
     # A worker loop with another id sends requests back, as one that cannot deliver them yet.
-    start(_WORKER, f"{worker_port.new_service_id()}@ipc://{folder}/worker")
-    wanted, ready = worker_port.new_service_id(), f"{worker_port.new_service_id()}@ipc://{folder}/ready"
+    start(_WORKER, f"{worker_loop.new_service_id()}@ipc://{folder}/worker")
+    wanted, ready = worker_loop.new_service_id(), f"{worker_loop.new_service_id()}@ipc://{folder}/ready"
     start(_WORKER, f"{wanted}@ipc://{folder}/wanted")
     start(_WORKER, ready)
     for each in ("worker", "wanted", "ready"):
@@ -107,8 +107,8 @@ def test_a_request_that_comes_back_is_sent_again(folder: Path, start: Start, eve
 
 def test_a_request_that_comes_back_again_and_again_is_an_error(folder: Path, start: Start) -> None:
     url = f"ipc://{folder}/worker"
-    start(_WORKER, f"{worker_port.new_service_id()}@{url}")
-    client = start(_CLIENT, "3", f"{worker_port.new_service_id()}@{url}")
+    start(_WORKER, f"{worker_loop.new_service_id()}@{url}")
+    client = start(_CLIENT, "3", f"{worker_loop.new_service_id()}@{url}")
     assert client.wait(60) == 0
     assert (folder / "out1").read_text() == "not in time\n", (folder / "err1").read_text()
 
@@ -159,7 +159,7 @@ def test_a_request_that_comes_back_over_a_network_is_sent_again(
         names = {"127.0.0.1", "localhost", as_ipv6("127.0.0.1")}
         identity = Identity.of(credentials.create()[0], names, str(folder))
         env |= dict(zip(_TLS_VARIABLES, identity.files, strict=True))
-    other, wanted, url = worker_port.new_service_id(), worker_port.new_service_id(), f"{scheme}://{host}"
+    other, wanted, url = worker_loop.new_service_id(), worker_loop.new_service_id(), f"{scheme}://{host}"
     ports = [free_port(), free_port()]
     for service, port in zip((other, wanted), ports, strict=True):
         start(_WORKER, f"{service}@{url}:{port}", url=f"{url}:0", env=env)

@@ -283,7 +283,7 @@ def test_terminal_shows_the_phases_and_ctrl_c_cancels(work: Path, eventually: Ev
     name = write(work, "print('ready', flush=True)\ntime.sleep(1000)\n")
     terminal = Terminal([*RUN, "--wait", "-cfg", "preload=none", "monarch.spmd", name], work)
     eventually(lambda: terminal.shows("first output"), "the phases")
-    for phase in ("hosts 1/1 (", "mesh (", "ranks 2/2 ("):
+    for phase in ("hosts 1/1 (", "ranks 2/2 ("):
         assert phase in terminal.text
     terminal.type("\x03")
     assert terminal.wait() == 130
@@ -343,7 +343,7 @@ time.sleep(1000)
     assert state(handle) == "CANCELLED"
 
 
-@pytest.mark.parametrize("victim", ["rank", "agent", "host", "supervisor"])
+@pytest.mark.parametrize("victim", ["rank", "host", "supervisor"])
 def test_kill_9_of_any_process(work: Path, eventually: Eventually, victim: str) -> None:
     handle, app = submit_sleepers(work, eventually, "-j", "2x1")
     supervisor = json.loads((app / "supervisor.json").read_text())["supervisor"]["pid"]
@@ -353,18 +353,15 @@ def test_kill_9_of_any_process(work: Path, eventually: Eventually, victim: str) 
     pid = {
         "supervisor": supervisor,
         "host": host.pid,
-        "agent": next(one.pid for one in below if any("bootstrap_main" in word for word in one.cmdline())),
         "rank": next(one.pid for one in below if "rank_main.py" in " ".join(one.cmdline())),
     }[victim]
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: state(handle) == "FAILED", "the failure")
     status = json.loads(torchx("status", "--json", handle).stdout)
     log = torchx("log", handle).stdout
-    assert str(pid) in status["msg"] or victim == "agent"
+    assert str(pid) in status["msg"]
     assert victim in status["msg"] or (victim == "host" and "replica prog/1" in status["msg"])
-    assert {"rank": "was killed by signal 9", "agent": "agent", "host": "SIGKILL", "supervisor": "supervisor"}[
-        victim
-    ] in log
+    assert {"rank": "was killed by signal 9", "host": "SIGKILL", "supervisor": "supervisor"}[victim] in log
 
 
 def test_ten_jobs_at_once_have_ports_of_their_own(work: Path, eventually: Eventually) -> None:

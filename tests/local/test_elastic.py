@@ -98,7 +98,7 @@ def test_hosts_that_come_one_after_the_other(folder: Path, eventually: Eventuall
     job = Job(folder, *conf(last_call=1))
     for replica in range(3):
         job.hosts.start(replica)
-        eventually(lambda n=replica: len(job.events("mesh")) + len(job.events("ranks")) > n, "some progress")
+        eventually(lambda n=replica: len(job.events("hosts")) + len(job.events("ranks")) > n, "some progress")
     eventually(lambda: any(job.attempt(2, number) == ranks(3, 2) for number in range(3)), "the ranks of three")
     assert job.finish() == [0, 0, 0]
     assert job.resizes() in ([(1, 3)], [(1, 2), (2, 3)])

@@ -72,7 +72,7 @@ def test_before_the_job_began(folder: Path, script: Callable[[str], str], eventu
     hosts = Hosts(folder, torchrun(script("")), replicas=2, options=NO_PRELOAD).start(1)
     log = hosts.logs(1) / "monarch.log"
     eventually(log.exists, "the host's own log")
-    eventually(lambda: any(folder.glob("h*/worker")), "the host to look for replica 0")
+    eventually(lambda: "waiting for replica 0" in hosts.err(1), "the host to look for replica 0")
     hosts.processes[1].terminate()
     assert hosts.wait() == [143]
     error = json.loads((hosts.logs(1) / "error.json").read_text())["message"]
@@ -86,7 +86,7 @@ def test_while_interpreters_import(
     (tmp_path / "heavy.py").write_text("import time; time.sleep(1000)")
     options = ("--grace", "1000", "--preload", "heavy")
     hosts = Hosts(folder, torchrun(script("")), replicas=2, options=options).start()
-    eventually(lambda: any(event["kind"] == "mesh" for event in hosts.events()), "the mesh")
+    eventually(lambda: any(event["kind"] == "hosts" for event in hosts.events()), "the hosts")
     hosts.processes[1].terminate()
     assert hosts.wait() == [143, 143]
 

@@ -69,7 +69,7 @@ def phases_add_up(job: Job) -> None:
     whole = job.happened[-1]["time"] - job.happened[0]["time"] + job.happened[0]["seconds"]
     of_phases = [one for one in shown if one.get("cat") == "phase"]
     assert sum(one["dur"] for one in of_phases) / 1e6 == pytest.approx(whole, rel=0.02)
-    assert {"queue", "hosts", "mesh", "ranks", "first output", "stopping"} <= {one["name"] for one in of_phases}
+    assert {"queue", "hosts", "ranks", "first output", "stopping"} <= {one["name"] for one in of_phases}
     assert [one["name"] for one in shown if one.get("cat") == "attempt"] == ["attempt 1", "attempt 2"]
     codes = [one["args"]["exit_code"] for one in shown if one.get("cat") == "rank"]
     assert sum(one["name"] == "process group formed" for one in shown) == len(codes)

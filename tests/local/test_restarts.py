@@ -8,11 +8,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.local.hosts import Hosts
-from tests.waits import WITHIN
 
 NO_PRELOAD = ("--grace", "5", "--preload", "")
 
@@ -277,16 +275,3 @@ def test_replacements_are_counted(
     assert "was lost: its connection broke" in hosts.err(0).splitlines()[-1]
     for left in folder.glob("h*/"):  # of the hosts that were killed
         shutil.rmtree(left)
-
-
-def test_a_lost_agent_takes_its_host_along_and_is_replaced(
-    folder: Path, script: Callable[[str], str], eventually: Callable[..., object]
-) -> None:
-    options = (*NO_PRELOAD, "--replacements", "1")
-    hosts = Hosts(folder, torchrun(goes_on(script), restarts=0, nnodes=2), replicas=2, options=options).start()
-    eventually(lambda: any(event["kind"] == "output" for event in hosts.events()), "the ranks")
-    children = psutil.Process(hosts.processes[1].pid).children()
-    next(one for one in children if any("bootstrap_main" in word for word in one.cmdline())).kill()
-    assert hosts.processes[1].wait(WITHIN) == 1
-    hosts.start(1)
-    assert hosts.wait() == [0, 0], hosts.err(0) + hosts.err(1)

@@ -14,7 +14,7 @@ from tests.soak.runs import Outcome, run_all
 SEED = 1
 
 #: For ``make soak`` alone: a job that hangs is waited for, and a ``torchx run`` is slow to begin.
-_LEFT_OUT = ("freeze agent", "freeze rank", "freeze supervisor", "freeze submitter", "stop submitter")
+_LEFT_OUT = ("freeze rank", "freeze supervisor", "freeze submitter", "stop submitter")
 
 _SUDDEN = ("kill", "none", "cancel", "folder", "log")
 

@@ -193,7 +193,9 @@ def test_what_goes_wrong_is_said_and_leaves_the_hosts_as_they_were(hosts: Live, 
         answer = link.receive()
         assert answer == {"type": "failed", "reason": "a request is probe or tree, not 'nonsense'"}
 
-    # Only one of the hosts cannot: none has it then, and the run does not begin.
+    # Only one of the hosts cannot: the run does not begin.
+    sync_workspace(target, str(root), "always")
+    set_value(root, 2)
     places = sorted(folder.glob("**/code"))
     assert len(places) == 2
     places[1].rename(places[1].with_name("away"))
@@ -201,7 +203,8 @@ def test_what_goes_wrong_is_said_and_leaves_the_hosts_as_they_were(hosts: Live, 
     with pytest.raises(CodeError, match=r"host \d \(.*\): cannot make the code on this host: File exists"):
         sync_workspace(target, str(root), "always")
     places[1].unlink()
-    assert said(hosts.run(workspace=str(root), sync="always")).startswith("value 1")
+    places[1].with_name("away").rename(places[1])
+    assert said(hosts.run(workspace=str(root), sync="always")).startswith("value 2")
 
     (root / "pkg" / "late.py").chmod(0)
     if os.geteuid() == 0:

@@ -129,7 +129,7 @@ def lines(how_many: int, replicas: int) -> list[bytes]:
     )
     plausible = st.fixed_dictionaries({}, optional=fields)
     odd = st.fixed_dictionaries({}, optional={name: anything for name in fields})
-    kinds = ["look", "alive", "result", "AgentLost", "SignalReceived"]
+    kinds = ["look", "alive", "result", "answer", "SignalReceived"]
     greeting = st.fixed_dictionaries(
         {},
         optional={

@@ -53,7 +53,7 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
             result = client.run_spmd(output="store", env={"LONG": length * "x"})
             said = {rank: one.stdout for rank, one in result.output.items()}
             assert said == {rank: f"rank {rank} {length}\n" for rank in (0, 1)}
-        # What listens on the other hosts is Monarch's, and takes no client.
+        # The other hosts do not listen.
         with pytest.raises(UnreachableError):
             ask(Target(Address("tls", machines.address(1), PORT), "trainer", text), {"type": "runs"})
         other_job = credentials.create()[1].to_text()

@@ -95,27 +95,31 @@ class Job:
         return Identity(str(paths[0]), str(paths[1]), str(authority))
 
 
-@pytest.fixture
+@pytest.fixture(params=["ranks"])
 def job(
     network: Callable[[int], Network],
     networked: Callable[..., Hosts],
     eventually: Callable[..., object],
     tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> Iterator[Job]:
     machines = network(3)
     go = tmp_path / "go"
     hosts_credentials, client = credentials.create()
     waits = ["sh", "-c", f"until [ -e {go} ]; do sleep 0.1; done"]
+    ranks = ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--tee", "3", "--no-python", *waits]
+    script = ["--", "python", "-c", f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.1)"]
+    actors = ["python", "-m", "torchx_monarch.actors", "--idle-timeout", "0", *script]
     where = f"tls:{machines.address(0)}:{PORT}"
     hosts = networked(
         machines,
-        ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--tee", "3", "--no-python", *waits],
+        ranks if request.param == "ranks" else actors,
         # As the first of several roles.
         options=("--grace", "5", "--preload", "", "--role-registry", where, "--application", where),
         environ={"MONARCH_CREDENTIALS": hosts_credentials.to_text()},
     ).start()
     try:
-        eventually(lambda: "ranks 4/4" in hosts.err(), "the ranks")
+        eventually(lambda: re.search("ranks 4/4|script started", hosts.err()), "the ranks, or the script")
         yield Job(machines, hosts, hosts_credentials, client, go)
     finally:
         go.touch()
@@ -174,12 +178,16 @@ def monarch_client(
     )
 
 
+on_actors = pytest.mark.parametrize("job", ["actors"], indirect=True)
+
+
+@on_actors
 def test_nobody_without_a_certificate_of_the_job_gets_in_anywhere(job: Job, folder: Path) -> None:
     own = {process.pid for process in job.hosts.processes.values()}
     ports = job.ports
     assert {pid for _, _, pid in ports} == own, "only the host processes listen"
-    # The rendezvous, Monarch's worker loop on either machine, and its client on the first.
-    assert len(ports) == 4, ports
+    # The rendezvous, and Monarch's worker loop on either machine.
+    assert len(ports) == 3, ports
 
     foreign = Identity.of(credentials.create()[0], [job.network.address(_STRANGER)], str(folder))
     for address, port, _ in ports:
@@ -272,7 +280,7 @@ def test_a_private_key_stands_in_one_file_while_it_is_needed(job: Job, folder: P
     all_of = {*authoritys, *leafs, job.credentials.to_text().encode()[-100:]}
 
     family = set.union(*(descendants(pid) for pid in hosts))
-    assert len(family) >= 2 + 1 + 4, "two hosts, one agent, four ranks"
+    assert len(family) >= 2 + 4, "two hosts, four ranks"
     environs = [Path(f"/proc/{pid}/environ") for pid in family]
     # This finds them: the hosts were given the authority's, in their environment.
     assert set(places_with(authoritys, environs)) == {Path(f"/proc/{pid}/environ") for pid in hosts}
@@ -354,6 +362,7 @@ def test_thousands_of_connections_that_nobody_wants(
     job.finish()
 
 
+@on_actors
 def test_hundreds_of_unauthenticated_clients_on_the_ports_of_monarch(
     job: Job, eventually: Callable[..., object]
 ) -> None:
@@ -362,7 +371,7 @@ def test_hundreds_of_unauthenticated_clients_on_the_ports_of_monarch(
     log = job.hosts.logs(0) / "monarch.log"
     logged = log.stat().st_size
     ports = [port for address, port, _ in job.ports if address == job.network.address(0) and port != PORT]
-    assert len(ports) == 2
+    assert len(ports) == 1
     for port in ports:
         done, most, _ = attack(job, port)
         print(f"{done}; {memory} MB before, {most} at most; log {log.stat().st_size - logged} bytes")
@@ -373,6 +382,7 @@ def test_hundreds_of_unauthenticated_clients_on_the_ports_of_monarch(
     job.finish()
 
 
+@on_actors
 @pytest.mark.nightly("it watches for half a minute whether upstream has fixed a fault")
 def test_monarch_keeps_silent_connections(job: Job) -> None:
     """If this fails, docs/explanation/upstream.md has a section, and security.md a limit, that can go."""
@@ -386,8 +396,8 @@ def test_monarch_keeps_silent_connections(job: Job) -> None:
             for connection in ended:
                 closed.add(silent.pop(connection))
                 connection.close()
-        assert closed == {PORT}, "replica 0's own port closes them, Monarch's three do not"
-        assert len(silent) == 3
+        assert closed == {PORT}, "replica 0's own port closes them, Monarch's two do not"
+        assert len(silent) == 2
     finally:
         for connection in silent:
             connection.close()

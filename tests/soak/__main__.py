@@ -6,8 +6,9 @@ A job runs through monarch_local as any other. A fault is a signal to one of its
 with SIGCONT later or without), a cancellation, or a deleted file; it comes at the start, in the run, at a restart or at
 the end of the job, as its events tell. Then: the job must have ended in time, its state must be true (SUCCEEDED only if
 every rank proved its end, FAILED only with who died, and only if it could not have gone on), its record must answer,
-its logs must hold every line that a rank has proved to have printed, and nothing may be left of it. 500 jobs contain
-every fault at every moment in every kind of job (``plans.cells``); the rest follows from the seed and a job's number.
+its logs must hold every line that a rank has proved to have printed, and nothing may be left of it. By default the jobs
+contain every fault at every moment in every kind of job (``plans.cells``); the rest follows from the seed and a job's
+number.
 docs/explanation/faults.md has the details.
 
 Exit code 1 when anything was wrong; what is needed to look into it is then kept and named.
@@ -23,7 +24,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 
-from tests.soak.plans import PHASES, draw
+from tests.soak.plans import PHASES, cells, draw
 from tests.soak.runs import Outcome, run_all
 
 _PHASES = (*PHASES, "with")
@@ -48,7 +49,7 @@ def _summary(outcomes: list[Outcome]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.partition("\n")[0])
-    parser.add_argument("--jobs", type=int, default=500, help="how many")
+    parser.add_argument("--jobs", type=int, default=len(cells(1)), help="how many")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="what makes them the same again")
     parser.add_argument("--only", type=int, action="append", help="the number of one job; may be repeated")
     parser.add_argument("--parallel", type=int, default=3, help="how many at a time")

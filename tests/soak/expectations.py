@@ -51,10 +51,6 @@ def _blame(job: Job, one: Injection, injections: Sequence[Injection]) -> str | N
     pid, replica, action, target = one.pid, one.replica, one.fault.action, one.fault.target
     if one.fault.hangs:
         return None
-    if target == "agent":
-        # Hit before its first call, an agent has not started.
-        how = "does not answer" if action == "freeze" else "died"
-        return rf"the agent of host {replica} \(\S+, pid \d+\) ({how}|did not start)"
     if action == "freeze":
         # The supervisor says so of a host that no other host waits for.
         by_supervisor = rf"^replica {ROLE}/{replica} \(.*its host \(pid {pid}\)"
@@ -78,7 +74,7 @@ def goes_on(plan: Plan, injections: Sequence[Injection]) -> bool:
     deadly = [one for one in injections if not one.fault.harmless]
     if any(one.fault.tells or one.fault.target == "supervisor" for one in deadly):
         return False
-    lost = {one.replica for one in deadly if one.fault.target in ("host", "agent") and _is_replaceable(plan, one)}
+    lost = {one.replica for one in deadly if one.fault.target == "host" and _is_replaceable(plan, one)}
     if len(lost) <= plan.replicas - plan.fewest:
         deadly = [one for one in deadly if one.replica not in lost or one.fault.target == "rank"]
     of_ranks = sum(one.fault.target == "rank" for one in deadly)
@@ -146,7 +142,7 @@ def of_the_replicas(plan: Plan, injections: Sequence[Injection], state: AppState
     if strange := set(states.values()) - {"SUCCEEDED", "FAILED", "CANCELLED"}:
         return f"an ended app has replicas that are {', '.join(sorted(strange))}"
     failed = {replica for replica, each in states.items() if each == "FAILED"}
-    hit = {one.replica for one in injections if one.fault.target in ("host", "agent") and not one.fault.harmless}
+    hit = {one.replica for one in injections if one.fault.target == "host" and not one.fault.harmless}
     if state is AppState.SUCCEEDED and "SUCCEEDED" not in states.values():
         return "SUCCEEDED, and no replica has"
     if state is AppState.SUCCEEDED and not failed <= hit:
@@ -170,8 +166,6 @@ def _of_the_restarts(job: Job, injections: Sequence[Injection], state: AppState,
         return [f"{number} restarts, and there was something to restart after {most} times"]
     if any(one.fault.target == "supervisor" for one in deadly) or plan.replicas > plan.fewest:
         return []  # nobody was there to count, or an attempt with other hosts is no restart
-    if any(one.fault.target == "agent" and "ranks" not in one.seen for one in deadly):
-        return []  # a host whose agent dies before it has connected gets another one, and is not restarted
     least = len({proof["attempt"] for proof in printed.proofs(job.folder, "begin")}) - 1
     if state is AppState.SUCCEEDED and not deadly:
         least = int(failed)

@@ -23,7 +23,6 @@ _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGST
 
 #: What is in the command line of a process of each kind; of zygotes, those that ranks are forks of.
 _MARKS = {
-    "agent": "bootstrap_main",
     "rank": r"^\S+ -u (?!\S+/zygote_main\.py )",
     "zygote": r"torchx-monarch zygote \w",
 }
@@ -43,7 +42,7 @@ class Injection:
         fault: what was to be done.
         at: seconds from the submission.
         pid: the process, 0 for none.
-        replica: of a host, or of the host that an agent or a rank belongs to; -1 where that has no meaning.
+        replica: of a host, or of the host that a rank belongs to; -1 where that has no meaning.
         start: the start time of the process, in clock ticks since boot.
         seen: the kinds of events until then.
         file: the deleted log of a rank.

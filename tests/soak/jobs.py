@@ -27,7 +27,7 @@ from torchx_monarch.system import processes
 
 #: Seconds from SIGTERM to SIGKILL.
 GRACE = 3
-#: Seconds for which a host or an agent may be silent: longer than one that is stopped is left so, on a busy machine.
+#: Seconds for which a host may be silent: longer than one that is stopped is left so, on a busy machine.
 LEASE = 10
 #: Seconds that a ``torchx run`` has to end after its job.
 _SUBMITTER_ENDS_WITHIN = 30.0

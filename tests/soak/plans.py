@@ -19,7 +19,7 @@ ROLE = "r"
 
 #: What a fault of most jobs does, and to which processes.
 SIGNALS = ("kill", "term", "stop", "freeze")
-TARGETS = ("submitter", "keeper", "supervisor", "host", "agent", "rank")
+TARGETS = ("submitter", "keeper", "supervisor", "host", "rank")
 #: What is injected less often.
 _OTHERS = (("cancel", ""), ("kill", "zygote"), ("term", "zygote"), ("stop", "zygote"))
 _RARE = (("none", "", "run"), ("log", "", "run"), ("log", "", "end"), ("folder", "", "start"), ("folder", "", "run"))
@@ -28,14 +28,14 @@ _RAREST = ("kill", "child", "run")
 #: The parts of a job's life, and the kinds of events that begin each. A moment waits for one group of kinds, of which
 #: any one will do. ``rank_ended`` is the proof that a rank leaves at its end.
 PHASES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "start": ((), ("submitted",), ("supervised",), ("replica_started",), ("hosts",), ("mesh",)),
+    "start": ((), ("submitted",), ("supervised",), ("replica_started",), ("hosts",)),
     "run": (("ranks",), ("output",)),
     "restart": (("restart", "rank_restart", "replacement", "resize"),),
     "end": (("rank_ended",), ("result",), ("replica_exited",)),
 }
 
 #: For each kind of process that may be gone at the end: the events at which it surely still exists.
-_ENDS = {"host": ("rank_ended", "result"), **dict.fromkeys(("agent", "rank", "zygote"), ("rank_ended",))}
+_ENDS = {"host": ("rank_ended", "result"), **dict.fromkeys(("rank", "zygote"), ("rank_ended",))}
 
 #: Seconds after the event, at most: a phase's own length, about.
 _DELAYS = {"start": 0.3, "run": 1.0, "restart": 0.8, "end": 0.1}
@@ -63,7 +63,7 @@ class Cell(NamedTuple):
 
 
 def _cells() -> list[Cell]:
-    """Return what 500 jobs in a row contain once each.
+    """Return what the jobs of a whole soak contain once each.
 
     That is every signal to every process in every phase of each kind of job, every signal to every process together
     with each other process, twice, and each other fault twice.
@@ -114,7 +114,7 @@ class Fault:
     Attributes:
         action: none, cancel, log (delete a rank's log), folder (delete the app's folder), kill (SIGKILL), term
             (SIGTERM), stop (SIGSTOP, and SIGCONT after ``pause`` seconds), freeze (SIGSTOP alone).
-        target: the kind of process that is signalled: submitter, keeper, supervisor, host, agent, zygote, rank, child;
+        target: the kind of process that is signalled: submitter, keeper, supervisor, host, zygote, rank, child;
             empty for actions that are no signal.
         which: picks one of several targets, 0 to 1.
         pause: seconds.
@@ -268,8 +268,8 @@ def draw(seed: int, number: int) -> Plan:
     faults = tuple(_fault(dice, *what, seconds) for what in cell.faults)
     kind = cell.kind or dice.choice(KINDS)
     hosts = dice.choice((1, 2, 2, 2, 3))
-    if kind == "elastic" or any(fault.target == "agent" for fault in faults):
-        hosts = max(2, hosts)  # replica 0's host has no agent
+    if kind == "elastic":
+        hosts = max(2, hosts)
     restarts, retries = dice.choice((0, 0, 1, 2)), dice.choice((0, 0, 1, 2))
     policy = dice.choice(("APPLICATION", "REPLICA", "ROLE"))
     if kind == "replaced":
@@ -279,7 +279,7 @@ def draw(seed: int, number: int) -> Plan:
     if any(fault.moment.phase == "restart" for fault in faults):
         first = faults[0]
         fails = first.moment.phase == "restart" or first.action not in ("kill", "term")
-        fails = fails or first.target not in ("host", "agent", "rank")
+        fails = fails or first.target not in ("host", "rank")
         restarts, retries = max(1, restarts), retries if fails else max(1, retries)
     return Plan(
         number=number,

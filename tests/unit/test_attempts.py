@@ -14,12 +14,12 @@ from unittest.mock import Mock
 import pytest
 
 from tests.waits import WITHIN
-from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import HostEvents, HostPreempted, Interrupted
 from torchx_monarch.controller.host_messages import Launched, RanksExited, Request, StoreOpened, WatchRanks
+from torchx_monarch.controller.hosts import Hosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult, RankExit
@@ -34,7 +34,7 @@ def exit_of(rank: int, code: int, stopped_at: float | None = None) -> RankExit:
     return RankExit(rank, 0, rank, "node", 100 + rank, code, time=2.0, stopped_at=stopped_at)
 
 
-class ScriptedAgents:
+class ScriptedHosts:
     """The agents of two hosts with a rank each, whose ranks exit as given."""
 
     hosts = ()
@@ -45,7 +45,7 @@ class ScriptedAgents:
     async def ask_own(self, request: Request, timeout: float) -> StoreOpened:
         return StoreOpened("127.0.0.1", 1, False)
 
-    async def ask(self, request: Request) -> AsyncIterator[Any]:
+    async def ask(self, request: Request, timeout: float | None = None) -> AsyncIterator[Any]:
         for one in self._exits:
             watched = isinstance(request, WatchRanks)
             yield RanksExited(one.replica, (one,)) if watched else Launched(one.replica, (one.pid,))
@@ -59,7 +59,7 @@ def result_of(exits: list[RankExit], report: HostPreempted | None = None) -> Job
 
     async def run() -> JobResult:
         events, reporter = HostEvents(), Reporter(Console(2), None, "trainer")
-        agents, gatherer = cast(Agents, ScriptedAgents(*exits)), cast(HostGatherer, Mock(HostGatherer, leader=0))
+        agents, gatherer = cast(Hosts, ScriptedHosts(*exits)), cast(HostGatherer, Mock(HostGatherer, leader=0))
         attempts = Attempts(OPTIONS, agents, gatherer, events, reporter, HangWatch(agents, reporter), None)
         if report is not None:
             asyncio.get_running_loop().call_later(0.01, events.post, report)
@@ -96,7 +96,7 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
 
     async def run() -> None:
         events, reporter = HostEvents(), Reporter(Console(2), str(recorded), "trainer")
-        agents = cast(Agents, ScriptedAgents(exit_of(0, 0), exit_of(1, 0)))
+        agents = cast(Hosts, ScriptedHosts(exit_of(0, 0), exit_of(1, 0)))
         gatherer = cast(HostGatherer, Mock(HostGatherer, leader=0))
         attempts = Attempts(OPTIONS, agents, gatherer, events, reporter, HangWatch(agents, reporter), None)
         await attempts.run([Registration(replica, "", "node", 1, 1) for replica in range(2)])

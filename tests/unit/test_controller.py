@@ -50,11 +50,10 @@ class Job:
         self.log: list[object] = []
         self.closed: list[JobResult] = []
         self.while_stopping: Callable[[], None] = lambda: None
-        self.unreachable: dict[int, str] = {}
         self.spared = sizes.spares > 0
         self._steps = list(steps)
         reporter = Reporter(Console(2), None, "trainer")
-        self.gatherer = HostGatherer(sizes, self.rendezvous, reporter, self._check, HostFailures(2, 60.0))
+        self.gatherer = HostGatherer(sizes, self.rendezvous, reporter, HostFailures(2, 60.0))
         options = JobOptions("id", 0, replacements, (), 0, sizes, 1.0, 1.0, "", "", 0.05, 0.05, "")
         self.controller = Controller(options, self.rendezvous, reporter, self.gatherer, self)
         self.register(range(replicas))
@@ -62,9 +61,6 @@ class Job:
     def register(self, replicas: Iterable[int]) -> None:
         for replica in replicas:
             self.rendezvous.register(Registration(replica, "", "node", 1, 1))
-
-    async def _check(self, hosts: Iterable[Registration]) -> dict[int, str]:
-        return {host.replica: self.unreachable[host.replica] for host in hosts if host.replica in self.unreachable}
 
     async def run(self, hosts: list[Registration]) -> JobResult:
         self.log.append([host.replica for host in hosts])
@@ -155,16 +151,6 @@ def test_a_job_does_not_begin_without_enough_hosts() -> None:
     assert job.log == [("StopRequested", 15, False)]
 
 
-def test_a_host_that_cannot_be_reached_ends_the_job_unless_it_reports_the_cause_itself() -> None:
-    job = Job(FIXED, 0)
-    job.unreachable = {1: "host 1 cannot be reached"}
-    assert job.result() == JobResult(1, "host 1 cannot be reached")
-    job = Job(FIXED, 0)
-    job.unreachable = {1: "host 1 cannot be reached"}
-    job.rendezvous.events.post(RUN_END)  # concerns no host, and is no cause
-    assert job.result() == JobResult(1, "host 1 cannot be reached")
-
-
 def test_the_end_of_a_run_waits_until_the_hosts_are_together() -> None:
     job = Job(FIXED, 0, DONE)
     job.rendezvous.events.post(RUN_END)
@@ -199,20 +185,20 @@ def test_replicas_are_listed_in_a_line_of_bounded_length(replicas: Iterable[int]
 SPARED = NodeRange(2, 2, 0.2, spares=1)
 
 
-def test_a_spare_takes_the_place_of_a_lost_or_preempted_host() -> None:
-    for event in (LOST, PREEMPTED):
-        job = Job(SPARED, 0, (event,), DONE)
-        job.rendezvous._writers[1] = cast(asyncio.StreamWriter, Writer())
-        assert job.result() is DONE
-        assert job.log == [[0, 1], (type(event).__name__, 15, True), False, [0, 2]]
-
-
 class Writer:
     def write(self, data: bytes) -> None:
         pass
 
     async def drain(self) -> None:
         pass
+
+
+def test_a_spare_takes_the_place_of_a_lost_or_preempted_host() -> None:
+    for event in (LOST, PREEMPTED):
+        job = Job(SPARED, 0, (event,), DONE)
+        job.rendezvous._writers[1] = cast(asyncio.StreamWriter, Writer())
+        assert job.result() is DONE
+        assert job.log == [[0, 1], (type(event).__name__, 15, True), False, [0, 2]]
 
 
 def test_without_a_spare_left_a_loss_ends_the_job() -> None:
@@ -223,11 +209,7 @@ def test_without_a_spare_left_a_loss_ends_the_job() -> None:
     assert job.result() is STOP.result
 
 
-def test_a_spare_that_cannot_be_reached_or_is_missing_fails_no_job() -> None:
-    job = Job(SPARED, 0, (LOST,))
-    job.rendezvous._writers[2] = cast(asyncio.StreamWriter, Writer())
-    job.unreachable[2] = "no answer"
-    assert job.result().reason == "no answer; 1 of at least 2 hosts left, and replica 1, 2 will not be replaced"
+def test_a_spare_that_is_missing_fails_no_job() -> None:
     job = Job(SPARED, 0, DONE)
     del job.rendezvous.hosts.registered[2]
     assert job.result() is DONE and job.log == [[0, 1]]

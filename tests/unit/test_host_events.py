@@ -16,7 +16,6 @@ from torchx_monarch.controller.host_events import (
     Interrupted,
     RunEndRequested,
     StopRequested,
-    agent_lost,
     concerns_hosts,
     signalled,
 )
@@ -94,8 +93,3 @@ def test_the_meaning_of_a_signal(number: int, announced: bool | None, kind: type
     event = signalled(HOST, number, announced)
     assert (type(event), event.replica, event.signal, event.result.code) == (kind, 1, number, 128 + number)
     assert event.result.stopped and event.result.reason == reason, "it says nothing about the sender, who may be a rank"
-
-
-def test_the_loss_of_an_agent_names_its_host() -> None:
-    assert agent_lost(HOST).result.reason == "the agent of host 1 (node7, pid 4711) died"
-    assert "no message from it for 7 s" in agent_lost(HOST, 7.0).result.reason

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from torchx_monarch.controller.host_messages import (
-    AgentLost,
     Answer,
     BeginRun,
-    CodeHandled,
+    FileProbed,
     FinishRun,
-    HandleCode,
     Launched,
     LaunchRanks,
     OpenStore,
+    ProbeFile,
     RanksExited,
     Refused,
     Report,
@@ -57,7 +56,7 @@ EXIT = RankExit(3, 1, 0, "node7", 4711, -9, 5.5, None, "/e", {"message": {"extra
         BeginRun(3, "ab", RunRequest(("torchrun", "x.py"), None, env={"A": "b"}, timeout=3.0)),
         BeginRun(4, "cd", RunRequest(None, ("x.py",), synced=True, code="e")),
         FinishRun("ab"),
-        HandleCode("code-has", {"trees": ["a"]}),
+        ProbeFile("/x", "text"),
     ],
 )
 def test_a_request_arrives_as_it_was_sent(request_: Request) -> None:
@@ -73,9 +72,9 @@ def test_a_request_arrives_as_it_was_sent(request_: Request) -> None:
         Launched(1, (4711,), (100.0, 101.5)),
         RanksExited(0, (EXIT,)),
         RanksExited(0, ()),
-        RunBegun(0, 2, "id", 3, 30.0, True),
-        RunFinished(1, 7),
-        CodeHandled(1, [True, False]),
+        RunBegun(0, 2, "id", 3, 30.0),
+        RunFinished(1),
+        FileProbed(1, True),
         Refused(1, "host 1 (node7)", "no such file", 2),
     ],
 )
@@ -97,20 +96,18 @@ def test_an_invalid_request_is_named(name: str, fields: dict[str, Any], message:
         decode_request(name, fields)
 
 
-@pytest.mark.parametrize("answer", [{}, {"type": 7}, {"type": "StopRanks"}, {"type": "RunFinished", "replica": 1}])
+@pytest.mark.parametrize("answer", [{}, {"type": 7}, {"type": "StopRanks"}, {"type": "RunFinished", "replica": "1"}])
 def test_an_invalid_answer_is_an_error(answer: dict[str, Any]) -> None:
     with pytest.raises(DecodeError):
         decode_answer(answer)
 
 
-@pytest.mark.parametrize(
-    "report", [SignalReceived(15, None), SignalReceived(2, True), AgentLost(0.0), RunOutput("a", "")]
-)
+@pytest.mark.parametrize("report", [SignalReceived(15, None), SignalReceived(2, True), RunOutput("a", "")])
 def test_a_report_arrives_as_it_was_sent(report: Report) -> None:
     assert decode_report(json.loads(json.dumps(encode_message(report)))) == report
 
 
 def test_a_heartbeat_is_no_report() -> None:
     assert decode_report({"type": "alive"}) is None
-    with pytest.raises(DecodeError, match="AgentLost.silent is '1', not float"):
-        decode_report({"type": "AgentLost", "silent": "1"})
+    with pytest.raises(DecodeError, match="SignalReceived.number is '1', not int"):
+        decode_report({"type": "SignalReceived", "number": "1", "announced": None})

@@ -55,7 +55,7 @@ def test_clients_of_clouds_are_imported_by_their_own_backend_alone() -> None:
     "statement",
     [
         "import torchx_monarch.host, torchx_monarch.host.host_process",
-        "import torchx_monarch.monarch_adapter.monarch_api, torchx_monarch.controller.agent",
+        "import torchx_monarch.monarch_adapter.monarch_api, torchx_monarch.monarch_adapter.worker_loop",
         "import torchx_monarch.backends.local.supervisor",
     ],
 )

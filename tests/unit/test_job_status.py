@@ -56,7 +56,6 @@ STARTED = [
     event("submitted", time=901.0),
     event("supervised", time=910.0),
     event("hosts", "hosts 2/2", role="train"),
-    event("mesh", "mesh"),
     event("ranks", "ranks 8/8", role="train"),
 ]
 RESTARTED = [
@@ -83,9 +82,7 @@ def test_a_running_job() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("count", "phase"), [(0, None), (1, None), (2, "hosts"), (3, "mesh"), (4, "ranks"), (5, "running")]
-)
+@pytest.mark.parametrize(("count", "phase"), [(0, None), (1, None), (2, "hosts"), (3, "ranks"), (4, "running")])
 def test_the_phases_of_a_start(count: int, phase: str | None) -> None:
     assert status_of(snapshot(), STARTED[:count]).phase == phase
 
@@ -222,15 +219,13 @@ def test_ranks_that_a_command_asks_for(entrypoint: str, args: list[str], ranks: 
 def test_progress_lines_stand_for_events() -> None:
     lines = [
         "[monarch] hosts 2/2 (0.31 s)",
-        "[train0]:[monarch] mesh (0.2 s)",
-        "[monarch] mesh (0.20 s)",
         "[monarch] ranks 8/8 (1.10 s)",
         "[monarch] rank 3 (local rank 3 on a, pid 9) exited with code 1: boom",
         "[monarch] restart 1 of 2 after: rank 3 (local rank 3 on a, pid 9) exited with code 1: boom",
         "[monarch] waiting for host 1, 20 s",
     ]
     happened = events_of([TimedLine(950.0 + index, f"{line}\n") for index, line in enumerate(lines)])
-    assert [each["kind"] for each in happened] == ["hosts", "mesh", "ranks", "failure", "rank_restart"]
+    assert [each["kind"] for each in happened] == ["hosts", "ranks", "failure", "rank_restart"]
     stamped = [TimedLine(950.0 + index, f"{stamp(950.0)}{line}\n") for index, line in enumerate(lines)]
     assert events_of(stamped) == happened  # -cfg timestamps
     lines = ["run 2: torchrun t.py", "run 2 FAILED: rank 3 failed", "SUCCEEDED: all 4 ranks ended with code 0 (1.84 s)"]

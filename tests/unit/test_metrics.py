@@ -19,7 +19,7 @@ JOB = JobStatus("monarch_local://torchx/app-1", "app", "RUNNING", submitted=1000
 EVENTS: list[dict[str, Any]] = [
     {"time": 1000.0, "kind": "submitted", "message": "", "seconds": 0.5},
     {"time": 1002.0, "kind": "job_started", "message": ""},
-    {"time": 1003.0, "kind": "mesh", "message": "", "role": 'r"\\\n'},
+    {"time": 1003.0, "kind": "hosts", "message": "", "role": 'r"\\\n'},
     {"time": 1004.0, "kind": "ranks", "message": "", "role": 'r"\\\n', "attempt": 0},
     {"time": 1010.0, "kind": "failure", "message": "hunter2", "role": 'r"\\\n', "rank": 1},
     {"time": 1011.0, "kind": "rank_restart", "message": "hunter2", "role": 'r"\\\n', "code": 1},

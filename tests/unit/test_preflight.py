@@ -15,7 +15,6 @@ from typing import Any, cast
 import pytest
 
 from torchx_monarch.command.command import parse
-from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.host_comparison import compare
 from torchx_monarch.controller.host_messages import (
     FactsTaken,
@@ -28,6 +27,7 @@ from torchx_monarch.controller.host_messages import (
     encode_request,
 )
 from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.hosts import Hosts
 from torchx_monarch.controller.link_test import LinkServer, measure
 from torchx_monarch.controller.preflight import Preflight, clock_offset, culprit
 from torchx_monarch.host.preflight import parse_gpus, take_facts
@@ -153,14 +153,14 @@ def test_the_offset_of_a_clock_is_the_least_that_is_certain(clock: float, taken:
     assert clock_offset(facts, sent=100.0, received=101.0) == pytest.approx(offset)
 
 
-class ScriptedAgents:
+class ScriptedHosts:
     """The agents of two hosts; the clock of the second is ahead by ``ahead`` seconds."""
 
     def __init__(self, ahead: float = 0.0, link: Link = FAST) -> None:
         self.requests: list[OpenLink | TakeFacts] = []
         self._ahead, self._link = ahead, link
 
-    async def ask(self, request: OpenLink | TakeFacts) -> AsyncIterator[Any]:
+    async def ask(self, request: OpenLink | TakeFacts, timeout: float | None = None) -> AsyncIterator[Any]:
         self.requests.append(request)
         for replica, ahead in ((1, self._ahead), (0, 0.0)):
             if isinstance(request, OpenLink):
@@ -175,9 +175,9 @@ HOSTS = [Registration(replica, "", "node", 1, 1) for replica in range(2)]
 PORTS = [LinkOpened(replica, "node", 29400 + replica) for replica in range(2)]
 
 
-def checked(agents: ScriptedAgents, mode: str, capfd: pytest.CaptureFixture[str], times: int = 1) -> tuple[str, str]:
+def checked(agents: ScriptedHosts, mode: str, capfd: pytest.CaptureFixture[str], times: int = 1) -> tuple[str, str]:
     """Why the run must not start, and the log."""
-    preflight = Preflight(mode, True, cast(Agents, agents), Reporter(Console(2), None, "trainer"))
+    preflight = Preflight(mode, True, cast(Hosts, agents), Reporter(Console(2), None, "trainer"))
 
     async def run() -> str:
         reasons = [await preflight.check(HOSTS) for _ in range(times)]
@@ -189,7 +189,7 @@ def checked(agents: ScriptedAgents, mode: str, capfd: pytest.CaptureFixture[str]
 
 
 def test_hosts_are_checked_once(capfd: pytest.CaptureFixture[str]) -> None:
-    agents = ScriptedAgents()
+    agents = ScriptedHosts()
     reason, log = checked(agents, "on", capfd, times=2)
     assert reason == ""
     assert "[monarch] pre-flight: 2 hosts are fit and alike" in log
@@ -198,16 +198,16 @@ def test_hosts_are_checked_once(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_difference_fails_the_run_or_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    reason, log = checked(ScriptedAgents(7.0, Link(0, 1.0, 1e9)), "on", capfd)
+    reason, log = checked(ScriptedHosts(7.0, Link(0, 1.0, 1e9)), "on", capfd)
     assert reason.startswith("pre-flight: the clock of host 1 (node, pid 1) is 7.0 s ahead")
     assert reason.endswith("(and 1 more, see the log)")
     assert "[monarch] pre-flight: the link from host 1 (node, pid 1) to host 0 (node, pid 1) is slow" in log
-    reason, log = checked(ScriptedAgents(7.0), "warn", capfd)
+    reason, log = checked(ScriptedHosts(7.0), "warn", capfd)
     assert reason == "" and "is 7.0 s ahead" in log
 
 
 def test_nothing_is_asked_when_it_is_off(capfd: pytest.CaptureFixture[str]) -> None:
-    agents = ScriptedAgents(7.0)
+    agents = ScriptedHosts(7.0)
     assert checked(agents, "off", capfd) == ("", "")
     assert agents.requests == []
 
@@ -264,7 +264,7 @@ def test_gpus_that_others_use(visible: str | None, held: list[str]) -> None:
 def network_of(ports: tuple[int, int] | None = None) -> HostNetwork:
     address = Address("insecure-tcp", "127.0.0.1", 1)
     options = NetworkOptions(bind="127.0.0.1", ports=ports)
-    return HostNetwork(address, options, "127.0.0.1", "127.0.0.1", None, "", "", "")
+    return HostNetwork(address, options, "127.0.0.1", "127.0.0.1", None)
 
 
 def test_each_host_measures_its_link_to_the_next_one() -> None:
@@ -293,7 +293,7 @@ def test_a_host_without_a_port_is_named() -> None:
 
 
 def test_a_difference_names_its_host(capfd: pytest.CaptureFixture[str]) -> None:
-    preflight = Preflight("on", True, cast(Agents, ScriptedAgents(7.0)), Reporter(Console(2), None, "trainer"))
+    preflight = Preflight("on", True, cast(Hosts, ScriptedHosts(7.0)), Reporter(Console(2), None, "trainer"))
     assert preflight.culprit is None
     assert asyncio.run(preflight.check(HOSTS)) and preflight.culprit is HOSTS[1]
 

@@ -40,7 +40,7 @@ def other_role(start: str = "1", timeout: float = 20.0) -> Roles:
 
 
 def host_network(port: int) -> HostNetwork:
-    return HostNetwork(Address("tls", "10.0.0.7", port), NetworkOptions(), "10.0.0.7", "", None, "", "", "")
+    return HostNetwork(Address("tls", "10.0.0.7", port), NetworkOptions(), "10.0.0.7", "", None)
 
 
 def registered(rendezvous: Rendezvous, port: int, roles: Roles) -> RoleClient:

@@ -13,10 +13,10 @@ import pytest
 
 from tests.waits import WITHIN, until_async
 from torchx_monarch.controller.host_events import RunEndRequested
-from torchx_monarch.controller.host_messages import BeginRun, FinishRun, RunBegun
+from torchx_monarch.controller.host_messages import BeginRun, FileProbed, FinishRun, Request, RunBegun
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run_queue import RunQueue
-from torchx_monarch.host.code_distribution import HostCode, serve_sync
+from torchx_monarch.host.code_distribution import HostCode
 from torchx_monarch.host.live_runs import LiveRuns
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.host.workload import Host
@@ -101,14 +101,16 @@ def test_hosts_to_which_a_client_sends_its_code_are_not_idle(tmp_path: Path) -> 
         leader.runs.idle_timeout = 0.05
         waiting = asyncio.ensure_future(leader.runs.run_wanted())
 
-        async def take_frame(op: str, args: dict[str, object]) -> dict[int, object]:
+        async def answer_late(request: Request) -> list[FileProbed]:
             await asyncio.wait([waiting], timeout=0.5)  # a slow link
-            return {0: waiting.done()}
+            return [FileProbed(0, waiting.done())]
 
-        leader.runs.handle_code = take_frame
+        leader.runs.broadcast = answer_late
         own, client = socket.socketpair()
         streams = await asyncio.open_connection(sock=own)
-        serving = asyncio.ensure_future(serve_sync(leader.runs, {}, *streams))
+        serving = asyncio.ensure_future(
+            HostCode(str(tmp_path / "code"), "host 0").serve_client(leader.runs, {}, *streams)
+        )
         reader, writer = await asyncio.open_connection(sock=client)
         await messages.send(writer, {"type": "probe", "path": "x", "text": "x"})
         answer = await messages.receive(reader, WITHIN)
@@ -132,10 +134,14 @@ def test_a_request_to_begin_a_run_that_is_repeated_during_the_first_begins_one(
         await asyncio.sleep(0)
         return str(tmp_path)
 
+    async def fetch(code: HostCode, tree_hash: str, connect: object) -> None:
+        """The code is on this host."""
+
     async def start(pool: RankPool, nproc: str) -> int:
         return 1
 
     monkeypatch.setattr(HostCode, "checkout", checkout)
+    monkeypatch.setattr(HostCode, "fetch", fetch)
     monkeypatch.setattr(RankPool, "start", start)
 
     async def main() -> None:
@@ -145,8 +151,8 @@ def test_a_request_to_begin_a_run_that_is_repeated_during_the_first_begins_one(
         runs = LiveRuns(host)
         runs.parse()
         begin = BeginRun(1, "token", RunRequest(("python", "-c", "0"), None, code="tree", synced=True))
-        answers = await asyncio.gather(runs.handle(begin), runs.handle(begin))
-        assert [answer.fresh for answer in answers if isinstance(answer, RunBegun)] == [True, False]
+        first, second = await asyncio.gather(runs.handle(begin), runs.handle(begin))
+        assert isinstance(first, RunBegun) and first == second
         assert checkouts == ["tree"]
         await runs.handle(FinishRun("token"))
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.controller.agents import Agents, HostRefused
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
@@ -29,6 +28,8 @@ from torchx_monarch.controller.host_messages import (
     StoreOpened,
     WatchRanks,
 )
+from torchx_monarch.controller.host_requests import HostRequests
+from torchx_monarch.controller.hosts import HostRefused, Hosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.sample_recorder import SampleRecorder
@@ -52,11 +53,11 @@ def exits(replica: int, code: int) -> RanksExited:
 GOOD, FAILED = [exits(0, 0), exits(1, 0)], [exits(1, 3)]
 
 
-class ScriptedAgents(Agents):
+class ScriptedHosts(Hosts):
     """Agents whose answers to ``WatchRanks`` are given by attempt; nothing listens anywhere."""
 
     def __init__(self, events: HostEvents, *watched: list[Any] | Callable[[], None]) -> None:
-        super().__init__(OPTIONS, events, Reporter(Console(2), None, "trainer"), self._own)
+        super().__init__(OPTIONS, HostRequests({}), events, Reporter(Console(2), None, "trainer"), self._own)
         self.log: list[object] = []
         self.refusal: tuple[type[Request], bool] | None = None
         self._watched = list(watched)
@@ -65,9 +66,9 @@ class ScriptedAgents(Agents):
     async def _own(self, request: Request) -> Answer:
         raise AssertionError("not asked")
 
-    async def form(self, hosts: list[Registration], gatherer: HostGatherer) -> None:
-        self.hosts, self.members = hosts, {host.replica for host in hosts}
-        self.log.append("mesh")
+    def form(self, hosts: list[Registration]) -> None:
+        super().form(hosts)
+        self.log.append("hosts")
 
     async def ask_own(self, request: Request, timeout: float) -> Answer:
         assert isinstance(request, OpenStore)
@@ -75,12 +76,12 @@ class ScriptedAgents(Agents):
             raise HostRefused(REFUSED, own=True)
         return StoreOpened("node0", 29500, True)
 
-    async def ask(self, request: Request) -> AsyncIterator[Any]:
+    async def ask(self, request: Request, timeout: float | None = None) -> AsyncIterator[Any]:
         if self.refusal == (type(request), False):
             raise HostRefused(REFUSED)
         if isinstance(request, LaunchRanks):
             self.log.append(("launch", request.world.attempt))
-            for host in self.hosts:
+            for host in self.present:
                 yield Launched(host.replica, (7,))
         if isinstance(request, WatchRanks):
             answers = self._watched.pop(0)
@@ -121,22 +122,18 @@ class LiveLike(Session):
         return None
 
 
-def work(session: Session, agents: Agents, events: HostEvents, failures: HostFailures | None = None) -> SpmdWork:
+def work(session: Session, hosts: Hosts, events: HostEvents, failures: HostFailures | None = None) -> SpmdWork:
     reporter = Reporter(Console(2), None, "trainer")
     rendezvous = Rendezvous(Address("unix", path="/nowhere"), 2)
-
-    async def reachable(hosts: object) -> dict[int, str]:
-        return {}
-
-    gatherer = HostGatherer(FIXED, rendezvous, reporter, reachable, failures)
-    watch = HangWatch(agents, reporter)
+    gatherer = HostGatherer(FIXED, rendezvous, reporter, failures)
+    watch = HangWatch(hosts, reporter)
     return SpmdWork(
         session,
-        agents,
+        hosts,
         gatherer,
         events,
-        lambda: Attempts(OPTIONS, agents, gatherer, events, reporter, watch, None),
-        SampleRecorder(agents, None),
+        lambda: Attempts(OPTIONS, hosts, gatherer, events, reporter, watch, None),
+        SampleRecorder(hosts, None),
     )
 
 
@@ -145,7 +142,7 @@ def batch(
 ) -> tuple[JobResult, list[object]]:
     async def main() -> tuple[JobResult, list[object]]:
         events = HostEvents()
-        agents = ScriptedAgents(events, *watched)
+        agents = ScriptedHosts(events, *watched)
         agents.refusal = refusal
         fresh = [dataclasses.replace(host, attempt=-1) for host in HOSTS]
         return await work(Session(OPTIONS, events), agents, events, failures).run(fresh), agents.log
@@ -156,13 +153,13 @@ def batch(
 def test_a_batch_job_ends_with_its_run() -> None:
     result, log = batch(GOOD)
     assert result == JobResult(0, "all 2 ranks ended with code 0")
-    assert log == ["mesh", ("launch", 0)]
+    assert log == ["hosts", ("launch", 0)]
 
 
 def test_ranks_are_restarted_on_the_same_mesh() -> None:
     result, log = batch(FAILED, FAILED)
     assert result.code == 3 and result.cause is not None and result.cause.replica == 1
-    assert log == ["mesh", ("launch", 0), ("stop", 15), ("launch", 1), ("stop", 15)]
+    assert log == ["hosts", ("launch", 0), ("stop", 15), ("launch", 1), ("stop", 15)]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +192,7 @@ def test_an_event_leaves_the_ranks_to_the_controller_and_the_run_goes_on_on_the_
     async def main() -> None:
         events = HostEvents()
         lost = HostLost(1, JobResult(1, "lost"))
-        agents = ScriptedAgents(events, lambda: events.post(lost), GOOD)
+        agents = ScriptedHosts(events, lambda: events.post(lost), GOOD)
         spmd = work(Session(OPTIONS, events), agents, events)
         with pytest.raises(Interrupted) as caught:
             await spmd.run(HOSTS)
@@ -206,7 +203,7 @@ def test_an_event_leaves_the_ranks_to_the_controller_and_the_run_goes_on_on_the_
         spmd.hosts_changed(joined=False)
         assert (await spmd.run(HOSTS)).code == 0
         # Host 1 has run attempt 1 under an earlier replica 0.
-        assert agents.log == ["mesh", ("launch", 2), ("stop", 15), "mesh", ("launch", 3)]
+        assert agents.log == ["hosts", ("launch", 2), ("stop", 15), "hosts", ("launch", 3)]
 
     asyncio.run(main())
 
@@ -215,7 +212,7 @@ def test_runs_of_a_session_begin_at_the_first_attempt_and_end_one_by_one() -> No
     async def main() -> None:
         events = HostEvents()
         ended = RunEndRequested(0, JobResult(137, "killed", stopped=True), signal.SIGKILL)
-        agents = ScriptedAgents(events, FAILED, GOOD, lambda: events.post(ended), GOOD)
+        agents = ScriptedHosts(events, FAILED, GOOD, lambda: events.post(ended), GOOD)
         session = LiveLike(events, 3)
         assert await work(session, agents, events).run([HOSTS[0]]) == JobResult(0, "idle")
         assert [result.code for result in session.results] == [0, 137, 0]
@@ -230,10 +227,10 @@ def test_runs_of_a_session_begin_at_the_first_attempt_and_end_one_by_one() -> No
 def test_a_refusal_ends_a_run_and_not_the_session() -> None:
     async def main() -> None:
         events = HostEvents()
-        agents, session = ScriptedAgents(events), LiveLike(events, 1)
+        agents, session = ScriptedHosts(events), LiveLike(events, 1)
         agents.refusal = (LaunchRanks, False)
         assert await work(session, agents, events).run(HOSTS) == JobResult(0, "idle")
         assert session.results == [JobResult(1, "host 1 (node1): cannot write the ranks' logs")]
-        assert agents.log == ["mesh", ("stop", 9)]
+        assert agents.log == ["hosts", ("stop", 9)]
 
     asyncio.run(main())

@@ -61,7 +61,6 @@ FILES = [
 EVENTS: list[dict[str, Any]] = [
     {"kind": "submitted", "message": "submitted as a", "seconds": 0.5},
     {"kind": "hosts", "message": "hosts 1/1", "role": "r", "seconds": 0.5},
-    {"kind": "mesh", "message": "mesh", "role": "r"},
     {
         "kind": "ranks",
         "message": "ranks 1/1",

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import hashlib
 import os
 import random
@@ -13,10 +11,8 @@ import shutil
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -28,7 +24,6 @@ from torchx_monarch.code_sync.archive import ChangedError, PackError, pack
 from torchx_monarch.code_sync.code_store import CodeStore, StoreError
 from torchx_monarch.code_sync.manifest import Entry, Tree, TreeError
 from torchx_monarch.code_sync.scan import StatCache, scan
-from torchx_monarch.host.code_distribution import HostCode
 
 
 def tree_of(root: Path) -> Tree:
@@ -373,36 +368,6 @@ def test_says_that_there_is_no_room(tmp_path: Path, store: CodeStore) -> None:
     Path(tmp_path / "store").write_text("in the way")
     with pytest.raises(StoreError, match="cannot make the code on this host: File exists"):
         store.expect(Tree({}))
-
-
-def test_a_transfer_that_was_given_up_does_not_cut_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # One host has failed while this one is still at work on the last frame; the client begins anew.
-    first, second = (tree_of(write(tmp_path / name, {"a.py": name, f"{name}.py": ""})) for name in ("one", "two"))
-    decoding, go_on, decode = threading.Event(), threading.Event(), Tree.decode
-
-    def slow(encoded: bytes, known: Any) -> Tree:
-        tree = decode(encoded, known)
-        if tree.hash == first.hash:
-            decoding.set()
-            assert go_on.wait(60)
-        return tree
-
-    def frame(tree: Tree, data: bytes, **more: bool) -> dict[str, Any]:
-        return {"tree": tree.hash, "data": base64.b64encode(data).decode(), "first": False, "last": False, **more}
-
-    async def transfers() -> str | None:
-        code, text = HostCode(str(tmp_path / "store")), second.encode()
-        one = asyncio.create_task(code.take_tree(frame(first, first.encode(), first=True, last=True)))
-        assert await asyncio.to_thread(decoding.wait, 60)
-        begin = asyncio.create_task(code.take_tree(frame(second, text[:9], first=True)))
-        await asyncio.sleep(0)
-        go_on.set()
-        await one
-        await begin
-        return await code.take_tree(frame(second, text[9:], last=True))
-
-    monkeypatch.setattr(Tree, "decode", slow)
-    assert asyncio.run(transfers()) == f"{(1 << len(second.contents)) - 1:x}"
 
 
 def _make_fifo(path: Path) -> None:

@@ -25,7 +25,7 @@ def event(time: float, kind: str, **fields: Any) -> Event:
     return {"time": time, "kind": kind, "message": fields.pop("message", kind), **fields}
 
 
-START = [event(100.5, "submitted", seconds=0.5), event(101, "supervised"), event(103, "hosts"), event(104, "mesh")]
+START = [event(100.5, "submitted", seconds=0.5), event(101, "supervised"), event(103, "hosts")]
 RESTARTED = [
     *START,
     event(106, "ranks", attempt=0, role="t", hosts=HOSTS),
@@ -61,12 +61,12 @@ def test_a_job_with_a_restart() -> None:
     check(timeline)
     assert (timeline.job.start, timeline.job.end) == (100.0, 121.0)
     assert phases(timeline) == [
-        *(("submit", 100.5), ("queue", 101), ("hosts", 103), ("mesh", 104), ("ranks", 106), ("first output", 107)),
+        *(("submit", 100.5), ("queue", 101), ("hosts", 103), ("ranks", 106), ("first output", 107)),
         *(("running", 110), ("stopping", 110.7), ("ranks", 111), ("running", 120), ("end", 121)),
     ]
     attempts = timeline.of_kind("attempt")
     assert [(one.name, one.start, one.end) for one in attempts] == [
-        ("attempt 1", 104, 110.7),
+        ("attempt 1", 103, 110.7),
         ("attempt 2", 110.7, 120),
     ]
     ranks = [(one.number, one.replica, one.pid, one.code, one.start, one.end) for one in timeline.of_kind("rank")]
@@ -85,7 +85,6 @@ def test_lost_time_is_that_of_the_outages() -> None:
         event(112, "requeue"),
         event(150, "job_started"),
         event(151, "hosts"),
-        event(152, "mesh"),
         event(160, "ranks"),
     ]
     lost = lost_seconds(build(requeued, ["t"], end=170.0), "t")
@@ -107,8 +106,7 @@ def test_a_hang_begins_when_ranks_begin_to_wait() -> None:
     [
         ([], ("queue", 130)),
         (START[1:2], ("hosts", 130)),
-        (START[1:3], ("mesh", 130)),
-        (START[1:4], ("ranks", 130)),
+        (START[1:3], ("ranks", 130)),
         ([*START[1:], event(106, "ranks")], ("running", 130)),
         ([*START[1:], event(106, "ranks"), event(107, "failure")], ("stopping", 130)),
         ([*START[1:], event(106, "ranks"), event(107, "failure"), event(108, "replacement")], ("hosts", 130)),
@@ -154,8 +152,8 @@ def test_roles_have_phases_of_their_own() -> None:
     ]
     timeline = build(happened, ["a", "b"], end=111.0)
     check(timeline)
-    assert phases(timeline, "a") == [("submit", 100.5), ("queue", 101), ("hosts", 103), ("mesh", 111)]
-    assert phases(timeline, "b")[-2:] == [("mesh", 110), ("hosts", 111)]
+    assert phases(timeline, "a") == [("submit", 100.5), ("queue", 101), ("hosts", 103), ("ranks", 111)]
+    assert phases(timeline, "b")[-2:] == [("ranks", 110), ("hosts", 111)]
 
 
 def test_nothing_is_known() -> None:

@@ -26,7 +26,7 @@ def build(*happened: Event, end: float = 30.0) -> dict[str, TraceSpan]:
     return {span.name: span for span in trace_spans.build(happened, "app", "r", 0, end=1000 + end)}
 
 
-START = [event(0, "submitted"), event(1, "hosts"), event(2, "mesh"), event(4, "ranks", attempt=0), event(5, "output")]
+START = [event(0, "submitted"), event(2, "hosts"), event(4, "ranks", attempt=0), event(5, "output")]
 
 
 def test_the_spans_of_a_job_with_a_restart() -> None:

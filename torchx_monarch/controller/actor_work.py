@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from torchx_monarch.controller.host_events import HostEvent
+from torchx_monarch.controller.host_events import HostEvent, Interrupted, StopRequested
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.insight.progress import Reporter
@@ -25,6 +25,9 @@ from torchx_monarch.model.world import LaunchError
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import ConnectError
 from torchx_monarch.transport.local_addresses import NetworkError
+
+_REPORT_TIMEOUT = 1.0
+"""Seconds to wait for the own report of a host that cannot be reached."""
 
 _MOST_NAMES = 32
 """Most names in a client's certificate: those of its interfaces, and its own."""
@@ -92,6 +95,9 @@ class ActorWork:
     async def run(self, hosts: list[Registration]) -> JobResult:
         """Run the script to its end, or admit clients until one shuts the mesh down or all are gone (see ``Work``)."""
         self._hosts = hosts
+        if wrong := await self._events.interrupt(self._network.unreachable(hosts)):
+            failure = StopRequested(0, JobResult(1, next(iter(wrong.values()))))
+            raise Interrupted(await self._events.report_within(_REPORT_TIMEOUT, failure))
         if self._script is not None:
             return await self._run_script(self._script, hosts)
         self._ready.set()

@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Iterable
 
 from torchx_monarch.controller import retry
-from torchx_monarch.controller.agents import Agents, HostRefused
 from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import (
@@ -33,6 +32,7 @@ from torchx_monarch.controller.host_messages import (
     StoreOpened,
     WatchRanks,
 )
+from torchx_monarch.controller.hosts import HostRefused, Hosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.insight.hangs import Hang
@@ -67,7 +67,7 @@ class Attempts:
 
     Args:
         options: options of the run.
-        agents: the agents of the hosts.
+        hosts: the hosts, which are asked.
         gatherer: gathers the hosts.
         events: the events that interrupt the controller.
         reporter: writes progress lines and events.
@@ -80,7 +80,7 @@ class Attempts:
     def __init__(
         self,
         options: JobOptions,
-        agents: Agents,
+        hosts: Hosts,
         gatherer: HostGatherer,
         events: HostEvents,
         reporter: Reporter,
@@ -92,7 +92,7 @@ class Attempts:
         self.number = 0
         self.exits: dict[int, RankExit] = {}
         self._options = options
-        self._agents = agents
+        self._hosts = hosts
         self._gatherer = gatherer
         self._events = events
         self._reporter = reporter
@@ -179,7 +179,7 @@ class Attempts:
             text = f"restart {budget - self._restarts_left} of {budget} after: {failure}"
             self._reporter.restarted(text, attempt=self.number, rank=cause.rank, code=cause.code)
             if excluded is not None:
-                self._agents.members = set()  # the ranks have ended
+                self._hosts.running = set()  # the ranks have ended
                 raise Interrupted(excluded)
             if delay := backoff.delay(lived):
                 self._reporter.line(describe_delay(delay, lived))
@@ -190,19 +190,18 @@ class Attempts:
 
     async def stop(self, number: int) -> None:
         """Stop the ranks of every host that can be reached with a signal, and note their exits."""
-        await self._agents.stop(number, self._options.grace, self._note)
+        await self._hosts.stop(number, self._options.grace, self._note)
         self._record_exits()
 
     async def _attempt(self, hosts: list[Registration]) -> RankExit | None:
         """Run the ranks once; return the root cause of a failure, or None if all ranks ended with code 0."""
         self.exits = {}
-        arrived = self._gatherer.reachable_newcomers
-        if self._options.sizes.elastic and (newcomers := await self._events.interrupt(arrived())):
+        if self._options.sizes.elastic and (newcomers := self._gatherer.newcomers()):
             raise Interrupted(_joined(newcomers[0]))
         world = await self._world(hosts)
         await self._gatherer.publish(self.progress(self.number))
         self._launched = self.number
-        launched = [answer async for answer in self._agents.ask(LaunchRanks(world))]
+        launched = [answer async for answer in self._hosts.ask(LaunchRanks(world), self._options.host_timeout)]
         self._reporter.phase(
             "ranks", f"ranks {world.size}/{world.size}", attempt=self.number, hosts=_shown(launched, world, hosts)
         )
@@ -226,7 +225,7 @@ class Attempts:
         """Wait for the end of the ranks; stop the others when one has failed. Return the root cause, or None."""
         growth = asyncio.ensure_future(self._report_newcomer())
         try:
-            answers = self._agents.ask(WatchRanks())
+            answers = self._hosts.ask(WatchRanks())
             async for exited in answers:
                 await asyncio.sleep(0)  # lets ``_report_output`` run first: output is reported before exits
                 self._note(exited)
@@ -270,7 +269,7 @@ class Attempts:
     async def _world(self, hosts: list[Registration]) -> World:
         """Open the port where the ranks meet; return the ranks of the attempt."""
         options = self._options
-        opening = self._agents.ask_own(
+        opening = self._hosts.ask_own(
             OpenStore(options.store_bind, options.master_addr, len(hosts)), options.host_timeout
         )
         modules = ", ".join(options.preload)
@@ -292,7 +291,7 @@ class Attempts:
     async def _report_of_stopped(self) -> None:
         """Wait for the report of a host that has stopped its own ranks, after a signal to it; return if none has.
 
-        The exits arrive through the host's agent, its report from the host itself, which may be later.
+        The exits may arrive before the report.
         """
         stopped = [one for one in self.exits.values() if one.stopped_at is not None]
         if not stopped:
@@ -345,9 +344,9 @@ class Attempts:
         A failure that all hosts share is not counted: another host would not help.
         """
         alike = failed_alike(self.exits.values(), cause)
-        if {self.exits[rank].replica for rank in alike} == {host.replica for host in self._agents.hosts}:
+        if {self.exits[rank].replica for rank in alike} == {host.replica for host in self._hosts.present}:
             return None
-        host = next((each for each in self._agents.hosts if each.replica == cause.replica), None)
+        host = next((each for each in self._hosts.present if each.replica == cause.replica), None)
         return self._gatherer.blame(host, failure) if host is not None else None
 
     def _blame_hosts(self, cause: RankExit | None) -> None:

@@ -23,9 +23,6 @@ from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 
-_NAMED_HOST_REPORT_TIMEOUT = 1.0
-"""Seconds to wait for a host's own report when the failure names the host already and no replacement will come."""
-
 
 class Work(Protocol):
     """The work of the hosts once they are together: runs of ranks (``SpmdWork``), or actors (``ActorWork``)."""
@@ -79,7 +76,6 @@ class Controller:
         self._sizes = options.sizes
         self._first_wait = self._sizes.last_call if first_wait is None else first_wait
         self._replacements_left = options.replacements
-        self._report_timeout = options.report_timeout
         self._rendezvous = rendezvous
         self._events = rendezvous.events
         self._reporter = reporter
@@ -101,7 +97,7 @@ class Controller:
         return result
 
     async def _gather(self, wait: float) -> list[Registration]:
-        """Wait for the hosts of the next attempt, and check that each can be reached.
+        """Wait for the hosts of the next attempt.
 
         Args:
             wait: seconds to wait for hosts beyond the minimum.
@@ -121,12 +117,6 @@ class Controller:
             return not self._is_own(event) and (gone or isinstance(event, HostJoined))
 
         self._events.settle_all(settled)
-        if wrong := await self._events.interrupt(self._gatherer.unreachable(hosts), concerns_hosts):
-            if refused := await self._gatherer.refuse(wrong):
-                raise Interrupted(refused)
-            within = self._report_timeout if self._replacements_left else _NAMED_HOST_REPORT_TIMEOUT
-            failure = StopRequested(0, JobResult(1, next(iter(wrong.values()))))
-            raise Interrupted(await self._events.report_within(within, failure))
         return hosts
 
     async def _handle(self, event: HostEvent) -> JobResult | None:

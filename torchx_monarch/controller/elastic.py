@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from torchx_monarch.command.command import Command
 from torchx_monarch.controller.host_choice import HostFailures, choose, machine
-from torchx_monarch.controller.host_events import HostEvent, HostExcluded, HostLost
+from torchx_monarch.controller.host_events import HostEvent, HostExcluded
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_record import AttemptProgress
@@ -95,7 +95,6 @@ class HostGatherer:
         sizes: number of hosts of the job.
         rendezvous: the rendezvous at which the hosts register.
         reporter: writes progress lines and events.
-        unreachable: returns the reason for each host that cannot be reached, by replica (``HostNetwork.unreachable``).
         failures: counts the failures of hosts; None to exclude no host.
         places: replicas of the last attempt under an earlier leader, in the order of their node ranks; empty for none.
     """
@@ -105,12 +104,10 @@ class HostGatherer:
         sizes: NodeRange,
         rendezvous: Rendezvous,
         reporter: Reporter,
-        unreachable: Callable[[Iterable[Registration]], Awaitable[dict[int, str]]],
         failures: HostFailures | None = None,
         places: Sequence[int] = (),
     ) -> None:
         self.leader = rendezvous.leader
-        self.unreachable = unreachable
         self._sizes = sizes
         self._rendezvous = rendezvous
         self._registry = rendezvous.hosts
@@ -164,17 +161,15 @@ class HostGatherer:
     async def newcomer(self) -> Registration:
         """Wait for a host that is not in the attempt, and then for all others or the end of the last call."""
         registry = self._registry
-        while not (newcomers := await self.reachable_newcomers()):
-            await registry.until(lambda: bool(self._newcomers()))
+        while not (newcomers := self.newcomers()):
+            await registry.until(lambda: bool(self.newcomers()))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(registry.until(self._settled), self._sizes.last_call)
         return newcomers[0]
 
-    async def reachable_newcomers(self) -> list[Registration]:
-        """Return the hosts that are not in the attempt, and refuse the unreachable ones before any rank is stopped."""
-        if refused := await self.refuse(await self.unreachable(self._newcomers())):
-            self._reporter.note(refused.KIND, refused.result.reason, replica=refused.replica)
-        return self._newcomers()
+    def newcomers(self) -> list[Registration]:
+        """Return the hosts that would join the present attempt if it were formed now."""
+        return [host for host in self._choose() if host not in self._members]
 
     def blame(self, host: Registration, reason: str, unfit: bool = False) -> HostExcluded | None:
         """Count a failure of a host; return the event that puts another host in its place if one is there.
@@ -217,27 +212,6 @@ class HostGatherer:
             text = f"spare: {', '.join(host.name for host in spares)}" if spares else "no spare host is left"
             self._reporter.note("spares", text, replicas=sorted(self._told), hosts=[host.hostname for host in spares])
 
-    async def refuse(self, reasons: Mapping[int, str]) -> HostLost | None:
-        """Dismiss hosts that cannot take part in an elastic job, which goes on without them.
-
-        Args:
-            reasons: why each host cannot take part, by replica; empty for none.
-
-        Returns:
-            The loss of the first of these hosts. None if the job cannot dismiss them: it cannot lose hosts, ``reasons``
-            is empty, or this host is among them.
-        """
-        if not reasons or self.leader in reasons or not self._sizes.can_lose:
-            return None
-        losses = []
-        for replica, reason in reasons.items():
-            result = JobResult(1, reason, replica=replica)
-            losses.append(HostLost(replica, result))
-            await self._rendezvous.dismiss(replica, result)
-        for loss in losses[1:]:
-            self._reporter.note(loss.KIND, loss.result.reason, replica=loss.replica)
-        return losses[0]
-
     async def publish(self, progress: AttemptProgress) -> None:
         """Tell the other hosts of the present attempt, so that one of them can go on if this host is lost."""
         places = tuple(host.replica for host in self._members)
@@ -271,10 +245,6 @@ class HostGatherer:
     def _excluded(self) -> set[int]:
         registered = self._registry.registered.values()
         return {host.replica for host in registered if machine(host, registered) in self._failures.excluded}
-
-    def _newcomers(self) -> list[Registration]:
-        """Return the hosts that would join the present attempt if it were formed now."""
-        return [host for host in self._choose() if host not in self._members]
 
     def _report_idle_change(self, loss: HostEvent | None) -> None:
         if loss is not None:

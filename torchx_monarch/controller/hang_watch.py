@@ -14,8 +14,8 @@ import math
 import traceback
 from collections.abc import Iterator
 
-from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.host_messages import ReadCollectives, TakeStacks
+from torchx_monarch.controller.hosts import Hosts
 from torchx_monarch.insight.hangs import Hang, describe_places, diagnose
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.insight.stacks import rank_ranges
@@ -34,14 +34,14 @@ class HangWatch:
     """Find ranks that hang, report them, and say whether they are to be stopped.
 
     Args:
-        agents: the agents of the hosts.
+        hosts: the hosts, which are asked.
         reporter: writes progress lines and events.
         hang_after: seconds for which ranks wait in a collective until that counts as a hang; 0 not to watch.
         on_hang: ``observe``, ``restart`` or ``fail``.
     """
 
-    def __init__(self, agents: Agents, reporter: Reporter, hang_after: float = 0.0, on_hang: str = "observe") -> None:
-        self._agents = agents
+    def __init__(self, hosts: Hosts, reporter: Reporter, hang_after: float = 0.0, on_hang: str = "observe") -> None:
+        self._hosts = hosts
         self._reporter = reporter
         self._hang_after = hang_after
         self._on_hang = on_hang
@@ -101,12 +101,12 @@ class HangWatch:
         self._known = known if hang is not None and hang.same_as(known) else hang
 
     async def _longest_wait(self) -> float:
-        answers, missing = await self._agents.collect(ReadCollectives(details=False), _TIMEOUT)
+        answers, missing = await self._hosts.collect(ReadCollectives(details=False), _TIMEOUT)
         longest = 0.0 if missing else max((answer.longest_wait for answer in answers), default=0.0)
         return min(longest, self._at_most())
 
     async def _diagnosed(self) -> Hang | None:
-        answers, missing = await self._agents.collect(ReadCollectives(details=True), _TIMEOUT)
+        answers, missing = await self._hosts.collect(ReadCollectives(details=True), _TIMEOUT)
         if missing or self._rests:
             return None
         return diagnose([rank for answer in answers for rank in answer.ranks], self._hang_after, self._at_most())
@@ -115,7 +115,7 @@ class HangWatch:
         return asyncio.get_running_loop().time() - self._since
 
     async def _report(self, hang: Hang, attempt: int) -> None:
-        answers, _ = await self._agents.collect(TakeStacks(None, False, kept_as="while ranks hang"), _TIMEOUT)
+        answers, _ = await self._hosts.collect(TakeStacks(None, False, kept_as="while ranks hang"), _TIMEOUT)
         place = describe_places(hang.ranks, [stacks for answer in answers for stacks in answer.stacks])
         self._reporter.note(
             "hang",

@@ -126,7 +126,7 @@ class HostEvents:
     async def report_within(self, seconds: float, failure: HostEvent) -> HostEvent:
         """Wait ``seconds`` for a host's own report of a failure; return ``failure`` if none arrives.
 
-        The host's report names the cause better than Monarch's error, but may arrive some seconds later.
+        The host's report names the cause better than its broken connection, but may arrive some seconds later.
         """
         try:
             return await asyncio.wait_for(self.next(concerns_hosts), seconds)
@@ -152,17 +152,6 @@ class HostEvents:
         finally:
             work.cancel()
             event.cancel()
-
-
-def agent_lost(host: Registration, silent: float = 0.0) -> HostLost:
-    """Return the event of a host whose agent has died or does not answer.
-
-    Args:
-        host: the host.
-        silent: seconds for which the agent has not answered its host process; 0 if the agent has died.
-    """
-    how = f"does not answer: no message from it for {silent:g} s (lease)" if silent else "died"
-    return HostLost(host.replica, JobResult(1, f"the agent of {host.name} {how}", replica=host.replica))
 
 
 def signalled(host: Registration, number: int, announced: bool | None) -> HostPreempted | StopRequested:

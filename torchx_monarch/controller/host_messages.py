@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The requests of the controller to the hosts, their answers, and what hosts report without a request.
 
-A request travels through the host's agent as a name and a JSON object, an answer as a JSON object with its ``type``.
-Replica 0's own host gets and returns the objects themselves. A report travels over the connection with which the host
-has registered.
+All of them travel over the connection with which a host has registered: a request as a name and a JSON object
+(``host_requests``), an answer or report as a JSON object with its ``type``. The leader's own host gets and returns the
+objects themselves.
 """
 
 from __future__ import annotations
@@ -221,7 +221,6 @@ class RunBegun:
         run_id: TORCHELASTIC_RUN_ID of the ranks.
         max_restarts: how often the ranks are restarted after a failure.
         grace: seconds from SIGTERM to SIGKILL for the ranks.
-        fresh: whether this is the first request for the run.
     """
 
     replica: int
@@ -229,7 +228,6 @@ class RunBegun:
     run_id: str
     max_restarts: int
     grace: float
-    fresh: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,26 +239,39 @@ class FinishRun:
 
 @dataclasses.dataclass(frozen=True)
 class RunFinished:
-    """The answer to ``FinishRun``: the number of the host's records that replica 0 must have received."""
+    """The answer to ``FinishRun``, before which the host has sent all output of the run."""
 
     replica: int
-    records: int
 
 
 @dataclasses.dataclass(frozen=True)
-class HandleCode:
-    """Execute an operation on the host's copies of clients' code (see ``host.code_distribution``)."""
+class ProbeFile:
+    """Look whether the host sees a file with a text."""
 
-    op: str
-    args: Mapping[str, Any]
+    path: str
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
-class CodeHandled:
-    """The answer to ``HandleCode``; the operation determines the type of ``result``."""
+class FileProbed:
+    """The answer to ``ProbeFile``: whether the host sees it."""
 
     replica: int
-    result: Any
+    seen: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class FetchCode:
+    """Get code from the leader unless the host has it (see ``host.code_distribution``)."""
+
+    tree: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeFetched:
+    """The answer to ``FetchCode``."""
+
+    replica: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,13 +305,6 @@ class SignalReceived:
 
 
 @dataclasses.dataclass(frozen=True)
-class AgentLost:
-    """Report that the agent has died or, after ``silent`` seconds, does not answer; 0 seconds if it has died."""
-
-    silent: float
-
-
-@dataclasses.dataclass(frozen=True)
 class RunOutput:
     """Report records of a run on a live allocation.
 
@@ -315,9 +319,9 @@ class RunOutput:
 
 _RankRequest: TypeAlias = OpenStore | LaunchRanks | WatchRanks | StopRanks | TakeStacks | ReadCollectives | SampleRanks
 _RankAnswer: TypeAlias = StoreOpened | Launched | RanksExited | StacksTaken | CollectivesRead | RanksSampled
-Request: TypeAlias = _RankRequest | OpenLink | TakeFacts | BeginRun | FinishRun | HandleCode
-Answer: TypeAlias = _RankAnswer | LinkOpened | FactsTaken | RunBegun | RunFinished | CodeHandled | Refused
-Report: TypeAlias = SignalReceived | AgentLost | RunOutput
+Request: TypeAlias = _RankRequest | OpenLink | TakeFacts | BeginRun | FinishRun | ProbeFile | FetchCode
+Answer: TypeAlias = _RankAnswer | LinkOpened | FactsTaken | RunBegun | RunFinished | FileProbed | CodeFetched | Refused
+Report: TypeAlias = SignalReceived | RunOutput
 Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
 
 _REQUESTS: dict[str, type[Request]] = {each.__name__: each for each in get_args(Request)}

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
-from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.host_messages import Request, SampleRanks, TakeStacks
+from torchx_monarch.controller.hosts import Hosts
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.transport import messages
 
@@ -29,11 +29,11 @@ class HostQueries:
     """Ask the hosts of a role on behalf of clients.
 
     Args:
-        agents: the agents of the hosts.
+        hosts: the hosts, which are asked.
     """
 
-    def __init__(self, agents: Agents) -> None:
-        self._agents = agents
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
 
     async def stacks(
         self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -51,9 +51,9 @@ class HostQueries:
         await self._answer("samples", SampleRanks(), _TIMEOUT, writer)
 
     async def _answer(self, kind: str, request: Request, timeout: float, writer: asyncio.StreamWriter) -> None:
-        if not self._agents.hosts:
+        if not self._hosts.present:
             raise RendezvousError("there are no ranks yet: the hosts are not together")
-        answers, missing = await self._agents.collect(request, timeout)
+        answers, missing = await self._hosts.collect(request, timeout)
         for answer in answers:
             found = [dataclasses.asdict(one) for one in getattr(answer, kind)]
             await messages.send(writer, {"type": kind, "replica": answer.replica, kind: found})

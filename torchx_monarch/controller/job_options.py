@@ -28,8 +28,8 @@ class JobOptions:
         grace: seconds from SIGTERM to SIGKILL for ranks.
         master_addr: address by which ranks dial rank 0, unless the user names one.
         store_bind: local address on which rank 0's store listens, unless the user names one; empty for all.
-        report_timeout: seconds to wait for a host's own report after a Monarch call has failed.
-        lease: seconds to wait for that report if a host or an agent may be silent, but not gone.
+        report_timeout: seconds to wait for a host's own report after it has refused a request.
+        lease: seconds to wait for that report if a host may be silent, but not gone.
         monarch_log: path of Monarch's log, for messages.
         hang_after: seconds for which ranks wait in a collective until that counts as a hang; 0 for never.
         on_hang: what to do about ranks that hang: ``observe``, ``restart`` or ``fail``.

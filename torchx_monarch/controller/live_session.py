@@ -8,21 +8,16 @@ import asyncio
 import dataclasses
 from typing import Any
 
-from torchx_monarch.controller.agents import Agents, HostRefused, HostsError
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.host_events import Interrupted, concerns_hosts
 from torchx_monarch.controller.host_messages import (
     BeginRun,
-    CodeHandled,
     FinishRun,
-    HandleCode,
-    Refused,
     Request,
     RunBegun,
-    RunFinished,
     RunOutput,
-    StopRanks,
 )
+from torchx_monarch.controller.hosts import HostRefused, Hosts, HostsError
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run import Run
@@ -31,7 +26,6 @@ from torchx_monarch.controller.spmd_work import Session
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
-from torchx_monarch.model.world import LaunchError
 
 _FINISH_TIMEOUT = 30.0
 """Seconds for the hosts to send the last output of a run and to prepare for the next run."""
@@ -44,22 +38,19 @@ class LiveSession(Session):
         options: options of the allocation.
         rendezvous: the rendezvous of hosts and clients.
         reporter: writes progress lines and events.
-        agents: the agents of the hosts.
+        hosts: the hosts, which are asked.
         run_queue: the runs.
     """
 
     def __init__(
-        self, options: JobOptions, rendezvous: Rendezvous, reporter: Reporter, agents: Agents, run_queue: RunQueue
+        self, options: JobOptions, rendezvous: Rendezvous, reporter: Reporter, hosts: Hosts, run_queue: RunQueue
     ) -> None:
         super().__init__(options, rendezvous.events)
         self._leader = rendezvous.leader
         self._reporter = reporter
-        self._agents = agents
+        self._hosts = hosts
         self._run_queue = run_queue
-        self._received: dict[int, int] = {}
-        self._arrived = asyncio.Event()
-        run_queue.handle_code = self._handle_code
-        run_queue.stop_ranks = self._stop_ranks
+        run_queue.broadcast = self._broadcast
         rendezvous.on_output = self._output
         if (run := run_queue.current) is not None:  # of an earlier leader
             self._show_phases_of(run)
@@ -75,7 +66,6 @@ class LiveSession(Session):
         if not await self._run_queue.run_wanted():
             return JobResult(0, f"no run for {self._run_queue.idle_timeout:g} s: the hosts end", stopped=True)
         run = self._run_queue.begin()
-        self._received = {}
         self._show_phases_of(run)
         self._reporter.note("run", f"run {run.number}: {run.request.shown}", run=run.number)
         return None
@@ -87,8 +77,6 @@ class LiveSession(Session):
     def set_ready(self, ready: bool) -> None:
         """Note whether the hosts are together, on a new mesh."""
         self._run_queue.ready = ready
-        if ready:
-            self._run_queue.codes.clear()
 
     async def close(self, result: JobResult) -> None:
         """End all runs, because the hosts end."""
@@ -101,13 +89,9 @@ class LiveSession(Session):
         """Prepare the hosts for the current run (see ``Session``)."""
         run = self._run_queue.current
         assert run is not None
-        if run.request.synced:
-            await self._distribute_code(run.request.code)
         begun: dict[int, RunBegun] = {}
-        async for answer in self._agents.ask(BeginRun(run.number, run.token, run.request)):
+        async for answer in self._hosts.ask(BeginRun(run.number, run.token, run.request)):
             begun[answer.replica] = answer
-            if answer.fresh:
-                self._received[answer.replica] = 0
         run.ranks = sum(answer.nproc for answer in begun.values())
         first = begun[self._leader]
         options = dataclasses.replace(
@@ -124,8 +108,9 @@ class LiveSession(Session):
         run = self._run_queue.current
         assert run is not None
         word = "STOPPED" if result.stopped else "FAILED" if result.code else "SUCCEEDED"
+        finishing = asyncio.wait_for(self._broadcast(FinishRun(run.token)), _FINISH_TIMEOUT)
         try:
-            await self._events.interrupt(asyncio.wait_for(self._finish_hosts(run), _FINISH_TIMEOUT), concerns_hosts)
+            await self._events.interrupt(finishing, concerns_hosts)  # a host sends its output before its answer
         except Interrupted:
             pass  # the hosts are not together any more, or the session ends: the next wait handles the event
         except (HostsError, asyncio.TimeoutError) as error:
@@ -136,44 +121,18 @@ class LiveSession(Session):
         self._reporter.note("run_end", f"run {run.number} {word}: {result.reason}", run=run.number, code=result.code)
         self._run_queue.finish(run, result, [{"type": "attempts", "count": attempts.number + 1}, *exits])
 
-    async def _distribute_code(self, code: str) -> None:
-        """Copy the code of a run to the hosts that joined after it was distributed."""
-        if code in self._run_queue.codes:
-            return
-        assert self._run_queue.distribute_code is not None
-        try:
-            await self._events.interrupt(self._run_queue.distribute_code(code))
-        except (HostsError, LaunchError) as error:
-            raise HostRefused(Refused(0, "", str(error), 1)) from None
-
     # -- requests to all hosts -----------------------------------------------------------------------------------------
 
     async def _broadcast(self, request: Request) -> list[Any]:
         if not self._run_queue.ready:
             raise HostsError("the hosts are not together")
-        return await self._agents.broadcast(request)
-
-    async def _handle_code(self, op: str, args: dict[str, Any]) -> dict[int, Any]:
-        answers: list[CodeHandled] = await self._broadcast(HandleCode(op, args))
-        return {answer.replica: answer.result for answer in answers}
-
-    async def _stop_ranks(self, number: int, grace: float) -> None:
-        await self._broadcast(StopRanks(number, grace))
+        return await self._hosts.broadcast(request)
 
     # -- output of the other hosts -------------------------------------------------------------------------------------
 
     def _output(self, host: Registration, output: RunOutput) -> None:
-        run, records = self._run_queue.current, output.records.splitlines()
+        run = self._run_queue.current
         if run is None or output.token != run.token:
             return
-        for line in records:
+        for line in output.records.splitlines():
             run.run_log.append_line(line.encode() + b"\n")
-        self._received[host.replica] = self._received.get(host.replica, 0) + len(records)
-        self._arrived.set()
-
-    async def _finish_hosts(self, run: Run) -> None:
-        """Have the hosts finish a run, and wait until all the output that they have sent has arrived."""
-        finished: list[RunFinished] = await self._broadcast(FinishRun(run.token))
-        while any(self._received.get(one.replica, 0) < one.records for one in finished if one.replica != self._leader):
-            self._arrived.clear()
-            await self._arrived.wait()

@@ -7,9 +7,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.host_comparison import compare
 from torchx_monarch.controller.host_messages import FactsTaken, LinkOpened, OpenLink, TakeFacts
+from torchx_monarch.controller.hosts import Hosts
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import HostFacts, Link
 from torchx_monarch.model.registration import Registration
@@ -27,14 +27,14 @@ class Preflight:
     Args:
         mode: ``on`` to fail the run if something is wrong, ``warn`` to report it, ``off`` to check nothing.
         networked: whether hosts reach each other over a network.
-        agents: the agents of the hosts.
+        hosts: the hosts, which are asked.
         reporter: writes progress lines and events.
     """
 
-    def __init__(self, mode: str, networked: bool, agents: Agents, reporter: Reporter) -> None:
+    def __init__(self, mode: str, networked: bool, hosts: Hosts, reporter: Reporter) -> None:
         self._mode = mode
         self._networked = networked
-        self._agents = agents
+        self._hosts = hosts
         self._reporter = reporter
         self._checked: list[Registration] = []
         self.culprit: Registration | None = None
@@ -55,7 +55,7 @@ class Preflight:
         facts: dict[int, HostFacts] = {}
         offsets: dict[int, float] = {}
         links: dict[int, Link] = {}
-        async for answer in self._agents.ask(TakeFacts(tuple(ports))):
+        async for answer in self._hosts.ask(TakeFacts(tuple(ports))):
             assert isinstance(answer, FactsTaken)
             facts[answer.replica] = answer.facts
             offsets[answer.replica] = clock_offset(answer.facts, sent, time.time())
@@ -84,7 +84,7 @@ class Preflight:
 
     async def _open_links(self) -> list[LinkOpened]:
         """Have all hosts listen for their measurement; return where, in the order of their replicas."""
-        answers = [answer async for answer in self._agents.ask(OpenLink())]
+        answers = [answer async for answer in self._hosts.ask(OpenLink())]
         return sorted((one for one in answers if isinstance(one, LinkOpened)), key=lambda one: one.replica)
 
 

@@ -7,13 +7,13 @@ result. Each side counts the other as lost when the connection breaks, or stays 
 (``transport.lease``).
 
 =========================  =======================================================================================
-host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, and the reports in
-                           ``host_messages``
+host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``answer``
+                           (``host_requests``), and the reports in ``host_messages``
 client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and the kinds in
                            ``Rendezvous.clients``
 replica 0 to either        ``registered`` (with its name and term), ``alive``, ``refused`` (with the reason), ``state``,
                            ``job`` (what a host must know to go on with the job), ``leaves`` (with the reason for which
-                           another host is to take over), ``result``
+                           another host is to take over), ``request`` and ``cancel`` (``host_requests``), ``result``
 =========================  =======================================================================================
 
 When replica 0 is lost, another host may take over this side of the rendezvous (``succession``): it is the leader then.
@@ -40,11 +40,11 @@ from torchx_monarch.controller.host_events import (
     HostLost,
     HostPreempted,
     StopRequested,
-    agent_lost,
     signalled,
 )
-from torchx_monarch.controller.host_messages import AgentLost, RunOutput, SignalReceived, decode_report
+from torchx_monarch.controller.host_messages import RunOutput, SignalReceived, decode_report
 from torchx_monarch.controller.host_registry import HostRegistry
+from torchx_monarch.controller.host_requests import HostRequests
 from torchx_monarch.controller.quorum import Quorum
 from torchx_monarch.controller.record_publisher import RecordPublisher
 from torchx_monarch.model.codec import DecodeError, decode
@@ -93,6 +93,7 @@ class Rendezvous:
         leader: replica of this host.
         events: the events that interrupt the controller.
         hosts: the hosts that are registered.
+        requests: sends requests to the hosts.
         record: keeps the hosts informed of what another one must know to take over.
         handed_over: whether this host has left the job to another leader.
         superseded: whether another host leads the job, or may do so.
@@ -161,6 +162,7 @@ class Rendezvous:
         self._leases: Leases[int] = Leases(lease, self._lease_expired)
         self._silent: set[int] = set()
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self.requests = HostRequests(self._writers)
         self.record = RecordPublisher(leader, term, self._others, self._writers, hands_over, self._quorum, before)
         self._ending = False
         self._result: JobResult | None = None
@@ -322,7 +324,7 @@ class Rendezvous:
             lost = _lost(host, f"was lost: {error}")
         ended = connections.closed_by_peer(reader) and host.replica not in self._silent
         self._silent.discard(host.replica)
-        if self._writers.get(host.replica) is writer:
+        if current := self._writers.get(host.replica) is writer:
             del self._writers[host.replica]
             self._leases.drop(host.replica)
         known = self.hosts.registered.get(host.replica)
@@ -336,6 +338,8 @@ class Rendezvous:
                 self._note_idle_change(lost)
             else:
                 self.events.post(lost)
+        if current:
+            self.requests.drop(host.replica)  # after the event of the loss, which names the cause
 
     def _kind(self, greeting: messages.Message | None) -> str:
         if greeting is None:
@@ -396,8 +400,6 @@ class Rendezvous:
                 report = decode_report(message)
             except DecodeError as error:
                 raise messages.ProtocolError(str(error)) from None
-            if isinstance(report, AgentLost):
-                return agent_lost(host, report.silent)
             if isinstance(report, SignalReceived):
                 if not 0 < report.number < signal.NSIG:
                     raise messages.ProtocolError(f"{_brief(report.number)} is no number of a signal")
@@ -409,6 +411,8 @@ class Rendezvous:
                     self._note_idle_change(event)
                 else:
                     self.events.post(event)
+            if message.get("type") == "answer" and host.replica in self._writers:
+                self.requests.receive(host.replica, message)
             if isinstance(report, RunOutput) and self.on_output is not None:
                 self.on_output(host, report)
             if self._quorum is not None and message.get("generation") == self.record.generation:

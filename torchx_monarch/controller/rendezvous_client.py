@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 
 from torchx_monarch.controller import succession
-from torchx_monarch.controller.host_messages import Report, encode_message
+from torchx_monarch.controller.host_messages import Answer, Handler, Refused, Report, Request, encode_message
+from torchx_monarch.controller.host_requests import HostResponder
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.model.codec import DecodeError
 from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
@@ -113,6 +114,11 @@ def _number(message: messages.Message, name: str, default: int) -> int:
     return number if isinstance(number, int) else default
 
 
+async def no_requests(request: Request) -> Answer:
+    """Refuse a request of replica 0."""
+    return Refused(-1, "", f"this host executes no {type(request).__name__}", 1)
+
+
 class RendezvousClient:
     """The connection of a host to replica 0, for every host but replica 0.
 
@@ -199,14 +205,20 @@ class RendezvousClient:
         """Send a report to replica 0."""
         await messages.send(self._writer, encode_message(report))
 
-    async def result(self) -> JobResult | None:
-        """Wait for the result and send heartbeats meanwhile; return None if replica 0 is lost."""
+    async def result(self, handler: Handler = no_requests) -> JobResult | None:
+        """Wait for the result and send heartbeats meanwhile; return None if replica 0 is lost.
+
+        Args:
+            handler: executes the requests of replica 0; it must not raise.
+        """
+        requests = HostResponder(self._writer, handler)
         heartbeats = asyncio.ensure_future(self._send_heartbeats())
         self._leases.start()
         self._leases.renew(self._name)
         try:
             while message := await messages.receive(self._reader):
                 self._leases.renew(self._name)
+                requests.receive(message)
                 if message.get("type") == "job":
                     self.job = JobRecord.from_json(message.get("job"))
                     await messages.send(self._writer, {"type": "alive", "generation": self.job.generation})
@@ -223,6 +235,7 @@ class RendezvousClient:
         except (messages.ProtocolError, DecodeError) as error:
             self.lost = str(error)
         finally:
+            requests.close()
             heartbeats.cancel()
             self._leases.stop()
         return None

@@ -29,6 +29,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from torchx_monarch.controller.host_events import RunEndRequested, StopRequested
+from torchx_monarch.controller.host_messages import Request, StopRanks
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.run import Run
 from torchx_monarch.insight.run_log import RunLog
@@ -60,13 +61,10 @@ class RunQueue:
     """Manage the runs of an allocation, on replica 0.
 
     Attributes:
-        KINDS: handlers of the clients' greetings, by kind. Further kinds must be added before a queue is created.
+        KINDS: handlers of the clients' greetings, by kind.
         current: the run that the controller works on; None between runs.
         ready: whether the mesh is formed.
-        handle_code: executes an operation on the code of every host and returns the results by replica.
-        stop_ranks: stops the ranks of every host with a signal, and SIGKILL after some seconds.
-        codes: hashes of the code that every host of this mesh has.
-        distribute_code: copies the code with a given hash from replica 0's host to hosts that joined later.
+        broadcast: sends a request to every host and returns the answers (``Hosts.broadcast``); None before the session.
 
     Args:
         rendezvous: the rendezvous to which clients connect.
@@ -97,10 +95,7 @@ class RunQueue:
     ) -> None:
         self.current: Run | None = None
         self.ready = False
-        self.handle_code: Callable[[str, dict[str, Any]], Awaitable[dict[int, Any]]] | None = None
-        self.stop_ranks: Callable[[int, float], Awaitable[None]] | None = None
-        self.codes: set[str] = set()
-        self.distribute_code: Callable[[str], Awaitable[None]] | None = None
+        self.broadcast: Callable[[Request], Awaitable[list[Any]]] | None = None
         self.idle_timeout = idle_timeout
         self._rendezvous = rendezvous
         self._app = app
@@ -120,7 +115,7 @@ class RunQueue:
         self._feeding: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         for kind, handler in self.KINDS.items():
-            rendezvous.clients[kind] = self._bound(handler)
+            self.serve(kind, handler)
         if before is not None:
             self._go_on(before, own_log)
 
@@ -261,14 +256,16 @@ class RunQueue:
 
     # -- for clients ---------------------------------------------------------------------------------------------------
 
-    def _bound(self, handler: Handler) -> Callable[..., Awaitable[None]]:
+    def serve(self, kind: str, handler: Handler) -> None:
+        """Have a handler serve the clients' greetings of a kind."""
+
         async def serve(greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             role = greeting.get("role")
             if role and role != self._role:
                 raise RendezvousError(f"these are the hosts of role {self._role!r}, not of {role!r:.100}")
             await handler(self, greeting, reader, writer)
 
-        return serve
+        self._rendezvous.clients[kind] = serve
 
     def state(self) -> messages.Message:
         """Return the answer to ``look``."""
@@ -454,10 +451,10 @@ async def _end_run(run_queue: RunQueue, greeting: messages.Message, reader: Any,
     )
     run_queue.end_run(run, result, number)
     await run_queue.publish_now()
-    if kill and run is run_queue.current and run_queue.stop_ranks is not None:
+    if kill and run is run_queue.current and run_queue.broadcast is not None:
         # Directly: the controller may be waiting out the grace period of an earlier stop request.
         with contextlib.suppress(Exception):
-            await run_queue.stop_ranks(signal.SIGKILL, 0.0)
+            await run_queue.broadcast(StopRanks(signal.SIGKILL, 0.0))
     await messages.send(writer, {"type": "ending", "run": run.number, "state": run.state})
 
 

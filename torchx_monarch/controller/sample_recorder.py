@@ -8,8 +8,8 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.host_messages import SampleRanks
+from torchx_monarch.controller.hosts import Hosts
 from torchx_monarch.insight.sample_log import SampleLog
 
 _EVERY = 5.0
@@ -26,13 +26,13 @@ class SampleRecorder:
     """Record samples of the ranks.
 
     Args:
-        agents: the agents of the hosts.
+        hosts: the hosts, which are asked.
         log: where they are recorded; None for nowhere.
         every: seconds between two samples.
     """
 
-    def __init__(self, agents: Agents, log: SampleLog | None, every: float = _EVERY) -> None:
-        self._agents = agents
+    def __init__(self, hosts: Hosts, log: SampleLog | None, every: float = _EVERY) -> None:
+        self._hosts = hosts
         self._log = log
         self._every = every
 
@@ -48,6 +48,6 @@ class SampleRecorder:
 
     async def _record(self, log: SampleLog) -> None:
         while True:
-            await asyncio.sleep(max(self._every, _PER_HOST * len(self._agents.hosts)))
-            answers, _ = await self._agents.collect(SampleRanks(groups=False), _TIMEOUT)
+            await asyncio.sleep(max(self._every, _PER_HOST * len(self._hosts.present)))
+            answers, _ = await self._hosts.collect(SampleRanks(groups=False), _TIMEOUT)
             log.append(sample for answer in answers for sample in answer.samples)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from torchx_monarch.controller.agents import Agents, HostRefused
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.host_events import (
@@ -22,6 +21,7 @@ from torchx_monarch.controller.host_events import (
     StopRequested,
     concerns_hosts,
 )
+from torchx_monarch.controller.hosts import HostRefused, Hosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.sample_recorder import SampleRecorder
 from torchx_monarch.model.job_result import JobResult
@@ -92,7 +92,7 @@ class SpmdWork:
 
     Args:
         session: the runs.
-        agents: the agents of the hosts.
+        hosts: the hosts, which are asked.
         gatherer: gathers the hosts.
         events: the events that interrupt the controller.
         new_attempts: returns the attempts of a new run.
@@ -102,14 +102,14 @@ class SpmdWork:
     def __init__(
         self,
         session: Session,
-        agents: Agents,
+        hosts: Hosts,
         gatherer: HostGatherer,
         events: HostEvents,
         new_attempts: Callable[[], Attempts],
         recorder: SampleRecorder,
     ) -> None:
         self._session = session
-        self._agents = agents
+        self._hosts = hosts
         self._gatherer = gatherer
         self._events = events
         self._new_attempts = new_attempts
@@ -120,7 +120,7 @@ class SpmdWork:
         """Execute runs until the session ends (see ``Work``)."""
         # Hosts that outlived an earlier replica 0 have run attempts already.
         self._attempts.number = max(self._attempts.number, *(host.attempt + 1 for host in hosts))
-        await self._agents.form(hosts, self._gatherer)
+        self._hosts.form(hosts)
         self._session.set_ready(True)
         try:
             while True:
@@ -158,11 +158,11 @@ class SpmdWork:
     async def stop(self, event: HostEvent, left: bool) -> bool:
         """Stop the ranks (see ``Work``)."""
         if left:
-            self._agents.members.discard(event.replica)
-        if not self._agents.members:
+            self._hosts.running.discard(event.replica)
+        if not self._hosts.running:
             return False
         await self._attempts.stop(event.signal)
-        self._agents.members = set()
+        self._hosts.running = set()
         return True
 
     def hosts_changed(self, joined: bool) -> None:

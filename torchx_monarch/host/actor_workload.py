@@ -9,7 +9,6 @@ folder and output of the role, as ranks have. The lines that Monarch prints when
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
@@ -22,7 +21,9 @@ from torchx_monarch.command.torchrun_options import DEFAULTS
 from torchx_monarch.controller.actor_work import ActorWork
 from torchx_monarch.controller.controller import Work
 from torchx_monarch.controller.elastic import NodeRange
+from torchx_monarch.controller.host_messages import Answer, Request
 from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.rendezvous_client import no_requests
 from torchx_monarch.controller.roles import is_registered_address
 from torchx_monarch.host.batch_run import BatchRun, check_script
 from torchx_monarch.host.ranks.rank_output import OutputPipe
@@ -32,6 +33,7 @@ from torchx_monarch.model.env_names import CREDENTIALS, is_for_hosts
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import World
+from torchx_monarch.monarch_adapter.worker_loop import SCHEMES, WorkerLoop
 from torchx_monarch.system import processes
 from torchx_monarch.transport import connections, local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError
@@ -55,7 +57,6 @@ class ActorWorkload:
     """
 
     replaced = False
-    needs_monarch = True
     listens = True
 
     def __init__(self, host: Host) -> None:
@@ -110,20 +111,19 @@ class ActorWorkload:
         self._host.environ.update({"MONARCH_THIS_JOB": path, "MONARCH_BATCH_JOB": "1"})
         return await self._run.start()
 
-    async def start_worker(
-        self, network: HostNetwork, warn: Callable[[str], None], on_agent_lost: Callable[[float], None]
-    ) -> None:
-        """Start Monarch's worker loop, which has no agent (see ``Workload``)."""
+    async def start_worker(self, network: HostNetwork, warn: Callable[[str], None]) -> str:
+        """Start Monarch's worker loop (see ``Workload``)."""
         os.environ["TMPDIR"] = self._host.sockets  # Monarch makes its sockets there; the folder is removed at the end
         for name in [name for name in os.environ if is_for_hosts(name)]:
             del os.environ[name]
-        loop = asyncio.get_running_loop()
+        loop = WorkerLoop.reserve(network.rendezvous.scheme, network.advertised, network.options, self._host.sockets)
+        tls = network.identity.files if network.identity else None
+        await loop.start(tls, self._host.reporter.line, warn, self._host.options.lease, self._shut_down.set)
+        return loop.address
 
-        def shut_down() -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(self._shut_down.set)
-
-        await network.start_monarch(self._host.reporter.line, warn, self._host.options.lease, shut_down)
+    async def handle(self, request: Request) -> Answer:
+        """Refuse a request: the leader of actors sends none (see ``Workload``)."""
+        return await no_requests(request)
 
     def first_log_attempt(self, sizes: NodeRange) -> int:
         """Return the number of the log folder of the script (see ``Workload``)."""
@@ -167,11 +167,10 @@ class ClientScript:
         network, options, pool = self._control.network, self._control.options, self._run.pool
         assert pool is not None
         meshes = {self._host.options.role: [host.address for host in hosts], **await self._hosts_of_other_roles()}
-        if network.identity is None:
-            url = network.client_url.partition(":")[0]
-            where = f"ipc://{self._host.sockets}/script" if url == "ipc" else f"{url}://{network.advertised}:0"
+        if network.rendezvous.networked:
+            where = f"{SCHEMES[network.rendezvous.scheme]}://{network.advertised}:0"
         else:
-            where = f"tls://{network.advertised}:0"
+            where = f"ipc://{self._host.sockets}/script"
         tls = network.identity.files if network.identity else ()
         path = self._host.environ["MONARCH_THIS_JOB"]
         with open(path, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:

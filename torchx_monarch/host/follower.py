@@ -37,8 +37,8 @@ class Follower:
     """Take part in the job of another host's controller.
 
     Attributes:
-        ended: the result with which this host ends once the leader is lost, instead of following another: its agent is
-            lost, or it is preempted. None if it goes on.
+        ended: the result with which this host ends once the leader is lost, instead of following another, because it is
+            preempted; None if it goes on.
 
     Args:
         host: the host.
@@ -79,7 +79,7 @@ class Follower:
             return JobResult(registration.code if registration.error else 1, reason)
         while True:
             host.report = client.report
-            result = await client.result()
+            result = await client.result(self._workload.handle)
             if result is not None:
                 if client.dismissed and not result.stopped:
                     host.reporter.line(f"host {registration.replica} was refused: {result.reason}")

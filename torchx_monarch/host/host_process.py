@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The host process of one replica: it runs a workload, a Monarch worker and, on replica 0, the controller."""
+"""The host process of one replica: it runs a workload and, on replica 0, the controller."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchx_monarch.controller import host_events, retry, succession
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
 from torchx_monarch.controller.host_choice import HostFailures
-from torchx_monarch.controller.host_messages import AgentLost, SignalReceived
+from torchx_monarch.controller.host_messages import SignalReceived
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
@@ -181,7 +181,6 @@ class HostProcess:
         try:
             credentials = host.environ.get(CREDENTIALS, "")
             network_options = NetworkOptions.of(options)
-            deferred = options.replicas == 1 and not self._workload.needs_monarch
             network = HostNetwork.setup(
                 rendezvous,
                 advertised,
@@ -189,14 +188,12 @@ class HostProcess:
                 credentials,
                 host.sockets,
                 options.replica == 0,
-                deferred,
                 options.hands_over,
             )
+            if not error:
+                address = await self._workload.start_worker(network, self._warn)
         except ValueError as failure:
             return self._conclude(JobResult(1, f"host {options.replica}: {failure}"))
-        if not error:
-            await self._workload.start_worker(network, self._warn, self._agent_lost)
-            address = network.worker_address
         registration = Registration(options.replica, address, host.hostname, os.getpid(), nproc, error, code)
         machine, listener = host.environ.get("MONARCH_NODE", ""), str(network.listener or "")
         registration = dataclasses.replace(registration, machine=machine, listener=listener)
@@ -319,7 +316,7 @@ class HostProcess:
             options.exclude_after, options.exclude_window, after.job.progress.failures if after else ()
         )
         places = succession.places(after.job, options.replica) if after else ()
-        gatherer = HostGatherer(sizes, rendezvous, host.reporter, network.unreachable, failures, places)
+        gatherer = HostGatherer(sizes, rendezvous, host.reporter, failures, places)
         work = workload.work(Control(rendezvous, network, gatherer, job, after.job if after else None))
         # The other hosts end their ranks before they register with a new leader.
         first_wait = max(sizes.last_call, host.grace + _HOST_EXIT_TIMEOUT) if after else None
@@ -379,15 +376,6 @@ class HostProcess:
         return result
 
     # -- events --------------------------------------------------------------------------------------------------------
-
-    def _agent_lost(self, silent: float) -> None:
-        if self._rendezvous is not None:
-            return  # of the leader from which this host has taken over
-        self._spawn(self._stop_ranks(signal.SIGKILL))
-        if self._follower is not None and self._registration is not None:
-            self._follower.ended = host_events.agent_lost(self._registration, silent).result
-        if self._host.report is not None:
-            self._spawn(self._host.report(AgentLost(silent)))
 
     def _signalled(self, number: int) -> None:
         host, replica = self._host, self._host.options.replica

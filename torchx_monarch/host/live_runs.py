@@ -16,24 +16,26 @@ from collections.abc import Mapping
 from torchx_monarch.command.allocation_spec import AllocationSpec, run_command, with_program
 from torchx_monarch.command.command import Command, CommandError, Program, parse
 from torchx_monarch.command.torchrun_options import DEFAULTS, unused_options
-from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import (
     Answer,
     BeginRun,
-    CodeHandled,
+    CodeFetched,
+    FetchCode,
+    FileProbed,
     FinishRun,
-    HandleCode,
+    ProbeFile,
     Request,
     RunBegun,
     RunFinished,
     RunOutput,
 )
+from torchx_monarch.controller.hosts import Hosts
 from torchx_monarch.controller.live_session import LiveSession
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.controller.spmd_work import Session
 from torchx_monarch.host.batch_run import check_script, log_folder
-from torchx_monarch.host.code_distribution import OPS, HostCode, distribute_code
+from torchx_monarch.host.code_distribution import HostCode, probe
 from torchx_monarch.host.ranks.breakpoints import Breakpoints
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.learned_preload import LearnedPreload, LearnedPrograms, program_key
@@ -81,8 +83,6 @@ class LiveRuns:
         self._breakpoints: Breakpoints | None = None
         self._run_log: RunLog | None = None
         self._forwarding: asyncio.Task[None] | None = None
-        self._sent = 0  # records of the present run to the present leader
-        self._sent_by = host.report
         self._code: HostCode | None = None
         self._programs: LearnedPrograms | None = None
         self._present: tuple[LearnedPreload, RankStarter, Mapping[str, str]] | None = None
@@ -108,7 +108,7 @@ class LiveRuns:
         """Return 0: each run has a folder of its own."""
         return 0
 
-    def session(self, control: Control, agents: Agents) -> Session:
+    def session(self, control: Control, hosts: Hosts) -> Session:
         """Return the session of the allocation, on replica 0 or the host that has taken over."""
         options, spec = self._host.options, self._allocation_spec
         self._run_queue = run_queue = RunQueue(
@@ -122,8 +122,10 @@ class LiveRuns:
             control.before.session if control.before is not None else None,
             self._own_log,
         )
-        run_queue.distribute_code = lambda code: distribute_code(run_queue, self._host_code(), code)
-        return LiveSession(control.options, control.rendezvous, self._host.reporter, agents, run_queue)
+        code = self._host_code()
+        run_queue.serve("sync", code.serve_client)
+        control.rendezvous.clients["code"] = code.serve_host
+        return LiveSession(control.options, control.rendezvous, self._host.reporter, hosts, run_queue)
 
     def close(self) -> None:
         """Do nothing: what was learned ends with the allocation."""
@@ -140,10 +142,13 @@ class LiveRuns:
                 return await self._begin(request)
         if isinstance(request, FinishRun):
             async with self._changing:
-                return RunFinished(self._host.options.replica, await self._finish(request.token))
-        if isinstance(request, HandleCode):
-            result = await OPS[request.op](self._host_code(), dict(request.args))
-            return CodeHandled(self._host.options.replica, result)
+                await self._finish(request.token)
+            return RunFinished(self._host.options.replica)
+        if isinstance(request, FetchCode):
+            await self._fetch(request.tree)
+            return CodeFetched(self._host.options.replica)
+        if isinstance(request, ProbeFile):
+            return FileProbed(self._host.options.replica, await probe(request.path, request.text))
         raise ValueError(f"unknown request {type(request).__name__}")
 
     # -- a run ---------------------------------------------------------------------------------------------------------
@@ -152,13 +157,13 @@ class LiveRuns:
         """Prepare for a run; if the same run is requested again, after another host was lost, change nothing."""
         host, request = self._host, begin.request
         if self._begun is not None and self._begun[0] == begin.token:
-            return dataclasses.replace(self._begun[1], fresh=False)
+            return self._begun[1]
         await self._close_run_log()
         await self._host_code().release()
+        cwd = request.cwd or os.getcwd()
         if request.synced:
+            await self._fetch(request.code)
             cwd = await self._host_code().checkout(request.code, request.workspace)
-        else:
-            cwd = request.cwd or os.getcwd()
         environ = {**host.environ, **request.env}
         command = self._command_of(request, cwd, environ)
         folder = os.path.join(host.log_dir, f"run_{begin.number}")
@@ -176,7 +181,7 @@ class LiveRuns:
             self.pool.start_watchdog(path, run_id)
         timeout = command.options.shutdown_timeout
         grace = host.grace if timeout is None else float(timeout)
-        begun = RunBegun(host.options.replica, nproc, run_id, command.options.max_restarts, grace, fresh=True)
+        begun = RunBegun(host.options.replica, nproc, run_id, command.options.max_restarts, grace)
         self._begun = (begin.token, begun)
         return begun
 
@@ -222,9 +227,15 @@ class LiveRuns:
     def _is_warm(self) -> bool:
         return self._zygotes.ready and not (self._programs is not None and self._programs.is_preparing)
 
+    async def _fetch(self, tree: str) -> None:
+        """Get code from the leader, unless it is on this host, or this host is the leader."""
+        if self._run_queue is None:
+            await self._host_code().fetch(tree, self._host.connect)
+
     def _host_code(self) -> HostCode:
         """Return the store of the code that clients have sent to this host."""
-        self._code = self._code or HostCode(os.path.join(self._host.sockets, "code"))
+        host = f"host {self._host.options.replica} ({self._host.hostname})"
+        self._code = self._code or HostCode(os.path.join(self._host.sockets, "code"), host)
         return self._code
 
     def _command_of(self, request: RunRequest, cwd: str, environ: Mapping[str, str]) -> Command:
@@ -254,16 +265,15 @@ class LiveRuns:
         check_script(command, cwd, hint)
         return command
 
-    async def _finish(self, token: str) -> int:
-        """End a run and all its processes; return how many records of this host its leader must have received."""
+    async def _finish(self, token: str) -> None:
+        """End a run and all its processes, and send its last output to the leader."""
         if self._begun is None or self._begun[0] != token or self.pool is None:
-            return 0
+            return
         await self.pool.stop(signal.SIGKILL, 0.0)
         self.pool.retire()
         self._learn()
         await self._host_code().release()
         await self._close_run_log()
-        return self._sent
 
     def _own_log(self, token: str) -> RunLog | None:
         """Return the log of the run that this host has begun under an earlier leader, without the records sent there.
@@ -294,7 +304,6 @@ class LiveRuns:
             self._run_log = RunLog(os.path.join(folder, "journal.jsonl"))
         except OSError as error:
             raise LaunchError(f"cannot make {error.filename}: {error.strerror}") from None
-        self._sent = 0
         self._forwarding = asyncio.ensure_future(self._forward(self._run_log, token))
 
     async def _close_run_log(self) -> None:
@@ -318,9 +327,5 @@ class LiveRuns:
                 while lines and size + len(lines[0]) < _MESSAGE:
                     size += len(lines[0])
                     message.append(lines.pop(0))
-                report = self._host.report
-                if report is not self._sent_by:  # another leader
-                    self._sent, self._sent_by = 0, report
-                if report is not None:
-                    self._sent += len(message)
+                if (report := self._host.report) is not None:
                     await report(RunOutput(token, b"".join(message).decode()))

@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
-import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from torchx_monarch.command.command import Command, CommandError
-from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.controller import Work
 from torchx_monarch.controller.debug_sessions import DebugSessions
@@ -39,11 +36,10 @@ from torchx_monarch.controller.host_messages import (
     TakeFacts,
     TakeStacks,
     WatchRanks,
-    decode_request,
-    encode_message,
 )
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_queries import HostQueries
+from torchx_monarch.controller.hosts import Hosts
 from torchx_monarch.controller.link_test import LinkServer, measure
 from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.controller.sample_recorder import SampleRecorder
@@ -53,7 +49,6 @@ from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.host.workload import Control, Host
 from torchx_monarch.insight.sample_log import NAME, SampleLog
 from torchx_monarch.model.world import LaunchError
-from torchx_monarch.transport.agent_rpc import SOCKET_VARIABLE, AgentServer
 
 
 class Runs(Protocol):
@@ -74,7 +69,7 @@ class Runs(Protocol):
 
     def first_log_attempt(self, sizes: NodeRange) -> int: ...
 
-    def session(self, control: Control, agents: Agents) -> Session:
+    def session(self, control: Control, hosts: Hosts) -> Session:
         """Return the session in which the controller on replica 0 executes the runs."""
 
     def close(self) -> None:
@@ -84,8 +79,7 @@ class Runs(Protocol):
         """Execute a request of live allocations, which ``SpmdWorkload`` does not know."""
 
 
-def _log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+_QUERIES = (TakeStacks, ReadCollectives, SampleRanks, TakeFacts)
 
 
 class SpmdWorkload:
@@ -97,14 +91,11 @@ class SpmdWorkload:
     """
 
     replaced = True
-    needs_monarch = False
 
     def __init__(self, host: Host, runs: Runs) -> None:
         self._host = host
         self._runs = runs
-        self._monarch: asyncio.Task[None] | None = None
         self._network: HostNetwork | None = None
-        self._agent_server: AgentServer | None = None
 
     @property
     def command(self) -> Command | None:
@@ -132,34 +123,10 @@ class SpmdWorkload:
         """Prepare for the ranks (see ``Workload``)."""
         return await self._runs.start()
 
-    async def start_worker(
-        self, network: HostNetwork, warn: Callable[[str], None], on_agent_lost: Callable[[float], None]
-    ) -> None:
-        """Start Monarch's worker loop, and the socket through which the agent calls this host (see ``Workload``).
-
-        The controller calls its own host, replica 0, directly: there is no agent.
-        """
-        options = self._host.options
+    async def start_worker(self, network: HostNetwork, warn: Callable[[str], None]) -> str:
+        """Return an empty text: ranks need no worker loop."""
         self._network = network
-        if options.replica > 0:
-            link = os.path.join(self._host.sockets, "link")
-            self._agent_server = AgentServer(link, self._handle_message, on_agent_lost, options.lease)
-            await self._agent_server.start()
-            os.environ[SOCKET_VARIABLE] = link
-        os.environ["PYTHONSAFEPATH"] = "1"  # the agent must not import a monarch.py of the user's
-        os.environ["TMPDIR"] = self._host.sockets  # Monarch makes its sockets there; ranks do not get this value
-        if network.worker_port is None:
-            await network.start_monarch(_log, warn, options.lease, outlives_client=options.hands_over)
-        else:
-            self._monarch = asyncio.ensure_future(self._start_for_client(network, warn))
-
-    async def _start_for_client(self, network: HostNetwork, warn: Callable[[str], None]) -> None:
-        try:
-            await network.start_monarch(_log, warn, self._host.options.lease)
-        except Exception as error:  # the ranks go on without Monarch
-            traceback.print_exc()
-            host = f"host {self._host.options.replica}"
-            self._host.reporter.line(f"{host}: Monarch cannot be started for a client: {error!r}")
+        return ""
 
     def first_log_attempt(self, sizes: NodeRange) -> int:
         """Return the number of the first attempt's log folders (see ``Workload``)."""
@@ -168,30 +135,28 @@ class SpmdWorkload:
     def work(self, control: Control) -> Work:
         """Return the work of executing the session's runs (see ``Workload``)."""
         options, events, reporter = control.options, control.rendezvous.events, self._host.reporter
-        if self._agent_server is not None:  # this host has taken over: only its own controller gives orders
-            self._agent_server.close()
-        agents = Agents(options, events, reporter, self._handle)
-        queries = HostQueries(agents)
+        hosts = Hosts(options, control.rendezvous.requests, events, reporter, self.handle)
+        queries = HostQueries(hosts)
         control.rendezvous.clients.update(stacks=queries.stacks, samples=queries.samples)
         command = f"torchx monarch debug {self._host.options.app} --role {self._host.options.role}"
-        hang_watch = HangWatch(agents, reporter, options.hang_after, options.on_hang)
+        hang_watch = HangWatch(hosts, reporter, options.hang_after, options.on_hang)
         sessions = DebugSessions(command, reporter.line, hang_watch.rest)
         control.rendezvous.clients.update(sessions.clients)
         self._host.connector = sessions.connect
-        session = self._runs.session(control, agents)
+        session = self._runs.session(control, hosts)
         first_output = self._runs.first_output
         progress = control.before.progress if control.before is not None and session.running else None
 
         def new_attempts() -> Attempts:
             nonlocal progress
-            preflight = Preflight(options.preflight, control.network.rendezvous.networked, agents, reporter)
+            preflight = Preflight(options.preflight, control.network.rendezvous.networked, hosts, reporter)
             gatherer, before, progress = control.gatherer, progress, None  # of the run that goes on, and of no other
-            return Attempts(options, agents, gatherer, events, reporter, hang_watch, first_output, preflight, before)
+            return Attempts(options, hosts, gatherer, events, reporter, hang_watch, first_output, preflight, before)
 
         # Only where a command finds it again: beside the events of the job.
         kept = "MONARCH_EVENTS" in self._host.environ and self._host.log_dir
         log = SampleLog(os.path.join(self._host.log_dir, NAME)) if kept else None
-        return SpmdWork(session, agents, control.gatherer, events, new_attempts, SampleRecorder(agents, log))
+        return SpmdWork(session, hosts, control.gatherer, events, new_attempts, SampleRecorder(hosts, log))
 
     def close(self) -> None:
         """End the runs; the host process has no processes but those of the ranks."""
@@ -199,13 +164,13 @@ class SpmdWorkload:
 
     # -- requests of the controller ------------------------------------------------------------------------------------
 
-    async def _handle_message(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
-        return encode_message(await self._handle(decode_request(name, fields)))
-
-    async def _handle(self, request: Request) -> Answer:
+    async def handle(self, request: Request) -> Answer:
         """Execute a request of the controller, or refuse it: a refusal ends the run, and not the hosts."""
+        executing = asyncio.ensure_future(self._execute(request))
+        executing.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            return await self._execute(request)
+            # Only a query may be cancelled: the zygote's next order would read the answer that is due to this one.
+            return await (executing if isinstance(request, _QUERIES) else asyncio.shield(executing))
         except (CommandError, LaunchError) as error:
             reason, code = str(error), 2 if isinstance(error, CommandError) else 1
         except Exception as error:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torchx_monarch.command.command import Command
 from torchx_monarch.controller.controller import Work
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
-from torchx_monarch.controller.host_messages import Report
+from torchx_monarch.controller.host_messages import Answer, Report, Request
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
@@ -135,11 +135,9 @@ class Workload(Protocol):
 
     Attributes:
         replaced: whether the job goes on when the backend replaces a lost host.
-        needs_monarch: whether a host that is alone in its mesh needs Monarch even without a client.
     """
 
     replaced: bool
-    needs_monarch: bool
 
     @property
     def command(self) -> Command | None:
@@ -170,16 +168,19 @@ class Workload(Protocol):
             LaunchError: the zygote cannot be started, or the number is not known.
         """
 
-    async def start_worker(
-        self, network: HostNetwork, warn: Callable[[str], None], on_agent_lost: Callable[[float], None]
-    ) -> None:
-        """Start Monarch's worker loop, or see to its start for the first client; and the socket of an agent.
+    async def start_worker(self, network: HostNetwork, warn: Callable[[str], None]) -> str:
+        """Start Monarch's worker loop, if the workload needs one; return its address, else an empty text.
 
         Args:
             network: connections of this host.
             warn: called with a line for the job's log about a danger.
-            on_agent_lost: called when the agent has died, or, with the seconds, does not answer.
+
+        Raises:
+            NetworkError: it has no port to listen on.
         """
+
+    async def handle(self, request: Request) -> Answer:
+        """Execute a request of the leader; it does not raise."""
 
     def first_log_attempt(self, sizes: NodeRange) -> int:
         """Return the number of the first attempt's log folders."""

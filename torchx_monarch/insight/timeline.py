@@ -18,7 +18,6 @@ PHASES = {
     "submit": "the job is submitted",
     "queue": "it waits for its scheduler",
     "hosts": "hosts start and find each other",
-    "mesh": "the mesh of the hosts forms",
     "ranks": "ranks start, after the import of torch once for each host",
     "first output": "ranks run; none has printed anything",
     "running": "ranks run",
@@ -34,8 +33,7 @@ _PHASE_AFTER = {
     "submitted": "queue",
     "supervised": "hosts",
     "job_started": "hosts",
-    "hosts": "mesh",
-    "mesh": "ranks",
+    "hosts": "ranks",
     "ready": "ready",
     "run": "ranks",
     "ranks": "running",
@@ -254,7 +252,7 @@ def _phases(happened: Sequence[Event], job: Span, live: bool) -> list[tuple[str,
             following = "hosts"
         if following is None or (following == "stopping" and name in ("idle", "end")):
             continue
-        if kind == "mesh" and live:
+        if kind == "hosts" and live:
             following = "idle"
         elif kind == "run" and name == "ranks":
             name = "idle"  # a live allocation whose kind the caller did not know

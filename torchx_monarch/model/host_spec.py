@@ -17,7 +17,7 @@ from typing import Any
 from torchx_monarch.model.exit_codes import parse_exit_codes
 
 LEASE = 30.0
-"""Seconds without a message after which a host or its agent counts as lost, unless the user chooses others."""
+"""Seconds without a message after which a host counts as lost, unless the user chooses others."""
 
 PEER_TIMEOUT = 5.0
 """Seconds without an answer after which a machine counts as lost, unless the user chooses others."""
@@ -155,7 +155,7 @@ class HostSpec:
         "on: the hosts are compared before ranks start, and a difference ends the job; warn: it is reported",
         parse=_parse_preflight,
     )
-    lease: float = _seconds(LEASE, "seconds without a message after which a host or its agent counts as lost", 1)
+    lease: float = _seconds(LEASE, "seconds without a message after which a host counts as lost", 1)
     hang_after: float = _seconds(
         HANG_AFTER,
         "seconds for which ranks wait in a collective until the rank for which they wait is named; 0: never",

@@ -11,12 +11,11 @@ import atexit
 import contextlib
 import functools
 import os
-import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from torchx_monarch.exceptions import ClientError
 from torchx_monarch.model.env_names import keep_monarch_log_private
@@ -83,8 +82,7 @@ def start_worker(
     on_fault: Callable[[str], None],
     warn: Callable[[str], None],
     lease: float,
-    on_shutdown: Callable[[], None] | None = None,
-    outlives_client: bool = False,
+    on_shutdown: Callable[[], None],
 ) -> None:
     """Import Monarch and start its worker loop in this process.
 
@@ -97,14 +95,11 @@ def start_worker(
         on_fault: called with the text of each unhandled fault, from a thread of Monarch, and possibly several times for
             one failure. (Monarch's default interrupts the main thread.)
         warn: called with a line for the job's log if the guard of Monarch's sockets is off (``socket_guard.protect``).
-        lease: seconds for which a host or an agent may be silent until it counts as lost.
-        on_shutdown: called, from a thread, when a client has shut the host mesh down. If it is None, Monarch then exits
-            this process immediately with code 0.
-        outlives_client: whether this process may go on, as a client itself, when the one that has attached to it is
-            lost.
+        lease: seconds for which a host may be silent until it counts as lost.
+        on_shutdown: called, from a thread, when a client has shut the host mesh down.
     """
     keep_monarch_log_private(os.environ)  # the stderr of a host process is a file in the job's folder
-    for name, value in {**_TUNING, **_patience(lease, outlives_client)}.items():
+    for name, value in {**_TUNING, **_patience(lease)}.items():
         os.environ.setdefault(name, value)
     if tls is not None:
         os.environ.update(zip(_TLS_VARIABLES, tls, strict=True))
@@ -114,22 +109,17 @@ def start_worker(
     _guard(warn)
     actor.unhandled_fault_hook = lambda failure: on_fault(str(failure))
     actor.enable_transport(client_url)
-    if on_shutdown is None:
-        actor.start_worker_loop_forever(ca=CA, address=serve_address)
-    else:
-        _serve_until_shutdown(serve_address, on_fault, on_shutdown)
+    _serve_until_shutdown(serve_address, on_fault, on_shutdown)
 
 
-def _patience(lease: float, outlives_client: bool) -> dict[str, str]:
+def _patience(lease: float) -> dict[str, str]:
     """Return Monarch's time-outs for silent processes, all longer than the lease."""
     silent = lease + _BEYOND_LEASE
     return {
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": f"{silent:.0f}s",
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": f"{silent:.0f}s",
-        # Default 30 s, counted from the last message that was not acknowledged. After this time twice Monarch gives up
-        # messages to a lost client, and ends a process that has become a client itself ("client received undeliverable
-        # message: crashing"). Such a process never gives them up.
-        "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "3650d" if outlives_client else f"{silent:.0f}s",
+        # Default 30 s, counted from the last message that was not acknowledged.
+        "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": f"{silent:.0f}s",
         # Must be longer than the sum of the polls above.
         "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": f"{4 * silent:.0f}s",
     }
@@ -158,54 +148,6 @@ def _serve_until_shutdown(address: str, on_fault: Callable[[str], None], on_shut
         on_shutdown()
 
     threading.Thread(target=serve, name="monarch-worker-loop", daemon=True).start()
-
-
-def host_without_agent(error: BaseException) -> int | None:
-    """Return the index in the mesh of the host whose agent did not start or has died; None if the error names none.
-
-    Args:
-        error: an error that ``AgentMesh`` has raised or yielded.
-    """
-    text = str(error)
-    if found := re.search(r"\{'hosts': (\d+)/\d+[^}]*\}> and all its descendants have failed", text):
-        return int(found[1])
-    if found := re.search(r"error creating proc \(host rank (\d+)\)", text):
-        return int(found[1])
-    # "error spawning actor mesh: statuses: Timeout(30.05s)=0..1;Running=1..3": states with ranges of host indices.
-    for state, first, end in re.findall(r"[ ;](\w+)(?:\([^;]*\))?=(\d+)\.\.(\d+)", text.partition("statuses:")[2]):
-        if state != "Running" and int(end) == int(first) + 1:
-            return int(first)
-    return None
-
-
-class AgentMesh:
-    """One agent actor on each of some hosts.
-
-    Args:
-        addresses: addresses of the hosts.
-        agent: the actor class.
-        number: number of this mesh among the meshes of the controller; makes Monarch's mesh names unique.
-        timeout: seconds for attaching to the hosts, and again for starting the agents.
-
-    Raises:
-        Exception: any error of Monarch, when it cannot attach to a host or an agent does not start.
-    """
-
-    def __init__(self, addresses: Sequence[str], agent: type[actor.Actor], number: int, timeout: float) -> None:
-        hosts = attach(f"hosts{number}", addresses, timeout)
-        self._agents: Any = hosts.spawn_procs(per_host={"agent": 1}, name=f"agents{number}").spawn("agent", agent)
-        self._agents.initialized.get(timeout=timeout)
-
-    def stream(self, op: str, args: Mapping[str, Any]) -> Iterator[Any]:
-        """Call all agents, and yield their answers as they arrive.
-
-        For an agent that does not answer, the exception is yielded.
-        """
-        for answer in self._agents.call.stream(op, dict(args)):
-            try:
-                yield answer.get()
-            except Exception as error:
-                yield error
 
 
 # -- a user's process as a client of hosts that wait for actors --------------------------------------------------------

@@ -33,8 +33,7 @@ from torchx_monarch.system.untrusted_text import one_line
 PHASES = {
     "queued": "waits to start",
     "hosts": "waits for its hosts",
-    "mesh": "hosts are there; the mesh forms",
-    "ranks": "the mesh is there; ranks start",
+    "ranks": "its hosts are there; ranks start",
     "running": "ranks run",
     "stopping": "a rank has failed; the others end",
     "restarting": "ranks are started again",
@@ -45,8 +44,7 @@ PHASES = {
 _PHASE_AFTER = {
     "job_started": "hosts",
     "supervised": "hosts",
-    "hosts": "mesh",
-    "mesh": "ranks",
+    "hosts": "ranks",
     "ranks": "running",
     "output": "running",
     "failure": "stopping",
@@ -83,7 +81,6 @@ _SPARE_HOST = re.compile(r"host \d+ \((.*?), pid \d+\)")
 
 _PROGRESS = (
     (_HOSTS, "hosts"),
-    (re.compile(r"mesh \("), "mesh"),
     (_RANKS, "ranks"),
     (re.compile(r"first output"), "output"),
     (_RESTART, "rank_restart"),

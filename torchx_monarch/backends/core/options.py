@@ -29,7 +29,7 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """Seconds after which the job fails if the hosts of a role have not all joined."""
 
     lease: int = 30
-    """Seconds without a heartbeat after which a host, or its agent, counts as lost, also if it is stopped or hung."""
+    """Seconds without a heartbeat after which a host counts as lost, also if it is stopped or hung."""
 
     hang_after: int = 300
     """Seconds for which ranks wait in a collective until the log and `torchx monarch status` name the rank for which
@@ -48,10 +48,10 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     the job if one differs or is unfit; `warn`: only say so. `off` by default."""
 
     preload: str = "torch"
-    """Modules, separated by `+`, that one interpreter per host imports while the mesh forms, for all ranks of a
-    torchrun command; `none` for programs that must set environment variables before the first import of torch. `auto`:
-    torch, and the installed modules that an earlier run of the same program has imported, on a live allocation and on
-    monarch_local (`torchx monarch preload` lists them); `auto+numpy` adds more."""
+    """Modules, separated by `+`, that one interpreter per host imports while the hosts find each other, for all ranks
+    of a torchrun command; `none` for programs that must set environment variables before the first import of torch.
+    `auto`: torch, and the installed modules that an earlier run of the same program has imported, on a live allocation
+    and on monarch_local (`torchx monarch preload` lists them); `auto+numpy` adds more."""
 
     ranks: str = "fork"
     """`fork`: ranks are forks of the interpreter that has imported the modules of `preload`. `fresh`: each rank is an

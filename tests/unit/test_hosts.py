@@ -1,0 +1,201 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Requests reach the leader's host directly, and the other hosts over the connections of their registrations."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.waits import WITHIN
+from torchx_monarch.controller.elastic import NodeRange
+from torchx_monarch.controller.host_events import HostLost, Interrupted
+from torchx_monarch.controller.host_messages import (
+    Answer,
+    RanksExited,
+    RanksSampled,
+    Refused,
+    Request,
+    SampleRanks,
+    StopRanks,
+    WatchRanks,
+)
+from torchx_monarch.controller.hosts import HostRefused, Hosts, HostsError
+from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
+from torchx_monarch.system.console import Console
+from torchx_monarch.transport.address import Address
+
+REPLICAS = 3
+HOSTS = [Registration(replica, "", f"node{replica}", 7, 1) for replica in range(REPLICAS)]
+OPTIONS = JobOptions("id", 1, 0, (), 0, NodeRange(3, 3, 1.0), 1.0, 1.0, "node0", "", 0.05, 0.05, "")
+
+
+class Replica:
+    """The other side of a host: its connection, and the requests that it has got and that were cancelled.
+
+    It answers ``StopRanks`` at once, and every other request when the test says what.
+    """
+
+    def __init__(self, replica: int) -> None:
+        self.replica = replica
+        self.asked: list[Request] = []
+        self.cancelled: list[Request] = []
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.client: RendezvousClient
+
+    async def follow(self, address: Address) -> None:
+        self.client = await RendezvousClient.join(address, HOSTS[self.replica], WITHIN)
+        await self.client.result(self.handle)
+        self.client._writer.close()
+
+    async def handle(self, request: Request) -> Answer:
+        self.asked.append(request)
+        if isinstance(request, StopRanks):
+            return RanksExited(self.replica, ())
+        try:
+            return await asyncio.shield(self.answer)
+        except asyncio.CancelledError:
+            self.cancelled.append(request)
+            raise
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def joined(folder: Path) -> AsyncIterator[tuple[Hosts, list[Replica], Rendezvous]]:
+    """A leader and two hosts that have registered with it over a socket file."""
+    address = Address("unix", path=str(folder / "r.sock"))
+    rendezvous = Rendezvous(address, REPLICAS)
+    await rendezvous.start()
+    rendezvous.register(HOSTS[0])
+    replicas, following = [Replica(number) for number in range(REPLICAS)], list[asyncio.Task[None]]()
+    for each in replicas[1:]:
+        following.append(asyncio.ensure_future(each.follow(address)))
+    await rendezvous.hosts.until(lambda: rendezvous.hosts.present == REPLICAS)
+    hosts = Hosts(
+        OPTIONS, rendezvous.requests, rendezvous.events, Reporter(Console(2), None, "trainer"), replicas[0].handle
+    )
+    hosts.form(HOSTS)
+    try:
+        yield hosts, replicas, rendezvous
+    finally:
+        for each in replicas:
+            each.answer.cancel()
+        await rendezvous.announce(JobResult(0, ""), WITHIN)
+        await asyncio.wait(following)
+
+
+def run(folder: Path, scenario: Callable[[Hosts, list[Replica], Rendezvous], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with joined(folder) as (hosts, replicas, rendezvous):
+            await scenario(hosts, replicas, rendezvous)
+
+    asyncio.run(asyncio.wait_for(main(), WITHIN))
+
+
+def exited(replica: int) -> RanksExited:
+    return RanksExited(replica, ())
+
+
+def test_answers_arrive_in_any_order(tmp_path: Path) -> None:
+    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+        found = []
+        replicas[2].answer.set_result(exited(2))
+        async for answer in hosts.ask(WatchRanks()):
+            found.append(answer.replica)
+            for other in replicas:
+                if other.replica == {2: 0, 0: 1}.get(answer.replica):
+                    other.answer.set_result(exited(other.replica))
+        assert found == [2, 0, 1]
+        assert [each.asked for each in replicas] == [[WatchRanks()]] * REPLICAS
+
+    run(tmp_path, scenario)
+
+
+def test_a_request_that_waits_delays_no_other(tmp_path: Path) -> None:
+    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+        watching = asyncio.ensure_future(anext(hosts.ask(WatchRanks())))
+        await replicas[1].until(lambda: bool(replicas[1].asked))
+        await hosts.stop(15, 1.0, lambda answer: None)
+        assert not watching.done()
+        watching.cancel()
+
+    run(tmp_path, scenario)
+
+
+def test_a_host_that_does_not_answer_in_time_is_named_and_its_request_cancelled(tmp_path: Path) -> None:
+    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+        for each in replicas[:2]:
+            each.answer.set_result(RanksSampled(each.replica, ()))
+        answers, missing = await hosts.collect(SampleRanks(), 0.5)
+        assert {answer.replica for answer in answers} == {0, 1}
+        assert missing == {2: "no answer within 0.5 s"}
+        await replicas[2].until(lambda: replicas[2].cancelled == [SampleRanks()])
+
+    run(tmp_path, scenario)
+
+
+def test_a_request_to_all_hosts_has_a_time_out(tmp_path: Path) -> None:
+    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+        replicas[1].answer.set_result(exited(1))
+        with pytest.raises(Interrupted) as caught:
+            async for _ in hosts.ask(WatchRanks(), 0.5):
+                pass
+        assert caught.value.event.result.reason == "host 0, 2: no answer to WatchRanks in 0.5 s"
+
+    run(tmp_path, scenario)
+
+
+def test_a_refusal_ends_the_request(tmp_path: Path) -> None:
+    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+        replicas[1].answer.set_result(Refused(1, "host 1 (node1)", "no room", 1))
+        with pytest.raises(HostRefused, match=r"host 1 \(node1\): no room"):
+            async for _ in hosts.ask(WatchRanks()):
+                pass
+        with pytest.raises(HostsError, match=r"host 1 \(node1\): no room"):
+            await hosts.broadcast(WatchRanks())
+        await replicas[2].until(lambda: len(replicas[2].cancelled) == 2)
+
+    run(tmp_path, scenario)
+
+
+def test_a_lost_host_ends_the_requests_to_it_and_its_event_names_the_cause(tmp_path: Path) -> None:
+    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+        async def ask() -> None:
+            async for _ in hosts.ask(WatchRanks()):
+                pass
+
+        asking = asyncio.ensure_future(ask())
+        await replicas[1].until(lambda: bool(replicas[1].asked))
+        replicas[1].client._writer.close()
+        with pytest.raises(Interrupted) as caught:
+            await asking
+        assert isinstance(caught.value.event, HostLost) and caught.value.event.replica == 1
+        with pytest.raises(HostsError, match="host 1 is not connected"):
+            await hosts.broadcast(SampleRanks())
+        await hosts.stop(15, 1.0, lambda answer: None)
+        assert hosts.running == {0, 2}
+
+    run(tmp_path, scenario)
+
+
+def test_an_answer_too_long_for_a_message_is_an_error_of_its_host_alone(tmp_path: Path) -> None:
+    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+        for each in replicas:
+            each.answer.set_result(Refused(each.replica, "", "x" * (9_000_000 if each.replica == 1 else 1), 1))
+        _, missing = await hosts.collect(SampleRanks(), WITHIN)
+        assert missing[0] == missing[2] == "x"
+        assert "over the limit" in missing[1]
+
+    run(tmp_path, scenario)

@@ -1,0 +1,224 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The hosts on which the leader runs ranks, and its requests to all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from typing import Any
+
+from torchx_monarch.controller.elastic import listed
+from torchx_monarch.controller.host_events import HostEvent, HostEvents, HostLost, Interrupted, StopRequested
+from torchx_monarch.controller.host_messages import Answer, Handler, RanksExited, Refused, Request, StopRanks
+from torchx_monarch.controller.host_requests import HostCall, HostError, HostRequests
+from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
+
+_STOP_MARGIN = 10.0
+"""Seconds beyond the grace period that hosts have to report that their ranks have ended."""
+
+
+class HostRefused(Exception):
+    """A host cannot execute a request.
+
+    Attributes:
+        refusal: the host's answer.
+        own: whether the request was to the leader's own host alone.
+    """
+
+    def __init__(self, refusal: Refused, own: bool = False) -> None:
+        super().__init__(f"{refusal.host}: {refusal.reason}" if refusal.host else refusal.reason)
+        self.refusal = refusal
+        self.own = own
+
+
+class HostsError(Exception):
+    """A host could not execute a request that was sent to all hosts; the message names the host and the reason."""
+
+
+class Hosts:
+    """The hosts of the present attempt, of which the leader's own is the first.
+
+    Attributes:
+        present: the hosts, in the order of their node ranks; empty before the first attempt.
+        running: replicas of the hosts whose ranks may run: those that are not known to be lost.
+
+    Args:
+        options: options of the job.
+        requests: sends requests to the other hosts.
+        events: the events that interrupt the controller.
+        reporter: writes progress lines and events.
+        own_host: executes requests to the leader's own host.
+    """
+
+    def __init__(
+        self,
+        options: JobOptions,
+        requests: HostRequests,
+        events: HostEvents,
+        reporter: Reporter,
+        own_host: Handler,
+    ) -> None:
+        self.present: list[Registration] = []
+        self.running: set[int] = set()
+        self._options = options
+        self._requests = requests
+        self._events = events
+        self._reporter = reporter
+        self._own_host = own_host
+        self._tasks: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
+
+    def form(self, hosts: list[Registration]) -> None:
+        """Set the hosts of the next attempt."""
+        self.present = hosts
+        self.running = {host.replica for host in hosts}
+
+    async def ask_own(self, request: Request, timeout: float) -> Answer:
+        """Have the leader's own host execute a request.
+
+        Raises:
+            Interrupted: an event is pending, or there is no answer within ``timeout`` seconds.
+            HostRefused: the host refused the request.
+        """
+        try:
+            answer = await self._events.interrupt(asyncio.wait_for(self._own_host(request), timeout))
+        except asyncio.TimeoutError:
+            raise Interrupted(self._no_answer(request, {self.present[0].replica}, timeout)) from None
+        if isinstance(answer, Refused):
+            raise HostRefused(answer, own=True)
+        return answer
+
+    async def ask(self, request: Request, timeout: float | None = None) -> AsyncIterator[Any]:
+        """Send a request to every host and yield the answers as they arrive.
+
+        Args:
+            request: the request.
+            timeout: seconds for all answers; None for no limit: the leases of the hosts limit the wait for lost ones.
+
+        Raises:
+            Interrupted: an event is pending, a host is lost, or not all hosts answer in time.
+            HostRefused: a host refused the request.
+        """
+        loop = asyncio.get_running_loop()
+        until = None if timeout is None else loop.time() + timeout
+        with self._call(request) as call:
+            for _ in self.present:
+                waiting = asyncio.wait_for(call.answers.get(), None if until is None else until - loop.time())
+                try:
+                    _, answer = await self._events.interrupt(waiting)
+                except asyncio.TimeoutError:
+                    raise Interrupted(self._no_answer(request, call.waiting, timeout or 0.0)) from None
+                if isinstance(answer, HostError):  # the event of the host's loss names the cause better
+                    failure = StopRequested(0, JobResult(1, str(answer)))
+                    raise Interrupted(await self._events.report_within(self._options.lease, failure))
+                if isinstance(answer, Refused):
+                    raise HostRefused(answer)
+                yield answer
+
+    async def broadcast(self, request: Request) -> list[Any]:
+        """Send a request to every host and return the answers, whatever events are pending.
+
+        Raises:
+            HostsError: no hosts are together, or one refused the request or is lost.
+        """
+        if not self.present:
+            raise HostsError("the hosts are not together")
+        found: list[Any] = []
+        with self._call(request) as call:
+            for _ in self.present:
+                _, answer = await call.answers.get()
+                if isinstance(answer, HostError):
+                    raise HostsError(str(answer))
+                if isinstance(answer, Refused):
+                    raise HostsError(f"{answer.host}: {answer.reason}")
+                found.append(answer)
+        return found
+
+    async def collect(self, request: Request, timeout: float) -> tuple[list[Any], dict[int, str]]:
+        """Send a request to every host; return the answers, and why a host has not answered, by replica.
+
+        Args:
+            request: the request.
+            timeout: seconds for all answers.
+        """
+        found: list[Any] = []
+        missing: dict[int, str] = {}
+        until = asyncio.get_running_loop().time() + timeout
+        with self._call(request) as call:
+            for _ in self.present:
+                left = until - asyncio.get_running_loop().time()
+                try:
+                    replica, answer = await asyncio.wait_for(call.answers.get(), left)
+                except asyncio.TimeoutError:
+                    break
+                if isinstance(answer, (HostError, Refused)):
+                    missing[replica] = str(answer) if isinstance(answer, HostError) else answer.reason
+                else:
+                    found.append(answer)
+            missing.update(dict.fromkeys(sorted(call.waiting), f"no answer within {timeout:g} s"))
+        return found, missing
+
+    async def stop(self, number: int, grace: float, note: Callable[[RanksExited], None]) -> None:
+        """Stop the ranks of every host that can be reached. Events stay pending meanwhile.
+
+        A host that has lost the leader stops its ranks by itself. The ranks of a host that is gone are gone too.
+
+        Args:
+            number: the signal for the ranks; SIGKILL follows after the grace period.
+            grace: seconds from the signal to SIGKILL.
+            note: called with the answer of each host.
+        """
+        if not self.present:
+            return
+        asked, loop = set(self.running), asyncio.get_running_loop()
+        until = loop.time() + grace + _STOP_MARGIN
+        with self._call(StopRanks(number, grace)) as call:
+            # One task for all rounds of the loop: the loss of a host that arrives with an answer must not lose the
+            # answer.
+            getting = asyncio.ensure_future(call.answers.get())
+            while asked:
+                try:
+                    waiting = asyncio.wait([getting], timeout=until - loop.time())
+                    await self._events.interrupt(waiting, lambda event: _is_loss_of(event, asked))
+                except Interrupted as interruption:
+                    asked.discard(interruption.event.replica)
+                    continue
+                if not getting.done():
+                    late = listed(asked)
+                    self._reporter.line(f"host {late} did not stop its ranks within {grace + _STOP_MARGIN:g} s")
+                    break
+                (replica, answer), getting = getting.result(), asyncio.ensure_future(call.answers.get())
+                asked.discard(replica)
+                if isinstance(answer, RanksExited):
+                    note(answer)
+            getting.cancel()
+        self.running -= {event.replica for event in self._events.pending if isinstance(event, HostLost)}
+
+    @contextlib.contextmanager
+    def _call(self, request: Request) -> Iterator[HostCall]:
+        """Send a request to every host; its answers arrive within the context, and its end cancels what is missing."""
+        own = self.present[0].replica
+        call = self._requests.begin(request, [host.replica for host in self.present], own)
+
+        async def ask_own() -> None:
+            call.put(own, await self._own_host(request))
+
+        task = asyncio.ensure_future(ask_own())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            yield call
+        finally:
+            self._requests.end(call)
+
+    def _no_answer(self, request: Request, replicas: Collection[int], timeout: float) -> StopRequested:
+        reason = f"host {listed(replicas)}: no answer to {type(request).__name__} in {timeout:g} s"
+        return StopRequested(0, JobResult(1, reason))
+
+
+def _is_loss_of(event: HostEvent, replicas: Collection[int]) -> bool:
+    return isinstance(event, HostLost) and event.replica in replicas
