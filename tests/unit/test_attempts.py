@@ -35,7 +35,7 @@ def exit_of(rank: int, code: int, stopped_at: float | None = None) -> RankExit:
 
 
 class ScriptedHosts:
-    """The agents of two hosts with a rank each, whose ranks exit as given."""
+    """The hosts of two hosts with a rank each, whose ranks exit as given."""
 
     hosts = ()
 
@@ -59,8 +59,8 @@ def result_of(exits: list[RankExit], report: HostPreempted | None = None) -> Job
 
     async def run() -> JobResult:
         events, reporter = HostEvents(), Reporter(Console(2), None, "trainer")
-        agents, gatherer = cast(Hosts, ScriptedHosts(*exits)), cast(HostGatherer, Mock(HostGatherer, leader=0))
-        attempts = Attempts(OPTIONS, agents, gatherer, events, reporter, HangWatch(agents, reporter), None)
+        hosts, gatherer = cast(Hosts, ScriptedHosts(*exits)), cast(HostGatherer, Mock(HostGatherer, leader=0))
+        attempts = Attempts(OPTIONS, hosts, gatherer, events, reporter, HangWatch(hosts, reporter), None)
         if report is not None:
             asyncio.get_running_loop().call_later(0.01, events.post, report)
         try:
@@ -96,9 +96,9 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
 
     async def run() -> None:
         events, reporter = HostEvents(), Reporter(Console(2), str(recorded), "trainer")
-        agents = cast(Hosts, ScriptedHosts(exit_of(0, 0), exit_of(1, 0)))
+        hosts = cast(Hosts, ScriptedHosts(exit_of(0, 0), exit_of(1, 0)))
         gatherer = cast(HostGatherer, Mock(HostGatherer, leader=0))
-        attempts = Attempts(OPTIONS, agents, gatherer, events, reporter, HangWatch(agents, reporter), None)
+        attempts = Attempts(OPTIONS, hosts, gatherer, events, reporter, HangWatch(hosts, reporter), None)
         await attempts.run([Registration(replica, "", "node", 1, 1) for replica in range(2)])
         attempts.hosts_changed(joined=True)
         assert attempts.number == 1

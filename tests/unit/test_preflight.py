@@ -154,7 +154,7 @@ def test_the_offset_of_a_clock_is_the_least_that_is_certain(clock: float, taken:
 
 
 class ScriptedHosts:
-    """The agents of two hosts; the clock of the second is ahead by ``ahead`` seconds."""
+    """Two hosts; the clock of the second is ahead by ``ahead`` seconds."""
 
     def __init__(self, ahead: float = 0.0, link: Link = FAST) -> None:
         self.requests: list[OpenLink | TakeFacts] = []
@@ -175,9 +175,9 @@ HOSTS = [Registration(replica, "", "node", 1, 1) for replica in range(2)]
 PORTS = [LinkOpened(replica, "node", 29400 + replica) for replica in range(2)]
 
 
-def checked(agents: ScriptedHosts, mode: str, capfd: pytest.CaptureFixture[str], times: int = 1) -> tuple[str, str]:
+def checked(hosts: ScriptedHosts, mode: str, capfd: pytest.CaptureFixture[str], times: int = 1) -> tuple[str, str]:
     """Why the run must not start, and the log."""
-    preflight = Preflight(mode, True, cast(Hosts, agents), Reporter(Console(2), None, "trainer"))
+    preflight = Preflight(mode, True, cast(Hosts, hosts), Reporter(Console(2), None, "trainer"))
 
     async def run() -> str:
         reasons = [await preflight.check(HOSTS) for _ in range(times)]
@@ -189,12 +189,12 @@ def checked(agents: ScriptedHosts, mode: str, capfd: pytest.CaptureFixture[str],
 
 
 def test_hosts_are_checked_once(capfd: pytest.CaptureFixture[str]) -> None:
-    agents = ScriptedHosts()
-    reason, log = checked(agents, "on", capfd, times=2)
+    hosts = ScriptedHosts()
+    reason, log = checked(hosts, "on", capfd, times=2)
     assert reason == ""
     assert "[monarch] pre-flight: 2 hosts are fit and alike" in log
-    assert agents.requests == [OpenLink(), TakeFacts(tuple(PORTS))]
-    assert decode_request(*encode_request(agents.requests[1])) == agents.requests[1]
+    assert hosts.requests == [OpenLink(), TakeFacts(tuple(PORTS))]
+    assert decode_request(*encode_request(hosts.requests[1])) == hosts.requests[1]
 
 
 def test_a_difference_fails_the_run_or_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
@@ -207,9 +207,9 @@ def test_a_difference_fails_the_run_or_is_reported(capfd: pytest.CaptureFixture[
 
 
 def test_nothing_is_asked_when_it_is_off(capfd: pytest.CaptureFixture[str]) -> None:
-    agents = ScriptedHosts(7.0)
-    assert checked(agents, "off", capfd) == ("", "")
-    assert agents.requests == []
+    hosts = ScriptedHosts(7.0)
+    assert checked(hosts, "off", capfd) == ("", "")
+    assert hosts.requests == []
 
 
 # -- facts -------------------------------------------------------------------------------------------------------------

@@ -142,10 +142,10 @@ def batch(
 ) -> tuple[JobResult, list[object]]:
     async def main() -> tuple[JobResult, list[object]]:
         events = HostEvents()
-        agents = ScriptedHosts(events, *watched)
-        agents.refusal = refusal
+        hosts = ScriptedHosts(events, *watched)
+        hosts.refusal = refusal
         fresh = [dataclasses.replace(host, attempt=-1) for host in HOSTS]
-        return await work(Session(OPTIONS, events), agents, events, failures).run(fresh), agents.log
+        return await work(Session(OPTIONS, events), hosts, events, failures).run(fresh), hosts.log
 
     return asyncio.run(main())
 
@@ -192,8 +192,8 @@ def test_an_event_leaves_the_ranks_to_the_controller_and_the_run_goes_on_on_the_
     async def main() -> None:
         events = HostEvents()
         lost = HostLost(1, JobResult(1, "lost"))
-        agents = ScriptedHosts(events, lambda: events.post(lost), GOOD)
-        spmd = work(Session(OPTIONS, events), agents, events)
+        hosts = ScriptedHosts(events, lambda: events.post(lost), GOOD)
+        spmd = work(Session(OPTIONS, events), hosts, events)
         with pytest.raises(Interrupted) as caught:
             await spmd.run(HOSTS)
         assert caught.value.event is lost and events.pending == [lost]
@@ -203,7 +203,7 @@ def test_an_event_leaves_the_ranks_to_the_controller_and_the_run_goes_on_on_the_
         spmd.hosts_changed(joined=False)
         assert (await spmd.run(HOSTS)).code == 0
         # Host 1 has run attempt 1 under an earlier replica 0.
-        assert agents.log == ["hosts", ("launch", 2), ("stop", 15), "hosts", ("launch", 3)]
+        assert hosts.log == ["hosts", ("launch", 2), ("stop", 15), "hosts", ("launch", 3)]
 
     asyncio.run(main())
 
@@ -212,14 +212,14 @@ def test_runs_of_a_session_begin_at_the_first_attempt_and_end_one_by_one() -> No
     async def main() -> None:
         events = HostEvents()
         ended = RunEndRequested(0, JobResult(137, "killed", stopped=True), signal.SIGKILL)
-        agents = ScriptedHosts(events, FAILED, GOOD, lambda: events.post(ended), GOOD)
+        hosts = ScriptedHosts(events, FAILED, GOOD, lambda: events.post(ended), GOOD)
         session = LiveLike(events, 3)
-        assert await work(session, agents, events).run([HOSTS[0]]) == JobResult(0, "idle")
+        assert await work(session, hosts, events).run([HOSTS[0]]) == JobResult(0, "idle")
         assert [result.code for result in session.results] == [0, 137, 0]
         assert events.pending == []
-        launches = [each for each in agents.log if each[0] == "launch"]  # type: ignore[index]
+        launches = [each for each in hosts.log if each[0] == "launch"]  # type: ignore[index]
         assert launches == [("launch", attempt) for attempt in (0, 1, 0, 0)]
-        assert ("stop", 9) in agents.log
+        assert ("stop", 9) in hosts.log
 
     asyncio.run(main())
 
@@ -227,10 +227,10 @@ def test_runs_of_a_session_begin_at_the_first_attempt_and_end_one_by_one() -> No
 def test_a_refusal_ends_a_run_and_not_the_session() -> None:
     async def main() -> None:
         events = HostEvents()
-        agents, session = ScriptedHosts(events), LiveLike(events, 1)
-        agents.refusal = (LaunchRanks, False)
-        assert await work(session, agents, events).run(HOSTS) == JobResult(0, "idle")
+        hosts, session = ScriptedHosts(events), LiveLike(events, 1)
+        hosts.refusal = (LaunchRanks, False)
+        assert await work(session, hosts, events).run(HOSTS) == JobResult(0, "idle")
         assert session.results == [JobResult(1, "host 1 (node1): cannot write the ranks' logs")]
-        assert agents.log == ["hosts", ("stop", 9)]
+        assert hosts.log == ["hosts", ("stop", 9)]
 
     asyncio.run(main())

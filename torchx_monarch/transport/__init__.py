@@ -1,3 +1,3 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Connections between the processes of a job: addresses, TLS, the listener, messages, leases and calls to agents."""
+"""Connections between the processes of a job: addresses, TLS, the listener, messages and leases."""
