@@ -353,7 +353,9 @@ def test_kill_9_of_any_process(work: Path, eventually: Eventually, victim: str) 
     pid = {
         "supervisor": supervisor,
         "host": host.pid,
-        "rank": next(one.pid for one in below if "rank_main.py" in " ".join(one.cmdline())),
+        "rank": next(
+            one.pid for one in below if one.cmdline()[1:2] == ["-u"] and "zygote" not in " ".join(one.cmdline())
+        ),
     }[victim]
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: state(handle) == "FAILED", "the failure")

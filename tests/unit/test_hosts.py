@@ -23,6 +23,7 @@ from torchx_monarch.controller.host_messages import (
     SampleRanks,
     StopRanks,
     WatchRanks,
+    encode_message,
 )
 from torchx_monarch.controller.hosts import HostRefused, Hosts, HostsError
 from torchx_monarch.controller.job_options import JobOptions
@@ -166,6 +167,24 @@ def test_a_refusal_ends_the_request(tmp_path: Path) -> None:
         with pytest.raises(HostsError, match=r"host 1 \(node1\): no room"):
             await hosts.broadcast(WatchRanks())
         await replicas[2].until(lambda: len(replicas[2].cancelled) == 2)
+
+    run(tmp_path, scenario)
+
+
+def test_a_late_answer_to_a_request_that_was_given_up_ends_nothing(tmp_path: Path) -> None:
+    """The answers of a host to an attempt that another host's loss has ended are of no later attempt."""
+
+    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+        host, connection = HOSTS[1], rendezvous.requests
+        given_up = connection.begin(WatchRanks(), [1], 0)
+        connection.end(given_up)
+        present = connection.begin(WatchRanks(), [1], 0)
+        connection.receive(1, {"type": "answer", "id": given_up.number, "answer": encode_message(exited(1))})
+        assert present.answers.empty() and given_up.answers.empty()
+        connection.receive(1, {"type": "answer", "id": present.number, "answer": encode_message(exited(1))})
+        assert present.answers.get_nowait() == (1, exited(1))
+        connection.end(present)
+        assert rendezvous.hosts.registered[1] == host
 
     run(tmp_path, scenario)
 

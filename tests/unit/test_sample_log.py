@@ -97,7 +97,7 @@ def test_the_recorder_asks_while_ranks_run(tmp_path: Path) -> None:
     asked = asyncio.Event()
 
     class OneHost:
-        hosts = (None,)
+        present = (None,)
 
         async def collect(self, request: object, timeout: float) -> tuple[list[Any], dict[int, str]]:
             assert request == SampleRanks(groups=False)  # which the log does not have, and ranks are not disturbed
