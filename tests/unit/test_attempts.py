@@ -35,9 +35,9 @@ def exit_of(rank: int, code: int, stopped_at: float | None = None) -> RankExit:
 
 
 class ScriptedHosts:
-    """The hosts of two hosts with a rank each, whose ranks exit as given."""
+    """Two hosts with a rank each, whose ranks exit as given."""
 
-    hosts = ()
+    present = ()
 
     def __init__(self, *exits: RankExit) -> None:
         self._exits = exits
