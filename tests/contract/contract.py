@@ -196,7 +196,9 @@ class Contract:
 
     @pytest.mark.scenario("retries")
     def test_exit_code_78_asks_for_no_restart(self, place: Place) -> None:
-        program = _program(place, 'if rank == "0":\n    time.sleep(1000)\nprint("once", flush=True)\nsys.exit(78)')
+        # The job's own lines show the last line of a rank that fails.
+        prints = 'print("once\\nbye", flush=True)'
+        program = _program(place, f'if rank == "0":\n    time.sleep(1000)\n{prints}\nsys.exit(78)')
         handle = place.run(place.torchrun(program, nproc=1, max_retries=2))
         status = place.wait(handle, AppState.FAILED)
         assert (status.num_restarts, place.log(handle).count("once")) == (0, 1), place.everything(handle)

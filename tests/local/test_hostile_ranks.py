@@ -70,7 +70,7 @@ os._exit(3)
     command = torchrun("--max-restarts", "1", str(folder / "prog.py"), nproc=1)
     hosts = Hosts(folder, command, options=NO_PRELOAD).start()
     assert hosts.wait() == [3]
-    assert re.search(r"FAILED: rank 0 \(.*\) exited with code 3 ", hosts.err())
+    assert re.search(r"FAILED: rank 0 \(.*\) exited with code 3;", hosts.err())
     assert (hosts.logs(0) / "attempt_1" / "0" / "stdout.log").read_text() == "attempt 1\n"
 
 

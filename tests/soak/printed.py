@@ -137,6 +137,8 @@ def _found(text: str) -> tuple[dict[Stream, list[int]], dict[Stream, list[tuple[
     numbers: dict[Stream, list[int]] = defaultdict(list)
     broken: dict[Stream, list[tuple[int, str]]] = defaultdict(list)
     for one in text.splitlines():
+        if one.startswith("[monarch] "):  # it names the last line of a rank that has failed
+            continue
         if match := _LINE.search(one):
             stream, number = Stream(match[1], int(match[2]), int(match[3])), int(match[4])
             if one[match.start() :] == line(*stream, number):

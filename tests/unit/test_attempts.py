@@ -19,7 +19,7 @@ from torchx_monarch.controller.elastic import HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import HostEvents, HostPreempted, Interrupted
 from torchx_monarch.controller.host_messages import Launched, RanksExited, Request, StoreOpened, WatchRanks
-from torchx_monarch.controller.hosts import Hosts
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult, RankExit
@@ -59,7 +59,7 @@ def result_of(exits: list[RankExit], report: HostPreempted | None = None) -> Job
 
     async def run() -> JobResult:
         events, reporter = HostEvents(), Reporter(Console(2), None, "trainer")
-        hosts, gatherer = cast(Hosts, ScriptedHosts(*exits)), cast(HostGatherer, Mock(HostGatherer, leader=0))
+        hosts, gatherer = cast(JobHosts, ScriptedHosts(*exits)), cast(HostGatherer, Mock(HostGatherer, leader=0))
         attempts = Attempts(OPTIONS, hosts, gatherer, events, reporter, HangWatch(hosts, reporter), None)
         if report is not None:
             asyncio.get_running_loop().call_later(0.01, events.post, report)
@@ -96,7 +96,7 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
 
     async def run() -> None:
         events, reporter = HostEvents(), Reporter(Console(2), str(recorded), "trainer")
-        hosts = cast(Hosts, ScriptedHosts(exit_of(0, 0), exit_of(1, 0)))
+        hosts = cast(JobHosts, ScriptedHosts(exit_of(0, 0), exit_of(1, 0)))
         gatherer = cast(HostGatherer, Mock(HostGatherer, leader=0))
         attempts = Attempts(OPTIONS, hosts, gatherer, events, reporter, HangWatch(hosts, reporter), None)
         await attempts.run([Registration(replica, "", "node", 1, 1) for replica in range(2)])

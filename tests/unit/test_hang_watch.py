@@ -15,7 +15,7 @@ from tests.waits import WITHIN
 from torchx_monarch.controller import hang_watch
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import CollectivesRead, ReadCollectives, Request, StacksTaken
-from torchx_monarch.controller.hosts import Hosts
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.hangs import Hang, RankCollectives
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus
@@ -62,7 +62,7 @@ def watched(
 ) -> tuple[Hang | None, Notes, Ranks]:
     async def main() -> tuple[Hang | None, Notes, Ranks]:
         ranks, notes = Ranks(), Notes()
-        watch = HangWatch(cast(Hosts, ranks), notes, hang_after, on_hang)
+        watch = HangWatch(cast(JobHosts, ranks), notes, hang_after, on_hang)
         running = asyncio.ensure_future(watch.run(0))
         await steps(ranks, watch)
         if not running.done():

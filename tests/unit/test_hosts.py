@@ -25,7 +25,7 @@ from torchx_monarch.controller.host_messages import (
     WatchRanks,
     encode_message,
 )
-from torchx_monarch.controller.hosts import HostRefused, Hosts, HostsError
+from torchx_monarch.controller.hosts import HostRefused, HostsError, JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
@@ -74,7 +74,7 @@ class Replica:
 
 
 @asynccontextmanager
-async def joined(folder: Path) -> AsyncIterator[tuple[Hosts, list[Replica], Rendezvous]]:
+async def joined(folder: Path) -> AsyncIterator[tuple[JobHosts, list[Replica], Rendezvous]]:
     """A leader and two hosts that have registered with it over a socket file."""
     address = Address("unix", path=str(folder / "r.sock"))
     rendezvous = Rendezvous(address, REPLICAS)
@@ -84,7 +84,7 @@ async def joined(folder: Path) -> AsyncIterator[tuple[Hosts, list[Replica], Rend
     for each in replicas[1:]:
         following.append(asyncio.ensure_future(each.follow(address)))
     await rendezvous.hosts.until(lambda: rendezvous.hosts.present == REPLICAS)
-    hosts = Hosts(
+    hosts = JobHosts(
         OPTIONS, rendezvous.requests, rendezvous.events, Reporter(Console(2), None, "trainer"), replicas[0].handle
     )
     hosts.form(HOSTS)
@@ -97,7 +97,7 @@ async def joined(folder: Path) -> AsyncIterator[tuple[Hosts, list[Replica], Rend
         await asyncio.wait(following)
 
 
-def run(folder: Path, scenario: Callable[[Hosts, list[Replica], Rendezvous], Awaitable[None]]) -> None:
+def run(folder: Path, scenario: Callable[[JobHosts, list[Replica], Rendezvous], Awaitable[None]]) -> None:
     async def main() -> None:
         async with joined(folder) as (hosts, replicas, rendezvous):
             await scenario(hosts, replicas, rendezvous)
@@ -110,7 +110,7 @@ def exited(replica: int) -> RanksExited:
 
 
 def test_answers_arrive_in_any_order(tmp_path: Path) -> None:
-    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+    async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         found = []
         replicas[2].answer.set_result(exited(2))
         async for answer in hosts.ask(WatchRanks()):
@@ -125,7 +125,7 @@ def test_answers_arrive_in_any_order(tmp_path: Path) -> None:
 
 
 def test_a_request_that_waits_delays_no_other(tmp_path: Path) -> None:
-    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+    async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         watching = asyncio.ensure_future(anext(hosts.ask(WatchRanks())))
         await replicas[1].until(lambda: bool(replicas[1].asked))
         await hosts.stop(15, 1.0, lambda answer: None)
@@ -136,7 +136,7 @@ def test_a_request_that_waits_delays_no_other(tmp_path: Path) -> None:
 
 
 def test_a_host_that_does_not_answer_in_time_is_named_and_its_request_cancelled(tmp_path: Path) -> None:
-    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+    async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         for each in replicas[:2]:
             each.answer.set_result(RanksSampled(each.replica, ()))
         answers, missing = await hosts.collect(SampleRanks(), 0.5)
@@ -148,7 +148,7 @@ def test_a_host_that_does_not_answer_in_time_is_named_and_its_request_cancelled(
 
 
 def test_a_request_to_all_hosts_has_a_time_out(tmp_path: Path) -> None:
-    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+    async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         replicas[1].answer.set_result(exited(1))
         with pytest.raises(Interrupted) as caught:
             async for _ in hosts.ask(WatchRanks(), 0.5):
@@ -159,7 +159,7 @@ def test_a_request_to_all_hosts_has_a_time_out(tmp_path: Path) -> None:
 
 
 def test_a_refusal_ends_the_request(tmp_path: Path) -> None:
-    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+    async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         replicas[1].answer.set_result(Refused(1, "host 1 (node1)", "no room", 1))
         with pytest.raises(HostRefused, match=r"host 1 \(node1\): no room"):
             async for _ in hosts.ask(WatchRanks()):
@@ -174,7 +174,7 @@ def test_a_refusal_ends_the_request(tmp_path: Path) -> None:
 def test_a_late_answer_to_a_request_that_was_given_up_ends_nothing(tmp_path: Path) -> None:
     """The answers of a host to an attempt that another host's loss has ended are of no later attempt."""
 
-    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+    async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         host, connection = HOSTS[1], rendezvous.requests
         given_up = connection.begin(WatchRanks(), [1], 0)
         connection.end(given_up)
@@ -190,7 +190,7 @@ def test_a_late_answer_to_a_request_that_was_given_up_ends_nothing(tmp_path: Pat
 
 
 def test_a_lost_host_ends_the_requests_to_it_and_its_event_names_the_cause(tmp_path: Path) -> None:
-    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+    async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         async def ask() -> None:
             async for _ in hosts.ask(WatchRanks()):
                 pass
@@ -210,7 +210,7 @@ def test_a_lost_host_ends_the_requests_to_it_and_its_event_names_the_cause(tmp_p
 
 
 def test_an_answer_too_long_for_a_message_is_an_error_of_its_host_alone(tmp_path: Path) -> None:
-    async def scenario(hosts: Hosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
+    async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         for each in replicas:
             each.answer.set_result(Refused(each.replica, "", "x" * (9_000_000 if each.replica == 1 else 1), 1))
         _, missing = await hosts.collect(SampleRanks(), WITHIN)

@@ -27,7 +27,7 @@ from torchx_monarch.controller.host_messages import (
     encode_request,
 )
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.hosts import Hosts
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.link_test import LinkServer, measure
 from torchx_monarch.controller.preflight import Preflight, clock_offset, culprit
 from torchx_monarch.host.preflight import parse_gpus, take_facts
@@ -177,7 +177,7 @@ PORTS = [LinkOpened(replica, "node", 29400 + replica) for replica in range(2)]
 
 def checked(hosts: ScriptedHosts, mode: str, capfd: pytest.CaptureFixture[str], times: int = 1) -> tuple[str, str]:
     """Why the run must not start, and the log."""
-    preflight = Preflight(mode, True, cast(Hosts, hosts), Reporter(Console(2), None, "trainer"))
+    preflight = Preflight(mode, True, cast(JobHosts, hosts), Reporter(Console(2), None, "trainer"))
 
     async def run() -> str:
         reasons = [await preflight.check(HOSTS) for _ in range(times)]
@@ -293,7 +293,7 @@ def test_a_host_without_a_port_is_named() -> None:
 
 
 def test_a_difference_names_its_host(capfd: pytest.CaptureFixture[str]) -> None:
-    preflight = Preflight("on", True, cast(Hosts, ScriptedHosts(7.0)), Reporter(Console(2), None, "trainer"))
+    preflight = Preflight("on", True, cast(JobHosts, ScriptedHosts(7.0)), Reporter(Console(2), None, "trainer"))
     assert preflight.culprit is None
     assert asyncio.run(preflight.check(HOSTS)) and preflight.culprit is HOSTS[1]
 

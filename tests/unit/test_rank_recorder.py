@@ -73,7 +73,7 @@ class Rank:
 
     async def __aexit__(self, *_: object) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.communicate(timeout=WITHIN)
         assert self.recorders._server is not None
         self.recorders._server.close()
         await self.recorders._server.wait_closed()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.waits import WITHIN
 from torchx_monarch.controller.host_messages import RanksSampled, SampleRanks
-from torchx_monarch.controller.hosts import Hosts
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.sample_recorder import SampleRecorder
 from torchx_monarch.insight.rank_sample import DeviceUse, RankSample
 from torchx_monarch.insight.report_curves import curves
@@ -106,10 +106,10 @@ def test_the_recorder_asks_while_ranks_run(tmp_path: Path) -> None:
 
     async def run() -> None:
         log = SampleLog(str(tmp_path / "samples.jsonl"))
-        with SampleRecorder(cast(Hosts, OneHost()), log, every=0.0).recording():
+        with SampleRecorder(cast(JobHosts, OneHost()), log, every=0.0).recording():
             await asyncio.wait_for(asked.wait(), WITHIN)
             await asyncio.sleep(0)
-        with SampleRecorder(cast(Hosts, OneHost()), None).recording():
+        with SampleRecorder(cast(JobHosts, OneHost()), None).recording():
             pass
         assert len(asyncio.all_tasks()) <= 2
 

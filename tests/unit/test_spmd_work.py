@@ -29,7 +29,7 @@ from torchx_monarch.controller.host_messages import (
     WatchRanks,
 )
 from torchx_monarch.controller.host_requests import HostRequests
-from torchx_monarch.controller.hosts import HostRefused, Hosts
+from torchx_monarch.controller.hosts import HostRefused, JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.sample_recorder import SampleRecorder
@@ -53,7 +53,7 @@ def exits(replica: int, code: int) -> RanksExited:
 GOOD, FAILED = [exits(0, 0), exits(1, 0)], [exits(1, 3)]
 
 
-class ScriptedHosts(Hosts):
+class ScriptedHosts(JobHosts):
     """Agents whose answers to ``WatchRanks`` are given by attempt; nothing listens anywhere."""
 
     def __init__(self, events: HostEvents, *watched: list[Any] | Callable[[], None]) -> None:
@@ -122,7 +122,7 @@ class LiveLike(Session):
         return None
 
 
-def work(session: Session, hosts: Hosts, events: HostEvents, failures: HostFailures | None = None) -> SpmdWork:
+def work(session: Session, hosts: JobHosts, events: HostEvents, failures: HostFailures | None = None) -> SpmdWork:
     reporter = Reporter(Console(2), None, "trainer")
     rendezvous = Rendezvous(Address("unix", path="/nowhere"), 2)
     gatherer = HostGatherer(FIXED, rendezvous, reporter, failures)

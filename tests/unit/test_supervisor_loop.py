@@ -57,6 +57,7 @@ def make() -> Callable[..., Loop]:
         Path(paths.request).touch()
         loop = Loop(paths, request, AppRecord("x", "x", time.time(), State.RUNNING, roles=new_roles(request)))
         loop.started = []
+        loop._leftovers = iter(())  # the children of this process are those of other tests
         loop._start(loop._all)
         return loop
 

@@ -32,7 +32,7 @@ from torchx_monarch.controller.host_messages import (
     StoreOpened,
     WatchRanks,
 )
-from torchx_monarch.controller.hosts import HostRefused, Hosts
+from torchx_monarch.controller.hosts import HostRefused, JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.insight.hangs import Hang
@@ -80,7 +80,7 @@ class Attempts:
     def __init__(
         self,
         options: JobOptions,
-        hosts: Hosts,
+        hosts: JobHosts,
         gatherer: HostGatherer,
         events: HostEvents,
         reporter: Reporter,

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator
 
 from torchx_monarch.controller.host_messages import ReadCollectives, TakeStacks
-from torchx_monarch.controller.hosts import Hosts
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.hangs import Hang, describe_places, diagnose
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.insight.stacks import rank_ranges
@@ -40,7 +40,7 @@ class HangWatch:
         on_hang: ``observe``, ``restart`` or ``fail``.
     """
 
-    def __init__(self, hosts: Hosts, reporter: Reporter, hang_after: float = 0.0, on_hang: str = "observe") -> None:
+    def __init__(self, hosts: JobHosts, reporter: Reporter, hang_after: float = 0.0, on_hang: str = "observe") -> None:
         self._hosts = hosts
         self._reporter = reporter
         self._hang_after = hang_after

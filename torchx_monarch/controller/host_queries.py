@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 
 from torchx_monarch.controller.host_messages import Request, SampleRanks, TakeStacks
-from torchx_monarch.controller.hosts import Hosts
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.transport import messages
 
@@ -32,7 +32,7 @@ class HostQueries:
         hosts: the hosts, which are asked.
     """
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: JobHosts) -> None:
         self._hosts = hosts
 
     async def stacks(

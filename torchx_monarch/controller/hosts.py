@@ -40,7 +40,7 @@ class HostsError(Exception):
     """A host could not execute a request that was sent to all hosts; the message names the host and the reason."""
 
 
-class Hosts:
+class JobHosts:
     """The hosts of the present attempt, of which the leader's own is the first.
 
     Attributes:

@@ -17,7 +17,7 @@ from torchx_monarch.controller.host_messages import (
     RunBegun,
     RunOutput,
 )
-from torchx_monarch.controller.hosts import HostRefused, Hosts, HostsError
+from torchx_monarch.controller.hosts import HostRefused, HostsError, JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run import Run
@@ -43,7 +43,7 @@ class LiveSession(Session):
     """
 
     def __init__(
-        self, options: JobOptions, rendezvous: Rendezvous, reporter: Reporter, hosts: Hosts, run_queue: RunQueue
+        self, options: JobOptions, rendezvous: Rendezvous, reporter: Reporter, hosts: JobHosts, run_queue: RunQueue
     ) -> None:
         super().__init__(options, rendezvous.events)
         self._leader = rendezvous.leader

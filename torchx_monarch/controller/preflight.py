@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from torchx_monarch.controller.host_comparison import compare
 from torchx_monarch.controller.host_messages import FactsTaken, LinkOpened, OpenLink, TakeFacts
-from torchx_monarch.controller.hosts import Hosts
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import HostFacts, Link
 from torchx_monarch.model.registration import Registration
@@ -31,7 +31,7 @@ class Preflight:
         reporter: writes progress lines and events.
     """
 
-    def __init__(self, mode: str, networked: bool, hosts: Hosts, reporter: Reporter) -> None:
+    def __init__(self, mode: str, networked: bool, hosts: JobHosts, reporter: Reporter) -> None:
         self._mode = mode
         self._networked = networked
         self._hosts = hosts

@@ -31,9 +31,10 @@ _RETRY_EVERY = 0.01
 
 _RETRY_AT_MOST = 0.5
 
-_STALE_FOR = 1.6
+_STALE_FOR = 2.5
 """Duration of retries after a final refusal, in units of the peer timeout. The replica 0 of an earlier job may still
-hold the port, or replica 0 may not have noticed yet that the host that this one replaces is lost."""
+hold the port, or replica 0 may not have noticed yet that the host that this one replaces is lost: a request that it
+sends shortly before keep-alive would break the connection has the kernel wait for the peer timeout once more."""
 
 
 class PutOffError(ConnectError):

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 
 from torchx_monarch.controller.host_messages import SampleRanks
-from torchx_monarch.controller.hosts import Hosts
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.sample_log import SampleLog
 
 _EVERY = 5.0
@@ -31,7 +31,7 @@ class SampleRecorder:
         every: seconds between two samples.
     """
 
-    def __init__(self, hosts: Hosts, log: SampleLog | None, every: float = _EVERY) -> None:
+    def __init__(self, hosts: JobHosts, log: SampleLog | None, every: float = _EVERY) -> None:
         self._hosts = hosts
         self._log = log
         self._every = every

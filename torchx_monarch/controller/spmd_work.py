@@ -21,7 +21,7 @@ from torchx_monarch.controller.host_events import (
     StopRequested,
     concerns_hosts,
 )
-from torchx_monarch.controller.hosts import HostRefused, Hosts
+from torchx_monarch.controller.hosts import HostRefused, JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.sample_recorder import SampleRecorder
 from torchx_monarch.model.job_result import JobResult
@@ -102,7 +102,7 @@ class SpmdWork:
     def __init__(
         self,
         session: Session,
-        hosts: Hosts,
+        hosts: JobHosts,
         gatherer: HostGatherer,
         events: HostEvents,
         new_attempts: Callable[[], Attempts],

@@ -12,7 +12,7 @@ from torchx_monarch.command.command import Command, CommandError, check, parse
 from torchx_monarch.command.torchrun_options import unused_options
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import Answer, Request
-from torchx_monarch.controller.hosts import Hosts
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.spmd_work import Session
 from torchx_monarch.host.ranks.breakpoints import Breakpoints
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
@@ -96,7 +96,7 @@ class BatchRun:
         max_restarts = self.command.options.max_restarts if self.command else 0
         return self._host.first_log_attempt(self._logs, max_restarts, sizes)
 
-    def session(self, control: Control, hosts: Hosts) -> Session:
+    def session(self, control: Control, hosts: JobHosts) -> Session:
         """Return the session of the batch job, on replica 0."""
         return Session(control.options, control.rendezvous.events)
 

@@ -30,7 +30,7 @@ from torchx_monarch.controller.host_messages import (
     RunFinished,
     RunOutput,
 )
-from torchx_monarch.controller.hosts import Hosts
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.live_session import LiveSession
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.controller.spmd_work import Session
@@ -108,7 +108,7 @@ class LiveRuns:
         """Return 0: each run has a folder of its own."""
         return 0
 
-    def session(self, control: Control, hosts: Hosts) -> Session:
+    def session(self, control: Control, hosts: JobHosts) -> Session:
         """Return the session of the allocation, on replica 0 or the host that has taken over."""
         options, spec = self._host.options, self._allocation_spec
         self._run_queue = run_queue = RunQueue(

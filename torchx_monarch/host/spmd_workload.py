@@ -39,7 +39,7 @@ from torchx_monarch.controller.host_messages import (
 )
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_queries import HostQueries
-from torchx_monarch.controller.hosts import Hosts
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.link_test import LinkServer, measure
 from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.controller.sample_recorder import SampleRecorder
@@ -69,7 +69,7 @@ class Runs(Protocol):
 
     def first_log_attempt(self, sizes: NodeRange) -> int: ...
 
-    def session(self, control: Control, hosts: Hosts) -> Session:
+    def session(self, control: Control, hosts: JobHosts) -> Session:
         """Return the session in which the controller on replica 0 executes the runs."""
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class SpmdWorkload:
     def work(self, control: Control) -> Work:
         """Return the work of executing the session's runs (see ``Workload``)."""
         options, events, reporter = control.options, control.rendezvous.events, self._host.reporter
-        hosts = Hosts(options, control.rendezvous.requests, events, reporter, self.handle)
+        hosts = JobHosts(options, control.rendezvous.requests, events, reporter, self.handle)
         queries = HostQueries(hosts)
         control.rendezvous.clients.update(stacks=queries.stacks, samples=queries.samples)
         command = f"torchx monarch debug {self._host.options.app} --role {self._host.options.role}"
