@@ -310,7 +310,7 @@ def test_a_watched_status_does_not_scroll(monkeypatch: pytest.MonkeyPatch, capsy
     looks = iter([running, running, ended])
     monkeypatch.setattr(status_command, "_look", lambda *_: next(looks))
     monkeypatch.setattr("time.sleep", lambda _: None)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((80, 3)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((80, 3)))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     scheduler, ranks = SimpleNamespace(inner=SimpleNamespace(poll=0.0)), SampledRanks("x")
     status_command._watch(scheduler, running, "app", ranks, as_json=False)  # type: ignore[arg-type]
