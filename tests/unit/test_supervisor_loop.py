@@ -21,6 +21,7 @@ from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.records import ReplicaRequest
 from torchx_monarch.supervisor.replica import Replica
+from torchx_monarch.system import processes
 
 
 class Loop(SupervisorLoop):
@@ -46,7 +47,11 @@ class Loop(SupervisorLoop):
 
 
 @pytest.fixture
-def make() -> Callable[..., Loop]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
+    # The children of this process are those of other tests.
+    monkeypatch.setattr(processes, "terminate", lambda find: iter(()))
+    monkeypatch.setattr(processes, "kill_descendants", lambda job: [])
+
     def made(*specs: RoleSpec) -> Loop:
         roles = [RoleRequest(spec, [ReplicaRequest(["x"], {}, "/")] * spec.replicas) for spec in specs]
         paths = state_files.app_paths("x")
@@ -57,7 +62,6 @@ def make() -> Callable[..., Loop]:
         Path(paths.request).touch()
         loop = Loop(paths, request, AppRecord("x", "x", time.time(), State.RUNNING, roles=new_roles(request)))
         loop.started = []
-        loop._leftovers = iter(())  # the children of this process are those of other tests
         loop._start(loop._all)
         return loop
 

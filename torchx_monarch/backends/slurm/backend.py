@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -133,12 +134,24 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
                 f"cannot write the folder of the job, {where}: {error.strerror} (run option job_dir)"
             ) from None
         app_ids: list[str] = []
+        begun, done, given_up = threading.Event(), threading.Event(), threading.Event()
+
+        def submit() -> None:
+            begun.set()
+            try:
+                if not given_up.is_set():
+                    app_ids.append(native.submit(request.command(paths.script)))
+            finally:
+                done.set()
+
         try:
-            # In a thread, whose end the block awaits: sbatch may have submitted the job when Ctrl-C comes, and only its
-            # answer has the job's id.
+            # In a thread: sbatch may have submitted the job when Ctrl-C comes, and only its answer has the job's id.
             with ThreadPoolExecutor(1) as pool:
-                pool.submit(lambda: app_ids.append(native.submit(request.command(paths.script)))).result()
+                pool.submit(submit).result()
         except BaseException:
+            given_up.set()
+            if begun.is_set():  # the pool does not wait for a thread whose start Ctrl-C has interrupted
+                done.wait()
             for app_id in app_ids:
                 with contextlib.suppress(SlurmError):
                     native.checked(["scancel", app_id])
