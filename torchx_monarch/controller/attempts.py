@@ -25,6 +25,7 @@ from torchx_monarch.controller.host_events import (
     StopRequested,
 )
 from torchx_monarch.controller.host_messages import (
+    ConfirmHost,
     Launched,
     LaunchRanks,
     OpenStore,
@@ -200,6 +201,8 @@ class Attempts:
             raise Interrupted(_joined(newcomers[0]))
         world = await self._world(hosts)
         await self._gatherer.publish(self.progress(self.number))
+        async for _ in self._hosts.ask(ConfirmHost(), self._options.host_timeout):
+            pass
         self._launched = self.number
         launched = [answer async for answer in self._hosts.ask(LaunchRanks(world), self._options.host_timeout)]
         self._reporter.phase(

@@ -42,6 +42,18 @@ class StoreOpened:
 
 
 @dataclasses.dataclass(frozen=True)
+class ConfirmHost:
+    """Answer that the host can be reached: a leader that is cut off must not start ranks, not even on its own host."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostConfirmed:
+    """The answer to ``ConfirmHost``."""
+
+    replica: int
+
+
+@dataclasses.dataclass(frozen=True)
 class LaunchRanks:
     """Start the ranks of an attempt (see ``RankPool.launch``)."""
 
@@ -319,8 +331,10 @@ class RunOutput:
 
 _RankRequest: TypeAlias = OpenStore | LaunchRanks | WatchRanks | StopRanks | TakeStacks | ReadCollectives | SampleRanks
 _RankAnswer: TypeAlias = StoreOpened | Launched | RanksExited | StacksTaken | CollectivesRead | RanksSampled
-Request: TypeAlias = _RankRequest | OpenLink | TakeFacts | BeginRun | FinishRun | ProbeFile | FetchCode
-Answer: TypeAlias = _RankAnswer | LinkOpened | FactsTaken | RunBegun | RunFinished | FileProbed | CodeFetched | Refused
+Request: TypeAlias = _RankRequest | ConfirmHost | OpenLink | TakeFacts | BeginRun | FinishRun | ProbeFile | FetchCode
+Answer: TypeAlias = (
+    _RankAnswer | HostConfirmed | LinkOpened | FactsTaken | RunBegun | RunFinished | FileProbed | CodeFetched | Refused
+)
 Report: TypeAlias = SignalReceived | RunOutput
 Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
 

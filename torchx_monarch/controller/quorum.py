@@ -4,8 +4,8 @@
 
 A host whose process is known to have ended is gone. A host that is merely silent may live beyond a broken link, with
 others there. The leader therefore goes on only with at least half of the hosts that may live, and a host takes over
-only with more than half of them. The hosts that count are those that were registered when the attempt began: the
-*voters*.
+only with more than half of them. The hosts that count, the *voters*, are those that were registered when the attempt
+began or have come since.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def why_not(present: Collection[int], voters: Collection[int], *, new: bool) -> 
 class Quorum:
     """Keep the voters of a leader.
 
-    The voters change when an attempt begins. Until all hosts of the new attempt have confirmed that they know them, the
-    former ones count as well: a host that is lost meanwhile may go by those.
+    The voters change when an attempt begins, or a host comes. Until all of them have confirmed that they know the new
+    voters, the former ones count as well: a host that is lost meanwhile may go by those.
 
     Args:
         leader: replica of the leader.
@@ -59,7 +59,7 @@ class Quorum:
         return tuple(sorted(self._generations[-1])) if self._generations else ()
 
     def begin(self, present: Collection[int]) -> None:
-        """Make the registered hosts the voters of an attempt."""
+        """Make hosts the voters."""
         self._generations.append(set(present))
         self._unconfirmed = set(present) - {self._leader}
         self._drop_former()

@@ -96,6 +96,9 @@ class RecordPublisher:
         places, progress = self._attempt
         others = [host for host in self._others() if host.replica in self._writers]
         hosts = tuple(host.replica for host in others)
+        if self._quorum is not None and not set(hosts) <= set(self._quorum.voters):
+            self.generation += 1
+            self._quorum.begin({*self._quorum.voters, *hosts})
         listeners = tuple(host.listener for host in others[: succession.SUCCESSORS]) if self._quorum else ()
         voters = self._quorum.voters if self._quorum else ()
         record = JobRecord(

@@ -18,7 +18,9 @@ from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import (
     Answer,
     CollectivesRead,
+    ConfirmHost,
     FactsTaken,
+    HostConfirmed,
     Launched,
     LaunchRanks,
     LinkOpened,
@@ -183,6 +185,8 @@ class SpmdWorkload:
         assert pool is not None
         if isinstance(request, OpenStore):
             return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
+        if isinstance(request, ConfirmHost):
+            return HostConfirmed(replica)
         if isinstance(request, LaunchRanks):
             return Launched(replica, tuple(await pool.launch(request.world)), pool.imported)
         if isinstance(request, TakeStacks):
