@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.local.hosts import Hosts
 from tests.waits import WITHIN, until
-from torchx_monarch.client.job import SPMDJob
+from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.target import Target
 
@@ -40,7 +40,7 @@ class Live(Hosts):
     ) -> None:
         words = ["python", "-m", "torchx_monarch.hosts", "--idle-timeout", str(idle_timeout), "--", *command]
         super().__init__(folder, words, replicas, options, **more)
-        self.job = SPMDJob("monarch_local://torchx/app", address=f"unix:{folder}/r.sock")
+        self.job = Allocation("monarch_local://torchx/app", address=f"unix:{folder}/r.sock")
 
     def ready(self) -> Live:
         """Start them all and wait until runs can begin."""

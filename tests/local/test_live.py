@@ -19,8 +19,8 @@ import pytest
 from tests.local.live import Live
 from tests.ports import free_port
 from torchx_monarch.client import hosts as client_hosts
+from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.connection import Connection
-from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.run_message import run_message
 from torchx_monarch.client.run_options import RunOptions
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
@@ -296,7 +296,7 @@ def test_a_run_outlives_its_client_and_is_found_again(
     request = run_message(client_hosts.Hosts(hosts.job.handle), None, RunOptions())
     with Connection.open(hosts.target, request) as link:
         assert link.receive() == {"type": "accepted", "run": 1, "leader": 0}
-    other = SPMDJob.attach(hosts.job.handle, address=str(hosts.target.address))
+    other = Allocation.attach(hosts.job.handle, address=str(hosts.target.address))
     handle = other.follow(output="store", check=False)
     lines = other.logs(rank=0, follow=True)
     assert next(lines) == "begun 0"
@@ -524,16 +524,16 @@ def test_ended_before_torch_is_imported(
 
 
 def test_not_there(folder: Path) -> None:
-    job = SPMDJob("monarch_local://torchx/nosuch")
+    job = Allocation("monarch_local://torchx/nosuch")
     with pytest.raises(UnreachableError, match="monarch_local://torchx/nosuch is not known in "):
-        SPMDJob.attach(job.handle)
+        Allocation.attach(job.handle)
     with pytest.raises(AllocationError, match="monarch_local://torchx/nosuch does not exist"):
         job.run_spmd()
     with pytest.raises(AllocationError, match="does not exist"):
         job.wait_ready(5)
     with pytest.raises(UnreachableError, match="'nowhere' is not of the form|nowhere"):
-        SPMDJob("monarch_local://torchx/nosuch", address="nowhere").runs()
+        Allocation("monarch_local://torchx/nosuch", address="nowhere").runs()
     assert job.status().state == "UNKNOWN"
-    late = SPMDJob(job.handle, address=f"unix:{folder}/nosuch.sock", start_timeout=0.0)
+    late = Allocation(job.handle, address=f"unix:{folder}/nosuch.sock", start_timeout=0.0)
     with pytest.raises(AllocationError, match=r"is not ready after 0 s: waiting for an answer at .*: .*No such file"):
         late.run_spmd()

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from torchx_monarch.client import hosts
-from torchx_monarch.client.job import SPMDJob
+from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.target import Target
 
 
@@ -24,7 +24,7 @@ class Dialled(hosts.Hosts):
         """Do nothing: no scheduler knows whether they have ended."""
 
 
-class Client(SPMDJob):
+class Client(Allocation):
     """The job of such hosts."""
 
     def __init__(self, target: Target) -> None:

@@ -43,7 +43,8 @@ def test_messages_are_passed_on_between_a_host_and_one_client() -> None:
 
     async def run() -> None:
         sessions = DebugSessions("debug app", said.append, contextlib.nullcontext)
-        host = await sessions.connect(GREETING)
+        host, own = await pair()
+        serving = asyncio.ensure_future(sessions.clients["breakpoint"](GREETING, *own))
         (reader, writer), far = await pair()
         await asyncio.sleep(0)
         await sessions.clients["breakpoints"]({}, *far)
@@ -65,7 +66,8 @@ def test_messages_are_passed_on_between_a_host_and_one_client() -> None:
         await messages.send(host[1], {"type": "end", "reason": "goes on\x1b"})
         host[1].close()
         await until_async(lambda: len(said) >= 3, "three lines")
-        await close(writer, far[1], host[1])
+        await serving
+        await close(writer, far[1], host[1], own[1])
 
     asyncio.run(run())
     assert said[0] == "rank 1 waits at train.py:3 in f for 9 s. Debug it: debug app --rank 1"

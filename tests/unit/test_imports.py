@@ -30,7 +30,7 @@ def imported_by(statement: str) -> set[str]:
     [
         "import torchx_monarch",
         "import torchx_monarch.components",
-        "from torchx_monarch import RunResult, SPMDError, SPMDJob, serve",
+        "from torchx_monarch import RunResult, SPMDError, serve",
         "import torchx_monarch.cli.main",
         "import torchx_plugins.schedulers.torchx_monarch",
         "from torchx.runner import get_runner; get_runner()._scheduler('monarch_local')",
@@ -208,7 +208,7 @@ _FOREIGN = {
 
 _EXEMPT = {
     *("rank_main.py", "zygote_main.py", "torch_queries.py", "rank_errors.py", "timer_main.py"),
-    *("monarch_job.py", "this_job.py"),
+    *("attached_job.py", "job.py", "monarch_job.py", "this_job.py"),
 }
 """The files of ranks, where torch belongs, and those of a Monarch client's process, where monarch belongs."""
 

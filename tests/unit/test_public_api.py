@@ -255,27 +255,13 @@ def test_invalid_options_are_reported_before_hosts_are_asked(
 # -- old names, and exceptions as users see them -----------------------------------------------------------------------
 
 
-class Runner:
-    """Notes what is cancelled."""
-
-    def __init__(self) -> None:
-        self.cancelled: list[str] = []
-
-    def cancel(self, handle: str) -> None:
-        self.cancelled.append(handle)
-
-
 def test_old_names_still_work_and_name_the_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = Runner()
-    job = SPMDJob("monarch_local://torchx/app", runner=runner)
-    with pytest.warns(DeprecationWarning, match="SPMDJob.kill is deprecated; use SPMDJob.release") as warned:
-        job.kill()
-    assert runner.cancelled == ["monarch_local://torchx/app"] and warned[0].filename == __file__
+    job = SPMDJob("monarch_local://torchx/app")
     ended: list[object] = []
     monkeypatch.setattr(job, "cancel_run", lambda *given: ended.append(given))
-    with pytest.warns(DeprecationWarning, match="SPMDJob.end_run is deprecated; use SPMDJob.cancel_run"):
+    with pytest.warns(DeprecationWarning, match="SPMDJob.end_run is deprecated; use SPMDJob.cancel_run") as warned:
         job.end_run(3, kill=True)
-    assert ended == [(3, True)]
+    assert ended == [(3, True)] and warned[0].filename == __file__
 
 
 def test_an_error_of_a_run_survives_pickling() -> None:

@@ -18,8 +18,8 @@ import pytest
 from tests.unit.impatient_terminal import ImpatientTerminal, ctrl_c_raises
 from tests.waits import until
 from torchx_monarch.cli import exit_codes
+from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.hosts import Hosts
-from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, RunHandle, collect_with_interrupts
 from torchx_monarch.client.runs import follow_run, list_runs
@@ -207,8 +207,8 @@ def test_followed_lines_go_on_after_a_break_and_name_the_end_of_the_hosts() -> N
     accepted = {"type": "accepted", "run": 1, "leader": 0}
     second = {**OUTPUT, "text": "two\n"}
     lost = LostHosts(BreakingLink(accepted, OUTPUT), BreakingLink(accepted, OUTPUT, second))
-    job = SPMDJob.__new__(SPMDJob)
-    job._hosts = cast(Hosts, lost)
+    job = Allocation.__new__(Allocation)
+    job._role_hosts = cast(Hosts, lost)
     lines = job.logs(0, follow=True)
     assert [next(lines), next(lines)] == ["[default0]:out", "two"]
     with pytest.raises(UnreachableError, match="run 1 lost its connection: .* has ended"):

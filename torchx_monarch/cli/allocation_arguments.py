@@ -7,8 +7,8 @@ from __future__ import annotations
 import argparse
 
 from torchx_monarch.cli import handles
+from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.hosts import Hosts
-from torchx_monarch.client.job import SPMDJob
 
 
 def add_handle(parser: argparse.ArgumentParser, optional: bool = False) -> None:
@@ -40,10 +40,10 @@ def hosts_of(args: argparse.Namespace) -> Hosts:
     return Hosts(args.handle, args.role, args.address)
 
 
-def job_of(args: argparse.Namespace) -> SPMDJob:
+def job_of(args: argparse.Namespace) -> Allocation:
     """Return the job that the arguments name; raises as ``hosts_of`` does."""
     _check(args)
-    return SPMDJob(args.handle, args.role, args.address)
+    return Allocation(args.handle, args.role, args.address)
 
 
 def _check(args: argparse.Namespace) -> None:

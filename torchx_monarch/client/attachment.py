@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Connect this process, as a Monarch client, to the hosts of a job.
 
-``controller.actor_work`` describes the host side of the connection.
+``controller.mesh_clients`` describes the host side of the connection.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
 from torchx.runner import Runner, get_runner
@@ -30,12 +31,11 @@ from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.address import Address
 from torchx_monarch.transport.local_addresses import NetworkOptions
 
-_ANSWER_EVERY = 5.0
-"""Seconds to wait for replica 0's answer; then the caller checks whether the job is still alive, and retries."""
+_HOSTS_TIMEOUT = 5.0
+"""Seconds to wait until the hosts are together; then the caller checks whether the job is still alive, and retries."""
 
-
-class HostsNotReadyError(Exception):
-    """The hosts of a role have not all started yet; the message says why."""
+_START_TIMEOUT = 90.0
+"""Seconds to wait for the worker loops of the hosts, for which replica 0 waits 60 s."""
 
 
 @dataclasses.dataclass
@@ -56,37 +56,42 @@ class Attachment:
     leaf: Mapping[str, str] | None
 
     @classmethod
-    def open(cls, handle: str, role: str, runner: Runner) -> Attachment:
+    def open(cls, target: Target, whose: str) -> Attachment:
         """Attach to the hosts of a role.
 
         Args:
-            handle: the app's TorchX handle.
-            role: name of the role.
-            runner: the TorchX runner, used to ask the scheduler for the address of replica 0.
+            target: where replica 0 of the role listens.
+            whose: whose hosts these are, for messages.
 
         Raises:
-            HostsNotReadyError: not all hosts of the role have started, or replica 0 cannot be reached.
-            RefusedError: replica 0 does not accept clients.
+            UnreachableError: not all hosts of the role have started, or replica 0 cannot be reached.
+            RefusedError: replica 0 does not accept clients, or a host cannot start its worker loop.
+            ClientError: the hosts have another version of Monarch than this process.
         """
+        names = sorted({*local_addresses.interfaces().values(), socket.gethostname()})
+        link = Connection.open(target, {"type": "attach", "names": names})
         try:
-            target = Target.of(handle, role, runner=runner)
-            names = sorted({*local_addresses.interfaces().values(), socket.gethostname()})
-            link = Connection.open(target, {"type": "attach", "names": names})
+            return cls.receive(link, target.address, whose)
+        except BaseException:
+            link.close()
+            raise
+
+    @classmethod
+    def receive(cls, link: Connection, address: Address, whose: str) -> Attachment:
+        """Receive the answer to the greeting; arguments and exceptions as for ``open``."""
+        try:
+            answer = link.answer(_HOSTS_TIMEOUT)  # attaching
+            if answer["type"] != "attached":
+                answer = link.answer(_START_TIMEOUT)
         except UnreachableError as error:
-            raise HostsNotReadyError(str(error)) from None
-        try:
-            answer = link.receive(_ANSWER_EVERY)
-        except (UnreachableError, TimeoutError) as error:
-            link.close()
-            raise HostsNotReadyError(f"the hosts of role {role} are not all there: {error}") from None
-        if answer is None:
-            link.close()
-            raise HostsNotReadyError(f"replica 0 of role {role} hung up")
+            raise UnreachableError(f"the hosts of {whose} are not all there: {error}", error.final) from None
+        if (theirs := answer["monarch"]) != (ours := metadata.version("torchmonarch")):
+            raise ClientError(f"the hosts of {whose} have torchmonarch {theirs}, and this process {ours}")
         hosts = sorted(answer["hosts"], key=lambda host: int(host["replica"]))
         first, *others = (str(host["address"]) for host in hosts)
-        if target.address.networked:  # this machine may reach replica 0 under another name than the other hosts do
-            first = re.sub(r"://[^:/]+:", f"://{target.address.host}:", first)
-        return cls(link, target.address, [first, *others], answer["leaf"])
+        if address.networked:  # this machine may reach replica 0 under another name than the other hosts do
+            first = re.sub(r"://[^:/]+:", f"://{address.host}:", first)
+        return cls(link, address, [first, *others], answer["leaf"])
 
     @property
     def is_open(self) -> bool:
@@ -190,9 +195,10 @@ class _Client:
                 f"{handle}, and Monarch has one listening address for each process: use another process"
             )
         self._jobs[live] = handle
-        return self._url, self._files(attachment.leaf) if attachment.leaf else []
+        return self._url, self.files(attachment.leaf) if attachment.leaf else []
 
-    def _files(self, leaf: Mapping[str, str]) -> list[str]:
+    def files(self, leaf: Mapping[str, str]) -> list[str]:
+        """Write a certificate into files of this process; return the paths of certificate, key and authority."""
         if not self._folder:
             self._folder = tempfile.mkdtemp(prefix="tm-client-")
             atexit.register(shutil.rmtree, self._folder, ignore_errors=True)

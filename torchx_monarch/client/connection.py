@@ -68,6 +68,15 @@ class Connection:
             raise
         return link
 
+    @classmethod
+    def dial(cls, address: Address, timeout: float = TIMEOUT) -> Connection:
+        """Connect to a socket file without a greeting.
+
+        Raises:
+            OSError: nobody listens there.
+        """
+        return cls(_open_socket(address, None, timeout), address)
+
     def fileno(self) -> int:
         """Return the descriptor of the socket, for ``select``."""
         return self._socket.fileno()

@@ -20,6 +20,8 @@ from torchx_monarch.torchx_adapter import torchx_api
 if TYPE_CHECKING:
     from torchx.runner import Runner
 
+    from torchx_monarch.model.role_spec import RoleSpec
+
 T = TypeVar("T")
 
 START_TIMEOUT = 600.0
@@ -151,14 +153,9 @@ class Hosts:
         Raises:
             AllocationError: the app has no such role, or it is no live allocation.
         """
-        from torchx.specs import parse_app_handle
-
         from torchx_monarch.model.role_spec import WorkloadKind
 
-        scheduler_name, _, app_id = parse_app_handle(self.handle)
-        apps = torchx_api.scheduler_of(self.runner, scheduler_name).apps
-        found = apps.read(app_id)
-        roles = [role.spec for role in found[0].roles] if found is not None else []
+        apps, app_id, roles = self._record()
         specs = {spec.name: spec for spec in roles if spec.workload is WorkloadKind.SESSION}
         if self._role not in ("", *specs) or not specs:
             raise AllocationError(f"{self.handle} {self.end_reason}; it was no live allocation of such a role")
@@ -166,6 +163,21 @@ class Hosts:
         replicas = range(spec.replicas if spec.hands_over else 1)
         folders = [apps.log_folder(app_id, spec.name, replica) for replica in replicas]
         return [folder for folder in folders if folder is not None]
+
+    def roles(self) -> list[str]:
+        """Return the names of the roles of the app that have hosts; that of this object first."""
+        found = [] if self._address else [spec.name for spec in self._record()[2] if spec.workload]
+        first = self._role or next(iter(found), "")
+        return [first, *(name for name in found if name != first)]
+
+    def _record(self) -> tuple[Any, str, list[RoleSpec]]:
+        """Return the apps of the scheduler, the app's id, and its roles; no roles if the app is not known here."""
+        from torchx.specs import parse_app_handle
+
+        scheduler_name, _, app_id = parse_app_handle(self.handle)
+        apps = torchx_api.scheduler_of(self.runner, scheduler_name).apps
+        found = apps.read(app_id)
+        return apps, app_id, [role.spec for role in found[0].roles] if found is not None else []
 
     def release(self) -> None:
         """Cancel the app through its scheduler; does nothing if the app has ended."""

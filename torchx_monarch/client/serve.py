@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.client.hosts import START_TIMEOUT
-from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.run_message import split_command
 from torchx_monarch.client.workspace_sync import SyncMode, check_when, current_workspace
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
@@ -16,6 +15,8 @@ from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 if TYPE_CHECKING:
     from torchx.runner import Runner
     from torchx.specs import AppDef
+
+    from torchx_monarch.client.job import SPMDJob
 
 
 def serve(
@@ -69,6 +70,7 @@ def serve(
         BackendError: the scheduler cannot be reached, fails, or does not accept the app.
         torchx.specs.InvalidRunConfigException: a run option is unknown or has an invalid value.
     """
+    from torchx_monarch.client.job import SPMDJob  # imports Monarch
     from torchx_monarch.command.command import CommandError
     from torchx_monarch.command.rewrite import hold
 

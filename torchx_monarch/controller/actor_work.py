@@ -2,35 +2,30 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The work of hosts that wait for actors: admit Monarch clients and end the job when it is idle, or run a script.
 
-A client greets with ``attach`` and its names. When all hosts have joined, replica 0 answers with their Monarch
-addresses and, under TLS, with a certificate. Monarch's TLS is mutual, and hosts dial the client back, so the hosts'
-authority signs this certificate, for the client's names. The connection stays open for as long as the client lives.
+The worker loops of these hosts run as long as the job, and all clients share them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol
 
 from torchx_monarch.controller.host_events import HostEvent, Interrupted, StopRequested
 from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.mesh_clients import MeshClients
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult, RankExit, root_cause, shell_code
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import LaunchError
-from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import ConnectError
 from torchx_monarch.transport.local_addresses import NetworkError
 
 _REPORT_TIMEOUT = 1.0
 """Seconds to wait for the own report of a host that cannot be reached."""
-
-_MOST_NAMES = 32
-"""Most names in a client's certificate: those of its interfaces, and its own."""
 
 
 class Script(Protocol):
@@ -83,14 +78,13 @@ class ActorWork:
         self._network = network
         self._reporter = reporter
         self._idle_timeout = idle_timeout
-        self._credentials = credentials
         self._shut_down = shut_down
         self._script = script
         self._ready = asyncio.Event()
         self._hosts: list[Registration] = []
         self._clients = 0
         self._changed = asyncio.Event()
-        rendezvous.clients["attach"] = self._attach
+        rendezvous.clients["attach"] = MeshClients(network, credentials, self._attach).serve
 
     async def run(self, hosts: list[Registration]) -> JobResult:
         """Run the script to its end, or admit clients until one shuts the mesh down or all are gone (see ``Work``)."""
@@ -142,41 +136,19 @@ class ActorWork:
 
     # -- clients -------------------------------------------------------------------------------------------------------
 
+    @contextlib.asynccontextmanager
     async def _attach(
-        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+        self, on_start: Callable[[], Awaitable[object]]
+    ) -> AsyncIterator[tuple[Sequence[Registration], Awaitable[None]]]:
+        """Wait until all hosts have joined, and count a client (see ``MeshClients``)."""
         if self._script is not None:
             raise RendezvousError("the client of this job is its own script, on replica 0")
-        names = greeting.get("names")
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > _MOST_NAMES:
-            raise RendezvousError(f"names of a client are a list of at most {_MOST_NAMES} texts")
-        leaf = self._leaf(names) if self._network.identity is not None else None
-        gone = asyncio.ensure_future(reader.read())
-        ready = asyncio.ensure_future(self._ready.wait())
+        await self._ready.wait()
+        self._count(1)
         try:
-            await asyncio.wait([gone, ready], return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done():
-                return
-            hosts = [{"replica": host.replica, "address": host.address, "name": host.name} for host in self._hosts]
-            self._count(1)
-            try:
-                await messages.send(writer, {"type": "attached", "hosts": hosts, "leaf": leaf})
-                await asyncio.wait([gone])
-            finally:
-                self._count(-1)
+            yield self._hosts, asyncio.get_running_loop().create_future()
         finally:
-            gone.cancel()
-            ready.cancel()
-
-    def _leaf(self, names: Sequence[str]) -> dict[str, str]:
-        from torchx_monarch.transport.credentials import CredentialsError, HostCredentials
-
-        try:
-            credentials = HostCredentials.load(self._credentials)
-            leaf = credentials.sign(names)
-        except CredentialsError as error:
-            raise RendezvousError(str(error)) from None
-        return {**dataclasses.asdict(leaf), "authority": credentials.authority}
+            self._count(-1)
 
     def _count(self, change: int) -> None:
         self._clients += change

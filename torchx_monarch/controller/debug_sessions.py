@@ -24,15 +24,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from torchx_monarch.controller.rendezvous import RendezvousError, Serve
 from torchx_monarch.system.untrusted_text import one_line
 from torchx_monarch.transport import connections, messages
-
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,24 +74,6 @@ class DebugSessions:
         self._say = say
         self._rest = rest
         self._ranks: dict[int, _Waiting] = {}
-        self._own: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
-
-    async def connect(self, greeting: messages.Message) -> Streams:
-        """Return the streams of a connection for replica 0's own host, with its greeting."""
-        near, far = socket.socketpair()
-        streams = await asyncio.open_unix_connection(sock=near, limit=messages.MAX_LINE)
-        reader, writer = await asyncio.open_unix_connection(sock=far, limit=messages.MAX_LINE)
-
-        async def serve() -> None:
-            try:
-                await self._serve_host(greeting, reader, writer)
-            finally:
-                writer.close()
-
-        task = asyncio.ensure_future(serve())
-        self._own.add(task)
-        task.add_done_callback(self._own.discard)
-        return streams
 
     async def _serve_host(
         self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -287,6 +287,40 @@ class CodeFetched:
 
 
 @dataclasses.dataclass(frozen=True)
+class RunWorkerLoop:
+    """Run a Monarch worker loop for a client until the request is cancelled (see ``host.worker_loops``).
+
+    Attributes:
+        token: identifies the client.
+    """
+
+    token: str
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerLoopEnded:
+    """The answer to ``RunWorkerLoop``: why the worker loop has ended by itself."""
+
+    replica: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class GetWorkerLoop:
+    """Wait until the worker loop of a client listens."""
+
+    token: str
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerLoopReady:
+    """The answer to ``GetWorkerLoop``: the address with which the client attaches."""
+
+    replica: int
+    address: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Refused:
     """The answer to any request that the host cannot execute.
 
@@ -331,9 +365,22 @@ class RunOutput:
 
 _RankRequest: TypeAlias = OpenStore | LaunchRanks | WatchRanks | StopRanks | TakeStacks | ReadCollectives | SampleRanks
 _RankAnswer: TypeAlias = StoreOpened | Launched | RanksExited | StacksTaken | CollectivesRead | RanksSampled
-Request: TypeAlias = _RankRequest | ConfirmHost | OpenLink | TakeFacts | BeginRun | FinishRun | ProbeFile | FetchCode
+_LoopRequest: TypeAlias = RunWorkerLoop | GetWorkerLoop
+_LoopAnswer: TypeAlias = WorkerLoopEnded | WorkerLoopReady
+Request: TypeAlias = (
+    _RankRequest | _LoopRequest | ConfirmHost | OpenLink | TakeFacts | BeginRun | FinishRun | ProbeFile | FetchCode
+)
 Answer: TypeAlias = (
-    _RankAnswer | HostConfirmed | LinkOpened | FactsTaken | RunBegun | RunFinished | FileProbed | CodeFetched | Refused
+    _RankAnswer
+    | _LoopAnswer
+    | HostConfirmed
+    | LinkOpened
+    | FactsTaken
+    | RunBegun
+    | RunFinished
+    | FileProbed
+    | CodeFetched
+    | Refused
 )
 Report: TypeAlias = SignalReceived | RunOutput
 Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]

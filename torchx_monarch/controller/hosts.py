@@ -46,6 +46,7 @@ class JobHosts:
     Attributes:
         present: the hosts, in the order of their node ranks; empty before the first attempt.
         running: replicas of the hosts whose ranks may run: those that are not known to be lost.
+        formed: set when there are hosts.
 
     Args:
         options: options of the job.
@@ -65,6 +66,7 @@ class JobHosts:
     ) -> None:
         self.present: list[Registration] = []
         self.running: set[int] = set()
+        self.formed = asyncio.Event()
         self._options = options
         self._requests = requests
         self._events = events
@@ -76,6 +78,7 @@ class JobHosts:
         """Set the hosts of the next attempt."""
         self.present = hosts
         self.running = {host.replica for host in hosts}
+        self.formed.set()
 
     async def ask_own(self, request: Request, timeout: float) -> Answer:
         """Have the leader's own host execute a request.
@@ -105,7 +108,7 @@ class JobHosts:
         """
         loop = asyncio.get_running_loop()
         until = None if timeout is None else loop.time() + timeout
-        with self._call(request) as call:
+        with self.call(request) as call:
             for _ in self.present:
                 waiting = asyncio.wait_for(call.answers.get(), None if until is None else until - loop.time())
                 try:
@@ -128,7 +131,7 @@ class JobHosts:
         if not self.present:
             raise HostsError("the hosts are not together")
         found: list[Any] = []
-        with self._call(request) as call:
+        with self.call(request) as call:
             for _ in self.present:
                 _, answer = await call.answers.get()
                 if isinstance(answer, HostError):
@@ -148,7 +151,7 @@ class JobHosts:
         found: list[Any] = []
         missing: dict[int, str] = {}
         until = asyncio.get_running_loop().time() + timeout
-        with self._call(request) as call:
+        with self.call(request) as call:
             for _ in self.present:
                 left = until - asyncio.get_running_loop().time()
                 try:
@@ -176,7 +179,7 @@ class JobHosts:
             return
         asked, loop = set(self.running), asyncio.get_running_loop()
         until = loop.time() + grace + _STOP_MARGIN
-        with self._call(StopRanks(number, grace)) as call:
+        with self.call(StopRanks(number, grace)) as call:
             # One task for all rounds of the loop: the loss of a host that arrives with an answer must not lose the
             # answer.
             getting = asyncio.ensure_future(call.answers.get())
@@ -199,7 +202,7 @@ class JobHosts:
         self.running -= {event.replica for event in self._events.pending if isinstance(event, HostLost)}
 
     @contextlib.contextmanager
-    def _call(self, request: Request) -> Iterator[HostCall]:
+    def call(self, request: Request) -> Iterator[HostCall]:
         """Send a request to every host; its answers arrive within the context, and its end cancels what is missing."""
         own = self.present[0].replica
         call = self._requests.begin(request, [host.replica for host in self.present], own)
@@ -214,6 +217,7 @@ class JobHosts:
             yield call
         finally:
             self._requests.end(call)
+            task.cancel()
 
     def _no_answer(self, request: Request, replicas: Collection[int], timeout: float) -> StopRequested:
         reason = f"host {listed(replicas)}: no answer to {type(request).__name__} in {timeout:g} s"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torchx_monarch.controller.attempts import Attempts
@@ -73,6 +74,10 @@ class LiveSession(Session):
     def _show_phases_of(self, run: Run) -> None:
         """Have the clients of a run see the progress lines."""
         self._reporter.echo = lambda text: run.run_log.append({"type": "phase", "text": text})
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Return a context within which the idle timeout does not run (see ``Session``)."""
+        return self._run_queue.in_use()
 
     def set_ready(self, ready: bool) -> None:
         """Note whether the hosts are together, on a new mesh."""

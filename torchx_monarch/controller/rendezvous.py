@@ -168,6 +168,7 @@ class Rendezvous:
         self._result: JobResult | None = None
         self._informed: set[int] = set()
         self._listener: Listener | None = None
+        self._own_connections: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
 
     async def start(self) -> None:
         """Start to listen.
@@ -187,6 +188,24 @@ class Rendezvous:
         except (ConnectError, OSError) as error:
             raise RendezvousError(str(error)) from None
         self._leases.start()
+
+    async def connect(self, greeting: messages.Message) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Return the streams of a connection of this host to itself, with a greeting without the version."""
+        near, far = socket.socketpair()
+        reader, writer = await asyncio.open_unix_connection(sock=near, limit=messages.MAX_LINE)
+        own_reader, own_writer = await asyncio.open_unix_connection(sock=far, limit=messages.MAX_LINE)
+
+        async def serve() -> None:
+            try:
+                await self._serve(own_reader, own_writer)
+            finally:
+                own_writer.close()
+
+        task = asyncio.ensure_future(serve())
+        self._own_connections.add(task)
+        task.add_done_callback(self._own_connections.discard)
+        await messages.send(writer, {**greeting, "version": messages.VERSION})
+        return reader, writer
 
     def register(self, host: Registration) -> None:
         """Register a host as present. The error of a host that cannot start is an event."""

@@ -109,7 +109,7 @@ class RunQueue:
         self._number = max(safe_files.numbered(log_dir, "run_"), default=0)
         self._count = 0
         self._busy_at = time.monotonic()
-        self._transfers = 0
+        self._users = 0
         self._wake = asyncio.Event()
         self._result: JobResult | None = None
         self._feeding: set[asyncio.Task[Any]] = set()
@@ -145,7 +145,7 @@ class RunQueue:
     async def run_wanted(self) -> bool:
         """Wait until a run is queued; return False if none was queued within the idle timeout."""
         while not self._queue:
-            counts = self.idle_timeout and not self._transfers
+            counts = self.idle_timeout and not self._users
             left = self._busy_at + self.idle_timeout - time.monotonic() if counts else None
             if left is not None and left <= 0:
                 return False
@@ -212,13 +212,13 @@ class RunQueue:
         self._wake.set()
 
     @contextlib.contextmanager
-    def transfer(self) -> Iterator[None]:
-        """Suspend the idle timeout while a client sends code, and restart it then."""
-        self._transfers += 1
+    def in_use(self) -> Iterator[None]:
+        """Suspend the idle timeout while a client sends code or runs actors, and restart it then."""
+        self._users += 1
         try:
             yield
         finally:
-            self._transfers -= 1
+            self._users -= 1
             self.touch()
 
     def end_run(self, run: Run, result: JobResult, number: int = signal.SIGTERM) -> None:
@@ -269,7 +269,7 @@ class RunQueue:
 
     def state(self) -> messages.Message:
         """Return the answer to ``look``."""
-        idle = 0.0 if self.current or self._queue or self._transfers else time.monotonic() - self._busy_at
+        idle = 0.0 if self.current or self._queue or self._users else time.monotonic() - self._busy_at
         live = {
             "app": self._app,
             "role": self._role,

@@ -8,8 +8,10 @@ runs until it is released or idle (``live_session.LiveSession``).
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.elastic import HostGatherer
@@ -82,6 +84,10 @@ class Session:
     async def finish(self, attempts: Attempts, result: JobResult) -> JobResult | None:
         """Note the result of the current run; return that of the session if it ends with the run, else None."""
         return result
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Return a context within which the session does not end for lack of runs."""
+        return contextlib.nullcontext()
 
     async def close(self, result: JobResult) -> None:
         """Tell the clients of the session its result."""

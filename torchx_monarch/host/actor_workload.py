@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,8 +27,9 @@ from torchx_monarch.controller.roles import is_registered_address
 from torchx_monarch.host.batch_run import BatchRun, check_script
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.host.ranks.rank_pool import RankPool
+from torchx_monarch.host.worker_loops import open_output
 from torchx_monarch.host.workload import Control, Host
-from torchx_monarch.model.env_names import CREDENTIALS, is_for_hosts
+from torchx_monarch.model.env_names import BATCH_JOB, CREDENTIALS, THIS_JOB, is_for_hosts
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import World
@@ -38,15 +38,8 @@ from torchx_monarch.system import processes
 from torchx_monarch.transport import connections, local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError
 
-_MONARCH_NOISE = re.compile(rb"(Monarch internal logs are being written to|unable to create log file in) .*")
-"""Lines that Monarch prints whenever it starts a process; ``monarch_api`` keeps Monarch's log out of ``/tmp``."""
-
 _PEER_TIMEOUT = 10.0
 """Seconds for another role's replica 0 to answer one request; requests are repeated until ``--host-timeout``."""
-
-
-def _is_shown(line: bytes) -> bool:
-    return _MONARCH_NOISE.fullmatch(line) is None
 
 
 class ActorWorkload:
@@ -79,12 +72,9 @@ class ActorWorkload:
     def open(self) -> None:
         """Let the processes of the actors inherit pipes as stdout and stderr, and copy what arrives there."""
         for number, console in ((1, self._host.stdout), (2, self._host.stderr)):
-            read, write = os.pipe()
+            write, output = open_output(console, self._host.options.timestamps)
             os.dup2(write, number)
             os.close(write)
-            output = OutputPipe(os.fdopen(read, "rb", 0), None, _is_shown)
-            output.assign(None, console, "", stamped=self._host.options.timestamps)
-            output.release()
             self._output.append(output)
 
     def parse(self) -> Command:
@@ -108,7 +98,7 @@ class ActorWorkload:
             return 0
         # The script reads the hosts of all roles from this file, which is written when all hosts have joined.
         path = os.path.join(self._host.sockets, "job.json")
-        self._host.environ.update({"MONARCH_THIS_JOB": path, "MONARCH_BATCH_JOB": "1"})
+        self._host.environ.update({THIS_JOB: path, BATCH_JOB: "1"})
         return await self._run.start()
 
     async def start_worker(self, network: HostNetwork, warn: Callable[[str], None]) -> str:
@@ -172,7 +162,7 @@ class ClientScript:
         else:
             where = f"ipc://{self._host.sockets}/script"
         tls = network.identity.files if network.identity else ()
-        path = self._host.environ["MONARCH_THIS_JOB"]
+        path = self._host.environ[THIS_JOB]
         with open(path, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             json.dump({"meshes": meshes, "transport": where, "tls": tls}, file)
         address, port, served = await pool.serve_store(network.bind, network.advertised, 1)

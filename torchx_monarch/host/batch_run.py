@@ -84,7 +84,8 @@ class BatchRun:
         zygotes = Zygotes(host.reporter.line, self._early)
         starter = RankStarter(run, zygotes, host.reporter.line, first_output, self._learned)
         breakpoints = Breakpoints(host.sockets, host.options.debug_wait, host.connect, host.reporter.line)
-        self.pool = RankPool(self._logs, starter, FlightRecorders(host.sockets), breakpoints, host.reporter.line)
+        recorders = FlightRecorders(host.sockets)
+        self.pool = RankPool(self._logs, starter, recorders, breakpoints, host.attach_socket, host.reporter.line)
         nproc = await self.pool.start(run.nproc)
         if command.kind == "torchrun" and host.environ.get(ENABLED) == "1":
             path = host.environ.get(FILE) or os.path.join(host.sockets, "timers")

@@ -151,7 +151,7 @@ class HostCode:
         run_queue.touch()
         while message := await messages.receive(reader, _SILENCE):
             try:
-                with run_queue.transfer():
+                with run_queue.in_use():
                     answer = await self._answer(run_queue, message, reader, writer)
             except Exception as error:
                 answer = {"type": "failed", "reason": (str(error) or type(error).__name__)[:8000]}

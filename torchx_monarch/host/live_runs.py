@@ -203,7 +203,7 @@ class LiveRuns:
         self._breakpoints = self._breakpoints or Breakpoints(
             host.sockets, host.options.debug_wait, host.connect, host.reporter.line
         )
-        return RankPool(logs, starter, self._recorders, self._breakpoints, host.reporter.line)
+        return RankPool(logs, starter, self._recorders, self._breakpoints, host.attach_socket, host.reporter.line)
 
     def _learned_of(self, key: tuple[str, str]) -> LearnedPreload | None:
         """Return what was learned of a program; None without ``-cfg preload=auto``."""

@@ -20,6 +20,7 @@ from torchx_monarch.controller.host_messages import (
     CollectivesRead,
     ConfirmHost,
     FactsTaken,
+    GetWorkerLoop,
     HostConfirmed,
     Launched,
     LaunchRanks,
@@ -31,6 +32,7 @@ from torchx_monarch.controller.host_messages import (
     ReadCollectives,
     Refused,
     Request,
+    RunWorkerLoop,
     SampleRanks,
     StacksTaken,
     StopRanks,
@@ -43,13 +45,17 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_queries import HostQueries
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.link_test import LinkServer, measure
+from torchx_monarch.controller.mesh_clients import MeshClients, RankHosts
 from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.controller.sample_recorder import SampleRecorder
 from torchx_monarch.controller.spmd_work import Session, SpmdWork
+from torchx_monarch.host.attach_relay import AttachRelay
 from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.rank_pool import RankPool
+from torchx_monarch.host.worker_loops import WorkerLoops
 from torchx_monarch.host.workload import Control, Host
 from torchx_monarch.insight.sample_log import NAME, SampleLog
+from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.world import LaunchError
 
 
@@ -81,7 +87,7 @@ class Runs(Protocol):
         """Execute a request of live allocations, which ``SpmdWorkload`` does not know."""
 
 
-_QUERIES = (TakeStacks, ReadCollectives, SampleRanks, TakeFacts)
+_QUERIES = (TakeStacks, ReadCollectives, SampleRanks, TakeFacts, RunWorkerLoop, GetWorkerLoop)
 
 
 class SpmdWorkload:
@@ -98,6 +104,7 @@ class SpmdWorkload:
         self._host = host
         self._runs = runs
         self._network: HostNetwork | None = None
+        self._loops: WorkerLoops | None = None
 
     @property
     def command(self) -> Command | None:
@@ -126,8 +133,10 @@ class SpmdWorkload:
         return await self._runs.start()
 
     async def start_worker(self, network: HostNetwork, warn: Callable[[str], None]) -> str:
-        """Return an empty text: ranks need no worker loop."""
+        """Return an empty text: worker loops start when a client attaches. Let ranks be such clients."""
         self._network = network
+        self._loops = WorkerLoops(self._host, network)
+        await AttachRelay(self._host, network).start()
         return ""
 
     def first_log_attempt(self, sizes: NodeRange) -> int:
@@ -144,8 +153,11 @@ class SpmdWorkload:
         hang_watch = HangWatch(hosts, reporter, options.hang_after, options.on_hang)
         sessions = DebugSessions(command, reporter.line, hang_watch.rest)
         control.rendezvous.clients.update(sessions.clients)
-        self._host.connector = sessions.connect
+        self._host.connector = control.rendezvous.connect
         session = self._runs.session(control, hosts)
+        mesh = RankHosts(hosts, control.network, reporter, session.in_use)
+        clients = MeshClients(control.network, self._host.environ.get(CREDENTIALS, ""), mesh.attach)
+        control.rendezvous.clients["attach"] = clients.serve
         first_output = self._runs.first_output
         progress = control.before.progress if control.before is not None and session.running else None
 
@@ -161,7 +173,7 @@ class SpmdWorkload:
         return SpmdWork(session, hosts, control.gatherer, events, new_attempts, SampleRecorder(hosts, log))
 
     def close(self) -> None:
-        """End the runs; the host process has no processes but those of the ranks."""
+        """End the runs; the host process ends the processes of ranks and worker loops."""
         self._runs.close()
 
     # -- requests of the controller ------------------------------------------------------------------------------------
@@ -202,6 +214,12 @@ class SpmdWorkload:
             return LinkServer(self._network, replica).open()
         if isinstance(request, TakeFacts):
             return await self._take_facts(pool, request.links)
+        if isinstance(request, RunWorkerLoop):
+            assert self._loops is not None
+            return await self._loops.run(request.token)
+        if isinstance(request, GetWorkerLoop):
+            assert self._loops is not None
+            return await self._loops.get(request.token)
         if isinstance(request, WatchRanks):
             await pool.watch()
         elif isinstance(request, StopRanks):

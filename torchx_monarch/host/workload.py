@@ -68,6 +68,11 @@ class Host:
         """The file to which Monarch and its processes print."""
         return os.path.join(self.log_dir, "monarch.log")
 
+    @property
+    def attach_socket(self) -> str:
+        """The socket file to which ranks connect in order to attach to the hosts (see ``attach_relay``)."""
+        return os.path.join(self.sockets, "attach")
+
     async def connect(self, greeting: messages.Message) -> Streams:
         """Open another connection to replica 0.
 

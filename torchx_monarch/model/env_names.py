@@ -65,5 +65,11 @@ def is_for_hosts(name: str) -> bool:
     return name in FOR_HOSTS or _REPLICA0.fullmatch(name) is not None
 
 
-JOB_VARIABLES = (*FOR_HOSTS, "MONARCH_JOB", "TORCHELASTIC_ERROR_FILE")
+THIS_JOB = "MONARCH_THIS_JOB"
+"""The variable with which a rank or a client script finds the hosts of its job (see ``client.this_job``)."""
+
+BATCH_JOB = "MONARCH_BATCH_JOB"
+"""Monarch's variable of a client script that runs in the job whose hosts it uses."""
+
+JOB_VARIABLES = (*FOR_HOSTS, "MONARCH_JOB", THIS_JOB, BATCH_JOB, "TORCHELASTIC_ERROR_FILE")
 """All variables that describe the job around a submitter. A job that it submits must not inherit them."""

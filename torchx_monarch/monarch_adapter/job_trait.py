@@ -7,13 +7,14 @@ Importing this module imports Monarch.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torchx_monarch.monarch_adapter import monarch_api
 
 monarch_api.prepare_import()
 
-from monarch.job import JobTrait  # noqa: E402
+from monarch.job import JobTrait, job_load  # noqa: E402
 
 
 class SchedulerJob(JobTrait):  # type: ignore[misc]
@@ -35,6 +36,10 @@ class SchedulerJob(JobTrait):  # type: ignore[misc]
 
     def _adopt(self, spec: JobTrait) -> None:
         """Take over what belongs to this process from the job that the script has made: this one is from a cache."""
+
+    def _is_other_job(self, cached: JobTrait) -> bool:
+        """Return whether a cached state is that of another job, which is left alone."""
+        return False
 
     def _identity(self) -> dict[str, Any]:
         """Return what names the job in Monarch's log."""
@@ -59,6 +64,12 @@ class SchedulerJob(JobTrait):  # type: ignore[misc]
         self._attach_first(running_job)
         meshes: dict[str, Any] = super()._connect_host_meshes(running_job)
         return meshes
+
+    def _load_cached(self, cached_path: str | None) -> JobTrait | None:
+        with contextlib.suppress(FileNotFoundError):
+            if cached_path is not None and self._is_other_job(job_load(cached_path)):
+                return None
+        return super()._load_cached(cached_path)
 
     def _cleanup_log_context(self) -> dict[str, Any]:
         return {"job_type": type(self).__name__, **self._identity()}

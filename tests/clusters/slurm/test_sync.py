@@ -11,7 +11,7 @@ from torchx.specs import AppDef
 from tests.clusters.slurm.apps import NAME, Apps
 from tests.clusters.slurm.cluster import SlurmCluster
 from torchx_monarch.backends.core import client_credentials
-from torchx_monarch.client.job import SPMDJob
+from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.serve import serve
 from torchx_monarch.client.target import Target
@@ -40,7 +40,7 @@ def test_nodes_get_changed_code_before_a_run(apps: Apps, cluster: SlurmCluster, 
     # Slurm says which node it is; this machine knows it by its address alone.
     port = client_credentials.kept(NAME, taken.handle.rpartition("/")[2])[1]["trainer"].rpartition(":")[2]
     address = f"{cluster.address(1)}:{port}"
-    with SPMDJob(taken.handle, address=address, runner=apps.runner, workspace=str(root)) as job:
+    with Allocation(taken.handle, address=address, runner=apps.runner, workspace=str(root)) as job:
         job.wait_ready(120)
         values, folders = said(job.run_spmd(output="store", sync="always"))
         assert values == ["0", "0"]

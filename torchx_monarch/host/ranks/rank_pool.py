@@ -34,6 +34,7 @@ from torchx_monarch.host.ranks.watchdog import FILE, Watchdog, WatchdogError
 from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.stacks import ProcessStacks
+from torchx_monarch.model.env_names import THIS_JOB
 from torchx_monarch.model.job_result import EARLY_FAILURES_WITHIN, RankExit
 from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.system import error_files, open_files, processes, run_dirs
@@ -81,6 +82,7 @@ class RankPool:
         starter: starts the processes of the ranks.
         recorders: reads torch's flight recorders in the ranks.
         breakpoints: serves the breakpoints of the ranks.
+        attach_socket: the socket file with which a rank attaches to the hosts of its job.
         say: called with a progress line.
     """
 
@@ -90,6 +92,7 @@ class RankPool:
         starter: RankStarter,
         recorders: FlightRecorders,
         breakpoints: Breakpoints,
+        attach_socket: str,
         say: Callable[[str], None],
     ) -> None:
         self.attempt = -1
@@ -99,6 +102,7 @@ class RankPool:
         self._starter = starter
         self._recorders = recorders
         self._breakpoints = breakpoints
+        self._attach_socket = attach_socket
         self._say = say
         self._watchdog: Watchdog | None = None
         self._ranks: list[Rank] = []
@@ -376,7 +380,12 @@ class RankPool:
             "target": program.target,
             "args": list(program.args),
             # The zygote may have started before the host knew the interface.
-            "env": {**{name: value for name, value in run.environ.items() if name == INTERFACE}, **run.added, **env},
+            "env": {
+                **{name: value for name, value in run.environ.items() if name == INTERFACE},
+                **({THIS_JOB: self._attach_socket} if THIS_JOB not in run.environ else {}),  # a script has another one
+                **run.added,
+                **env,
+            },
             "recorder": self._recorders.path,
             "breakpoints": self._breakpoints.path,
         }

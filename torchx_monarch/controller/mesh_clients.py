@@ -1,0 +1,152 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Admit Monarch clients to the hosts of a role.
+
+A client greets with ``attach`` and its names. When the hosts are together, replica 0 answers with ``attaching`` and,
+once their worker loops listen, with ``attached``: their Monarch addresses and, under TLS, a certificate. Monarch's TLS
+is mutual, and hosts dial the client back, so the hosts' authority signs this certificate, for the client's names. The
+connection stays open for as long as the client lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from importlib import metadata
+
+from torchx_monarch.controller.host_messages import GetWorkerLoop, RunWorkerLoop, WorkerLoopEnded
+from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.host_requests import HostCall
+from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.controller.rendezvous import RendezvousError
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.registration import Registration
+from torchx_monarch.transport import messages
+
+_MAX_NAMES = 32
+"""Most names in a client's certificate: those of its interfaces, and its own."""
+
+_START_TIMEOUT = 60.0
+"""Seconds for the worker loops of all hosts to start. The import of Monarch takes 0.3 s on a quiet machine."""
+
+Attached = AbstractAsyncContextManager[tuple[Sequence[Registration], Awaitable[None]]]
+"""A context within which a client is attached: the hosts, with the addresses of their worker loops, and an awaitable
+that is done when none of these runs any more."""
+
+
+class MeshClients:
+    """Serve the greeting ``attach`` (see ``Rendezvous.clients``).
+
+    Args:
+        network: connections of this host.
+        credentials: value of ``env_names.CREDENTIALS``; empty without TLS.
+        attach: returns the context within which a client is attached, which waits until the hosts are together, calls
+            its argument then, and raises ``RendezvousError`` to refuse the client.
+    """
+
+    def __init__(
+        self,
+        network: HostNetwork,
+        credentials: str,
+        attach: Callable[[Callable[[], Awaitable[object]]], Attached],
+    ) -> None:
+        self._network = network
+        self._credentials = credentials
+        self._attach = attach
+
+    async def serve(
+        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Attach a client until its connection or the worker loops end.
+
+        Raises:
+            RendezvousError: the client is refused.
+        """
+        names = greeting.get("names")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > _MAX_NAMES:
+            raise RendezvousError(f"names of a client are a list of at most {_MAX_NAMES} texts")
+        leaf = self._leaf(names) if self._network.identity is not None else None
+        attached = asyncio.ensure_future(self._serve(leaf, writer))
+        gone = asyncio.ensure_future(reader.read())
+        try:
+            await asyncio.wait([gone, attached], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            attached.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await attached
+
+    async def _serve(self, leaf: dict[str, str] | None, writer: asyncio.StreamWriter) -> None:
+        async with self._attach(lambda: messages.send(writer, {"type": "attaching"})) as (members, ended):
+            hosts = [{"replica": host.replica, "address": host.address, "name": host.name} for host in members]
+            answer = {"type": "attached", "hosts": hosts, "leaf": leaf, "monarch": metadata.version("torchmonarch")}
+            await messages.send(writer, answer)
+            await ended
+
+    def _leaf(self, names: Sequence[str]) -> dict[str, str]:
+        from torchx_monarch.transport.credentials import CredentialsError, HostCredentials
+
+        try:
+            credentials = HostCredentials.load(self._credentials)
+            leaf = credentials.sign(names)
+        except CredentialsError as error:
+            raise RendezvousError(str(error)) from None
+        return {**dataclasses.asdict(leaf), "authority": credentials.authority}
+
+
+class RankHosts:
+    """Start worker loops for clients on the hosts that execute ranks. Each client gets loops of its own.
+
+    Args:
+        hosts: the hosts of the present attempt.
+        network: connections of this host.
+        reporter: writes progress lines.
+        in_use: returns a context within which an allocation does not count as idle.
+    """
+
+    def __init__(
+        self,
+        hosts: JobHosts,
+        network: HostNetwork,
+        reporter: Reporter,
+        in_use: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._hosts = hosts
+        self._network = network
+        self._reporter = reporter
+        self._in_use = in_use
+
+    @contextlib.asynccontextmanager
+    async def attach(
+        self, on_start: Callable[[], Awaitable[object]]
+    ) -> AsyncIterator[tuple[Sequence[Registration], Awaitable[None]]]:
+        """Start worker loops on the hosts of the present attempt; end them on exit (see ``MeshClients``)."""
+        await self._hosts.formed.wait()
+        await on_start()
+        members, token = list(self._hosts.present), secrets.token_hex(8)
+        # The end of the first request ends the worker loops, also where this leader is lost.
+        with self._in_use(), self._hosts.call(RunWorkerLoop(token)) as running:
+            ready, missing = await self._hosts.collect(GetWorkerLoop(token), _START_TIMEOUT)
+            if missing:
+                replica, reason = next(iter(sorted(missing.items())))
+                raise RendezvousError(f"host {replica} has no worker loop for actors: {reason}")
+            addresses = {answer.replica: answer.address for answer in ready}
+            members = [dataclasses.replace(host, address=addresses[host.replica]) for host in members]
+            if wrong := await self._network.unreachable(members):
+                raise RendezvousError(next(iter(wrong.values())))
+            self._reporter.line(f"a Monarch client has attached to {len(members)} hosts")
+            try:
+                yield members, self._ended(running, len(members))
+            finally:
+                self._reporter.line("a Monarch client has detached")
+
+    async def _ended(self, running: HostCall, count: int) -> None:
+        """Wait until all worker loops of a client have ended."""
+        for _ in range(count):
+            replica, answer = await running.answers.get()
+            if isinstance(answer, WorkerLoopEnded) and answer.reason:
+                self._reporter.line(f"the worker loop of host {replica} {answer.reason}")

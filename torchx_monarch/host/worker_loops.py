@@ -1,0 +1,163 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The Monarch worker loops of a host that executes ranks: one for each attached client, in a process of its own.
+
+A process of its own, because the ranks must not notice: Monarch takes the GIL and signals of the process that it runs
+in, and prints to its stdout. The process (``worker_loop_main``) ends when the host closes its stdin, or ends itself.
+The processes of actors are its children; they have the environment, working folder and output of the role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import re
+import sys
+
+from torchx_monarch.controller.host_messages import WorkerLoopEnded, WorkerLoopReady
+from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.host.ranks.rank_output import OutputPipe
+from torchx_monarch.host.workload import Host
+from torchx_monarch.model.env_names import JOB_VARIABLES, is_for_hosts
+from torchx_monarch.model.job_result import describe_code
+from torchx_monarch.model.world import LaunchError
+from torchx_monarch.system import processes, run_dirs
+from torchx_monarch.system.console import Console
+from torchx_monarch.transport import messages
+
+_END_TIMEOUT = 5.0
+"""Seconds for the process of a worker loop to end itself and all processes of actors."""
+
+_MONARCH_NOISE = re.compile(rb"(Monarch internal logs are being written to|unable to create log file in) .*")
+"""Lines that Monarch prints whenever it starts a process; ``monarch_api`` keeps Monarch's log out of ``/tmp``."""
+
+
+def open_output(console: Console, stamped: bool) -> tuple[int, OutputPipe]:
+    """Return a descriptor for the output of Monarch's processes, and the pipe that copies it to the host's output.
+
+    Args:
+        console: where lines are shown.
+        stamped: whether the time is written before each line.
+    """
+    read, write = os.pipe()
+    output = OutputPipe(os.fdopen(read, "rb", 0), None, lambda line: _MONARCH_NOISE.fullmatch(line) is None)
+    output.assign(None, console, "", stamped=stamped)
+    output.release()
+    return write, output
+
+
+class WorkerLoops:
+    """Execute the requests ``RunWorkerLoop`` and ``GetWorkerLoop``.
+
+    Args:
+        host: the host.
+        network: its connections.
+    """
+
+    def __init__(self, host: Host, network: HostNetwork) -> None:
+        self._host = host
+        self._network = network
+        self._addresses: dict[str, asyncio.Future[str]] = {}
+
+    async def run(self, token: str) -> WorkerLoopEnded:
+        """Run a worker loop until it ends; end it if the request is cancelled."""
+        address = self._addresses[token] = asyncio.get_running_loop().create_future()
+        address.add_done_callback(lambda done: done.cancelled() or done.exception())
+        reason = "has not started"
+        try:
+            reason = await self._run(os.path.join(self._host.sockets, f"w{token}"), address)
+        except OSError as error:
+            reason = f"cannot be started: {error}"
+        finally:
+            if not address.done():
+                address.set_exception(LaunchError(reason))
+            del self._addresses[token]
+        return WorkerLoopEnded(self._host.options.replica, reason)
+
+    async def get(self, token: str) -> WorkerLoopReady:
+        """Wait until a worker loop listens.
+
+        Raises:
+            LaunchError: it has ended before.
+        """
+        address = self._addresses.get(token)
+        if address is None:
+            raise LaunchError("it has ended")
+        return WorkerLoopReady(self._host.options.replica, await asyncio.shield(address))
+
+    async def _run(self, folder: str, address: asyncio.Future[str]) -> str:
+        """Run a worker loop whose sockets are in a folder, and return why it has ended by itself."""
+        host, network = self._host, self._network
+        os.mkdir(folder, 0o700)
+        spec = {
+            "folder": folder,
+            "scheme": network.rendezvous.scheme,
+            "advertised": network.advertised,
+            "network": dataclasses.asdict(network.options),
+            "tls": network.identity.files if network.identity else None,
+            "lease": host.options.lease,
+            "marker": host.environ.get(processes.MARKER, ""),
+        }
+        descriptors, outputs = zip(
+            *(open_output(console, host.options.timestamps) for console in (host.stdout, host.stderr)), strict=True
+        )
+        left_out = {name for name in host.environ if is_for_hosts(name)} | set(JOB_VARIABLES) - {processes.MARKER}
+        environ = {name: value for name, value in host.environ.items() if name not in left_out}
+        read, write = os.pipe()
+        process = None
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "torchx_monarch.host.worker_loop_main", str(write)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=descriptors[0],
+                stderr=descriptors[1],
+                pass_fds=[write],
+                env={**environ, "TMPDIR": folder},
+            )
+            for descriptor in (write, *descriptors):
+                os.close(descriptor)
+            write, descriptors = -1, ()
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(spec).encode() + b"\n")
+            return await self._follow(os.fdopen(read, "rb", 0), address) or await self._exit_of(process)
+        finally:
+            for descriptor in (write, *descriptors):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            if process is not None:
+                await self._end(process)
+            for output in outputs:
+                output.close()
+            run_dirs.remove_tree(folder)
+
+    async def _follow(self, pipe: object, address: asyncio.Future[str]) -> str:
+        """Read what the process of a worker loop reports to its end; return why the loop has ended, if it says so."""
+        reader = asyncio.StreamReader(messages.MAX_LINE)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        reason = ""
+        try:
+            while report := await messages.receive(reader):
+                if "address" in report and not address.done():
+                    address.set_result(str(report["address"]))
+                if "line" in report:
+                    self._host.reporter.line(f"host {self._host.options.replica}: {report['line']}")
+                reason = str(report.get("reason", reason))
+        finally:
+            transport.close()
+        return reason
+
+    async def _exit_of(self, process: asyncio.subprocess.Process) -> str:
+        return f"has ended: its process {describe_code(await process.wait())}"
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        """Have a worker loop end itself and its actors, and kill it if it does not."""
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), _END_TIMEOUT)
+        except asyncio.TimeoutError:
+            process.kill()
+            await process.wait()
