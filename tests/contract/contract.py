@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +23,7 @@ from typing import Any, ClassVar
 import pytest
 from torchx.runner import Runner
 from torchx.schedulers.api import Stream
-from torchx.specs import AppState, InvalidRunConfigException, RetryPolicy, Role
+from torchx.specs import AppDef, AppState, InvalidRunConfigException, RetryPolicy, Role
 from torchx.specs.finder import ComponentValidationException
 
 from tests.contract.place import TORCHX, Place
@@ -29,10 +32,12 @@ from tests.waits import WITHIN, until
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.debugger import list_breakpoints
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_samples import ask_samples
 from torchx_monarch.client.rank_stacks import ask_stacks
+from torchx_monarch.command.rewrite import hold
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.model import sidecars
 from torchx_monarch.schedulers.app_summary import summary_of
@@ -98,6 +103,37 @@ if rank == "1":
     answer = 42
     breakpoint()
 """
+
+_SPAWNS = """
+if rank == "0":
+    from monarch.actor import Actor, endpoint
+    from torchx_monarch import this_job
+    class Where(Actor):
+        @endpoint
+        def is_here(self):
+            return os.getpid()
+    actors = this_job().state().workers.spawn_procs().spawn("where", Where)
+    print("actors of rank 0 on", len(list(actors.is_here.call().get(timeout=240))), "hosts", flush=True)
+while not told("go"):
+    time.sleep(0.1)
+"""
+
+_CLIENT = """
+import os, sys
+from monarch.actor import Actor, endpoint
+from torchx_monarch import SPMDJob
+
+class Where(Actor):
+    @endpoint
+    def is_here(self):
+        return os.getpid()
+
+handle, address = sys.argv[1:]
+workers = SPMDJob.attach(handle, address=address).state(cached_path=None).workers
+print(len(list(workers.spawn_procs().spawn("where", Where).is_here.call().get(timeout=240))), flush=True)
+os._exit(0)
+"""
+"""A Monarch client of a job, which prints on how many hosts its actors are."""
 
 _HANGS = """
 import torch
@@ -304,6 +340,31 @@ class Contract:
             terminal.type("c\r")
             assert terminal.wait() == 0, terminal.plain
         place.wait(handle, AppState.SUCCEEDED)
+
+    @pytest.mark.scenario("actors beside ranks")
+    @pytest.mark.scenario("attach to a batch job")
+    def test_actors_run_beside_ranks(self, place: Place) -> None:
+        handle = place.run(place.torchrun(_program(place, _SPAWNS), nproc=1))
+        place.until(lambda: "actors of rank 0 on 2 hosts" in place.log(handle), "those of a rank", handle)
+        assert _attach(place, handle, *place.client(handle)) == 2
+        place.tell("go")
+        place.wait(handle, AppState.SUCCEEDED)
+
+    @pytest.mark.scenario("attach during a run")
+    def test_a_client_attaches_during_a_run(self, place: Place) -> None:
+        held = hold(AppDef("app", [place.torchrun(_program(place, "while not told('go'): time.sleep(0.1)"), nproc=1)]))
+        handle = place.run(*held.roles)
+        place.until(lambda: place.status(handle).state is AppState.RUNNING, "the hosts", handle)
+        where = place.client(handle)
+        with place.reached(handle) as address:
+            job = Allocation(handle, address=address, runner=place.runner)
+            place.until(lambda: job.status().ready, "the hosts", handle)
+            run = job.run_spmd_async(output="none")
+            assert _attach(place, handle, *where) == 2
+            place.tell("go")
+            assert run.result(WITHIN * place.patience).exit_code == 0
+            assert _attach(place, handle, *where) == 2
+        place.runner.cancel(handle)
 
     @pytest.mark.scenario("list once each")
     @pytest.mark.scenario("status and log long after, elsewhere")
@@ -550,6 +611,16 @@ class Contract:
     @pytest.mark.scenario("missing tool says what to install")
     def test_a_missing_tool_is_named(self, place: Place) -> None:
         assert place.install in place.message_without_client()
+
+
+def _attach(place: Place, handle: str, words: Sequence[str], address: str) -> int:
+    """Run ``_CLIENT`` in a process of its own, and return the number of hosts (see ``Place.client``)."""
+    (place.folder / "client.py").write_text(_CLIENT)
+    command = [*words, sys.executable, "client.py", handle, address]
+    env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
+    done = subprocess.run(command, cwd=place.folder, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}{place.everything(handle)}"
+    return int(done.stdout.splitlines()[-1])
 
 
 def _program(place: Place, text: str) -> str:

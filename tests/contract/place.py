@@ -312,6 +312,14 @@ class Place(abc.ABC):
         """Yield HOST:PORT by which a client reaches a job's replica 0; empty if the scheduler tells it."""
         yield ""
 
+    def client(self, handle: str) -> tuple[Sequence[str], str]:
+        """Return what puts a job's Monarch client on its hosts' network, and HOST:PORT there of its replica 0.
+
+        Returns:
+            Words before the client's command, and the address; empty if the scheduler tells it.
+        """
+        return (), ""
+
     def credentials(self, handle: str) -> tuple[str, str]:
         """Return the job's credentials as its hosts get them, and all that others can see of the job, as text."""
         raise NotImplementedError

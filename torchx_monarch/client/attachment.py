@@ -104,6 +104,10 @@ class Attachment:
             return False
 
 
+_in_use: set[JobConnections] = set()
+"""The connections of this process, which must outlive the job object: ``SPMDJob.attach(handle).state().workers``."""
+
+
 class JobConnections:
     """Hold the TorchX runner, the connections and the meshes that one job uses in this process.
 
@@ -129,6 +133,7 @@ class JobConnections:
         """Store the connection to a role, and close the previous connection to that role."""
         before = self._attachments.pop(role, None)
         self._attachments[role] = attachment
+        _in_use.add(self)
         if before is not None:
             before.link.close()
 
@@ -146,6 +151,7 @@ class JobConnections:
         for attachment in self._attachments.values():
             attachment.link.close()
         self._attachments.clear()
+        _in_use.discard(self)
 
 
 class _Client:

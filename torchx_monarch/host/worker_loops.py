@@ -10,7 +10,9 @@ The processes of actors are its children; they have the environment, working fol
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -67,7 +69,7 @@ class WorkerLoops:
         address.add_done_callback(lambda done: done.cancelled() or done.exception())
         reason = "has not started"
         try:
-            reason = await self._run(os.path.join(self._host.sockets, f"w{token}"), address)
+            reason = await self._run(self._new_folder(), address)
         except OSError as error:
             reason = f"cannot be started: {error}"
         finally:
@@ -87,10 +89,17 @@ class WorkerLoops:
             raise LaunchError("it has ended")
         return WorkerLoopReady(self._host.options.replica, await asyncio.shield(address))
 
+    def _new_folder(self) -> str:
+        """Make the folder of a worker loop's sockets, whose name is short: a socket's path has at most 107 bytes."""
+        for number in itertools.count():
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder := os.path.join(self._host.sockets, str(number)), 0o700)
+                return folder
+        raise AssertionError("unreachable")
+
     async def _run(self, folder: str, address: asyncio.Future[str]) -> str:
         """Run a worker loop whose sockets are in a folder, and return why it has ended by itself."""
         host, network = self._host, self._network
-        os.mkdir(folder, 0o700)
         spec = {
             "folder": folder,
             "scheme": network.rendezvous.scheme,

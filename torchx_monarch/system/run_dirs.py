@@ -10,9 +10,9 @@ import os
 RUN_PREFIX = "tm-run-"
 """Prefix of the name of a folder for sockets that is not inside an app's folder."""
 
-MAX_RUN_DIR = 74
+MAX_RUN_DIR = 71
 """The maximum path length, in bytes, of a folder for sockets. A socket's path has at most 107 bytes, and Monarch makes
-sockets about two folders deeper: `hXXXXXXXX/.tmpXXXXXX/XXXXXXXXXXX`."""
+sockets about three folders deeper: `hXXXXXXXX/NN/.tmpXXXXXX/XXXXXXXXXXX`."""
 
 
 def new_dir(prefix: str) -> str:

@@ -33,6 +33,8 @@ class Apps(Place):
     name = NAME
     factory = staticmethod(monarch_docker)
     nightly = left_to_others(
+        "test_actors_run_beside_ranks",
+        "test_a_client_attaches_during_a_run",
         "spare host",
         "take-over",
         "test_a_lost_host_is_replaced[1]",
@@ -60,6 +62,10 @@ class Apps(Place):
         """Enter the network in which the daemon has its bridge."""
         with entered(f"/proc/{self.daemon.first}/ns/net"):
             yield ""
+
+    def client(self, handle: str) -> tuple[Sequence[str], str]:
+        """Enter the network in which the daemon has its bridge."""
+        return ("nsenter", f"--net=/proc/{self.daemon.first}/ns/net"), ""
 
     def component_words(self) -> Sequence[str]:
         """Return options of ``monarch.spmd``: memory for a torch that is built for GPUs, and this machine's folders."""

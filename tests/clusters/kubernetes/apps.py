@@ -13,7 +13,7 @@ import subprocess
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class Apps(Place):
     name = NAME
     factory = staticmethod(monarch_kubernetes)
     nightly = left_to_others(
+        "test_actors_run_beside_ranks",
+        "test_a_client_attaches_during_a_run",
         "take-over",
         "test_a_lost_host_is_replaced[0]",
         "test_the_job_begins_again_when_a_host_is_lost[1]",
@@ -178,6 +180,13 @@ class Apps(Place):
         """Yield the address to which the port of replica 0's pod is forwarded."""
         with self.forwarded(handle, Target.of(handle, runner=self.runner).address.port) as address:
             yield address
+
+    def client(self, handle: str) -> tuple[Sequence[str], str]:
+        """Enter the network of the pods."""
+        if self.cluster.stand_ins is None:
+            pytest.skip("a Monarch client dials every host, and this machine is not in the network of the pods")
+        there = Target.of(handle, runner=self.runner).address
+        return ("nsenter", f"--net={self.cluster.network()}"), f"{there.host}:{there.port}"
 
     @contextlib.contextmanager
     def forwarded(self, handle: str, port: int) -> Iterator[str]:

@@ -57,6 +57,8 @@ class Apps(Place):
     name = NAME
     factory = staticmethod(monarch_slurm)
     nightly = left_to_others(
+        "test_actors_run_beside_ranks",
+        "test_a_client_attaches_during_a_run",
         "test_a_lost_host_is_replaced[1]",
         "test_the_job_begins_again_when_a_host_is_lost[1]",
         "test_a_preempted_job_goes_on[APPLICATION]",
@@ -91,6 +93,11 @@ class Apps(Place):
         """Yield the address of the node: this machine does not know the cluster's names."""
         there = Target.of(handle, runner=self.runner).address
         yield f"{self.cluster.address(int(there.host.removeprefix('n')))}:{there.port}"
+
+    def client(self, handle: str) -> tuple[Sequence[str], str]:
+        """Become a login node, which knows the nodes by name."""
+        hosts = f"{self.cluster.conf.parent}/hosts"
+        return ("unshare", "--mount", "sh", "-c", f'mount --bind {hosts} /etc/hosts; exec "$0" "$@"'), ""
 
     def component_words(self) -> Sequence[str]:
         """Return the options of ``monarch.spmd`` by which two hosts fit the cluster."""
