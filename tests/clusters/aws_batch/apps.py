@@ -163,6 +163,7 @@ class Apps(Place):
     def reached(self, handle: str) -> Iterator[str]:
         """Yield the address of node 0, within the network of the containers, where AWS cannot be asked."""
         self.until(lambda: self.hostname(handle, 0), "node 0's address", handle)
+        self.until(lambda: self.hostname(handle, 0), "node 0's address", handle)
         there = Target.of(handle, runner=self.runner).address
         with entered(self.network):
             yield f"{there.host}:{there.port}"
