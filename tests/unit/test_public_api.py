@@ -32,7 +32,7 @@ from torchx_monarch import (
     UserError,
     exceptions,
 )
-from torchx_monarch.client import job as job_module
+from torchx_monarch.client import allocation as allocation_module
 
 _PACKAGE = Path(torchx_monarch.__file__).parent
 
@@ -216,7 +216,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found.update(script_args=script_args, **dataclasses.asdict(options))
         raise RequestMadeError
 
-    monkeypatch.setattr(job_module, "run_message", run_message)
+    monkeypatch.setattr(allocation_module, "run_message", run_message)
     return found
 
 
