@@ -17,6 +17,7 @@ import json
 import os
 import re
 import sys
+from typing import IO
 
 from torchx_monarch.controller.host_messages import WorkerLoopEnded, WorkerLoopReady
 from torchx_monarch.controller.host_network import HostNetwork
@@ -115,7 +116,7 @@ class WorkerLoops:
         left_out = {name for name in host.environ if is_for_hosts(name)} | set(JOB_VARIABLES) - {processes.MARKER}
         environ = {name: value for name, value in host.environ.items() if name not in left_out}
         read, write = os.pipe()
-        process = None
+        reports, process = os.fdopen(read, "rb", 0), None
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "torchx_monarch.host.worker_loop_main", str(write)),
@@ -130,18 +131,19 @@ class WorkerLoops:
             write, descriptors = -1, ()
             assert process.stdin is not None
             process.stdin.write(json.dumps(spec).encode() + b"\n")
-            return await self._follow(os.fdopen(read, "rb", 0), address) or await self._exit_of(process)
+            return await self._follow(reports, address) or await self._exit_of(process)
         finally:
             for descriptor in (write, *descriptors):
                 if descriptor >= 0:
                     os.close(descriptor)
             if process is not None:
                 await self._end(process)
+            reports.close()
             for output in outputs:
                 output.close()
             run_dirs.remove_tree(folder)
 
-    async def _follow(self, pipe: object, address: asyncio.Future[str]) -> str:
+    async def _follow(self, pipe: IO[bytes], address: asyncio.Future[str]) -> str:
         """Read what the process of a worker loop reports to its end; return why the loop has ended, if it says so."""
         reader = asyncio.StreamReader(messages.MAX_LINE)
         loop = asyncio.get_running_loop()
@@ -168,5 +170,7 @@ class WorkerLoops:
         try:
             await asyncio.wait_for(process.wait(), _END_TIMEOUT)
         except asyncio.TimeoutError:
+            actors = processes.descendants(process.pid, self._host.environ.get(processes.MARKER, ""))
             process.kill()
+            processes.kill(actors)
             await process.wait()
