@@ -100,7 +100,8 @@ class Table:
             if item.get_closest_marker("scenario") is None:
                 continue
             place = getattr(getattr(item, "cls", None), "kind", None)
-            backend = next((one for one in BACKENDS if folder(one) in (item.path, *item.path.parents)), "")
+            own = place is None or place.is_registered  # others run on a cluster of a backend and are none of it
+            backend = next((one for one in BACKENDS if own and folder(one) in (item.path, *item.path.parents)), "")
             test = getattr(item, "originalname", item.name)
             for mark in item.iter_markers("scenario"):
                 name = mark.args[0] if len(mark.args) == 1 else ""

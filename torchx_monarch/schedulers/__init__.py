@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchx.schedulers.api import Scheduler
 
-__all__ = ["monarch_aws_batch", "monarch_docker", "monarch_kubernetes", "monarch_local", "monarch_slurm", "monarch_ssh"]
+__all__ = [
+    "monarch_aws_batch",
+    "monarch_docker",
+    "monarch_kubernetes",
+    "monarch_local",
+    "monarch_slurm",
+    "monarch_ssh",
+    "wrap",
+]
 
 
 @dataclass(frozen=True)
@@ -129,3 +137,29 @@ def monarch_aws_batch(session_name: str, **kwargs: object) -> Scheduler[dict[str
         MissingClientError: boto3 is not installed.
     """
     return _create("monarch_aws_batch", session_name)
+
+
+def wrap(
+    name: str, session_name: str, inner: Scheduler[dict[str, object]], python: str = ""
+) -> Scheduler[dict[str, object]]:
+    """Create a scheduler that runs roles as Monarch hosts through any other TorchX scheduler.
+
+    Args:
+        name: the name under which the new scheduler is registered.
+        session_name: TorchX's session name.
+        inner: the other scheduler, whose run options stand beside this package's.
+        python: the Python interpreter of the hosts; empty for this one's path. Ignored if replicas run in container
+            images that TorchX builds, which have a ``python`` of their own.
+
+    Raises:
+        UserError: a run option of ``inner`` has the name of one of this package's.
+    """
+    import sys
+
+    from torchx_monarch.schedulers.compatibility import require_torchx_nightly
+
+    require_torchx_nightly()
+    from torchx_monarch.backends.wrapped.backend import WrappedBackend
+    from torchx_monarch.schedulers.monarch import create
+
+    return create(name, session_name, WrappedBackend(inner, name), python or sys.executable)

@@ -41,6 +41,28 @@ def render(scheduler: Scheduler[Any], app: AppDef, cfg: Any) -> AppDryRunInfo[An
     return scheduler._submit_dryrun(app, cfg)
 
 
+def validate(scheduler: Scheduler[Any], app: AppDef, cfg: Any) -> None:
+    """Check an app as a runner does before it submits to a scheduler.
+
+    Args:
+        scheduler: the scheduler.
+        app: the app, with built workspaces.
+        cfg: run options, with defaults filled in.
+
+    Raises:
+        Exception: whatever the scheduler raises for an app that it refuses.
+    """
+    scheduler._pre_build_validate(app, scheduler.backend, cfg)
+    scheduler._validate(app, scheduler.backend, cfg)
+
+
+def deletes(scheduler: Scheduler[Any]) -> bool:
+    """Return whether a scheduler can delete an app; otherwise its ``delete`` only cancels."""
+    from torchx.schedulers.api import Scheduler
+
+    return type(scheduler)._delete_existing is not Scheduler._delete_existing
+
+
 def put_option(options: runopts, name: str, option: runopt) -> None:
     """Add an option to run options, as an instance of the caller's own class, which ``runopts.add`` cannot."""
     options._opts[name] = option

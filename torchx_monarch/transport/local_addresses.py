@@ -74,8 +74,9 @@ def address_of(bind: str) -> str:
 def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> str:
     """Replace ``@NAME`` in an address by the value of the environment variable NAME.
 
-    On replica 0, schedulers leave the variable unset or set it to ``localhost``; the host is then this machine. ``@``
-    without a name is resolved on replica 0 only; other hosts ask the registry (``controller.roles``).
+    On replica 0, schedulers leave the variable unset or set it to ``localhost``; the host is then this machine. TorchX
+    sets it to ``localhost`` on all replicas where they share a machine. ``@`` without a name is resolved on replica 0
+    only; other hosts ask the registry (``controller.roles``).
     MONARCH_PORT_OFFSET shifts the port, because tasks of one Slurm array may share a machine.
 
     Args:
@@ -87,7 +88,7 @@ def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> 
         The address; unchanged where it has no ``@``.
 
     Raises:
-        NetworkError: this host is not replica 0, and NAME is missing, or its variable is unset, empty or ``localhost``.
+        NetworkError: this host is not replica 0, and NAME is missing, or its variable is unset or empty.
     """
     scheme, separator, rest = address.partition(":@")
     if not separator:
@@ -98,7 +99,7 @@ def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> 
     if host in ("", "localhost"):
         if not is_first and not name:
             raise NetworkError(f"{address!r} does not say where replica 0 is, and there is no --role-registry to ask")
-        if not is_first:
+        if not is_first and not host:
             raise NetworkError(f"{name}={host!r} does not say where replica 0 is: this scheduler should have set it")
         host = _own_name()
     return f"{scheme}:{host}:{port}"

@@ -1,0 +1,101 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The contract of all backends on TorchX's own scheduler for Slurm, wrapped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchx.schedulers.api import DescribeAppResponse, Scheduler
+from torchx.schedulers.slurm_scheduler import SlurmScheduler
+
+from tests.clusters.slurm.apps import SMALL
+from tests.clusters.slurm.cluster import SlurmCluster
+from tests.contract.contract import Contract
+from tests.contract.place import Place, left_to_others
+from tests.contract.wrapped import CANNOT
+from tests.waits import WITHIN
+from torchx_monarch.client.target import Target
+from torchx_monarch.schedulers import wrap
+
+
+class Slurm(SlurmScheduler):  # type: ignore[misc]
+    """TorchX's ``slurm``, on the Slurm of these tests."""
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        """Describe a job. Of one that waits or has ended, squeue 22.05 lacks a field that TorchX reads."""
+        try:
+            return super().describe(app_id)
+        except KeyError:
+            return self._describe_sacct(app_id)
+
+
+class SlurmPlace(Place):
+    """TorchX's ``slurm``, which writes logs into the current folder."""
+
+    name = "wrapped_slurm"
+    is_registered = False
+    resource = SMALL
+    own_bad_options = (({"partitoin": "main"}, "(?s)partitoin.*partition"),)
+    install = "sbatch"
+    nightly = left_to_others("test_a_rank_that_others_wait_for_is_the_root_cause")
+    cannot = {name: reason for name, reason in CANNOT.items() if not name.startswith("missing")} | {
+        "environment arrives whole": "TorchX's slurm ends the value of a variable at a comma (srun --export)",
+        "retries": "TorchX's slurm requeues a job whatever its exit code, and Slurm then holds it for two minutes",
+        "credentials not on show": "TorchX's slurm puts the environment on srun's command line",
+    }
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.cluster = cluster
+        self._before = os.getcwd()
+        os.chdir(folder)
+        super().__init__(folder)
+
+    def factory(self, session_name: str, **more: Any) -> Scheduler[Any]:
+        """Create the scheduler."""
+        return wrap(self.name, session_name, Slurm(session_name))
+
+    @contextlib.contextmanager
+    def pending(self) -> Iterator[str]:
+        """Submit to nodes that are away."""
+        yield self.run(self.role("true", replicas=2), partition="away")
+
+    @contextlib.contextmanager
+    def reached(self, handle: str) -> Iterator[str]:
+        """Yield the address of the node: this machine does not know the cluster's names."""
+        there = Target.of(handle, runner=self.runner).address
+        yield f"{self.cluster.address(int(there.host.removeprefix('n')))}:{there.port}"
+
+    def message_without_client(self) -> str:
+        """Return what a submission says without Slurm's commands."""
+        with pytest.MonkeyPatch.context() as without:
+            without.setenv("PATH", "/nonexistent")
+            with pytest.raises(RuntimeError) as caught:
+                self.run(self.role("true"))
+        return str(caught.value)
+
+    def close(self) -> None:
+        """End what still runs."""
+        super().close()
+        for app_id in [handle.rpartition("/")[2] for handle in self._handles]:
+            subprocess.run(["scancel", "--wait", app_id], check=False, timeout=WITHIN, capture_output=True)
+        os.chdir(self._before)
+
+
+class TestContract(Contract):
+    kind = SlurmPlace
+
+    @pytest.fixture
+    def place(
+        self, cluster: SlurmCluster, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> Iterator[SlurmPlace]:
+        monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+        place = SlurmPlace(cluster, tmp_path)
+        yield place
+        place.close()

@@ -1,0 +1,273 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run apps through another TorchX scheduler, which only knows what TorchX's interface says.
+
+Hosts meet at replica 0 of the first role, which TorchX's macro ``rank0_env`` names on every scheduler. That scheduler
+restarts and ends replicas by rules of its own, so the hosts of all roles end together, as on AWS Batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torchx.schedulers.api import DescribeAppResponse, Scheduler
+from torchx.schedulers.local_scheduler import LocalScheduler
+from torchx.specs import AppDef, AppState, InvalidRunConfigException, Role, is_terminal, macros, runopts
+from torchx.workspace import WorkspaceMixin
+
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
+from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
+from torchx_monarch.backends.core.options import NetworkOpts, run_options
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.backends.wrapped import logs
+from torchx_monarch.backends.wrapped.records import Record, Records
+from torchx_monarch.backends.wrapped.snapshot import build, stored_app
+from torchx_monarch.exceptions import TorchXMonarchError
+from torchx_monarch.model.env_names import CREDENTIALS, FOR_HOSTS
+from torchx_monarch.system import error_files, signed_line
+from torchx_monarch.system.untrusted_text import one_line
+from torchx_monarch.torchx_adapter import torchx_api
+
+_log = logging.getLogger("torchx_monarch")
+
+
+class WrappedRequest(NamedTuple):
+    """What the wrapped scheduler is asked to run. It renders this again, with the hosts' credentials, when it submits.
+
+    Attributes:
+        app: the app with the host processes, without their credentials.
+        cfg: the wrapped scheduler's run options.
+        text: the wrapped scheduler's own request, as its dry run shows it.
+    """
+
+    app: AppDef
+    cfg: Mapping[str, Any]
+    text: str
+
+
+class _Workspace(WorkspaceMixin[None]):  # type: ignore[misc]
+    """Builds workspaces as the wrapped scheduler does, which pushes its images itself when it submits."""
+
+    def __init__(self, inner: WorkspaceMixin[Any]) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def build_workspaces(self, roles: list[Role], cfg: Cfg) -> None:
+        """Build the workspaces of an app's roles."""
+        self._inner.build_workspaces(roles, cfg)
+
+
+class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
+    """Has another scheduler run the app, and tells what that scheduler tells.
+
+    An app without a record on this machine is shown as the other scheduler describes it.
+
+    Args:
+        inner: the other scheduler.
+        name: the name under which the scheduler around this backend is registered.
+
+    Raises:
+        UserError: a run option of the other scheduler has the name of one of this package's.
+    """
+
+    options = NetworkOpts
+    capabilities = Capabilities(
+        separates_roles=True,
+        restarts_apps_only=True,
+        removes_running_apps=True,
+        kills=False,
+        survives_replica0=False,  # a scheduler may end the app with any of its replicas, as TorchX's for Slurm does
+    )
+
+    def __init__(self, inner: Scheduler[Any], name: str) -> None:
+        self.inner = inner
+        self.records = Records(name)
+        self._name = name
+        self.workspace = _Workspace(inner) if isinstance(inner, WorkspaceMixin) else None
+        # One word must not mean two things: what it means on our other schedulers, and what the other one means by it.
+        ours = dict(run_options(NetworkOpts))
+        if clash := [f"`{option}`" for option, _ in inner.run_opts() if option in ours]:
+            raise UserError(
+                f"{type(inner).__name__} cannot be wrapped as {name}: torchx-monarch has run options of the same name, "
+                f"{', '.join(clash)}; rename them in a subclass (`run_opts`)"
+            )
+
+    @contextlib.contextmanager
+    def _asking(self, what: str, kind: type[BackendError] = BackendError) -> Iterator[None]:
+        """Turn an error of the other scheduler into one line that names it; a missing method stays TorchX's error."""
+        try:
+            yield
+        except (TorchXMonarchError, InvalidRunConfigException, NotImplementedError):
+            raise
+        except Exception as error:
+            raised = UserError if isinstance(error, ValueError) else kind
+            reason = one_line(str(error)) or type(error).__name__
+            raise raised(f"{self._name}: {type(self.inner).__name__} cannot {what}: {reason}") from error
+
+    def close(self) -> None:
+        """Close the other scheduler."""
+        self.inner.close()
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def run_opts(self) -> runopts:
+        """Return this package's options and those of the other scheduler and its workspaces."""
+        options = run_options(NetworkOpts)
+        options.update(self.inner.run_opts())
+        return options
+
+    def runs_images(self, options: NetworkOpts) -> bool:
+        """Return whether the other scheduler builds images for Docker, which then hold the hosts' Python."""
+        return any(kind.__name__ == "DockerWorkspaceMixin" for kind in type(self.inner).__mro__)
+
+    def replica0_host(self, app: AppDef, role: int) -> str:
+        """Return ``@`` and TorchX's macro for the first role; ``@`` (unknown) for the others, which no macro names."""
+        return "@" if role else f"@{macros.rank0_env}"
+
+    def render(self, app: AppDef, submitted: SubmittedApp, options: NetworkOpts) -> WrappedRequest:
+        """Return the app, and the other scheduler's request for it as text.
+
+        Raises:
+            UserError: hosts could not meet, or the other scheduler refuses the app.
+            BackendError: the other scheduler fails.
+        """
+        main, *others = submitted.roles
+        for role in others if not main.runs_hosts else ():
+            if role.runs_hosts and role.replicas > 1:
+                raise UserError(
+                    f"role {role.name!r} has {role.replicas} replicas that are to meet, and TorchX tells them the host "
+                    f"of the first role alone: role {main.name!r}, which has no torchrun or Python command. Make "
+                    f"{role.name!r} the first role, or submit it as an app of its own"
+                )
+        cfg = {name: options[name] for name, _ in self.inner.run_opts() if name in options}
+        with self._asking("run the app"):
+            torchx_api.validate(self.inner, app, cfg)
+            return WrappedRequest(app, cfg, str(self.inner.submit_dryrun(copy.deepcopy(app), cfg)))
+
+    def show(self, request: WrappedRequest) -> str:
+        """Return the other scheduler's request."""
+        return request.text
+
+    def submit(self, request: WrappedRequest, submitted: SubmittedApp, credentials: str) -> str:
+        """Have the other scheduler submit the app, with the credentials in the environment of its hosts.
+
+        Raises:
+            UserError, SubmitError: the other scheduler refuses the app, or fails.
+        """
+        app, key = copy.deepcopy(request.app), secrets.token_hex()
+        # A scheduler that passes the submitter's environment on must not pass on that of a job around the submitter.
+        outer = {name: "" for name in FOR_HOSTS if name in os.environ}
+        for role, spec in zip(app.roles, submitted.roles, strict=True):
+            own = {CREDENTIALS: credentials, signed_line.KEY_VARIABLE: key} if spec.runs_hosts else {}
+            role.env = {**outer, **role.env, **own}
+        with self._asking("submit the app", SubmitError):
+            app_id: str = self.inner.schedule(self.inner.submit_dryrun(app, request.cfg))
+        try:
+            self.records.write(app_id, Record(submitted.to_json(), time.time(), key))
+        except OSError as error:
+            _log.warning("The job runs, but the app as you wrote it could not be stored: %s", error)
+        return app_id
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def snapshot(self, app_id: str, *, brief: bool = False) -> AppSnapshot | None:
+        """Return what the other scheduler tells of an app; UNKNOWN if it does not know one that has a record.
+
+        Raises:
+            BackendError: the other scheduler fails.
+        """
+        record = self.records.read(app_id)
+        with self._asking(f"describe {app_id}"):
+            told = self.inner.describe(app_id)
+        if told is None and record is None:
+            return None
+        return self._snapshot(app_id, record, told, brief)
+
+    def snapshots(self, options: Cfg) -> list[AppSnapshot]:
+        """Return the apps with a record that the other scheduler lists; all with a record if it cannot list.
+
+        Raises:
+            BackendError: the other scheduler fails.
+        """
+        records = {app_id: record for app_id in self.records.app_ids() if (record := self.records.read(app_id))}
+        wanted = {name: options[name] for name, _ in self.inner.run_opts() if name in options}
+        try:
+            listed = {app.app_id: DescribeAppResponse(app.app_id, app.state) for app in self.inner.list(wanted)}
+        except Exception as error:  # TorchX's local schedulers raise Exception
+            _log.debug("%s does not list: %s", self._name, error)
+            with self._asking("describe its apps"):
+                listed = {app_id: self.inner.describe(app_id) for app_id in records}
+        found = [
+            self._snapshot(app_id, records[app_id], told, True) for app_id, told in listed.items() if app_id in records
+        ]
+        return sorted(found, key=lambda app: app.created, reverse=True)
+
+    def _snapshot(
+        self, app_id: str, record: Record | None, told: DescribeAppResponse | None, brief: bool
+    ) -> AppSnapshot:
+        told = dataclasses.replace(told or DescribeAppResponse(state=AppState.UNKNOWN), app_id=app_id)
+        submitted, results = stored_app(record, told), dict[str, str]()
+        if record is not None and (told.state is AppState.UNKNOWN or (is_terminal(told.state) and not brief)):
+            results = self._results(app_id, record, submitted)
+        return build(record, submitted, told, results, "localhost" if isinstance(self.inner, LocalScheduler) else "")
+
+    def _results(self, app_id: str, record: Record, submitted: SubmittedApp) -> dict[str, str]:
+        """Return the results that the hosts' logs hold, by role: that of its replica 0."""
+        found = {}
+        for role in [role.name for role in submitted.roles if role.runs_hosts]:
+            with contextlib.suppress(Exception):  # its log has none, or is gone
+                lines = logs.lines(self.inner, app_id, role, 0, LogQuery())
+                found[role] = error_files.cleaned(signed_line.verified(lines, record.result_key)[-1])
+        return found
+
+    def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
+        """Yield the lines of a log, of which no times are known.
+
+        Raises:
+            UserError: the other scheduler does not have this stream.
+            BackendError: the other scheduler fails.
+            NotImplementedError: it reads no logs.
+        """
+        with self._asking(f"read the log of {app.app_id}"):
+            for line in logs.lines(self.inner, app.app_id, role, replica, query):
+                yield TimedLine(0.0, line)
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def stop(self, app: AppSnapshot, outcome: Outcome, grace: float | None) -> None:
+        """Have the other scheduler cancel the app, with the grace period that it has.
+
+        Raises:
+            BackendError: it does not know the app, or fails.
+        """
+        with self._asking(f"cancel {app.app_id}"):
+            if not self.inner.exists(app.app_id):  # its `cancel` would do nothing, and say nothing
+                raise BackendError(
+                    f"{self._name}: {type(self.inner).__name__} has no app {app.app_id}: nothing was ended"
+                )
+            if record := self.records.read(app.app_id):
+                with contextlib.suppress(OSError):
+                    self.records.write(app.app_id, dataclasses.replace(record, cancelled=True))
+            self.inner.cancel(app.app_id)
+
+    def remove(self, app: AppSnapshot) -> None:
+        """Have the other scheduler delete the app, or only end it if it has no way to delete; remove the record.
+
+        Raises:
+            BackendError: the other scheduler fails.
+        """
+        ended = app.native is not None and app.native.state.is_terminal
+        if not ended or torchx_api.deletes(self.inner):
+            with self._asking(f"delete {app.app_id}"):
+                self.inner.delete(app.app_id)
+        self.records.remove(app.app_id)

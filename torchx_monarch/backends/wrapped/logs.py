@@ -1,0 +1,89 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read the log of a replica through TorchX's ``Scheduler.log_iter``: whichever streams that has."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torchx.schedulers.api import Scheduler, Stream
+
+from torchx_monarch.backends.core.backend import LogQuery
+
+_log = logging.getLogger("torchx_monarch")
+
+
+def lines(inner: Scheduler[Any], app_id: str, role: str, replica: int, query: LogQuery[Any]) -> Iterable[str]:
+    """Return the lines of a log; none if there is no log yet, which TorchX's schedulers say by a ``RuntimeError``.
+
+    Args:
+        inner: the scheduler that has the log.
+        app_id: id of the app.
+        role: name of the role.
+        replica: id of the replica.
+        query: which lines. Of a scheduler that cannot show both streams as one, those of stdout come first unless the
+            log is followed.
+
+    Raises:
+        ValueError: the scheduler does not have this stream.
+        NotImplementedError: it reads no logs.
+    """
+
+    def ask(stream: Stream) -> Iterable[str]:
+        with _missing_is_empty():
+            tail = query.follow
+            return _written(inner.log_iter(app_id, role, replica, None, query.since, query.until, tail, stream))
+        return ()
+
+    if query.stream is not None:
+        return ask(query.stream)
+    try:
+        return ask(Stream.COMBINED)
+    except ValueError:  # TorchX's scheduler for Slurm has two files, and shows stderr alone unless it is told which
+        both = [ask(stream) for stream in (Stream.STDOUT, Stream.STDERR)]
+    return _together(both) if query.follow else (line for found in both for line in found)
+
+
+def _written(found: Iterable[str]) -> Iterator[str]:
+    with _missing_is_empty():
+        yield from found
+
+
+@contextlib.contextmanager
+def _missing_is_empty() -> Iterator[None]:
+    try:
+        yield
+    except NotImplementedError:
+        raise
+    except RuntimeError as error:
+        _log.debug("no log: %s", error)
+
+
+def _together(sources: Sequence[Iterable[str]]) -> Iterator[str]:
+    """Yield the lines of several followed logs as they come."""
+    found: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
+
+    def read(source: Iterable[str]) -> None:
+        try:
+            for line in source:
+                found.put(line)
+        except Exception as error:
+            found.put(error)
+        found.put(None)
+
+    for source in sources:
+        threading.Thread(target=read, args=[source], daemon=True).start()
+    left = len(sources)
+    while left:
+        line = found.get()
+        if isinstance(line, Exception):
+            raise line
+        if line is None:
+            left -= 1
+        else:
+            yield line

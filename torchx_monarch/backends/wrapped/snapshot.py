@@ -1,0 +1,106 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Convert what another TorchX scheduler tells of an app to a snapshot. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchx.schedulers.api import DescribeAppResponse
+from torchx.specs import NONE, AppDef, AppState, ReplicaStatus
+
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.wrapped.records import Record
+from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.model.job_result import describe_code
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
+
+
+def state(told: AppState) -> State:
+    """Return TorchX's state of an app or a replica as ours."""
+    queued = told in (AppState.UNSUBMITTED, AppState.SUBMITTED)
+    return State.PENDING if queued else State[told.name]
+
+
+def stored_app(record: Record | None, told: DescribeAppResponse) -> SubmittedApp:
+    """Return the app as the user wrote it; as the other scheduler describes it if there is no record."""
+    try:
+        return SubmittedApp.from_json(record.submitted if record else None)
+    except ValueError:
+        app = AppDef(told.app_id, list(told.roles), dict(told.metadata))
+        return SubmittedApp(app, [RoleSpec.of(role) for role in app.roles])
+
+
+def build(
+    record: Record | None,
+    submitted: SubmittedApp,
+    told: DescribeAppResponse,
+    results: Mapping[str, str],
+    hostname: str,
+) -> AppSnapshot:
+    """Return the snapshot of an app. Replicas of which nothing is told are in the app's state.
+
+    Args:
+        record: its record; None without one.
+        submitted: the result of ``stored_app``.
+        told: the other scheduler's description; UNKNOWN if it does not know the app.
+        results: what the hosts have written of their end, by role: JSON text, as far as that is known.
+        hostname: the name of the machine of replicas of which nothing is told; empty if it is not known.
+    """
+    now, error = state(told.state), "" if told.structured_error_msg == NONE else told.structured_error_msg
+    if now is State.UNKNOWN and record is not None and record.cancelled:
+        now = State.CANCELLED
+    elif now is State.UNKNOWN and len(results) == len(submitted.roles) > 0:
+        failed = any(HostResult.from_text(text).code for text in results.values())
+        now = State.FAILED if failed else State.SUCCEEDED
+    restarts = max(0, told.num_restarts) + sum(HostResult.from_text(text).rank_restarts for text in results.values())
+    results = {role: text for role, text in results.items() if HostResult.from_text(text).reason}
+    if error and len(submitted.roles) == 1:  # of several roles, it does not say whose it is
+        results = {submitted.roles[0].name: error}
+    if now is not State.FAILED:
+        error, results = "", {}
+    statuses = {(status.role, status.id): status for role in told.roles_statuses for status in role.replicas}
+    roles = []
+    for spec in submitted.roles:
+        default = [ReplicaStatus(replica, told.state, spec.name, hostname) for replica in range(spec.replicas)]
+        found = [statuses.get((spec.name, status.id), status) for status in default]
+        roles.append(RoleSnapshot(spec, [_replica(status, now, results.get(spec.name, "")) for status in found]))
+    if error and not results:
+        native = Outcome(now, HostResult.from_text(error).reason, error)
+    else:
+        native = Outcome(now, "" if told.msg == NONE or results else told.msg)
+    return AppSnapshot(
+        told.app_id,
+        submitted.app.name,
+        roles,
+        submitted.app,
+        created=record.created if record else 0.0,
+        native=native,
+        is_supervised=True,  # the other scheduler may be about to start a replica again
+        restarts=restarts,
+        ui_url=told.ui_url or "",
+    )
+
+
+def _replica(told: ReplicaStatus, app: State, error: str) -> ReplicaSnapshot:
+    """Return the snapshot of a replica.
+
+    Args:
+        told: what the other scheduler tells of it.
+        app: the app's state.
+        error: the result of its role's hosts, if the app has failed; empty without one.
+    """
+    own, result = state(told.state), HostResult.from_text(error)
+    is_cause = bool(error) and told.id == max(0, result.replica)
+    return ReplicaSnapshot(
+        told.role,
+        told.id,
+        app if app.is_terminal and not own.is_terminal else own,
+        hostname=told.hostname,
+        exit_code=result.code if is_cause else None,
+        failure=f"replica {told.role}/{told.id} {describe_code(result.code)}" if is_cause and result.code else "",
+        error=error if is_cause else "",
+        is_error_lost=bool(error) and not is_cause,
+    )
