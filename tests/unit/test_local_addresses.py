@@ -71,9 +71,9 @@ def test_finds_replica_0_through_a_variable() -> None:
     with pytest.raises(NetworkError, match="MAIN='' does not say where replica 0 is"):
         local_addresses.expand_address(address, {}, False)
     name = socket.gethostname()
-    for environ in ({}, {"MAIN": "localhost"}):
-        # On replica 0 itself; where its name is that of the loopback, others may know better what to make of the name.
-        assert local_addresses.expand_address(address, environ, True) in {
+    for environ, is_first in (({}, True), ({"MAIN": "localhost"}, True), ({"MAIN": "localhost"}, False)):
+        # On replica 0's machine. Where its name is that of the loopback, others may know better what to make of it.
+        assert local_addresses.expand_address(address, environ, is_first) in {
             f"tls:{each}:26599" for each in (name, resolved(name))
         }
 
