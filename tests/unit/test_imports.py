@@ -39,6 +39,8 @@ def imported_by(statement: str) -> set[str]:
         "from torchx_monarch.schedulers import monarch_slurm; monarch_slurm('torchx')",
         "from torchx_monarch.schedulers import monarch_aws_batch; monarch_aws_batch('torchx')",
         "from torchx_monarch.schedulers import monarch_ssh; monarch_ssh('torchx')",
+        "from torchx.schedulers.slurm_scheduler import create_scheduler as inner\n"
+        "from torchx_monarch.schedulers import wrap; wrap('acme', 'torchx', inner('torchx'))",
     ],
 )
 def test_submit_side_imports_neither_torch_nor_monarch(statement: str) -> None:

@@ -150,7 +150,7 @@ class Backend(abc.ABC, Generic[O, R, S]):
         """Return the name by which all replicas of a role reach its replica 0. Called only if ``has_network``.
 
         It may contain macros. ``@NAME`` stands for the value of the environment variable NAME on each host. If that is
-        unset or ``localhost`` on replica 0, replica 0 uses its machine's name. ``@`` alone means that the name is not
+        unset on replica 0, or ``localhost``, it is the host's own machine. ``@`` alone means that the name is not
         known until replica 0 runs: it then registers with replica 0 of the first role, which the other hosts query.
 
         By default it is ``@`` and the variable of ``env_names.replica0_variable``, which the backend then sets.

@@ -188,10 +188,10 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         """
         record = self.records.read(app_id)
         with self._asking(f"describe {app_id}"):
-            told = self.inner.describe(app_id)
-        if told is None and record is None:
+            response = self.inner.describe(app_id)
+        if response is None and record is None:
             return None
-        return self._snapshot(app_id, record, told, brief)
+        return self._snapshot(app_id, record, response, brief)
 
     def snapshots(self, options: Cfg) -> list[AppSnapshot]:
         """Return the apps with a record that the other scheduler lists; all with a record if it cannot list.
@@ -208,18 +208,22 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
             with self._asking("describe its apps"):
                 listed = {app_id: self.inner.describe(app_id) for app_id in records}
         found = [
-            self._snapshot(app_id, records[app_id], told, True) for app_id, told in listed.items() if app_id in records
+            self._snapshot(app_id, records[app_id], response, True)
+            for app_id, response in listed.items()
+            if app_id in records
         ]
         return sorted(found, key=lambda app: app.created, reverse=True)
 
     def _snapshot(
-        self, app_id: str, record: Record | None, told: DescribeAppResponse | None, brief: bool
+        self, app_id: str, record: Record | None, response: DescribeAppResponse | None, brief: bool
     ) -> AppSnapshot:
-        told = dataclasses.replace(told or DescribeAppResponse(state=AppState.UNKNOWN), app_id=app_id)
-        submitted, results = stored_app(record, told), dict[str, str]()
-        if record is not None and (told.state is AppState.UNKNOWN or (is_terminal(told.state) and not brief)):
+        response = dataclasses.replace(response or DescribeAppResponse(state=AppState.UNKNOWN), app_id=app_id)
+        submitted, results = stored_app(record, response), dict[str, str]()
+        if record is not None and (response.state is AppState.UNKNOWN or (is_terminal(response.state) and not brief)):
             results = self._results(app_id, record, submitted)
-        return build(record, submitted, told, results, "localhost" if isinstance(self.inner, LocalScheduler) else "")
+        return build(
+            record, submitted, response, results, "localhost" if isinstance(self.inner, LocalScheduler) else ""
+        )
 
     def _results(self, app_id: str, record: Record, submitted: SubmittedApp) -> dict[str, str]:
         """Return the results that the hosts' logs hold, by role: that of its replica 0."""

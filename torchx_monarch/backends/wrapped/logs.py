@@ -37,7 +37,7 @@ def lines(inner: Scheduler[Any], app_id: str, role: str, replica: int, query: Lo
     def ask(stream: Stream) -> Iterable[str]:
         with _missing_is_empty():
             tail = query.follow
-            return _written(inner.log_iter(app_id, role, replica, None, query.since, query.until, tail, stream))
+            return _existing(inner.log_iter(app_id, role, replica, None, query.since, query.until, tail, stream))
         return ()
 
     if query.stream is not None:
@@ -49,7 +49,7 @@ def lines(inner: Scheduler[Any], app_id: str, role: str, replica: int, query: Lo
     return _together(both) if query.follow else (line for found in both for line in found)
 
 
-def _written(found: Iterable[str]) -> Iterator[str]:
+def _existing(found: Iterable[str]) -> Iterator[str]:
     with _missing_is_empty():
         yield from found
 

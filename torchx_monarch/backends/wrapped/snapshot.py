@@ -18,25 +18,25 @@ from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 
 
-def state(told: AppState) -> State:
+def state(value: AppState) -> State:
     """Return TorchX's state of an app or a replica as ours."""
-    queued = told in (AppState.UNSUBMITTED, AppState.SUBMITTED)
-    return State.PENDING if queued else State[told.name]
+    queued = value in (AppState.UNSUBMITTED, AppState.SUBMITTED)
+    return State.PENDING if queued else State[value.name]
 
 
-def stored_app(record: Record | None, told: DescribeAppResponse) -> SubmittedApp:
+def stored_app(record: Record | None, response: DescribeAppResponse) -> SubmittedApp:
     """Return the app as the user wrote it; as the other scheduler describes it if there is no record."""
     try:
         return SubmittedApp.from_json(record.submitted if record else None)
     except ValueError:
-        app = AppDef(told.app_id, list(told.roles), dict(told.metadata))
+        app = AppDef(response.app_id, list(response.roles), dict(response.metadata))
         return SubmittedApp(app, [RoleSpec.of(role) for role in app.roles])
 
 
 def build(
     record: Record | None,
     submitted: SubmittedApp,
-    told: DescribeAppResponse,
+    response: DescribeAppResponse,
     results: Mapping[str, str],
     hostname: str,
 ) -> AppSnapshot:
@@ -45,34 +45,36 @@ def build(
     Args:
         record: its record; None without one.
         submitted: the result of ``stored_app``.
-        told: the other scheduler's description; UNKNOWN if it does not know the app.
+        response: the other scheduler's description; UNKNOWN if it does not know the app.
         results: what the hosts have written of their end, by role: JSON text, as far as that is known.
         hostname: the name of the machine of replicas of which nothing is told; empty if it is not known.
     """
-    now, error = state(told.state), "" if told.structured_error_msg == NONE else told.structured_error_msg
+    now, error = state(response.state), "" if response.structured_error_msg == NONE else response.structured_error_msg
     if now is State.UNKNOWN and record is not None and record.cancelled:
         now = State.CANCELLED
     elif now is State.UNKNOWN and len(results) == len(submitted.roles) > 0:
         failed = any(HostResult.from_text(text).code for text in results.values())
         now = State.FAILED if failed else State.SUCCEEDED
-    restarts = max(0, told.num_restarts) + sum(HostResult.from_text(text).rank_restarts for text in results.values())
+    restarts = max(0, response.num_restarts) + sum(
+        HostResult.from_text(text).rank_restarts for text in results.values()
+    )
     results = {role: text for role, text in results.items() if HostResult.from_text(text).reason}
     if error and len(submitted.roles) == 1:  # of several roles, it does not say whose it is
         results = {submitted.roles[0].name: error}
     if now is not State.FAILED:
         error, results = "", {}
-    statuses = {(status.role, status.id): status for role in told.roles_statuses for status in role.replicas}
+    statuses = {(status.role, status.id): status for role in response.roles_statuses for status in role.replicas}
     roles = []
     for spec in submitted.roles:
-        default = [ReplicaStatus(replica, told.state, spec.name, hostname) for replica in range(spec.replicas)]
+        default = [ReplicaStatus(replica, response.state, spec.name, hostname) for replica in range(spec.replicas)]
         found = [statuses.get((spec.name, status.id), status) for status in default]
         roles.append(RoleSnapshot(spec, [_replica(status, now, results.get(spec.name, "")) for status in found]))
     if error and not results:
         native = Outcome(now, HostResult.from_text(error).reason, error)
     else:
-        native = Outcome(now, "" if told.msg == NONE or results else told.msg)
+        native = Outcome(now, "" if response.msg == NONE or results else response.msg)
     return AppSnapshot(
-        told.app_id,
+        response.app_id,
         submitted.app.name,
         roles,
         submitted.app,
@@ -80,27 +82,27 @@ def build(
         native=native,
         is_supervised=True,  # the other scheduler may be about to start a replica again
         restarts=restarts,
-        ui_url=told.ui_url or "",
+        ui_url=response.ui_url or "",
     )
 
 
-def _replica(told: ReplicaStatus, app: State, error: str) -> ReplicaSnapshot:
+def _replica(status: ReplicaStatus, app: State, error: str) -> ReplicaSnapshot:
     """Return the snapshot of a replica.
 
     Args:
-        told: what the other scheduler tells of it.
+        status: what the other scheduler tells of it.
         app: the app's state.
         error: the result of its role's hosts, if the app has failed; empty without one.
     """
-    own, result = state(told.state), HostResult.from_text(error)
-    is_cause = bool(error) and told.id == max(0, result.replica)
+    own, result = state(status.state), HostResult.from_text(error)
+    is_cause = bool(error) and status.id == max(0, result.replica)
     return ReplicaSnapshot(
-        told.role,
-        told.id,
+        status.role,
+        status.id,
         app if app.is_terminal and not own.is_terminal else own,
-        hostname=told.hostname,
+        hostname=status.hostname,
         exit_code=result.code if is_cause else None,
-        failure=f"replica {told.role}/{told.id} {describe_code(result.code)}" if is_cause and result.code else "",
+        failure=f"replica {status.role}/{status.id} {describe_code(result.code)}" if is_cause and result.code else "",
         error=error if is_cause else "",
         is_error_lost=bool(error) and not is_cause,
     )
