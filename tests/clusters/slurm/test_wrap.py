@@ -69,6 +69,8 @@ class SlurmPlace(Place):
     @contextlib.contextmanager
     def reached(self, handle: str) -> Iterator[str]:
         """Yield the address of the node: this machine does not know the cluster's names."""
+        # Accounting, which has no host names, may know of the start first.
+        self.until(lambda: self.hostname(handle, 0), "the name of the node", handle)
         there = Target.of(handle, runner=self.runner).address
         yield f"{self.cluster.address(int(there.host.removeprefix('n')))}:{there.port}"
 
