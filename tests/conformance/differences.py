@@ -62,6 +62,12 @@ class Difference(Enum):
         "set: a rank that imports Monarch has its errors on stderr",
         "Monarch would log to a path below `/tmp` at which another user can put a link",
     )
+    THIS_JOB = (
+        "`MONARCH_THIS_JOB` in a rank's environment",
+        "not set",
+        "a socket file of the host, with which `this_job()` attaches to the job's hosts",
+        "a torchrun program can use its own hosts as a Monarch mesh",
+    )
     STARTUP_FILES = (
         "`sitecustomize`, `usercustomize` and `.pth` files of a rank",
         "see its whole environment",

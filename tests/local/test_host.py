@@ -467,7 +467,7 @@ def test_no_secret_and_nothing_of_monarch_in_a_ranks_environment(folder: Path, s
     names = hosts.out().strip().partition("]:")[2].split("|")
     assert not [name for name in names if name.startswith("HYPERACTOR")]
     # The first and the third keep Monarch's log out of /tmp, if the program imports Monarch.
-    ours = ["MONARCH_FILE_LOG", "MONARCH_JOB", "MONARCH_LOG_SUFFIX", "MONARCH_STATE_DIR"]
+    ours = ["MONARCH_FILE_LOG", "MONARCH_JOB", "MONARCH_LOG_SUFFIX", "MONARCH_STATE_DIR", "MONARCH_THIS_JOB"]
     assert [name for name in names if name.startswith("MONARCH")] == ours
     assert f"TMPDIR={folder}" not in names
 
