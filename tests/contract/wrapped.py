@@ -20,6 +20,7 @@ from torchx_monarch.client.target import Target
 from torchx_monarch.schedulers import wrap
 
 CANNOT = {
+    "attach during a run": "another process does not know the scheduler",
     **dict.fromkeys(
         ("lost host replaced", "spare host", "take-over", "elastic role"),
         "TorchX does not tell which replica has failed, and its schedulers fail an app with any of them",
@@ -129,7 +130,13 @@ class MinimalPlace(Place):
         **CANNOT,
         **dict.fromkeys(
             (
-                *("two hosts, digits", "stacks of running ranks", "root cause in status", "retries"),
+                *(
+                    "two hosts, digits",
+                    "actors beside ranks",
+                    "stacks of running ranks",
+                    "root cause in status",
+                    "retries",
+                ),
                 *("environment arrives whole", "credentials not on show", "log follow, since, until"),
             ),
             "it runs nothing, and reads no logs",

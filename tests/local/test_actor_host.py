@@ -100,12 +100,3 @@ def test_a_script_that_is_not_there_is_said_to_be_missing(folder: Path, eventual
     hosts.start(0)
     assert hosts.wait() == [2, 2]
     assert "nosuch.py': No such file or directory" in hosts.err()
-
-
-def test_hosts_of_ranks_let_no_actors_in(folder: Path, script: Callable[[str], str]) -> None:
-    command = ["torchrun", "--nnodes=2", "--nproc-per-node=1", script("time.sleep(1000)")]
-    hosts = Hosts(folder, command, replicas=2, options=("--grace", "1", "--preload", "")).start()
-    with attached(folder) as link, pytest.raises(RefusedError, match="takes no request 'attach'"):
-        link.receive(60)
-    hosts.processes[0].send_signal(signal.SIGTERM)
-    assert hosts.wait() == [143, 143]
