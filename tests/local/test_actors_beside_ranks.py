@@ -24,6 +24,8 @@ from torchx_monarch.client.allocation import Allocation
 
 Eventually = Callable[..., object]
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "actors_beside_ranks.py"
+
 STEPS = """
 import os, sys, time
 print("rank", os.environ["RANK"], "steps", flush=True)
@@ -185,6 +187,20 @@ def test_a_rank_has_the_hosts_of_its_own_job(tmp_path: Path, runner: Runner, sha
         assert "code 3" in status.msg
     found = re.search(r"pids (.*)", lines)
     assert found is not None and not any(alive(int(pid)) for pid in found[1].split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["1x1", pytest.param("2x2", marks=pytest.mark.nightly("25 s of processor time"))])
+def test_the_example_trains_and_evaluates(runner: Runner, shape: str) -> None:
+    """By forks of an interpreter that has imported torch, as by default."""
+    words = ["-j", shape, "--env", "OMP_NUM_THREADS=1", str(EXAMPLE), "--epochs", "4"]
+    handle = runner.run_component("monarch.spmd", words, "monarch_local", cfg={"grace": 5})
+    status = runner.wait(handle, wait_interval=0.2)
+    lines = "".join(runner.log_lines(handle, "actorsbesideranks", 0))
+    assert status is not None and status.state is AppState.SUCCEEDED, lines
+    hosts, nproc = map(int, shape.split("x"))
+    assert f"{hosts * nproc} ranks train, {hosts} evaluator" in lines
+    assert re.search(r"accuracy  \S+  .*% to .*% of 360 test images", lines), lines
 
 
 JOB = """

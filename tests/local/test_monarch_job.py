@@ -215,4 +215,6 @@ try:
 except RuntimeError as error:
     print(json.dumps(str(error)))
 """
-    assert program(tmp_path, text).startswith("this_job() is for the script of a job: torchx run -s monarch_local")
+    assert program(tmp_path, text).startswith(
+        "this_job() is for the ranks of a job (torchx run -s monarch_local monarch.spmd"
+    )

@@ -29,4 +29,4 @@ class Client(Allocation):
 
     def __init__(self, target: Target) -> None:
         super().__init__("monarch_slurm://torchx/app")
-        self._hosts = self.dialled = Dialled(target)
+        self._role_hosts = self.dialled = Dialled(target)
