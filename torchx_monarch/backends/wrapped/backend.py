@@ -30,7 +30,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.wrapped import logs
-from torchx_monarch.backends.wrapped.records import Record, Records
+from torchx_monarch.backends.wrapped.records import AppRecords, Record
 from torchx_monarch.backends.wrapped.snapshot import build, stored_app
 from torchx_monarch.exceptions import TorchXMonarchError
 from torchx_monarch.model.env_names import CREDENTIALS, FOR_HOSTS
@@ -55,7 +55,7 @@ class WrappedRequest(NamedTuple):
     text: str
 
 
-class _Workspace(WorkspaceMixin[None]):  # type: ignore[misc]
+class _InnerWorkspaces(WorkspaceMixin[None]):  # type: ignore[misc]
     """Builds workspaces as the wrapped scheduler does, which pushes its images itself when it submits."""
 
     def __init__(self, inner: WorkspaceMixin[Any]) -> None:
@@ -91,9 +91,9 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
 
     def __init__(self, inner: Scheduler[Any], name: str) -> None:
         self.inner = inner
-        self.records = Records(name)
+        self.records = AppRecords(name)
         self._name = name
-        self.workspace = _Workspace(inner) if isinstance(inner, WorkspaceMixin) else None
+        self.workspace = _InnerWorkspaces(inner) if isinstance(inner, WorkspaceMixin) else None
         # One word must not mean two things: what it means on our other schedulers, and what the other one means by it.
         ours = dict(run_options(NetworkOpts))
         if clash := [f"`{option}`" for option, _ in inner.run_opts() if option in ours]:

@@ -38,7 +38,7 @@ class Record:
     cancelled: bool = False
 
 
-class Records:
+class AppRecords:
     """The records of one scheduler's apps.
 
     Args:
