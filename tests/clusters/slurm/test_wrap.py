@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,20 @@ from tests.contract.wrapped import CANNOT
 from tests.waits import WITHIN
 from torchx_monarch.client.target import Target
 from torchx_monarch.schedulers import wrap
+
+# With --json, squeue 22.05 ignores -j, and TorchX then takes all jobs of the cluster for parts of the one it describes.
+_SQUEUE = """#!{python}
+import json, subprocess, sys
+words = sys.argv[1:]
+found = subprocess.run(["{squeue}", *words], stdout=subprocess.PIPE, text=True)
+if found.returncode == 0 and "--json" in words and "-j" in words:
+    job_id = int(words[words.index("-j") + 1])
+    told = json.loads(found.stdout)
+    told["jobs"] = [job for job in told["jobs"] if job_id in (job["job_id"], job["het_job_id"])]
+    found.stdout = json.dumps(told)
+sys.stdout.write(found.stdout)
+sys.exit(found.returncode)
+"""
 
 
 class Slurm(SlurmScheduler):  # type: ignore[misc]
@@ -69,8 +85,6 @@ class SlurmPlace(Place):
     @contextlib.contextmanager
     def reached(self, handle: str) -> Iterator[str]:
         """Yield the address of the node: this machine does not know the cluster's names."""
-        # Accounting, which has no host names, may know of the start first.
-        self.until(lambda: self.hostname(handle, 0), "the name of the node", handle)
         there = Target.of(handle, runner=self.runner).address
         yield f"{self.cluster.address(int(there.host.removeprefix('n')))}:{there.port}"
 
@@ -98,6 +112,11 @@ class TestContract(Contract):
         self, cluster: SlurmCluster, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> Iterator[SlurmPlace]:
         monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+        squeue = tmp_path / "bin" / "squeue"
+        squeue.parent.mkdir()
+        squeue.write_text(_SQUEUE.format(python=sys.executable, squeue=shutil.which("squeue")))
+        squeue.chmod(0o755)
+        monkeypatch.setenv("PATH", str(squeue.parent), prepend=os.pathsep)
         place = SlurmPlace(cluster, tmp_path)
         yield place
         place.close()

@@ -55,7 +55,7 @@ class WrappedRequest(NamedTuple):
     text: str
 
 
-class _InnerWorkspaces(WorkspaceMixin[None]):  # type: ignore[misc]
+class _InnerWorkspace(WorkspaceMixin[None]):  # type: ignore[misc]
     """Builds workspaces as the wrapped scheduler does, which pushes its images itself when it submits."""
 
     def __init__(self, inner: WorkspaceMixin[Any]) -> None:
@@ -93,7 +93,7 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         self.inner = inner
         self.records = AppRecords(name)
         self._name = name
-        self.workspace = _InnerWorkspaces(inner) if isinstance(inner, WorkspaceMixin) else None
+        self.workspace = _InnerWorkspace(inner) if isinstance(inner, WorkspaceMixin) else None
         # One word must not mean two things: what it means on our other schedulers, and what the other one means by it.
         ours = dict(run_options(NetworkOpts))
         if clash := [f"`{option}`" for option, _ in inner.run_opts() if option in ours]:
