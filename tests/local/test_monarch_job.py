@@ -215,6 +215,4 @@ try:
 except RuntimeError as error:
     print(json.dumps(str(error)))
 """
-    assert program(tmp_path, text).startswith(
-        "this_job() is for the ranks of a job (torchx run -s monarch_local monarch.spmd"
-    )
+    assert program(tmp_path, text).startswith("this_job() is for the ranks of a job (torchx run -s monarch_local")

@@ -20,6 +20,9 @@ from monarch.job import JobState, JobTrait  # isort: skip
 if TYPE_CHECKING:
     from torchx.runner import Runner
 
+_WORKERS = "workers"
+"""The name of the first mesh in each job of ``monarch.job.spmd``."""
+
 
 class SPMDJob(Allocation, AttachedJob):  # type: ignore[misc]  # its handle is never None
     """Represent a live allocation: the hosts of one role, which wait for runs, and are a Monarch host mesh.
@@ -69,6 +72,39 @@ class SPMDJob(Allocation, AttachedJob):  # type: ignore[misc]  # its handle is n
         """Release the hosts, as ``kill`` does."""
         self.kill()
 
+    def remote_mount(
+        self,
+        source: str,
+        mntpoint: str | None = None,
+        meshes: list[str] | None = None,
+        python_exe: str | None = ".venv/bin/python",
+        **options: Any,
+    ) -> None:
+        """Mount a folder of this machine on the hosts (see ``JobTrait.remote_mount``).
+
+        Raises:
+            ValueError: the job has no such mesh, or the folder no such interpreter.
+        """
+        super().remote_mount(source, mntpoint, self._roles_of(meshes), python_exe, **options)
+
+    def gather_mount(self, remote_mount_point: str, local_mount_point: str, meshes: list[str] | None = None) -> None:
+        """Mount a folder of the hosts on this machine (see ``JobTrait.gather_mount``).
+
+        Raises:
+            ValueError: the job has no such mesh.
+        """
+        super().gather_mount(remote_mount_point, local_mount_point, self._roles_of(meshes))
+
+    def _roles_of(self, meshes: list[str] | None) -> list[str] | None:
+        """Return the roles of meshes: ``workers`` is the first role. Monarch ignores names that it does not find."""
+        if meshes is None:
+            return None
+        roles = [role or _WORKERS for role in self._roles()]
+        found = [roles[0] if mesh == _WORKERS and mesh not in roles else mesh for mesh in meshes]
+        if wrong := [mesh for mesh in found if mesh not in roles]:
+            raise ValueError(f"meshes={meshes!r}: {self.handle} has no {wrong[0]!r}, but {', '.join(roles)}")
+        return found
+
     # -- the abstract methods of JobTrait, and hooks -------------------------------------------------------------------
 
     def _create(self, client_script: str | None) -> None:
@@ -79,9 +115,10 @@ class SPMDJob(Allocation, AttachedJob):  # type: ignore[misc]  # its handle is n
             )
 
     def _state(self) -> JobState:
-        meshes = self._meshes()
-        workers = next(iter(meshes.values()))
-        return JobState({"workers": workers, **{role: mesh for role, mesh in meshes.items() if role}})
+        return JobState({role or _WORKERS: mesh for role, mesh in self._meshes().items()})
+
+    def _alias_of_first_mesh(self) -> str:
+        return _WORKERS
 
     def can_run(self, spec: JobTrait) -> bool:
         """Whether ``spec`` is the same app, and it has not ended."""

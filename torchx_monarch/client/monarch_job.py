@@ -115,7 +115,7 @@ class MonarchJob(AttachedJob):
 
     def _state(self) -> JobState:
         if self._is_this_job():
-            return this_job.this_job().state()
+            return JobState(this_job.this_job().meshes)
         return JobState(self._meshes())
 
     def can_run(self, spec: JobTrait) -> bool:

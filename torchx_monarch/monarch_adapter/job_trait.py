@@ -14,7 +14,9 @@ from torchx_monarch.monarch_adapter import monarch_api
 
 monarch_api.prepare_import()
 
-from monarch.job import JobTrait, job_load  # noqa: E402
+from monarch.job import JobState, JobTrait, job_load  # noqa: E402
+
+_CACHE = ".monarch/job_state.pkl"
 
 
 class SchedulerJob(JobTrait):  # type: ignore[misc]
@@ -53,7 +55,19 @@ class SchedulerJob(JobTrait):  # type: ignore[misc]
         """Return whether all hosts share a machine, so that a collector of telemetry on each of them is of no use."""
         return False
 
+    def _alias_of_first_mesh(self) -> str:
+        """Return another name of the first mesh; empty for none. It is no key of the meshes: mounts, telemetry and
+        ``monarch exec --all`` work on each of these."""
+        return ""
+
     # -- Monarch's hooks -----------------------------------------------------------------------------------------------
+
+    def state(self, cached_path: str | None = _CACHE) -> JobState:
+        """Return the host meshes of the job (see ``JobTrait.state``)."""
+        state = super().state(cached_path)
+        if (alias := self._alias_of_first_mesh()) and alias not in state._hosts:
+            setattr(state, alias, next(iter(state._hosts.values())))
+        return state
 
     def _is_running(self) -> bool:
         return self._lives()
