@@ -12,28 +12,28 @@ After each epoch rank 0 sends the weights and trains on; each evaluator tests th
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from monarch.actor import Actor, Future, current_rank, endpoint
 from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from torchx_monarch import this_job
 
-BARS = " ▁▂▃▄▅▆▇█"
+BARS = "▁▂▃▄▅▆▇█"
 TEST_IMAGES = 360
 
 
 def load_data(test: bool) -> tuple[Tensor, Tensor]:
-    """Return images, of shape (count, 64), and labels; the test images are the last 360 of 1797."""
+    """Return images, of shape (count, 64), and labels: those for tests, or those for training."""
     images, labels = load_digits(return_X_y=True)
-    part = slice(-TEST_IMAGES, None) if test else slice(0, -TEST_IMAGES)
-    return torch.tensor(images[part], dtype=torch.float32) / 16, torch.tensor(labels[part])
+    parts = train_test_split(images, labels, test_size=TEST_IMAGES, random_state=0, stratify=labels)
+    return torch.tensor(parts[test], dtype=torch.float32) / 16, torch.tensor(parts[2 + test])
 
 
 def build_model() -> nn.Module:
@@ -48,6 +48,7 @@ class Evaluator(Actor):
     """
 
     def __init__(self, shares: int) -> None:
+        torch.set_num_threads(1)  # the other processors are for the ranks
         images, labels = load_data(test=True)
         share = slice(current_rank().rank, None, shares)
         self.images, self.labels = images[share], labels[share]
@@ -65,6 +66,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training images (default: 20)")
     epochs = parser.parse_args().epochs
+    if epochs < 1:
+        parser.error(f"--epochs must be 1 or more, not {epochs}")
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     evaluators, answers = None, list[Future[Any]]()
@@ -100,10 +103,10 @@ def main() -> None:
 
 
 def curve(values: list[float]) -> str:
-    """Return one bar for each value, as high as the value is between zero and the largest."""
-    return "".join(BARS[round(value / max(values) * (len(BARS) - 1))] for value in values)
+    """Return one bar for each value, the lowest for the smallest and the highest for the largest."""
+    low, high = min(values), max(values)
+    return "".join(BARS[round((value - low) / (high - low or 1) * (len(BARS) - 1))] for value in values)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     main()
