@@ -47,6 +47,7 @@ PLACEHOLDERS = {
     "HANDLE": "monarch_local://torchx/train-x1y2z3",
     "SCHEDULER": "monarch_local",
     "acme": "monarch_local",
+    "monarch_acme": "monarch_local",
     "COMMAND": "ps",
     "NxM": "1x2",
     "N": "1",
