@@ -88,7 +88,7 @@ def chosen(*programs: str, page: str = "") -> list[Command]:
 def placed(command: Command) -> list[str]:
     """Return its words, without placeholders and without what is optional, such as ``[RUN]``."""
     words = [word for word in command.words if not re.fullmatch(r"\[.*\]", word)]
-    return [re.sub(r"^[A-Za-z]+(?=/|$)", lambda found: PLACEHOLDERS.get(found[0], found[0]), word) for word in words]
+    return [re.sub(r"^[A-Za-z_]+(?=/|$)", lambda found: PLACEHOLDERS.get(found[0], found[0]), word) for word in words]
 
 
 def option(words: list[str], *names: str) -> str:
