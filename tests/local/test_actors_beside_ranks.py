@@ -169,7 +169,7 @@ if os.environ["RANK"] == "0":
     answers = workers.spawn_procs().spawn("sum", Sum).of.call([1, 2, 3]).get(timeout=240)
     print("sums", [answer for _, (_, answer) in answers], "of", job.sizes, flush=True)
     print("pids", *[pid for _, (pid, _) in answers], flush=True)
-{end}
+    {end}
 """
 
 
