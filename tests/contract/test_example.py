@@ -14,7 +14,6 @@ class ProcessPlace(Place):
     is_registered = False
     cannot = {
         **dict.fromkeys(("lost host replaced", "spare host", "take-over", "retries", "preemption"), "it restarts none"),
-        "attach during a run": "another process does not know the scheduler",
         "cancel while pending": "processes start immediately",
         "status and log long after, elsewhere": "its state is in memory",
         "test_a_log_is_read_by_times_streams_and_expressions": "its logs have no times",

@@ -20,7 +20,6 @@ from torchx_monarch.client.target import Target
 from torchx_monarch.schedulers import wrap
 
 CANNOT = {
-    "attach during a run": "another process does not know the scheduler",
     **dict.fromkeys(
         ("lost host replaced", "spare host", "take-over", "elastic role"),
         "TorchX does not tell which replica has failed, and its schedulers fail an app with any of them",
