@@ -48,12 +48,14 @@ class Attachment:
         addresses: Monarch addresses of the hosts, ordered by replica id.
         leaf: ``certificate``, ``key`` and ``authority`` for Monarch's TLS, as PEM; None if all hosts run on this
             machine.
+        stale: whether one of the hosts is lost, or its worker loop has ended, as far as ``is_open`` has read it.
     """
 
     link: Connection
     address: Address
     addresses: list[str]
     leaf: Mapping[str, str] | None
+    stale: bool = False
 
     @classmethod
     def open(cls, target: Target, whose: str) -> Attachment:
@@ -97,8 +99,10 @@ class Attachment:
     def is_open(self) -> bool:
         """Whether replica 0 still holds the connection."""
         try:
-            return self.link.receive(0.001) is not None
-        except TimeoutError:  # an idle connection: replica 0 sends nothing after its answer
+            while self.link.receive(0.001) is not None:  # replica 0 sends nothing but ``changed`` after its answer
+                self.stale = True
+            return False
+        except TimeoutError:
             return True
         except (UnreachableError, OSError, ValueError):
             return False
@@ -125,9 +129,9 @@ class JobConnections:
         return get_runner()
 
     def attachment(self, role: str) -> Attachment | None:
-        """Return the open connection to the hosts of a role; None if there is no connection or it is closed."""
+        """Return the open connection to the hosts of a role; None if there is none, or one of the hosts is lost."""
         found = self._attachments.get(role)
-        return found if found is not None and found.is_open else None
+        return found if found is not None and found.is_open and not found.stale else None
 
     def keep(self, role: str, attachment: Attachment) -> None:
         """Store the connection to a role, and close the previous connection to that role."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Protocol
 
 from torchx_monarch.controller.host_events import HostEvent, Interrupted, StopRequested
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.mesh_clients import MeshClients
+from torchx_monarch.controller.mesh_clients import MeshClients, Say
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult, RankExit, root_cause, shell_code
@@ -137,9 +137,7 @@ class ActorWork:
     # -- clients -------------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def _attach(
-        self, on_start: Callable[[], Awaitable[object]]
-    ) -> AsyncIterator[tuple[Sequence[Registration], Awaitable[None]]]:
+    async def _attach(self, _say: Say) -> AsyncIterator[tuple[Sequence[Registration], Awaitable[None]]]:
         """Wait until all hosts have joined, and count a client (see ``MeshClients``)."""
         if self._script is not None:
             raise RendezvousError("the client of this job is its own script, on replica 0")

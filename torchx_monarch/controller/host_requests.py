@@ -66,6 +66,10 @@ class HostRequests:
         self._numbers = itertools.count()
         self._calls: dict[int, HostCall] = {}
 
+    def reaches(self, replica: int) -> bool:
+        """Return whether a host other than this one is connected."""
+        return replica in self._writers
+
     def begin(self, request: Request, replicas: Iterable[int], local: int) -> HostCall:
         """Send a request to hosts, and do not wait: a host that reads slowly delays no other.
 

@@ -47,6 +47,7 @@ class JobHosts:
         present: the hosts, in the order of their node ranks; empty before the first attempt.
         running: replicas of the hosts whose ranks may run: those that are not known to be lost.
         formed: set when there are hosts.
+        reformed: set, and replaced, when the hosts of the next attempt are there.
 
     Args:
         options: options of the job.
@@ -67,6 +68,7 @@ class JobHosts:
         self.present: list[Registration] = []
         self.running: set[int] = set()
         self.formed = asyncio.Event()
+        self.reformed = asyncio.Event()
         self._options = options
         self._requests = requests
         self._events = events
@@ -79,6 +81,13 @@ class JobHosts:
         self.present = hosts
         self.running = {host.replica for host in hosts}
         self.formed.set()
+        self.reformed.set()
+        self.reformed = asyncio.Event()
+
+    @property
+    def all_connected(self) -> bool:
+        """Whether none of the hosts is known to be lost."""
+        return all(self._requests.reaches(host.replica) for host in self.present[1:])
 
     async def ask_own(self, request: Request, timeout: float) -> Answer:
         """Have the leader's own host execute a request.

@@ -5,7 +5,8 @@
 A client greets with ``attach`` and its names. When the hosts are together, replica 0 answers with ``attaching`` and,
 once their worker loops listen, with ``attached``: their Monarch addresses and, under TLS, a certificate. Monarch's TLS
 is mutual, and hosts dial the client back, so the hosts' authority signs this certificate, for the client's names. The
-connection stays open for as long as the client lives.
+connection stays open for as long as the client lives. ``changed`` says that one of the worker loops has ended, with its
+host or alone: the client is to attach again before it uses the hosts anew.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import messages
 
-_MAX_NAMES = 32
-"""Most names in a client's certificate: those of its interfaces, and its own."""
+_MAX_NAMES = 1000
+"""Most names in a client's certificate: those of its interfaces, of which a machine with containers has many, and its
+own."""
 
 _START_TIMEOUT = 60.0
 """Seconds for the worker loops of all hosts to start. The import of Monarch takes 0.3 s on a quiet machine."""
@@ -37,6 +39,9 @@ Attached = AbstractAsyncContextManager[tuple[Sequence[Registration], Awaitable[N
 """A context within which a client is attached: the hosts, with the addresses of their worker loops, and an awaitable
 that is done when none of these runs any more."""
 
+Say = Callable[[str], Awaitable[object]]
+"""Sends a message of this type to the client."""
+
 
 class MeshClients:
     """Serve the greeting ``attach`` (see ``Rendezvous.clients``).
@@ -44,15 +49,15 @@ class MeshClients:
     Args:
         network: connections of this host.
         credentials: value of ``env_names.CREDENTIALS``; empty without TLS.
-        attach: returns the context within which a client is attached, which waits until the hosts are together, calls
-            its argument then, and raises ``RendezvousError`` to refuse the client.
+        attach: returns the context within which a client is attached, which waits until the hosts are together, sends
+            ``attaching`` then, and raises ``RendezvousError`` to refuse the client.
     """
 
     def __init__(
         self,
         network: HostNetwork,
         credentials: str,
-        attach: Callable[[Callable[[], Awaitable[object]]], Attached],
+        attach: Callable[[Say], Attached],
     ) -> None:
         self._network = network
         self._credentials = credentials
@@ -81,7 +86,7 @@ class MeshClients:
                 await attached
 
     async def _serve(self, leaf: dict[str, str] | None, writer: asyncio.StreamWriter) -> None:
-        async with self._attach(lambda: messages.send(writer, {"type": "attaching"})) as (members, ended):
+        async with self._attach(lambda kind: messages.send(writer, {"type": kind})) as (members, ended):
             hosts = [{"replica": host.replica, "address": host.address, "name": host.name} for host in members]
             answer = {"type": "attached", "hosts": hosts, "leaf": leaf, "monarch": metadata.version("torchmonarch")}
             await messages.send(writer, answer)
@@ -121,32 +126,44 @@ class RankHosts:
         self._in_use = in_use
 
     @contextlib.asynccontextmanager
-    async def attach(
-        self, on_start: Callable[[], Awaitable[object]]
-    ) -> AsyncIterator[tuple[Sequence[Registration], Awaitable[None]]]:
+    async def attach(self, say: Say) -> AsyncIterator[tuple[Sequence[Registration], Awaitable[None]]]:
         """Start worker loops on the hosts of the present attempt; end them on exit (see ``MeshClients``)."""
         await self._hosts.formed.wait()
-        await on_start()
-        members, token = list(self._hosts.present), secrets.token_hex(8)
-        # The end of the first request ends the worker loops, also where this leader is lost.
-        with self._in_use(), self._hosts.call(RunWorkerLoop(token)) as running:
-            ready, missing = await self._hosts.collect(GetWorkerLoop(token), _START_TIMEOUT)
-            if missing:
-                replica, reason = next(iter(sorted(missing.items())))
-                raise RendezvousError(f"host {replica} has no worker loop for actors: {reason}")
-            addresses = {answer.replica: answer.address for answer in ready}
-            members = [dataclasses.replace(host, address=addresses[host.replica]) for host in members]
-            if wrong := await self._network.unreachable(members):
-                raise RendezvousError(next(iter(wrong.values())))
-            self._reporter.line(f"a Monarch client has attached to {len(members)} hosts")
-            try:
-                yield members, self._ended(running, len(members))
-            finally:
-                self._reporter.line("a Monarch client has detached")
+        await say("attaching")
+        with self._in_use():
+            while True:
+                reformed, token = self._hosts.reformed, secrets.token_hex(8)
+                # The end of this request ends the worker loops, also where this leader is lost.
+                with self._hosts.call(RunWorkerLoop(token)) as running:
+                    members = await self._ready(token)
+                    if members:
+                        self._reporter.line(f"a Monarch client has attached to {len(members)} hosts")
+                        try:
+                            yield members, self._ended(running, len(members), say)
+                        finally:
+                            self._reporter.line("a Monarch client has detached")
+                        return
+                await reformed.wait()
 
-    async def _ended(self, running: HostCall, count: int) -> None:
+    async def _ready(self, token: str) -> Sequence[Registration]:
+        """Wait for the worker loops; return the hosts with their addresses, or none if one of the hosts is lost."""
+        members = list(self._hosts.present)
+        ready, missing = await self._hosts.collect(GetWorkerLoop(token), _START_TIMEOUT)
+        if missing and not self._hosts.all_connected:
+            return []
+        if missing:
+            replica, reason = next(iter(sorted(missing.items())))
+            raise RendezvousError(f"host {replica} has no worker loop for actors: {reason}")
+        addresses = {answer.replica: answer.address for answer in ready}
+        members = [dataclasses.replace(host, address=addresses[host.replica]) for host in members]
+        if wrong := await self._network.unreachable(members):
+            raise RendezvousError(next(iter(wrong.values())))
+        return members
+
+    async def _ended(self, running: HostCall, count: int, say: Say) -> None:
         """Wait until all worker loops of a client have ended."""
         for _ in range(count):
             replica, answer = await running.answers.get()
             if isinstance(answer, WorkerLoopEnded) and answer.reason:
                 self._reporter.line(f"the worker loop of host {replica} {answer.reason}")
+            await say("changed")
