@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,9 +20,15 @@ import pytest
 from torchx.runner import Runner, get_runner
 from torchx.specs import AppState
 
+from tests.local.hosts import Hosts
 from tests.local.live import Live
+from tests.local.terminal import Terminal
 from tests.waits import WITHIN, until
 from torchx_monarch.client.allocation import Allocation
+from torchx_monarch.client.connection import Connection
+from torchx_monarch.exceptions import RefusedError
+from torchx_monarch.system import processes
+from torchx_monarch.transport import messages
 
 Eventually = Callable[..., object]
 
@@ -266,3 +274,169 @@ def test_hosts_without_monarch_say_so(tmp_path: Path, folder: Path) -> None:
             pass
     finally:
         live.kill()
+
+
+LOST = """
+import os, sys
+from monarch.actor import Actor, endpoint
+from torchx_monarch import SPMDJob
+
+class Where(Actor):
+    @endpoint
+    def am_i(self):
+        return os.getpid()
+
+job = SPMDJob.attach("monarch_local://torchx/app", address=sys.argv[1])
+
+def spawn():
+    return job.state(cached_path=None).workers.spawn_procs().spawn("where", Where)
+
+actors = spawn()
+print("pids", *[pid for _, pid in actors.am_i.call().get(timeout=240)], flush=True)
+sys.stdin.readline()
+try:
+    actors.slice(hosts=1).am_i.call().get(timeout=240)
+except Exception as error:
+    print("raised", type(error).__name__, flush=True)
+print("the other", actors.slice(hosts=0).am_i.call_one().get(timeout=240), flush=True)
+print("now", *[pid for _, pid in spawn().am_i.call().get(timeout=240)], flush=True)
+os._exit(0)
+"""
+"""A client that loses host 1 once it has read a line."""
+
+SOON = {
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "3s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "3s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "3s",
+}
+"""How soon Monarch tells a client of a lost host; by itself, after 70 s."""
+
+
+@pytest.mark.slow
+def test_a_lost_host_takes_its_actors_and_the_next_state_has_those_that_are_left(
+    folder: Path, tmp_path: Path, eventually: Eventually
+) -> None:
+    (folder / "steps.py").write_text(STEPS.format(go=str(tmp_path / "go")))
+    conf = ("--rdzv-conf", "join_timeout=60,last_call_timeout=1")
+    command = ["torchrun", "--nnodes", "1:2", "--nproc-per-node", "1", *conf, str(folder / "steps.py")]
+    hosts = Hosts(folder, command, 2, ("--grace", "5", "--preload", "")).start()
+    (tmp_path / "client.py").write_text(LOST)
+    words = [sys.executable, str(tmp_path / "client.py"), f"unix:{folder}/r.sock"]
+    with open(tmp_path / "client.err", "w") as errors:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+        client = subprocess.Popen(words, text=True, env={**os.environ, **SOON}, **pipes)  # type: ignore[call-overload]
+    try:
+        assert client.stdin is not None and client.stdout is not None
+        first = client.stdout.readline().split()[1:]
+        assert len(first) == 2, (tmp_path / "client.err").read_text()
+        hosts.lose(1)
+        eventually(lambda: hosts.out().count("steps") == 2, "the next attempt")
+        print(file=client.stdin, flush=True)
+        lines = client.communicate(timeout=WITHIN)[0].splitlines()
+        assert len(lines) == 3, (lines, (tmp_path / "client.err").read_text())
+        raised, other, now = lines
+        assert raised == "raised SupervisionError"
+        assert other == f"the other {first[0]}"
+        assert len(now.split()) == 2 and now.split()[1] not in first
+        (tmp_path / "go").touch()
+        assert hosts.processes[0].wait(WITHIN) == 0
+        assert not any(alive(int(pid)) for pid in (*first, now.split()[1]))
+    finally:
+        client.kill()
+        client.wait(WITHIN)
+        for process in hosts.processes.values():
+            process.kill()
+
+
+def worker_loops(host: int) -> list[int]:
+    """Processes of the worker loops of a host, and of their actors."""
+    found = [pid for pid in processes.descendants(host, "") if alive(pid)]
+    return [pid for pid in found if b"worker_loop_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.fixture
+def live(folder: Path) -> Iterator[Live]:
+    live = Live(folder, ["torchrun", "--nproc-per-node", "1", "nosuch.py"]).ready()
+    yield live
+    live.kill()
+
+
+def test_a_client_that_is_killed_while_it_attaches_leaves_nothing(live: Live) -> None:
+    host = live.processes[0].pid
+    for _ in range(3):
+        with Connection.open(live.target, {"type": "attach", "names": []}) as link:
+            assert link.answer()["type"] == "attaching"
+            until(lambda: worker_loops(host), "a worker loop that starts")
+    until(lambda: not worker_loops(host), "the end of the worker loops")
+    assert "a Monarch client has attached" not in live.err()
+    until(lambda: not [*live.folder.glob("*/*/worker")], "the end of their sockets")
+    until(lambda: live.job.status().idle > 0, "an idle allocation")
+
+
+@pytest.mark.parametrize("names", [None, "text", [1], [["a"]], {"a": 1}, ["a"] * 1001])
+def test_a_wrong_greeting_is_refused(live: Live, names: object) -> None:
+    with (
+        Connection.open(live.target, {"type": "attach", "names": names}) as link,
+        pytest.raises(RefusedError, match="names of a client are a list of at most 1000 texts"),
+    ):
+        link.answer()
+    assert not worker_loops(live.processes[0].pid)
+
+
+def test_many_clients_have_worker_loops_of_their_own(live: Live) -> None:
+    """Names are of no use on one machine; the longest list is taken."""
+    with contextlib.ExitStack() as stack:
+        greeting = {"type": "attach", "names": [f"name-{number}" for number in range(1000)]}
+        links = [stack.enter_context(Connection.open(live.target, greeting)) for _ in range(3)]
+        answers = [[link.answer(WITHIN) for _ in range(2)][1] for link in links]
+        assert len({answer["hosts"][0]["address"] for answer in answers}) == 3
+        garbage = stack.enter_context(socket.socket(socket.AF_UNIX))
+        garbage.settimeout(WITHIN)
+        garbage.connect(live.target.address.path)
+        garbage.sendall(b"\0\xff not a greeting\n")
+        assert messages.decode(garbage.recv(1 << 16))["type"] == "refused"
+        assert len(worker_loops(live.processes[0].pid)) == 3
+    until(lambda: not worker_loops(live.processes[0].pid), "the end of the worker loops")
+
+
+def test_a_folder_without_space_is_named(live: Live) -> None:
+    (sockets,) = [path for path in live.folder.iterdir() if path.is_dir() and path.name.startswith("h")]
+    sockets.rename(live.folder / "away")
+    try:
+        with Connection.open(live.target, {"type": "attach", "names": []}) as link:
+            assert link.answer()["type"] == "attaching"
+            with pytest.raises(
+                RefusedError, match="host 0 has no worker loop for actors: cannot be started: .*No such"
+            ):
+                link.answer(WITHIN)
+    finally:
+        (live.folder / "away").rename(sockets)
+    assert live.job.status().ready
+
+
+def test_ctrl_c_in_the_terminal_of_a_host_ends_ranks_and_actors(
+    tmp_path: Path, folder: Path, eventually: Eventually
+) -> None:
+    (tmp_path / "steps.py").write_text(STEPS.format(go=str(tmp_path / "go")))
+    words = ["--replicas", "1", "--grace", "5", "--preload", "", "--", "torchrun", "--nproc-per-node", "1"]
+    command = [sys.executable, "-m", "torchx_monarch.host", "--app", "app", "--role", "trainer", "--replica", "0"]
+    environ = {
+        "MONARCH_RUN_DIR": str(folder),
+        "MONARCH_RENDEZVOUS": f"unix:{folder}/r.sock",
+        "MONARCH_LOG_DIR": str(tmp_path),
+    }
+    terminal = Terminal([*command, *words, str(tmp_path / "steps.py")], tmp_path, environ)
+    ended = False
+    try:
+        eventually(lambda: terminal.shows("steps"), "the ranks")
+        where = f", address={'unix:' + str(folder) + '/r.sock'!r}"
+        with client(tmp_path, "monarch_local://torchx/app", "sys.stdin.read()", where) as (_, found):
+            assert alive(found[0][0])
+            terminal.type("\x03")
+            code = terminal.wait()
+            ended = True
+            assert code == 130, terminal.plain
+            assert not alive(found[0][0])
+    finally:
+        if not ended:
+            terminal.kill()

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""MonarchJob, this_job() and monarch.controller on this machine: programs of Monarch's, in processes of their own."""
+"""MonarchJob, SPMDJob, this_job() and monarch.controller on this machine: programs in processes of their own."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ def test_a_client_script_is_run_by_the_job_itself(tmp_path: Path, runner: Runner
 MOUNTS = """
 import json, os, sys
 from monarch.actor import Actor, endpoint
-from torchx_monarch import MonarchJob
+from torchx.specs import AppDef, Role
+from torchx_monarch import MonarchJob, serve
 
 class Files(Actor):
     @endpoint
@@ -159,9 +160,19 @@ class Files(Actor):
             copy.write(file.read() + " to " + target)
 
 source, mounted, made, gathered = sys.argv[1:]
-job = MonarchJob({"trainers": 2})
+if {SPMD}:
+    command = ["--nnodes", "2", "--nproc-per-node", "1", "nosuch.py"]
+    app = AppDef("a", [Role("trainers", image="", entrypoint="torchrun", args=command, num_replicas=2)])
+    job = serve(app, "monarch_local", {"preload": "none", "grace": 5})
+    job.gather_mount(made + "/$SUBDIR", gathered, meshes=["workers"])
+    try:
+        job.remote_mount(source, mounted, meshes=["trainer"], python_exe=None)
+    except ValueError as error:
+        assert str(error) == f"meshes=['trainer']: {job.handle} has no 'trainer', but trainers", error
+else:
+    job = MonarchJob({"trainers": 2})
+    job.gather_mount(made + "/$SUBDIR", gathered)
 job.remote_mount(source, mounted, python_exe=None)
-job.gather_mount(made + "/$SUBDIR", gathered)
 files = job.state(cached_path=None).trainers.spawn_procs().spawn("files", Files)
 for host in range(2):
     files.slice(hosts=host).copy.call(mounted + "/a.txt", f"{made}/hosts_{host}").get(timeout=240)
@@ -175,18 +186,85 @@ print(json.dumps(said), flush=True)
     not (shutil.which("fusermount3") and os.access("/dev/fuse", os.R_OK | os.W_OK)),
     reason="Monarch's mounts need /dev/fuse and fusermount3 (Debian: fuse3)",
 )
-def test_folders_are_mounted_on_hosts_and_from_them(tmp_path: Path, eventually: Callable[..., object]) -> None:
+@pytest.mark.parametrize("spmd", [False, pytest.param(True, marks=pytest.mark.nightly("that each host counts once"))])
+def test_folders_are_mounted_on_hosts_and_from_them(
+    tmp_path: Path, runner: Runner, eventually: Callable[..., object], spmd: bool
+) -> None:
     names = [str(tmp_path / name) for name in ("source", "mounted", "made", "gathered")]
     for name in ("source", "gathered"):
         (tmp_path / name).mkdir()
     (tmp_path / "source" / "a.txt").write_text("mounted")
     try:
-        said = program(tmp_path, MOUNTS, *names)
+        said = program(tmp_path, MOUNTS.replace("{SPMD}", str(spmd)), *names)
         eventually(lambda: str(tmp_path) not in Path("/proc/mounts").read_text(), "the mounts to be gone")
     finally:
         for mounted in (names[1], names[1], names[3]):  # nobody could remove the folder around one that is left
             subprocess.run(["fusermount3", "-u", "-z", mounted], capture_output=True, check=False, timeout=WITHIN)
     assert said == {f"hosts_{host}": f"mounted to {names[2]}/hosts_{host}" for host in range(2)}
+
+
+SERVED = """
+import json, os, subprocess, sys, urllib.request
+from monarch.actor import Actor, endpoint
+from monarch.job import MeshAdminConfig, job_load
+from torchx.specs import AppDef, Role
+from torchx_monarch import serve
+
+class Evaluator(Actor):
+    @endpoint
+    def place(self):
+        return os.getpid()
+
+def evaluate(mesh):
+    found = mesh.spawn_procs(name="evaluators").spawn("evaluator", Evaluator).place.call().get(timeout=240)
+    return [pid for _, pid in found]
+
+if sys.argv[1:]:  # in the second process
+    state = job_load(sys.argv[1]).state(cached_path=None)
+    print(json.dumps([sorted(evaluate(state.loaders)), job_load(sys.argv[1]).apply_id]), flush=True)
+    os._exit(0)
+
+command = ["--nnodes", "1:2", "--nproc-per-node", "1", "nosuch.py"]
+roles = [Role(name, image="", entrypoint="torchrun", args=command, num_replicas=hosts)
+         for name, hosts in (("train-ers", 1), ("loaders", 2))]
+job = serve(AppDef("a", roles), "monarch_local", {"preload": "none", "grace": 5})
+job.enable_telemetry(mesh_admin_config=MeshAdminConfig("127.0.0.1:0"))
+state = job.state(cached_path=None)
+pids = evaluate(state.loaders)
+with urllib.request.urlopen(state.admin_url + "/v1/root", timeout=60) as answer:
+    hosts = json.load(answer)["children"]
+with urllib.request.urlopen(state.admin_url + "/v1/tree", timeout=60) as answer:
+    tree = answer.read().decode()
+rows = state.query_engine_client.query("select count(*) from actors where full_name like 'evaluator%'")["rows"]
+with open("job", "wb") as file:
+    file.write(job.dumps())
+done = subprocess.run([sys.executable, __file__, "job"], stdout=subprocess.PIPE, text=True, timeout=200, check=True)
+others, apply_id = json.loads(done.stdout.splitlines()[-1])
+said = {
+    "sizes": [state.workers.sizes, getattr(state, "train-ers").sizes, state.loaders.sizes],
+    "first": state.workers is getattr(state, "train-ers"),
+    "admin": [sum("/worker" in host for host in hosts), tree.count("evaluators") > 0],
+    "telemetry": [list(row.values())[0] > 0 for row in rows],
+    "second": [len(others), set(others).isdisjoint(pids), apply_id == job.apply_id],
+}
+job.kill()
+print(json.dumps(said), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_served_app_has_meshes_an_admin_and_telemetry_and_a_second_process_loads_it(
+    tmp_path: Path, runner: Runner
+) -> None:
+    assert program(tmp_path, SERVED) == {
+        "sizes": [{"hosts": 1}, {"hosts": 1}, {"hosts": 2}],
+        "first": True,
+        "admin": [3, True],
+        "telemetry": [True],
+        "second": [2, True, True],
+    }
+    (app,) = runner.list("monarch_local")
+    assert app.state is AppState.CANCELLED
 
 
 def test_hosts_that_never_come_are_said_to_be_missing(tmp_path: Path, runner: Runner) -> None:

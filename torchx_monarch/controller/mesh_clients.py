@@ -135,7 +135,7 @@ class RankHosts:
                 reformed, token = self._hosts.reformed, secrets.token_hex(8)
                 # The end of this request ends the worker loops, also where this leader is lost.
                 with self._hosts.call(RunWorkerLoop(token)) as running:
-                    members = await self._ready(token)
+                    members = await self._ready(token, running)
                     if members:
                         self._reporter.line(f"a Monarch client has attached to {len(members)} hosts")
                         try:
@@ -145,13 +145,16 @@ class RankHosts:
                         return
                 await reformed.wait()
 
-    async def _ready(self, token: str) -> Sequence[Registration]:
+    async def _ready(self, token: str, running: HostCall) -> Sequence[Registration]:
         """Wait for the worker loops; return the hosts with their addresses, or none if one of the hosts is lost."""
         members = list(self._hosts.present)
         ready, missing = await self._hosts.collect(GetWorkerLoop(token), _START_TIMEOUT)
         if missing and not self._hosts.all_connected:
             return []
         if missing:
+            while not running.answers.empty():  # a loop that has failed before it was asked for says there why
+                replica, answer = running.answers.get_nowait()
+                missing.update({replica: answer.reason} if isinstance(answer, WorkerLoopEnded) else {})
             replica, reason = next(iter(sorted(missing.items())))
             raise RendezvousError(f"host {replica} has no worker loop for actors: {reason}")
         addresses = {answer.replica: answer.address for answer in ready}
