@@ -180,7 +180,8 @@ def leaves_nothing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("TMPDIR", str(short))
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.delenv("HYPERACTOR_EXECUTION_ID", raising=False)  # of a Monarch that another test has imported here
+    for name in ("HYPERACTOR_EXECUTION_ID", "MONARCH_LOG_SUFFIX", "MONARCH_FILE_LOG"):
+        monkeypatch.delenv(name, raising=False)  # of a Monarch that another test has imported here
     yield
     # A supervisor removes its folder last of all.
     until = time.monotonic() + _gone_within(request)

@@ -141,18 +141,17 @@ def test_a_live_allocation_has_actors_with_and_without_a_run(folder: Path, tmp_p
     live = Live(folder, ["torchrun", "--nproc-per-node", "2", str(tmp_path / "steps.py")], idle_timeout=3).ready()
     where = f", address={str(live.target.address)!r}"
     try:
+        run = live.job.run_spmd_async(output="store")
         with client(tmp_path, live.job.handle, "sys.stdin.read()\nos._exit(0)", where) as (_, found):
             assert len(found) == 1
-            run = live.job.run_spmd_async(output="store")
-            until(lambda: live.job.status().run is not None, "the run")
-            with client(folder, live.job.handle, "sys.stdin.read()", where) as (_, others):
-                assert others[0][0] != found[0][0]
-            assert alive(found[0][0])
             (tmp_path / "go").touch()
             result = run.result()
             assert {rank: output.stdout for rank, output in result.output.items()} == {
                 rank: f"rank {rank} steps\n" for rank in (0, 1)
             }
+            with client(folder, live.job.handle, "sys.stdin.read()", where) as (_, others):
+                assert others[0][0] != found[0][0]
+            assert alive(found[0][0])
             assert live.job.run_spmd(output="none").exit_code == 0
             assert live.job.status().idle == 0.0
         until(lambda: live.processes[0].poll() is not None, "the end of the idle allocation")
