@@ -82,8 +82,9 @@ signal.signal(signal.SIGTERM, stop)
 """
 
 _WAITS = """
+ends = told("go")  # before the line for which the test waits
 print("attempt", attempt, "rank", rank, flush=True)
-if not told("go"):
+if not ends:
     while not told("go"):
         time.sleep(0.2)
     while not told("lose" + group):
@@ -113,7 +114,7 @@ if rank == "0":
         def is_here(self):
             return os.getpid()
     actors = this_job().state().workers.spawn_procs().spawn("where", Where)
-    tell(f"actors{len(list(actors.is_here.call().get(timeout=240)))}")
+    print("actors of rank 0 on", len(list(actors.is_here.call().get(timeout=240))), "hosts", flush=True)
 while not told("go"):
     time.sleep(0.1)
 """
@@ -345,11 +346,12 @@ class Contract:
     @pytest.mark.scenario("attach to a batch job")
     def test_actors_run_beside_ranks(self, place: Place) -> None:
         handle = place.run(place.torchrun(_program(place, _SPAWNS), nproc=1))
-        place.until((place.folder / "told-actors2").exists, "those of a rank", handle)  # moto has logs at the end alone
         if place.is_registered:  # another process knows the scheduler
+            place.until(lambda: place.status(handle).state is AppState.RUNNING, "the hosts", handle)
             assert _attach(place, handle, *place.client(handle)) == 2
         place.tell("go")
         place.wait(handle, AppState.SUCCEEDED)
+        assert "actors of rank 0 on 2 hosts" in place.log(handle)
 
     @pytest.mark.scenario("attach during a run")
     def test_a_client_attaches_during_a_run(self, place: Place) -> None:

@@ -288,9 +288,8 @@ class Place(abc.ABC):
 
     @property
     def hears(self) -> str:
-        """The source of ``told(word)`` for programs: whether ``tell(word)`` was called, by the test or a program."""
-        path = f"os.path.join({str(self.folder)!r}, 'told-' + word)"
-        return f"def told(word):\n    return os.path.exists({path})\ndef tell(word):\n    open({path}, 'w').close()\n"
+        """The source of a function ``told(word)`` for programs: whether the test has called ``tell(word)``."""
+        return f"def told(word):\n    return os.path.exists(os.path.join({str(self.folder)!r}, 'told-' + word))\n"
 
     def tell(self, word: str) -> None:
         """Tell the programs a word: lower-case letters, then digits."""

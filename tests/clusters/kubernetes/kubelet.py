@@ -412,7 +412,11 @@ class Kubelet:
                 lines.append(f"{address} {metadata['name']}")
         text = "\n".join(lines) + "\n"
         if not pod.hosts.exists() or pod.hosts.read_text() != text:
-            pod.hosts.write_text(text)  # in place: it is mounted
+            # In place, because it is mounted, and never empty: a name that goes and comes would mislead a program.
+            descriptor = os.open(pod.hosts, os.O_WRONLY | os.O_CREAT, 0o644)
+            os.pwrite(descriptor, text.encode(), 0)
+            os.ftruncate(descriptor, len(text.encode()))
+            os.close(descriptor)
 
     def close(self) -> None:
         """Kill all pods."""
