@@ -56,7 +56,7 @@ def test_a_client_is_let_in_when_all_hosts_are_there_and_is_missed_when_it_goes(
 
 
 @pytest.mark.parametrize(
-    ("names", "says"), [("me", "names of a client are a list"), ([1], "are a list"), (["n"] * 40, "at most 32")]
+    ("names", "says"), [("me", "names of a client are a list"), ([1], "are a list"), (["n"] * 1001, "at most 1000")]
 )
 def test_a_greeting_that_makes_no_sense_is_refused(folder: Path, names: object, says: str) -> None:
     hosts = Hosts(folder, [*COMMAND, "1"]).start()

@@ -367,7 +367,6 @@ def test_a_client_that_is_killed_while_it_attaches_leaves_nothing(live: Live) ->
             assert link.answer()["type"] == "attaching"
             until(lambda: worker_loops(host), "a worker loop that starts")
     until(lambda: not worker_loops(host), "the end of the worker loops")
-    assert "a Monarch client has attached" not in live.err()
     until(lambda: not [*live.folder.glob("*/*/worker")], "the end of their sockets")
     until(lambda: live.job.status().idle > 0, "an idle allocation")
 
@@ -435,7 +434,7 @@ def test_ctrl_c_in_the_terminal_of_a_host_ends_ranks_and_actors(
             code = terminal.wait()
             ended = True
             assert code == 130, terminal.plain
-            assert not alive(found[0][0])
+            until(lambda: not alive(found[0][0]), "the end of the actor")
     finally:
         if not ended:
             terminal.kill()
