@@ -102,7 +102,7 @@ def serve(pipe: Connection, address: Address, identity: Identity, replicas: int,
 async def _serve(pipe: Connection, address: Address, identity: Identity, replicas: int, alive: float) -> Server:
     rendezvous = Rendezvous(address, replicas, identity, NAME)
     await rendezvous.start()
-    rendezvous.register(Registration(0, "", "bench", os.getpid(), 1))
+    rendezvous.register(Registration(0, "bench", os.getpid(), 1))
     pipe.send(None)
     cpu, memory = time.process_time(), resident()
     await asyncio.wait_for(rendezvous.hosts.until(lambda: rendezvous.hosts.present == replicas), TIMEOUT)
@@ -136,7 +136,7 @@ async def hosts(address: Address, identity: Identity, replicas: int, at_once: in
     connecting, all_registered = asyncio.Semaphore(at_once), asyncio.Event()
 
     async def host(replica: int) -> float:
-        registration = Registration(replica, "", "bench", os.getpid(), 1)
+        registration = Registration(replica, "bench", os.getpid(), 1)
         try:
             async with connecting:
                 rendezvous_client = await RendezvousClient.join(

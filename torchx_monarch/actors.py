@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Placeholder command of a role whose hosts wait for actors (``command.actors``).
+"""Placeholder command of a role that runs the script of a Monarch controller (``command.actors``).
 
 The ``monarch_*`` schedulers start Monarch hosts instead. This module runs only when another scheduler or a user starts
 it; it prints an error and exits.

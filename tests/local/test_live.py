@@ -342,7 +342,7 @@ def test_ends_when_nobody_comes(live: Callable[..., Live], script: Callable[[str
     hosts = live("torchrun", "--nproc-per-node", "1", path, idle_timeout=8)
     assert hosts.run().exit_code == 0  # longer than that
     assert hosts.wait() == [0]
-    assert "SUCCEEDED: no run for 8 s: the hosts end" in hosts.err()
+    assert "SUCCEEDED: no run and no client for 8 s: the hosts end" in hosts.err()
 
 
 def test_two_hosts_are_one_allocation_and_all_output_comes(

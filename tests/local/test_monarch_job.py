@@ -103,7 +103,7 @@ def test_the_cached_job_is_used_while_it_lives_and_is_what_is_asked_for(tmp_path
     last = program(tmp_path, stays, "2", "1")
     assert last[0] != third[0]
     assert runner.wait(last[0], wait_interval=0.1).state is AppState.SUCCEEDED
-    assert "no client for 1 s" in log(runner, last[0], "trainers")
+    assert "no run and no client for 1 s" in log(runner, last[0], "trainers")
 
 
 def test_a_controller_has_the_meshes_of_all_roles(

@@ -24,7 +24,12 @@ pytestmark = requires_other_user
 
 _KNOCKS = 2000
 
-_WAITS = "print('up', flush=True)\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)"
+_WAITS = """
+from torchx_monarch import this_job
+job = this_job()
+print('up', flush=True)
+while not os.path.exists(sys.argv[1]): time.sleep(0.05)
+"""
 
 Start = Callable[..., Hosts]
 
@@ -33,8 +38,8 @@ Start = Callable[..., Hosts]
 def start(
     folder: Path, script: Callable[[str], str], eventually: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Start]:
-    """Starts two hosts for actors, perhaps with a Monarch that says it is of another version; their script waits for
-    the file ``go`` in the folder."""
+    """Starts two hosts, perhaps with a Monarch that says it is of another version; a script attaches to them, and waits
+    for the file ``go`` in the folder."""
     monkeypatch.setenv("MONARCH_LOG_SUFFIX", "to-stderr" * 32)  # the intruder's Monarch leaves no log either
     monkeypatch.setenv("USER", Path(os.environ["TMPDIR"]).name)  # but makes a folder /tmp/USER for it
 
@@ -50,10 +55,9 @@ def start(
                 port = free.getsockname()[1]
             hosts, _ = credentials.create()
             environ |= {"MONARCH_RENDEZVOUS": f"tls:127.0.0.1:{port}", "MONARCH_CREDENTIALS": hosts.to_text()}
-        command = ["python", "-m", "torchx_monarch.actors", "--idle-timeout", "0", "--"]
-        command += ["python", script(_WAITS), str(folder / "go")]
+        command = ["python", "-m", "torchx_monarch.actors", "--", "python", script(_WAITS), str(folder / "go")]
         job = Hosts(folder, command, 2, ("--preload", ""), environ, wrapper).start()
-        eventually(lambda: "up" in job.out() or job.processes[0].poll() is not None, "the rank")
+        eventually(lambda: "up" in job.out() or job.processes[0].poll() is not None, "the script")
         return job
 
     theirs = Path(os.environ["TMPDIR"], "s")
@@ -62,6 +66,13 @@ def start(
     yield run
     (folder / "go").touch()
     shutil.rmtree(theirs)
+
+
+def worker_loop(job: Hosts) -> psutil.Process:
+    """The process of host 0 in which Monarch's worker loop runs."""
+    host = psutil.Process(job.processes[0].pid)
+    (loop,) = [child for child in host.children() if "torchx_monarch.host.worker_loop_main" in child.cmdline()]
+    return loop
 
 
 def play(what: str, name: str, *more: str, other_user: bool = True) -> subprocess.Popen[str]:
@@ -93,20 +104,22 @@ def test_other_users_are_refused_and_disturb_nothing(
     start: Start, folder: Path, scheme: str, monarch: str, eventually: Callable[..., object]
 ) -> None:
     job = start(scheme, monarch=monarch)
-    host = psutil.Process(job.processes[0].pid)
-    names = abstract_sockets(host.pid)
+    loop = worker_loop(job)
+    names = abstract_sockets(loop.pid)
     assert names, "Monarch has no abstract sockets any more: the guard can go"
-    below = {child.pid: abstract_sockets(child.pid) for child in host.children(recursive=True)}
-    assert not any(below.values()), f"only the host process is guarded: {below}"
+    host = psutil.Process(job.processes[0].pid)
+    others = {process.pid: abstract_sockets(process.pid) for process in (host, *host.children(recursive=True))}
+    del others[loop.pid]
+    assert not any(others.values()), f"only the worker loop is guarded: {others}"
 
-    before = host.num_fds()
+    before = loop.num_fds()
     for name in names:
         assert said(play("knock", name, str(_KNOCKS))) == f"{_KNOCKS} 0"
         assert said(play("knock", name, "1", other_user=False)) == "0 1"
-    eventually(lambda: host.num_fds() <= before, f"{before} descriptors")
+    eventually(lambda: loop.num_fds() <= before, f"{before} descriptors")
     answers = [said(process) for process in [play("intrude", name) for name in names]]
     assert all(answer.startswith("refused TimeoutError") for answer in answers), answers  # it tries again and again
-    eventually(lambda: sleeps(host.pid), "the host, which is busy with those that it has refused")
+    eventually(lambda: sleeps(loop.pid), "the worker loop, which is busy with those that it has refused")
 
     assert job.processes[0].poll() is None
     (folder / "go").touch()
@@ -119,9 +132,9 @@ def test_a_host_that_cannot_refuse_others_says_so(start: Start, folder: Path) ->
     job = start(wrapper=("setarch", "i686"))  # a machine on which the guard does not know how
     said_so = [line for line in job.err().splitlines() if "INSECURE" in line]
     assert len(said_so) == 1, job.err()
-    assert "INSECURE: host 0: the guard of Monarch's sockets is off (Monarch " in said_so[0]
+    assert "host 0: INSECURE: the guard of Monarch's sockets is off (Monarch " in said_so[0]
     assert "not known how on i686, only on x86_64 and aarch64. Other users of this machine might" in said_so[0]
-    names = abstract_sockets(job.processes[0].pid)
+    names = abstract_sockets(worker_loop(job).pid)
     assert [said(play("knock", name, "1")) for name in names] == ["0 1"] * len(names) != []  # a guarded host closes it
     (folder / "go").touch()
     assert job.wait() == [0, 0], job.err()

@@ -129,7 +129,7 @@ def test_monarchs_log_is_not_written_through_another_users_link(tmp_path: Path, 
         assert (said in done.stderr) == (who != "client")
         assert who == "client" or own.read_text() == "mine\n"
     else:
-        actors = ["python", "-m", "torchx_monarch.actors", "--idle-timeout", "0", "--", "python"]
+        actors = ["python", "-m", "torchx_monarch.actors", "--", "python"]
         command = [*(actors if who == "controller" else ["torchrun"]), str(program)]
         environ = {"MONARCH_LOG_SUFFIX": "mine"}
         hosts = Hosts(folder, command, options=("--preload", ""), wrapper=within, environ=environ).start()

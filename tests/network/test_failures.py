@@ -17,6 +17,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -25,14 +26,16 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from tests.local.hosts import Hosts
 from tests.ports import free_port
 from tests.waits import WITHIN
+from torchx_monarch.client.connection import Connection
+from torchx_monarch.client.target import Target
+from torchx_monarch.exceptions import RefusedError
 from torchx_monarch.transport import credentials
-from torchx_monarch.transport.credentials import HostCredentials
+from torchx_monarch.transport.address import Address
+from torchx_monarch.transport.credentials import ClientCredentials, HostCredentials
 
 _OPTIONS = ("--grace", "5", "--preload", "", "--peer-timeout", "1")
 
 _PROGRAM = ["--nproc-per-node", "1", "--tee", "3", "--no-python", "sh", "-c"]
-
-_ACTORS = ("python", "-m", "torchx_monarch.actors", "--idle-timeout", "0")
 
 _SAYS_WITHIN = 20.0
 """Seconds for what takes 5 or less on a machine that does nothing else."""
@@ -175,14 +178,34 @@ def test_a_host_without_credentials_says_so(start: Callable[..., Hosts], tmp_pat
         (("--advertise", "no-such-host.invalid"), "the name 'no-such-host.invalid' cannot be resolved"),
     ],
 )
-def test_replica_0_names_a_host_whose_worker_loop_cannot_be_reached(
-    start: Callable[..., Hosts], options: tuple[str, ...], why: str
+def test_a_client_is_told_which_worker_loop_cannot_be_reached(
+    start: Callable[..., Hosts],
+    port: int,
+    tmp_path: Path,
+    eventually: Callable[..., object],
+    options: tuple[str, ...],
+    why: str,
 ) -> None:
-    secret = credentials.create()[0].to_text()
-    first = start(0, command=_ACTORS, MONARCH_CREDENTIALS=secret)
-    second = start(1, *options, command=_ACTORS, MONARCH_CREDENTIALS=secret)
-    assert first.processes[0].wait(60) == 1 and second.processes[1].wait(60) == 1
-    assert re.search(rf"FAILED: host 1 \(\S+, pid \d+\) cannot be reached by replica 0: .*{why}", first.err(0))
+    secret, client = credentials.create()
+    go = tmp_path / "go"
+    waits = f"until [ -e {go} ]; do sleep 0.1; done"
+    first = start(0, does=waits, MONARCH_CREDENTIALS=secret.to_text())
+    second = start(1, *options, does=waits, MONARCH_CREDENTIALS=secret.to_text())
+    eventually(lambda: "ranks 2/2" in first.err(0), "the ranks")
+    cannot = rf"host 1 \(\S+, pid \d+\) cannot be reached by replica 0: .*{why}"
+    with attaching(port, client) as link, pytest.raises(RefusedError, match=cannot):
+        link.answer(WITHIN)
+    go.touch()
+    assert [hosts.wait() for hosts in (first, second)] == [[0], [0]]
+
+
+@contextlib.contextmanager
+def attaching(port: int, client: ClientCredentials) -> Iterator[Connection]:
+    """A Monarch client for which the hosts start their worker loops."""
+    target = Target(Address("tls", "127.0.0.1", port), credentials=client.to_text())
+    with Connection.open(target, {"type": "attach", "names": ["127.0.0.1"]}) as link:
+        assert link.answer(WITHIN)["type"] == "attaching"
+        yield link
 
 
 def listening(pid: int) -> dict[int, str]:
@@ -195,9 +218,7 @@ def listening(pid: int) -> dict[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("bind", "command", "count"),
-    [("127.0.0.1", (), 0), ("lo", (), 0), ("lo", _ACTORS, 1)],
-    ids=["address", "lo", "loop"],
+    ("bind", "attaches"), [("127.0.0.1", False), ("lo", False), ("lo", True)], ids=["address", "lo", "loop"]
 )
 def test_opens_what_it_is_told_to_and_nothing_else(
     start: Callable[..., Hosts],
@@ -205,10 +226,9 @@ def test_opens_what_it_is_told_to_and_nothing_else(
     tmp_path: Path,
     eventually: Callable[..., object],
     bind: str,
-    command: Sequence[str],
-    count: int,
+    attaches: bool,
 ) -> None:
-    secret = credentials.create()[0].to_text()
+    secret, client = credentials.create()
     go = tmp_path / "go"
     low = port + 1 if port < 65000 else port - 9
     options = ("--bind", bind, "--ports", f"{low}-{low + 7}")
@@ -217,21 +237,25 @@ def test_opens_what_it_is_told_to_and_nothing_else(
             replica,
             *options,
             does=f"until [ -e {go} ]; do sleep 0.1; done",
-            command=command,
-            MONARCH_CREDENTIALS=secret,
+            MONARCH_CREDENTIALS=secret.to_text(),
         )
         for replica in (0, 1)
     ]
-    ready = "ready for actors" if command else "ranks 2/2"
-    eventually(lambda: ready in both[0].err(0), ready)
-    for replica, hosts in enumerate(both):
-        found = listening(hosts.processes[replica].pid)
-        assert set(found.values()) <= {"127.0.0.1"}
-        assert all(low <= one <= low + 7 for one in found if one != port), found
-        assert len(found) == count + (replica == 0), "the rendezvous, and a worker loop"
+    eventually(lambda: "ranks 2/2" in both[0].err(0), "the ranks")
+    with contextlib.ExitStack() as stack:
+        if attaches:
+            link = stack.enter_context(attaching(port, client))
+            assert link.answer(WITHIN)["type"] == "attached"
+        for replica, hosts in enumerate(both):
+            host = psutil.Process(hosts.processes[replica].pid)
+            found: dict[int, str] = {}
+            for process in (host, *host.children(recursive=True)):
+                found |= listening(process.pid)
+            assert set(found.values()) <= {"127.0.0.1"}
+            assert all(low <= one <= low + 7 for one in found if one != port), found
+            assert len(found) == attaches + (replica == 0), "the rendezvous, and a worker loop"
     go.touch()
-    if not command:
-        assert [hosts.wait() for hosts in both] == [[0], [0]]
+    assert [hosts.wait() for hosts in both] == [[0], [0]]
 
 
 def test_says_what_is_wrong_with_an_option(start: Callable[..., Hosts], port: int) -> None:
@@ -247,7 +271,7 @@ def test_says_what_is_wrong_with_an_option(start: Callable[..., Hosts], port: in
     }
     with socket.create_server(("", port)):
         for options, (code, why) in wrong.items():
-            hosts = start(1, *options, command=_ACTORS, MONARCH_CREDENTIALS=secret)
+            hosts = start(1, *options, MONARCH_CREDENTIALS=secret)
             assert hosts.processes[1].wait(_SAYS_WITHIN) == code
             assert re.search(why, hosts.err(1)), hosts.err(1)
         hosts = start(0, MONARCH_CREDENTIALS=secret)

@@ -212,13 +212,16 @@ def test_a_controller_finds_the_hosts_of_all_roles(
 ) -> None:
     """Those of a role with one replica, too, which nobody else would have to find."""
     script = tmp_path / "main.py"
-    script.write_text("import os; print(open(os.environ['MONARCH_THIS_JOB']).read())")
+    script.write_text(
+        "import json\nfrom torchx_monarch import this_job\n"
+        "print(json.dumps({role: found.addresses for role, found in this_job()._attachments.items()}))"
+    )
     meshes = {"trainers": "1", "loaders": "1", "readers": "2"}
     nodes = submitted(*controller(str(script), meshes=meshes, image="image").roles)
     nodes.start(3, 2, 1, 0)
     assert nodes.wait(0) == [0], "".join(map(nodes.log, range(4)))
     found = json.loads(next(line for line in nodes.log(0).splitlines() if line.startswith("{")))
-    at = {mesh: re.findall(r"@tls://([\d.]+):", " ".join(hosts)) for mesh, hosts in found["meshes"].items()}
+    at = {mesh: re.findall(r"@tls://([\d.]+):", " ".join(hosts)) for mesh, hosts in found.items()}
     assert at == {"trainers": ["10.99.0.1"], "loaders": ["10.99.0.2"], "readers": ["10.99.0.3", "10.99.0.4"]}, found
     for node in (1, 2, 3):  # they would go on waiting for actors
         nodes.processes[node, 1].send_signal(signal.SIGTERM)

@@ -64,7 +64,7 @@ def result_of(exits: list[RankExit], report: HostPreempted | None = None) -> Job
         if report is not None:
             asyncio.get_running_loop().call_later(0.01, events.post, report)
         try:
-            return await attempts.run([Registration(replica, "", "node", 1, 1) for replica in range(2)])
+            return await attempts.run([Registration(replica, "node", 1, 1) for replica in range(2)])
         except Interrupted as interruption:
             return interruption.event.result
 
@@ -99,7 +99,7 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
         hosts = cast(JobHosts, ScriptedHosts(exit_of(0, 0), exit_of(1, 0)))
         gatherer = cast(HostGatherer, Mock(HostGatherer, leader=0))
         attempts = Attempts(OPTIONS, hosts, gatherer, events, reporter, HangWatch(hosts, reporter), None)
-        await attempts.run([Registration(replica, "", "node", 1, 1) for replica in range(2)])
+        await attempts.run([Registration(replica, "node", 1, 1) for replica in range(2)])
         attempts.hosts_changed(joined=True)
         assert attempts.number == 1
         await attempts.stop(15)

@@ -106,9 +106,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 async def join(address: Address, identity: Identity | None, timeout: float = 5.0) -> RendezvousClient:
     """As a host that gives up for good after one second."""
-    return await RendezvousClient.join(
-        address, Registration(1, "a", "h", 1, 1), timeout, identity, peer_timeout=1 / 1.6
-    )
+    return await RendezvousClient.join(address, Registration(1, "h", 1, 1), timeout, identity, peer_timeout=1 / 1.6)
 
 
 def why_not(address: Address, server: Identity | None, host: Identity | None, timeout: float = 5.0) -> str:
@@ -256,8 +254,8 @@ def test_replica_0_tries_the_port_of_every_worker_loop(
 
         listening = await connections.listen(address, serve, server, "", 5.0)
         try:
-            host = Registration(1, worker, "node7", 4711, 1)
-            return await host_network(address, authority.identity()).unreachable([host])
+            host = Registration(1, "node7", 4711, 1)
+            return await host_network(address, authority.identity()).unreachable([(host, worker)])
         finally:
             listening.close()
 

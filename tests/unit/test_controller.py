@@ -60,7 +60,7 @@ class Job:
 
     def register(self, replicas: Iterable[int]) -> None:
         for replica in replicas:
-            self.rendezvous.register(Registration(replica, "", "node", 1, 1))
+            self.rendezvous.register(Registration(replica, "node", 1, 1))
 
     async def run(self, hosts: list[Registration]) -> JobResult:
         self.log.append([host.replica for host in hosts])

@@ -13,7 +13,7 @@ from torchx_monarch.model.registration import Registration
 
 
 def host(replica: int, name: str = "", machine: str = "") -> Registration:
-    return Registration(replica, "a", name or f"n{replica}", 1, 1, machine=machine)
+    return Registration(replica, name or f"n{replica}", 1, 1, machine=machine)
 
 
 @pytest.mark.parametrize(

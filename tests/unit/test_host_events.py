@@ -22,7 +22,7 @@ from torchx_monarch.controller.host_events import (
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 
-HOST = Registration(1, "ipc:///nowhere", "node7", 4711, 1)
+HOST = Registration(1, "node7", 4711, 1)
 LOST = HostLost(1, JobResult(1, "lost"))
 RUN_END = RunEndRequested(0, JobResult(143, "ended", stopped=True))
 STOP = StopRequested(0, JobResult(143, "stopped", stopped=True))

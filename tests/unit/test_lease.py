@@ -69,9 +69,9 @@ def address(leaves_nothing: None) -> Address:
 def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Address) -> None:
     async def main() -> tuple[HostEvent, str]:
         first = Rendezvous(address, replicas=2, lease=0.6)
-        first.register(Registration(0, "ipc:///nowhere", "node0", 4710, 1))
+        first.register(Registration(0, "node0", 4710, 1))
         await first.start()
-        host = Registration(1, "ipc:///nowhere", "node1", 4711, 1)
+        host = Registration(1, "node1", 4711, 1)
         # It sends no heartbeats: nobody waits for its result.
         silent = await RendezvousClient.join(address, host, WITHIN)
         host_event = await asyncio.wait_for(first.events.next(), WITHIN)
@@ -103,9 +103,7 @@ def test_heartbeats_keep_both_ends(address: Address) -> None:
     async def main() -> JobResult | None:
         first = Rendezvous(address, replicas=2, lease=1.0)
         await first.start()
-        member = await RendezvousClient.join(
-            address, Registration(1, "ipc:///nowhere", "node1", 1, 1), WITHIN, lease=1.0
-        )
+        member = await RendezvousClient.join(address, Registration(1, "node1", 1, 1), WITHIN, lease=1.0)
         result = asyncio.ensure_future(member.result())
         done, _ = await asyncio.wait([result], timeout=3.0)  # three leases
         assert not done and not first.events.pending
@@ -121,9 +119,9 @@ def test_heartbeats_keep_both_ends(address: Address) -> None:
 def test_a_replica_0_that_did_not_run_blames_itself_for_the_hosts_that_have_left(address: Address) -> None:
     async def main() -> HostEvent:
         first = Rendezvous(address, replicas=2, lease=1.0)
-        first.register(Registration(0, "ipc:///nowhere", "node0", 4710, 1))
+        first.register(Registration(0, "node0", 4710, 1))
         await first.start()
-        member = await RendezvousClient.join(address, Registration(1, "ipc:///nowhere", "node1", 4711, 1), WITHIN)
+        member = await RendezvousClient.join(address, Registration(1, "node1", 4711, 1), WITHIN)
         member._writer.close()
         time.sleep(2.5)  # as SIGSTOP does it
         host_event = await asyncio.wait_for(first.events.next(), WITHIN)

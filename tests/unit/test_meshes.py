@@ -11,13 +11,14 @@ from torchx.specs import AppDef, Role
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.command.actors import actors_command, parse_actors
-from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
+from torchx_monarch.command.actors import parse_script, script_command
 from torchx_monarch.command.command import CommandError, parse
 from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
 from torchx_monarch.command.rewrite import WrapOptions, rewrite
 from torchx_monarch.components import controller
 from torchx_monarch.model.role_spec import WorkloadKind
+
+HOSTS = ["python", "-m", "torchx_monarch.hosts"]
 
 
 def typed(text: str) -> AppDef:
@@ -32,8 +33,8 @@ def test_a_controller_is_a_role_for_each_mesh() -> None:
         ("loaders", 2, 8, "b"),
     ]
     first, second = ([role.entrypoint, *role.args] for role in app.roles)
-    assert first == actors_command(0.0, ("python", "-m", "pkg.main", "--lr", "0.1"))
-    assert second == actors_command(0.0)
+    assert first == script_command(("python", "-m", "pkg.main", "--lr", "0.1"))
+    assert second == [*HOSTS, "--idle-timeout", "0", "--nproc", "0", "--end-with-mesh"]
     assert [role.name for role in typed("main.py").roles] == ["hosts"]
 
 
@@ -63,7 +64,7 @@ def test_the_app_stays_as_it_is_and_its_commands_are_not_run() -> None:
     before = copy.deepcopy(app)
     (role,) = waiting(app, 60.0).roles
     assert app == before
-    assert [role.entrypoint, *role.args] == ["python", "-m", "torchx_monarch.actors", "--idle-timeout", "60"]
+    assert [role.entrypoint, *role.args] == [*HOSTS, "--idle-timeout", "60", "--nproc", "0", "--end-with-mesh"]
     assert (role.num_replicas, role.env, role.image) == (3, {"X": "y"}, "i")
 
 
@@ -76,37 +77,33 @@ def test_an_app_of_meshes() -> None:
         waiting(AppDef("empty", []), 0.0)
 
 
-def test_hosts_are_told_where_those_of_other_roles_meet() -> None:
+def test_a_script_knows_where_the_hosts_of_other_roles_meet() -> None:
     meet = {"a": "tls:@A:1", "b": "tls:@B:2"}
     app = waiting(app_of_meshes({"a": 1, "b": 1}), 0.0, ("python", "main.py"))
     app.roles.append(Role("logger", image="", entrypoint="sh", args=["-c", "true"]))
     found = rewrite(app, WrapOptions(rendezvous={**meet, "logger": "tls:@C:3"}))
-    for role in found.app.roles[:2]:
-        assert role.args[role.args.index("--peers") + 1] == "a=tls:@A:1,b=tls:@B:2"
-    assert [spec.workload for spec in found.roles] == [WorkloadKind.ACTORS] * 2 + [WorkloadKind.NONE]
+    first, second, _ = found.app.roles
+    assert first.args[first.args.index("--peers") + 1] == "b=tls:@B:2"
+    assert "--peers" not in second.args
+    assert [spec.workload for spec in found.roles] == [WorkloadKind.RANKS, WorkloadKind.SESSION, WorkloadKind.NONE]
     assert [spec.rendezvous for spec in found.roles] == [*meet.values(), ""]
     ranks = AppDef("ranks", [Role("a", image="", entrypoint="torchrun", args=["t.py"], num_replicas=1)])
     assert "--peers" not in rewrite(ranks, WrapOptions(rendezvous=meet)).app.roles[0].args
 
 
 def test_the_command_is_read_as_it_is_written() -> None:
-    command = parse(actors_command(90.0, ("python", "-u", "main.py", "--x", "--")))
+    command = parse(script_command(("python", "-u", "main.py", "--x", "--")))
     assert command is not None and command.kind == "actors"
-    read = parse_actors(command, {})
-    assert read.idle_timeout == 90.0 and read.script is not None
-    assert (read.script.program.target, read.script.program.args) == ("main.py", ("--x", "--"))
-    bare = parse(["python", "-m", "torchx_monarch.actors"])
-    assert bare is not None
-    assert (parse_actors(bare, {}).idle_timeout, parse_actors(bare, {}).script) == (IDLE_TIMEOUT, None)
+    script = parse_script(command, {})
+    assert (script.program.target, script.program.args) == ("main.py", ("--x", "--"))
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--idle-timeout", "soon"), "--idle-timeout soon: give seconds, or 0 for no timeout"),
-        (("--idle-timeout", "-1"), "--idle-timeout -1: give seconds"),
-        (("--wait",), "takes --idle-timeout SECONDS and `-- python SCRIPT`, not '--wait'"),
-        (("--",), "takes --idle-timeout SECONDS and `-- python SCRIPT`, not '--'"),
+        ((), "takes `-- python SCRIPT`, not 'nothing'"),
+        (("--wait",), "takes `-- python SCRIPT`, not '--wait'"),
+        (("--",), "takes `-- python SCRIPT`, not '--'"),
         (("--", "torchrun", "t.py"), "'torchrun t.py' is no command of the form `python SCRIPT`"),
         (("--", "sh", "-c", "x"), "'sh -c x' is no command of the form"),
     ],
@@ -115,5 +112,5 @@ def test_a_command_that_makes_no_sense_is_refused(words: tuple[str, ...], says: 
     command = parse(["python", "-m", "torchx_monarch.actors", *words])
     assert command is not None
     with pytest.raises(CommandError) as caught:
-        parse_actors(command, {})
+        parse_script(command, {})
     assert says in str(caught.value)

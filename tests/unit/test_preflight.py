@@ -171,7 +171,7 @@ class ScriptedHosts:
             yield decode_answer(encode_message(answer))
 
 
-HOSTS = [Registration(replica, "", "node", 1, 1) for replica in range(2)]
+HOSTS = [Registration(replica, "node", 1, 1) for replica in range(2)]
 PORTS = [LinkOpened(replica, "node", 29400 + replica) for replica in range(2)]
 
 

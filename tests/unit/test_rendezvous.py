@@ -29,7 +29,7 @@ def address(leaves_nothing: None) -> Address:
 
 
 def host(replica: int, attempt: int = -1) -> Registration:
-    return Registration(replica, "ipc:///nowhere", "here", 1, 1, attempt=attempt)
+    return Registration(replica, "here", 1, 1, attempt=attempt)
 
 
 def test_a_result_before_all_have_come_is_told_to_those_that_come(

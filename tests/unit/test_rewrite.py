@@ -139,12 +139,10 @@ def test_each_of_several_roles_hands_over_unless_they_are_connected(
     assert [role.hands_over for role in rewrite(given, options).roles] == [hands_over] * 2
 
 
-@pytest.mark.parametrize("command", [["-m", "torchx_monarch.hosts"], ["-m", "torchx_monarch.actors"]])
-def test_a_live_allocation_hands_over(command: list[str]) -> None:
-    given = app("python", *command, replicas=2)
-    is_live = command[1] == "torchx_monarch.hosts"
-    given.roles[0].metadata = {"monarch": {"spares": 1}} if is_live else {}
-    assert [role.hands_over for role in rewrite(given, WrapOptions()).roles] == [is_live]
+def test_a_live_allocation_hands_over() -> None:
+    given = app("python", "-m", "torchx_monarch.hosts", replicas=2)
+    given.roles[0].metadata = {"monarch": {"spares": 1}}
+    assert [role.hands_over for role in rewrite(given, WrapOptions()).roles] == [True]
 
 
 def test_spare_hosts_are_for_roles_of_ranks() -> None:

@@ -43,7 +43,7 @@ def over_network(replica: int, listener: str) -> Registration:
 
 
 def host(replica: int) -> Registration:
-    return Registration(replica, "ipc:///nowhere", "here", 1, 1)
+    return Registration(replica, "here", 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,17 @@ class Attachment:
             raise
 
     @classmethod
-    def receive(cls, link: Connection, address: Address, whose: str) -> Attachment:
-        """Receive the answer to the greeting; arguments and exceptions as for ``open``."""
+    def receive(cls, link: Connection, address: Address, whose: str, timeout: float = _HOSTS_TIMEOUT) -> Attachment:
+        """Receive the answer to the greeting; exceptions as for ``open``.
+
+        Args:
+            link: the connection.
+            address: where replica 0 of the role listens.
+            whose: whose hosts these are, for messages.
+            timeout: seconds to wait until the hosts are together.
+        """
         try:
-            answer = link.answer(_HOSTS_TIMEOUT)  # attaching
+            answer = link.answer(timeout)  # attaching
             if answer["type"] != "attached":
                 answer = link.answer(_START_TIMEOUT)
         except UnreachableError as error:

@@ -34,7 +34,7 @@ _CACHE = ".monarch/job_state.pkl"
 class MonarchJob(AttachedJob):
     """Run a TorchX app as a Monarch job: each role becomes a host mesh, each of its replicas a host.
 
-    The hosts wait for actors; the commands of the roles are not run::
+    The hosts wait for actors, as an allocation does; the commands of the roles are not run::
 
         job = MonarchJob({"trainers": 2, "dataloaders": 1}, scheduler="monarch_slurm")
         procs = job.state().trainers.spawn_procs(per_host={"gpus": 8})

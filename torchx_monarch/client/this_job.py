@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-import stat
 import sys
 from typing import Any
 
@@ -16,6 +14,7 @@ from torchx_monarch.client.connection import Connection
 from torchx_monarch.exceptions import ClientError, UnreachableError
 from torchx_monarch.model.env_names import THIS_JOB
 from torchx_monarch.monarch_adapter import monarch_api
+from torchx_monarch.transport import messages
 from torchx_monarch.transport.address import Address
 
 monarch_api.prepare_import()
@@ -27,8 +26,7 @@ class ThisJob:
     """The job that this process is a rank, or the controller script, of. ``this_job`` returns it.
 
     Args:
-        path: path of a socket file of the rank's host (``host.attach_relay``), or of the script's JSON file with the
-            hosts (``host.actor_workload``).
+        path: path of the socket file of this rank's host (``host.attach_relay``).
 
     Raises:
         ClientError: the hosts cannot be found.
@@ -36,29 +34,29 @@ class ThisJob:
     """
 
     def __init__(self, path: str) -> None:
+        self._address = Address("unix", path=path)
         try:
-            if stat.S_ISSOCK(os.stat(path).st_mode):
-                self._job = self._attach(path)
-            else:
-                with open(path) as file:
-                    self._job = json.load(file)
+            here, own = self._dial("")
+            links = {here["role"]: own, **{role: self._dial(role)[1] for role in here["others"]}}
+            # The hosts count this process as their client while the connections are open.
+            self._attachments = {
+                role: Attachment.receive(link, self._address, f"role {role}", here["timeout"])
+                for role, link in links.items()
+            }
         except (OSError, ValueError, UnreachableError) as error:
             raise ClientError(f"{THIS_JOB}={path} does not say where the hosts of this job are: {error}") from None
+        self._transport = str(here["transport"])
 
-    def _attach(self, path: str) -> dict[str, Any]:
-        """Attach to the hosts through this rank's host; the connection stays open as long as this object lives."""
-        address = Address("unix", path=path)
-        link = Connection.dial(address)
-        here = link.answer()
-        self._attachment = Attachment.receive(link, address, f"role {here['role']}")
-        leaf = self._attachment.leaf
-        tls = client.files(leaf) if leaf else []
-        return {"meshes": {here["role"]: self._attachment.addresses}, "transport": here["transport"], "tls": tls}
+    def _dial(self, role: str) -> tuple[dict[str, Any], Connection]:
+        """Ask this rank's host to attach it to a role; return what the host says of itself, and the connection."""
+        link = Connection.dial(self._address)
+        link.send_bytes(messages.encode({"role": role}))
+        return link.answer(), link
 
     @property
     def sizes(self) -> dict[str, int]:
         """The number of hosts of each role."""
-        return {name: len(addresses) for name, addresses in self._job["meshes"].items()}
+        return {role: len(attachment.addresses) for role, attachment in self._attachments.items()}
 
     @functools.cached_property
     def meshes(self) -> dict[str, Any]:
@@ -67,14 +65,17 @@ class ThisJob:
         def warn(text: str) -> None:
             print(f"INSECURE: {text}", file=sys.stderr)
 
-        monarch_api.become_client(self._job["transport"], self._job["tls"], warn)
-        return {name: monarch_api.host_mesh(name, addresses) for name, addresses in self._job["meshes"].items()}
+        leaf = next(iter(self._attachments.values())).leaf
+        monarch_api.become_client(self._transport, client.files(leaf) if leaf else [], warn)
+        return {
+            role: monarch_api.host_mesh(role, attachment.addresses) for role, attachment in self._attachments.items()
+        }
 
     def state(self) -> JobState:
         """Return the host meshes: ``state().trainers`` is the HostMesh of role ``trainers``.
 
-        ``state().workers`` is the HostMesh of the role of this process. In a rank it is the only one, and the worker
-        loops on the hosts are this rank's own, and end with it: call it in one rank, mostly.
+        ``state().workers`` is the HostMesh of the role of this process; in a rank it is the only one. The worker loops
+        on the hosts are this process's own, and end with it: in a program of several ranks call it in one, mostly.
 
         Raises:
             ClientError: this process has used Monarch before, with another address; or the hosts cannot be reached.

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Parse the command of an allocation, and the commands of its runs.
 
-The command of an allocation is ``python -m torchx_monarch.hosts [--idle-timeout SECONDS] [--nproc N] [-- COMMAND]``.
+The command of an allocation is ``python -m torchx_monarch.hosts [--idle-timeout SECONDS] [--nproc N]
+[--end-with-mesh] [-- COMMAND]``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def _parser() -> _AllocationParser:
     parser = _AllocationParser(prog="python -m torchx_monarch.hosts", add_help=False, allow_abbrev=False)
     parser.add_argument("--idle-timeout", type=float, default=IDLE_TIMEOUT)
     parser.add_argument("--nproc", default="")
+    parser.add_argument("--end-with-mesh", action="store_true")
     return parser
 
 
@@ -42,12 +44,14 @@ class AllocationSpec:
             torch no sooner than for the first run.
         words: default command of a run; empty if each run must name a command.
         command: the default command, parsed; None if there is no default.
+        ends_with_mesh: whether ``HostMesh.shutdown()`` of a Monarch client ends the hosts, and not only its actors.
     """
 
     idle_timeout: float
     nproc: str
     words: tuple[str, ...]
     command: Command | None
+    ends_with_mesh: bool = False
 
     @classmethod
     def of(cls, command: Command, env: Mapping[str, str], replicas: int, role: str) -> AllocationSpec:
@@ -77,7 +81,7 @@ class AllocationSpec:
         words = tuple(args[end + 1 :])
         inner = run_command(words, env, replicas, role) if words else None
         own = "1" if inner is None or inner.kind != "torchrun" else inner.options.nproc_per_node
-        return cls(options.idle_timeout, options.nproc or own, words, inner)
+        return cls(options.idle_timeout, options.nproc or own, words, inner, options.end_with_mesh)
 
 
 def run_command(words: Sequence[str], env: Mapping[str, str], replicas: int, role: str, nproc: str = "") -> Command:

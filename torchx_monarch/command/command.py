@@ -31,7 +31,7 @@ HOST_MODULE = "torchx_monarch.host"
 """The module that runs in every replica: ``python -m torchx_monarch.host [options] -- COMMAND``."""
 
 ACTORS_MODULE = "torchx_monarch.actors"
-"""The module of the command of hosts that run a client's actors (``command.actors``)."""
+"""The module of the command that runs the script of a Monarch controller (``command.actors``)."""
 
 HOSTS_MODULE = "torchx_monarch.hosts"
 """The module of the command of an allocation (``command.allocation_spec``)."""
@@ -67,7 +67,7 @@ class Command:
 
     Attributes:
         kind: ``torchrun``; ``python`` for a plain Python command, which runs one process per replica; ``hosts`` for an
-            allocation (``command.allocation_spec``); ``actors`` for hosts that run a client's actors
+            allocation (``command.allocation_spec``); ``actors`` for the script of a Monarch controller
             (``command.actors``).
         options: the torchrun options; the defaults for all other kinds.
         program: the program of the ranks; for the kinds ``hosts`` and ``actors``, the module with its options.

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Build apps whose roles are Monarch meshes: the hosts wait for actors (``command.actors``) instead of commands."""
+"""Build apps whose roles are Monarch meshes: allocations without a command, and the script that controls them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from collections.abc import Mapping, Sequence
 
 from torchx.specs import AppDef, Resource, Role
 
-from torchx_monarch.command.actors import actors_command
+from torchx_monarch.command.actors import script_command
+from torchx_monarch.command.command import HOSTS_MODULE
 from torchx_monarch.model import sidecars
+from torchx_monarch.model.host_spec import show_seconds
 
 _TAKEN = ("query_engine", "query_engine_client", "telemetry_url", "dashboard_url", "admin_url")
 """Attributes of Monarch's JobState. They would hide a mesh of the same name."""
 
 
 def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = ()) -> AppDef:
-    """Return a copy of an app whose hosts wait for actors instead of executing their commands.
+    """Return a copy of an app whose hosts wait for clients instead of executing their commands.
 
     The app ends with its first role. The other roles are marked as sidecars, because their hosts would wait forever.
 
@@ -33,10 +35,11 @@ def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = ()) -> App
     ours = copy.deepcopy(app)
     if not ours.roles:
         raise ValueError(f"the app {app.name!r} has no role, and so no hosts")
+    idle = show_seconds(idle_timeout)
+    hosts = ["python", "-m", HOSTS_MODULE, "--idle-timeout", idle, *("--nproc", "0", "--end-with-mesh")]
     for index, role in enumerate(ours.roles):
         check_mesh_name(role.name)
-        words = actors_command(idle_timeout, () if index else script)
-        role.entrypoint, role.args = words[0], words[1:]
+        role.entrypoint, *role.args = script_command(script) if script and not index else hosts
         if index:
             sidecars.mark(role)
     return ours

@@ -35,7 +35,7 @@ _WORKLOADS = {
     "torchrun": WorkloadKind.RANKS,
     "python": WorkloadKind.RANKS,
     "hosts": WorkloadKind.SESSION,
-    "actors": WorkloadKind.ACTORS,
+    "actors": WorkloadKind.RANKS,
 }
 """What the hosts of a command run, by ``Command.kind``."""
 
@@ -99,8 +99,8 @@ class _RankCommand:
 
     @property
     def awaits_clients(self) -> bool:
-        """Whether clients connect to its hosts; hosts of actors may run a client of their own, which follows ``--``."""
-        return self.kind == "hosts" or (self.kind == "actors" and "--" not in self.command.program.args)
+        """Whether its hosts wait for clients."""
+        return self.kind == "hosts"
 
 
 def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
@@ -125,9 +125,9 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     awaited = []
     if peer_roles and options.always_together:  # the first role waits for the success of all others but sidecars
         awaited = [role.name for role, _ in hosts[1:] if not sidecars.is_sidecar(role)]
-    # A script waits for the hosts of all these roles; roles of other commands would never answer it.
-    actors = [role.name for role, found in zip(app.roles, commands, strict=True) if found and found.kind == "actors"]
-    peers = ",".join(f"{name}={options.rendezvous[name]}" for name in actors if name in options.rendezvous)
+    # The meshes of a script; roles of other commands have none that it could use.
+    meshes = [role.name for role, found in zip(app.roles, commands, strict=True) if found and found.awaits_clients]
+    peers = ",".join(f"{name}={options.rendezvous[name]}" for name in meshes if name in options.rendezvous)
     specs = []
     for role, found in zip(rewritten.roles, commands, strict=True):
         # Python writes to a pipe in blocks; who follows a log expects lines.
@@ -149,7 +149,7 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
         hands_over = options.hands_over and not (options.application and role.max_retries)
         hands_over = hands_over and _hands_over(role, spec, is_connected=bool(peer_roles or registry))
         stamped = options.spec.timestamps
-        specs.append(replace(spec, awaits_clients=found.awaits_clients, hands_over=hands_over, stamped=stamped))
+        specs.append(replace(spec, hands_over=hands_over, stamped=stamped))
         own = replace(options, spec=replace(options.spec, spares=spares, hands_over=hands_over))
         words = _host_arguments(role, own, peers if found.kind == "actors" else "", registry, peer_roles, awaited)
         _insert(role, found, [options.python, *words])
@@ -180,7 +180,7 @@ def _end_together(hosts: Sequence[tuple[Role, _RankCommand]], always: bool) -> i
     """Return the number of further roles that end together with the first role; 0 if each role ends by itself.
 
     Roles end together if the backend always requires it, or if all of them restart together: each has the policy
-    APPLICATION and retries. Roles that wait for runs or actors never end together.
+    APPLICATION and retries. Roles that wait for clients never end together.
     """
     waiting = any(_WORKLOADS[found.kind] is not WorkloadKind.RANKS for _, found in hosts)
     every = all(role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role, _ in hosts)
@@ -191,13 +191,15 @@ def _role_registry(hosts: Sequence[tuple[Role, _RankCommand]], options: WrapOpti
     """Return the address of the role registry (``controller.roles``) for each role that uses it.
 
     Replica 0 of the first role keeps the registry. It is needed only for roles whose replica 0 has no address before it
-    runs (``@``), and that have several replicas or run actors.
+    runs (``@``), and that have several replicas or are meshes of a script.
     """
-    (main, _), *others = hosts
+    (main, first), *others = hosts
+    has_script = first.kind == "actors"
     roles = [
         role
         for role, found in others
-        if ":@:" in options.rendezvous.get(role.name, "") and (role.num_replicas > 1 or found.kind == "actors")
+        if ":@:" in options.rendezvous.get(role.name, "")
+        and (role.num_replicas > 1 or (has_script and found.awaits_clients))
     ]
     return {role.name: options.rendezvous[main.name] for role in (main, *roles)} if roles else {}
 

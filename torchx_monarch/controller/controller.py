@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from torchx_monarch.controller.elastic import HostGatherer, TooFewHosts
 from torchx_monarch.controller.host_events import (
     HostEvent,
@@ -19,37 +17,10 @@ from torchx_monarch.controller.host_events import (
 )
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.controller.spmd_work import SpmdWork
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
-
-
-class Work(Protocol):
-    """The work of the hosts once they are together: runs of ranks (``SpmdWork``), or actors (``ActorWork``)."""
-
-    async def run(self, hosts: list[Registration]) -> JobResult:
-        """Do the work on these hosts, or continue it, and return the result of the job.
-
-        Args:
-            hosts: the hosts, by replica.
-
-        Raises:
-            Interrupted: an event is pending; what runs on the hosts still runs.
-        """
-
-    async def stop(self, event: HostEvent, left: bool) -> bool:
-        """Stop what runs on the hosts because of an event, and return whether anything did.
-
-        Args:
-            event: the event.
-            left: whether the host of the event has left.
-        """
-
-    def hosts_changed(self, joined: bool) -> None:
-        """Prepare to continue on other hosts; ``joined`` says that a host has joined, and not left."""
-
-    async def close(self, result: JobResult) -> None:
-        """Tell the clients of the work the result of the job."""
 
 
 class Controller:
@@ -70,7 +41,7 @@ class Controller:
         rendezvous: Rendezvous,
         reporter: Reporter,
         gatherer: HostGatherer,
-        work: Work,
+        work: SpmdWork,
         first_wait: float | None = None,
     ) -> None:
         self._sizes = options.sizes

@@ -299,10 +299,11 @@ class RunWorkerLoop:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerLoopEnded:
-    """The answer to ``RunWorkerLoop``: why the worker loop has ended by itself."""
+    """The answer to ``RunWorkerLoop``: why the worker loop has ended by itself, or that its client has shut it down."""
 
     replica: int
     reason: str
+    shut_down: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

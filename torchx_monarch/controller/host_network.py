@@ -103,14 +103,13 @@ class HostNetwork:
             return None
         return Address(self.rendezvous.scheme, self.advertised, self.reserved.getsockname()[1])
 
-    async def unreachable(self, hosts: Iterable[Registration]) -> dict[int, str]:
+    async def unreachable(self, members: Iterable[tuple[Registration, str]]) -> dict[int, str]:
         """Find the hosts whose worker loop cannot be reached or, under TLS, does not prove the host's identity.
 
-        Monarch itself does not report a failed handshake: it would time out after a minute, without a reason. Hosts
-        without a worker loop are not checked: they have connected to this one.
+        Monarch itself does not report a failed handshake: it would time out after a minute, without a reason.
 
         Args:
-            hosts: the hosts to check.
+            members: the hosts to check, and the addresses of their worker loops.
 
         Returns:
             The reason for each such host, by replica, in a text that names the host; empty if all can be reached.
@@ -120,10 +119,10 @@ class HostNetwork:
         at_a_time = asyncio.Semaphore(_CHECKS_AT_A_TIME)
         wrong: dict[int, str] = {}
 
-        async def check(host: Registration) -> None:
-            where, _, port = host.address.partition("://")[2].rpartition(":")
+        async def check(host: Registration, url: str) -> None:
+            where, _, port = url.partition("://")[2].rpartition(":")
             if not where or not port.isdecimal():
-                wrong[host.replica] = f"{host.name} has registered with {host.address!r}, which is no address and port"
+                wrong[host.replica] = f"{host.name} says that it listens at {url!r}, which is no address and port"
                 return
             address = Address(self.rendezvous.scheme, where, int(port))
             async with at_a_time:
@@ -135,7 +134,7 @@ class HostNetwork:
                 except ConnectError as error:
                     wrong[host.replica] = f"{host.name} cannot be reached by replica 0: {error}"
 
-        checks = [asyncio.ensure_future(check(host)) for host in hosts if host.address]
+        checks = [asyncio.ensure_future(check(host, url)) for host, url in members]
         try:
             await asyncio.gather(*checks)
         finally:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torchx_monarch.controller.attempts import Attempts
-from torchx_monarch.controller.host_events import Interrupted, concerns_hosts
+from torchx_monarch.controller.host_events import Interrupted, StopRequested, concerns_hosts
 from torchx_monarch.controller.host_messages import (
     BeginRun,
     FinishRun,
@@ -41,16 +41,24 @@ class LiveSession(Session):
         reporter: writes progress lines and events.
         hosts: the hosts, which are asked.
         run_queue: the runs.
+        ends_with_mesh: whether a client that shuts the host mesh down ends the session.
     """
 
     def __init__(
-        self, options: JobOptions, rendezvous: Rendezvous, reporter: Reporter, hosts: JobHosts, run_queue: RunQueue
+        self,
+        options: JobOptions,
+        rendezvous: Rendezvous,
+        reporter: Reporter,
+        hosts: JobHosts,
+        run_queue: RunQueue,
+        ends_with_mesh: bool = False,
     ) -> None:
         super().__init__(options, rendezvous.events)
         self._leader = rendezvous.leader
         self._reporter = reporter
         self._hosts = hosts
         self._run_queue = run_queue
+        self._ends_with_mesh = ends_with_mesh
         run_queue.broadcast = self._broadcast
         rendezvous.on_output = self._output
         if (run := run_queue.current) is not None:  # of an earlier leader
@@ -65,7 +73,9 @@ class LiveSession(Session):
     async def next_run(self) -> JobResult | None:
         """Wait for a run and make it the current one; return a result if there was none within the idle timeout."""
         if not await self._run_queue.run_wanted():
-            return JobResult(0, f"no run for {self._run_queue.idle_timeout:g} s: the hosts end", stopped=True)
+            return JobResult(
+                0, f"no run and no client for {self._run_queue.idle_timeout:g} s: the hosts end", stopped=True
+            )
         run = self._run_queue.begin()
         self._show_phases_of(run)
         self._reporter.note("run", f"run {run.number}: {run.request.shown}", run=run.number)
@@ -78,6 +88,11 @@ class LiveSession(Session):
     def in_use(self) -> AbstractContextManager[None]:
         """Return a context within which the idle timeout does not run (see ``Session``)."""
         return self._run_queue.in_use()
+
+    def mesh_shut_down(self) -> None:
+        """End the session, if its hosts are for a Monarch client alone."""
+        if self._ends_with_mesh:
+            self._events.post(StopRequested(0, JobResult(0, "the mesh was shut down by its client")))
 
     def set_ready(self, ready: bool) -> None:
         """Note whether the hosts are together, on a new mesh."""

@@ -16,14 +16,16 @@ import contextlib
 import dataclasses
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from importlib import metadata
+from typing import TypeAlias
 
 from torchx_monarch.controller.host_messages import GetWorkerLoop, RunWorkerLoop, WorkerLoopEnded
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_requests import HostCall
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import RendezvousError
+from torchx_monarch.controller.spmd_work import Session
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import messages
@@ -35,9 +37,12 @@ own."""
 _START_TIMEOUT = 60.0
 """Seconds for the worker loops of all hosts to start. The import of Monarch takes 0.3 s on a quiet machine."""
 
-Attached = AbstractAsyncContextManager[tuple[Sequence[Registration], Awaitable[None]]]
-"""A context within which a client is attached: the hosts, with the addresses of their worker loops, and an awaitable
-that is done when none of these runs any more."""
+Member: TypeAlias = tuple[Registration, str]
+"""A host, and the address of its worker loop."""
+
+Attached = AbstractAsyncContextManager[tuple[Sequence[Member], Awaitable[None]]]
+"""A context within which a client is attached: the hosts, and an awaitable that is done when none of their worker loops
+runs any more."""
 
 Say = Callable[[str], Awaitable[object]]
 """Sends a message of this type to the client."""
@@ -87,7 +92,7 @@ class MeshClients:
 
     async def _serve(self, leaf: dict[str, str] | None, writer: asyncio.StreamWriter) -> None:
         async with self._attach(lambda kind: messages.send(writer, {"type": kind})) as (members, ended):
-            hosts = [{"replica": host.replica, "address": host.address, "name": host.name} for host in members]
+            hosts = [{"replica": host.replica, "address": address, "name": host.name} for host, address in members]
             answer = {"type": "attached", "hosts": hosts, "leaf": leaf, "monarch": metadata.version("torchmonarch")}
             await messages.send(writer, answer)
             await ended
@@ -110,7 +115,7 @@ class RankHosts:
         hosts: the hosts of the present attempt.
         network: connections of this host.
         reporter: writes progress lines.
-        in_use: returns a context within which an allocation does not count as idle.
+        session: the runs of the hosts, which do not count as idle while a client is attached.
     """
 
     def __init__(
@@ -118,19 +123,19 @@ class RankHosts:
         hosts: JobHosts,
         network: HostNetwork,
         reporter: Reporter,
-        in_use: Callable[[], AbstractContextManager[None]],
+        session: Session,
     ) -> None:
         self._hosts = hosts
         self._network = network
         self._reporter = reporter
-        self._in_use = in_use
+        self._session = session
 
     @contextlib.asynccontextmanager
-    async def attach(self, say: Say) -> AsyncIterator[tuple[Sequence[Registration], Awaitable[None]]]:
+    async def attach(self, say: Say) -> AsyncIterator[tuple[Sequence[Member], Awaitable[None]]]:
         """Start worker loops on the hosts of the present attempt; end them on exit (see ``MeshClients``)."""
         await self._hosts.formed.wait()
         await say("attaching")
-        with self._in_use():
+        with self._session.in_use():
             while True:
                 reformed, token = self._hosts.reformed, secrets.token_hex(8)
                 # The end of this request ends the worker loops, also where this leader is lost.
@@ -145,9 +150,9 @@ class RankHosts:
                         return
                 await reformed.wait()
 
-    async def _ready(self, token: str, running: HostCall) -> Sequence[Registration]:
-        """Wait for the worker loops; return the hosts with their addresses, or none if one of the hosts is lost."""
-        members = list(self._hosts.present)
+    async def _ready(self, token: str, running: HostCall) -> Sequence[Member]:
+        """Wait for the worker loops; return the hosts, or none if one of them is lost."""
+        hosts = list(self._hosts.present)
         ready, missing = await self._hosts.collect(GetWorkerLoop(token), _START_TIMEOUT)
         if missing and not self._hosts.all_connected:
             return []
@@ -158,15 +163,19 @@ class RankHosts:
             replica, reason = next(iter(sorted(missing.items())))
             raise RendezvousError(f"host {replica} has no worker loop for actors: {reason}")
         addresses = {answer.replica: answer.address for answer in ready}
-        members = [dataclasses.replace(host, address=addresses[host.replica]) for host in members]
+        members = [(host, addresses[host.replica]) for host in hosts]
         if wrong := await self._network.unreachable(members):
             raise RendezvousError(next(iter(wrong.values())))
         return members
 
     async def _ended(self, running: HostCall, count: int, say: Say) -> None:
         """Wait until all worker loops of a client have ended."""
+        shut_down = False
         for _ in range(count):
             replica, answer = await running.answers.get()
             if isinstance(answer, WorkerLoopEnded) and answer.reason:
                 self._reporter.line(f"the worker loop of host {replica} {answer.reason}")
+                shut_down |= answer.shut_down
             await say("changed")
+        if shut_down:
+            self._session.mesh_shut_down()

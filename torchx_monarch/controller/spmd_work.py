@@ -89,6 +89,9 @@ class Session:
         """Return a context within which the session does not end for lack of runs."""
         return contextlib.nullcontext()
 
+    def mesh_shut_down(self) -> None:
+        """Note that a client has shut down the worker loops of the hosts."""
+
     async def close(self, result: JobResult) -> None:
         """Tell the clients of the session its result."""
 
@@ -123,7 +126,14 @@ class SpmdWork:
         self._recorder = recorder
 
     async def run(self, hosts: list[Registration]) -> JobResult:
-        """Execute runs until the session ends (see ``Work``)."""
+        """Execute runs until the session ends, or continue the present one on other hosts.
+
+        Args:
+            hosts: the hosts, by replica.
+
+        Raises:
+            Interrupted: an event is pending; what runs on the hosts still runs.
+        """
         # Hosts that outlived an earlier replica 0 have run attempts already.
         self._attempts.number = max(self._attempts.number, *(host.attempt + 1 for host in hosts))
         self._hosts.form(hosts)
@@ -162,7 +172,12 @@ class SpmdWork:
             return interruption.event.result
 
     async def stop(self, event: HostEvent, left: bool) -> bool:
-        """Stop the ranks (see ``Work``)."""
+        """Stop the ranks because of an event, and return whether there were any.
+
+        Args:
+            event: the event.
+            left: whether the host of the event has left.
+        """
         if left:
             self._hosts.running.discard(event.replica)
         if not self._hosts.running:
@@ -172,8 +187,11 @@ class SpmdWork:
         return True
 
     def hosts_changed(self, joined: bool) -> None:
-        """Count the attempt that has ended (see ``Attempts.hosts_changed``)."""
+        """Count the attempt that has ended; ``joined`` says that a host has joined, and not left."""
         self._attempts.hosts_changed(joined)
+
+    def mesh_shut_down(self) -> None:
+        """Note that a client has shut down the worker loops of the hosts."""
 
     async def close(self, result: JobResult) -> None:
         """Tell the clients of the session its result."""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NoReturn  # noqa: E402
 
 if TYPE_CHECKING:
     from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
-    from torchx_monarch.host.workload import Host, Workload
+    from torchx_monarch.host.spmd_workload import SpmdWorkload
+    from torchx_monarch.host.workload import Host
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -42,8 +43,8 @@ def main(argv: list[str]) -> NoReturn:
     HostProcess(options, os.environ, lambda host: choose_workload(host, early)).main()
 
 
-def choose_workload(host: Host, early: ZygoteProcess | None = None) -> Workload:
-    """Return the workload of a role's command: actors, the runs of a live allocation, or the run of a batch job.
+def choose_workload(host: Host, early: ZygoteProcess | None = None) -> SpmdWorkload:
+    """Return the workload of a role's command: the runs of a live allocation, or the run of a batch job.
 
     A command that is not valid counts as a batch job's: parsing it again reports the error.
 
@@ -51,14 +52,9 @@ def choose_workload(host: Host, early: ZygoteProcess | None = None) -> Workload:
         host: the host.
         early: the zygote that has been started for a batch job; None for none.
     """
-    from torchx_monarch.command.actors import is_actors
     from torchx_monarch.command.command import CommandError, parse
     from torchx_monarch.host.spmd_workload import SpmdWorkload
 
-    if is_actors(host.options.command):
-        from torchx_monarch.host.actor_workload import ActorWorkload
-
-        return ActorWorkload(host)
     try:
         command = parse(host.options.command, host.environ)
     except CommandError:

@@ -1,6 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The one run of a batch job on a host: its zygote starts with the host, and knows the program."""
+"""The one run of a batch job on a host: its zygote starts with the host, and knows the program.
+
+The script of a Monarch controller (``command.actors``) is a batch job whose only rank is on the first host.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import asyncio
 import os
 import shlex
 
+from torchx_monarch.command.actors import parse_script
 from torchx_monarch.command.command import Command, CommandError, check, parse
 from torchx_monarch.command.torchrun_options import unused_options
 from torchx_monarch.controller.elastic import NodeRange
@@ -26,17 +30,18 @@ from torchx_monarch.host.ranks.watchdog import ENABLED, FILE
 from torchx_monarch.host.ranks.zygote import Zygotes
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.host.workload import Control, Host
+from torchx_monarch.model.env_names import BATCH_JOB
 from torchx_monarch.model.learned_modules import FOLDER, LearnedFile
 
 
 class BatchRun:
-    """Execute the run of a batch job, or a client script, on this host.
+    """Execute the run of a batch job on this host.
 
     Attributes:
         command: command of the role; None before it is parsed.
         pool: the ranks; None before they are started.
         first_output: set when a rank has printed something.
-        listens: see ``Workload``.
+        listens: see ``Runs``.
 
     Args:
         host: the host.
@@ -52,25 +57,30 @@ class BatchRun:
         self._early = early
         self._logs: RankLogs | None = None
         self._learned: LearnedPreload | None = None
+        self._script: Command | None = None
 
     def parse(self) -> Command:
-        """Parse the role's command (see ``Workload``)."""
+        """Parse the role's command (see ``Runs``)."""
         options = self._host.options
         command = parse(options.command, self._host.environ)
         if command is None:
             raise CommandError(f"not a torchrun or Python command: {shlex.join(options.command)}")
+        if command.kind == "actors":
+            command = self._script = parse_script(command, self._host.environ)
+            self._host.environ[BATCH_JOB] = "1"
         check(command, replicas=options.world, role=options.role)
         self.command = command
         self._host.read_grace(command)
         self._host.restarts = int(env_number(self._host.environ, "MONARCH_RESTART", 0))
-        check_script(command, os.getcwd())
+        if self._script is None or options.replica == 0:
+            check_script(command, os.getcwd())
         if options.replica == 0:
             for line in unused_options(command.options, in_run=False):
                 self._host.reporter.line(line)
         return command
 
     async def start(self) -> int:
-        """Start the zygote (see ``Workload``), and torch's timer server if the role's environment enables it."""
+        """Start the zygote (see ``Runs``), and torch's timer server if the role's environment enables it."""
         host, command = self._host, self.command
         assert command is not None
         run = RunSpec(command, host.environ, host.options.preload_modules, forks=host.options.forks_ranks)
@@ -86,14 +96,15 @@ class BatchRun:
         breakpoints = Breakpoints(host.sockets, host.options.debug_wait, host.connect, host.reporter.line)
         recorders = FlightRecorders(host.sockets)
         self.pool = RankPool(self._logs, starter, recorders, breakpoints, host.attach_socket, host.reporter.line)
-        nproc = await self.pool.start(run.nproc)
+        # A script runs on the first host alone; the others run actors.
+        nproc = await self.pool.start(run.nproc if self._script is None or host.options.replica == 0 else "0")
         if command.kind == "torchrun" and host.environ.get(ENABLED) == "1":
             path = host.environ.get(FILE) or os.path.join(host.sockets, "timers")
             self.pool.start_watchdog(path, host.run_id(command))
         return nproc
 
     def first_log_attempt(self, sizes: NodeRange) -> int:
-        """Return the number of the first attempt's log folders (see ``Workload``)."""
+        """Return the number of the first attempt's log folders (see ``Runs``)."""
         max_restarts = self.command.options.max_restarts if self.command else 0
         return self._host.first_log_attempt(self._logs, max_restarts, sizes)
 

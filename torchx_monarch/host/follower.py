@@ -16,7 +16,8 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.host.ranks.breakpoints import Streams
-from torchx_monarch.host.workload import Host, Workload
+from torchx_monarch.host.spmd_workload import SpmdWorkload
+from torchx_monarch.host.workload import Host
 from torchx_monarch.model.job_record import JobRecord
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
@@ -50,7 +51,13 @@ class Follower:
     """
 
     def __init__(
-        self, host: Host, workload: Workload, registration: Registration, network: HostNetwork, fewest: int, lead: Lead
+        self,
+        host: Host,
+        workload: SpmdWorkload,
+        registration: Registration,
+        network: HostNetwork,
+        fewest: int,
+        lead: Lead,
     ) -> None:
         self.ended: JobResult | None = None
         self._host = host
@@ -93,7 +100,7 @@ class Follower:
             lost_leader = JobResult(1, client.lost or f"{this} lost replica {leader}", consequence=True, replica=leader)
             result = self.ended or lost_leader
             host.reporter.line(result.reason)
-            rejoins = host.options.replacements > 0 and self._workload.replaced and not registration.error
+            rejoins = host.options.replacements > 0 and not registration.error
             job, able = client.job, not client.paused and not self.ended
             if job is not None and able and succession.suffice(job, self._fewest):
                 successor = await self._succeed(job, client, lost_leader)
@@ -104,7 +111,7 @@ class Follower:
                     continue
             if self.ended or not rejoins:
                 return result
-            pool, attempt = self._workload.pool, -1
+            pool, attempt = self._workload.runs.pool, -1
             if pool is not None:
                 await pool.stop(signal.SIGTERM, host.grace)
                 attempt = pool.attempt
@@ -129,7 +136,7 @@ class Follower:
             The connection to the new leader, or the result: that of the job under this host as leader, or the given one
             with the reason for which no host may take over.
         """
-        host, pool = self._host, self._workload.pool
+        host, pool = self._host, self._workload.runs.pool
         ending = asyncio.ensure_future(pool.stop(signal.SIGTERM, host.grace) if pool is not None else asyncio.sleep(0))
         if job.voters and await lost.leader_has_ended():
             job = succession.without_leader(job)

@@ -31,7 +31,8 @@ from torchx_monarch.host.follower import Follower
 from torchx_monarch.host.meeting_point import settle_addresses
 from torchx_monarch.host.no_restart_marker import NoRestartMarker
 from torchx_monarch.host.ranks.orphan_reaper import reap_orphans
-from torchx_monarch.host.workload import Control, Host, Workload
+from torchx_monarch.host.spmd_workload import SpmdWorkload
+from torchx_monarch.host.workload import Control, Host
 from torchx_monarch.insight.progress import Reporter, write_result
 from torchx_monarch.model.env_names import CREDENTIALS, TRACE_ENDPOINTS
 from torchx_monarch.model.host_result import HostResult
@@ -80,7 +81,7 @@ class HostProcess:
         workload: makes what the host runs for its role.
     """
 
-    def __init__(self, options: HostSpec, environ: Mapping[str, str], workload: Callable[[Host], Workload]) -> None:
+    def __init__(self, options: HostSpec, environ: Mapping[str, str], workload: Callable[[Host], SpmdWorkload]) -> None:
         environ = dict(environ)
         os.environ.pop(CREDENTIALS, None)  # Monarch's processes inherit this environment
         # Monarch and its processes print to descriptors 1 and 2, which `_redirect_own_output` makes a log file.
@@ -94,6 +95,7 @@ class HostProcess:
         self._host = Host(options, environ, socket.gethostname(), stdout, stderr, log_dir, reporter)
         self._host.grace = options.grace
         self._workload = workload(self._host)
+        self._runs = self._workload.runs
         self._error_file = environ.get("TORCHELASTIC_ERROR_FILE", "")
         self._rendezvous: Rendezvous | None = None
         self._follower: Follower | None = None
@@ -147,9 +149,9 @@ class HostProcess:
             host.reporter.line("it may be started again: there is no folder here to note that it must not be")
         if self._traces is not None:
             self._traces.end()
-        self._workload.close()
-        if self._workload.pool is not None:
-            self._workload.pool.close()
+        self._runs.close()
+        if self._runs.pool is not None:
+            self._runs.pool.close()
         processes.kill_descendants(host.environ.get(processes.MARKER, ""))
         folder = host.sockets if "MONARCH_RUN_DIR" in host.environ else self._run_dir
         if folder:
@@ -160,9 +162,9 @@ class HostProcess:
 
     async def _job(self) -> JobResult:
         host, options, command = self._host, self._host.options, None
-        address, nproc, error, code = "", 0, "", 1
+        nproc, error, code = 0, "", 1
         try:
-            command = self._workload.parse()
+            command = self._runs.parse()
             self._handle_signals(command.options.signals_to_handle)
         except CommandError as failure:
             error, code = str(failure), 2
@@ -171,7 +173,7 @@ class HostProcess:
             rendezvous, advertised = settle_addresses(host, self._run_dir, command, self._warn)
             if command is not None:
                 # Before the rest: the imports of the zygote take longer than all steps below.
-                nproc = await self._workload.start()
+                nproc = await self._runs.start()
                 if options.replica == 0 and (too_few := open_files.shortage(nproc, options.replicas)):
                     raise LaunchError(too_few)
         except LaunchError as failure:
@@ -191,14 +193,14 @@ class HostProcess:
                 options.hands_over,
             )
             if not error:
-                address = await self._workload.start_worker(network, self._warn)
+                await self._workload.connect(network)
         except ValueError as failure:
             return self._conclude(JobResult(1, f"host {options.replica}: {failure}"))
-        registration = Registration(options.replica, address, host.hostname, os.getpid(), nproc, error, code)
+        registration = Registration(options.replica, host.hostname, os.getpid(), nproc, error, code)
         machine, listener = host.environ.get("MONARCH_NODE", ""), str(network.listener or "")
         registration = dataclasses.replace(registration, machine=machine, listener=listener)
         self._registration = registration
-        sizes = NodeRange.of(self._workload.command, options.world, options.host_timeout, options.spares)
+        sizes = NodeRange.of(self._runs.command, options.world, options.host_timeout, options.spares)
         if options.replica == 0:
             return await self._control(registration, network, sizes)
         lead = functools.partial(self._take_over, registration, network, sizes)
@@ -278,7 +280,7 @@ class HostProcess:
             sizes: number of hosts of the job.
             after: what an earlier leader has left; None on replica 0.
         """
-        host, options, workload = self._host, self._host.options, self._workload
+        host, options, runs = self._host, self._host.options, self._runs
         roles = host.roles
         assert roles is not None
         self._rendezvous = rendezvous = Rendezvous(
@@ -300,24 +302,22 @@ class HostProcess:
         )
         job = JobOptions.of(
             options,
-            workload.command,
+            runs.command,
             sizes,
             network,
-            run_id=host.run_id(workload.command),
-            first_log_attempt=workload.first_log_attempt(sizes),
+            run_id=host.run_id(runs.command),
+            first_log_attempt=runs.first_log_attempt(sizes),
             grace=host.grace,
             monarch_log=host.monarch_log,
         )
         if after is not None:
             job = dataclasses.replace(job, first_log_attempt=after.job.progress.first_log_attempt)
-        if not workload.replaced:
-            job = dataclasses.replace(job, replacements=0)
         failures = HostFailures(
             options.exclude_after, options.exclude_window, after.job.progress.failures if after else ()
         )
         places = succession.places(after.job, options.replica) if after else ()
         gatherer = HostGatherer(sizes, rendezvous, host.reporter, failures, places)
-        work = workload.work(Control(rendezvous, network, gatherer, job, after.job if after else None))
+        work = self._workload.work(Control(rendezvous, network, gatherer, job, after.job if after else None))
         # The other hosts end their ranks before they register with a new leader.
         first_wait = max(sizes.last_call, host.grace + _HOST_EXIT_TIMEOUT) if after else None
         controller = Controller(job, rendezvous, host.reporter, gatherer, work, first_wait)
@@ -325,13 +325,13 @@ class HostProcess:
         try:
             await rendezvous.start()
         except RendezvousError as error:
-            if options.replicas > 1 or workload.listens or roles.server is not None:
+            if options.replicas > 1 or runs.listens or roles.server is not None:
                 return self._conclude(JobResult(1, str(error)))
             # The job needs nobody else; but no client can ask for its stacks.
             print(f"no client can connect to this host: {error}", file=sys.stderr, flush=True)  # Monarch's log
         if after is not None:
             await after.ending
-            attempt = workload.pool.attempt if workload.pool is not None else -1
+            attempt = runs.pool.attempt if runs.pool is not None else -1
             registration = dataclasses.replace(registration, attempt=attempt)
         rendezvous.register(registration)
         if after is not None and (why_not := await rendezvous.gather_majority(options.lease + (first_wait or 0.0))):
@@ -383,7 +383,7 @@ class HostProcess:
         self._spawn(self._stop_ranks(number))
         stop_file = host.environ.get("MONARCH_STOP_FILE")
         announced = os.path.exists(stop_file) if stop_file else None
-        registration = self._registration or Registration(replica, "", host.hostname, os.getpid(), 0)
+        registration = self._registration or Registration(replica, host.hostname, os.getpid(), 0)
         event = host_events.signalled(registration, number, announced)
         if self._follower is not None and host.options.hands_over and isinstance(event, host_events.HostPreempted):
             self._follower.ended = event.result
@@ -399,12 +399,12 @@ class HostProcess:
     def _forward_signal(self, number: int) -> None:
         text = f"host {self._host.options.replica}: passing {signal.Signals(number).name} on to its ranks"
         self._host.reporter.line(text)
-        if self._workload.pool is not None:
-            self._workload.pool.notify(number)
+        if self._runs.pool is not None:
+            self._runs.pool.notify(number)
 
     async def _stop_ranks(self, number: int) -> None:
-        if self._workload.pool is not None:
-            await self._workload.pool.stop(number, self._host.grace)
+        if self._runs.pool is not None:
+            await self._runs.pool.stop(number, self._host.grace)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)

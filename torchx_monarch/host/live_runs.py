@@ -61,7 +61,7 @@ class LiveRuns:
         command: command of the allocation; None before it is parsed.
         pool: the ranks of the present run; None before there is one.
         first_output: None: the first output of a run is not reported.
-        listens: see ``Workload``.
+        listens: see ``Runs``.
 
     Args:
         host: the host.
@@ -88,7 +88,7 @@ class LiveRuns:
         self._present: tuple[LearnedPreload, RankStarter, Mapping[str, str]] | None = None
 
     def parse(self) -> Command:
-        """Parse the command of the allocation (see ``Workload``)."""
+        """Parse the command of the allocation (see ``Runs``)."""
         options = self._host.options
         command = parse(options.command, self._host.environ)
         if command is None or command.kind != "hosts":
@@ -98,7 +98,7 @@ class LiveRuns:
         return command
 
     async def start(self) -> int:
-        """Start the zygote for the first run (see ``Workload``)."""
+        """Start the zygote for the first run (see ``Runs``)."""
         held = self._allocation_spec.command or Command("torchrun", DEFAULTS, Program("script", "run"))
         learned = self._learned_of(program_key(held.program_of(0), os.getcwd()))
         self.pool = self._new_pool(held, None, {}, os.getcwd(), learned)
@@ -125,7 +125,8 @@ class LiveRuns:
         code = self._host_code()
         run_queue.serve("sync", code.serve_client)
         control.rendezvous.clients["code"] = code.serve_host
-        return LiveSession(control.options, control.rendezvous, self._host.reporter, hosts, run_queue)
+        reporter, ends = self._host.reporter, spec.ends_with_mesh
+        return LiveSession(control.options, control.rendezvous, reporter, hosts, run_queue, ends)
 
     def close(self) -> None:
         """Do nothing: what was learned ends with the allocation."""

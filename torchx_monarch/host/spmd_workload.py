@@ -1,17 +1,16 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The workload of hosts that execute ranks: the run of a batch job, or the runs of a live allocation."""
+"""What a host process runs for its role: the run of a batch job, or the runs of a live allocation."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torchx_monarch.command.command import Command, CommandError
 from torchx_monarch.controller.attempts import Attempts
-from torchx_monarch.controller.controller import Work
 from torchx_monarch.controller.debug_sessions import DebugSessions
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
@@ -60,9 +59,12 @@ from torchx_monarch.model.world import LaunchError
 
 
 class Runs(Protocol):
-    """The runs of this host, ``BatchRun`` or ``LiveRuns``, with attributes and methods of ``Workload``.
+    """The runs of this host: ``BatchRun`` or ``LiveRuns``.
 
     Attributes:
+        command: the torchrun or Python command that determines the number of hosts; None for the role's replicas.
+        pool: the ranks of the present run; None if there are none yet.
+        listens: whether replica 0 needs its listener even if it is the only host: what it runs comes from clients.
         first_output: set when a rank has printed something; None if that is not reported.
     """
 
@@ -71,11 +73,22 @@ class Runs(Protocol):
     listens: bool
     first_output: asyncio.Event | None
 
-    def parse(self) -> Command: ...
+    def parse(self) -> Command:
+        """Parse the role's command.
 
-    async def start(self) -> int: ...
+        Raises:
+            CommandError: it is not valid.
+        """
 
-    def first_log_attempt(self, sizes: NodeRange) -> int: ...
+    async def start(self) -> int:
+        """Prepare for the ranks and return their number, while their zygote imports its modules.
+
+        Raises:
+            LaunchError: the zygote cannot be started, or the number is not known.
+        """
+
+    def first_log_attempt(self, sizes: NodeRange) -> int:
+        """Return the number of the first attempt's log folders."""
 
     def session(self, control: Control, hosts: JobHosts) -> Session:
         """Return the session in which the controller on replica 0 executes the runs."""
@@ -91,60 +104,30 @@ _QUERIES = (TakeStacks, ReadCollectives, SampleRanks, TakeFacts, RunWorkerLoop, 
 
 
 class SpmdWorkload:
-    """Execute ranks (see ``Workload``).
+    """Execute the requests of the controller and, on replica 0, make its work.
+
+    Attributes:
+        runs: the runs of this host.
 
     Args:
         host: the host.
         runs: the runs of this host.
     """
 
-    replaced = True
-
     def __init__(self, host: Host, runs: Runs) -> None:
+        self.runs = runs
         self._host = host
-        self._runs = runs
         self._network: HostNetwork | None = None
         self._loops: WorkerLoops | None = None
 
-    @property
-    def command(self) -> Command | None:
-        """The torchrun or Python command that determines the number of hosts."""
-        return self._runs.command
-
-    @property
-    def listens(self) -> bool:
-        """Whether replica 0 opens its listener even if it is the only host."""
-        return self._runs.listens
-
-    @property
-    def pool(self) -> RankPool | None:
-        """The ranks of the present run."""
-        return self._runs.pool
-
-    def open(self) -> None:
-        """Do nothing: the ranks' output does not pass through the descriptors of the host process."""
-
-    def parse(self) -> Command:
-        """Parse the role's command (see ``Workload``)."""
-        return self._runs.parse()
-
-    async def start(self) -> int:
-        """Prepare for the ranks (see ``Workload``)."""
-        return await self._runs.start()
-
-    async def start_worker(self, network: HostNetwork, warn: Callable[[str], None]) -> str:
-        """Return an empty text: worker loops start when a client attaches. Let ranks be such clients."""
+    async def connect(self, network: HostNetwork) -> None:
+        """Prepare for worker loops, which start when a client attaches, and let ranks be such clients."""
         self._network = network
         self._loops = WorkerLoops(self._host, network)
         await AttachRelay(self._host, network).start()
-        return ""
 
-    def first_log_attempt(self, sizes: NodeRange) -> int:
-        """Return the number of the first attempt's log folders (see ``Workload``)."""
-        return self._runs.first_log_attempt(sizes)
-
-    def work(self, control: Control) -> Work:
-        """Return the work of executing the session's runs (see ``Workload``)."""
+    def work(self, control: Control) -> SpmdWork:
+        """Return the work of executing the session's runs, on replica 0 or the host that has taken over."""
         options, events, reporter = control.options, control.rendezvous.events, self._host.reporter
         hosts = JobHosts(options, control.rendezvous.requests, events, reporter, self.handle)
         queries = HostQueries(hosts)
@@ -154,11 +137,11 @@ class SpmdWorkload:
         sessions = DebugSessions(command, reporter.line, hang_watch.rest)
         control.rendezvous.clients.update(sessions.clients)
         self._host.connector = control.rendezvous.connect
-        session = self._runs.session(control, hosts)
-        mesh = RankHosts(hosts, control.network, reporter, session.in_use)
+        session = self.runs.session(control, hosts)
+        mesh = RankHosts(hosts, control.network, reporter, session)
         clients = MeshClients(control.network, self._host.environ.get(CREDENTIALS, ""), mesh.attach)
         control.rendezvous.clients["attach"] = clients.serve
-        first_output = self._runs.first_output
+        first_output = self.runs.first_output
         progress = control.before.progress if control.before is not None and session.running else None
 
         def new_attempts() -> Attempts:
@@ -171,10 +154,6 @@ class SpmdWorkload:
         kept = "MONARCH_EVENTS" in self._host.environ and self._host.log_dir
         log = SampleLog(os.path.join(self._host.log_dir, NAME)) if kept else None
         return SpmdWork(session, hosts, control.gatherer, events, new_attempts, SampleRecorder(hosts, log))
-
-    def close(self) -> None:
-        """End the runs; the host process ends the processes of ranks and worker loops."""
-        self._runs.close()
 
     # -- requests of the controller ------------------------------------------------------------------------------------
 
@@ -193,7 +172,7 @@ class SpmdWorkload:
         return Refused(replica, f"host {replica} ({self._host.hostname})", reason, code)
 
     async def _execute(self, request: Request) -> Answer:
-        pool, replica = self._runs.pool, self._host.options.replica
+        pool, replica = self.runs.pool, self._host.options.replica
         assert pool is not None
         if isinstance(request, OpenStore):
             return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
@@ -225,7 +204,7 @@ class SpmdWorkload:
         elif isinstance(request, StopRanks):
             await pool.stop(request.signal, request.grace)
         else:
-            return await self._runs.handle(request)
+            return await self.runs.handle(request)
         return RanksExited(replica, tuple(pool.exits()))
 
     async def _take_facts(self, pool: RankPool, links: Sequence[LinkOpened]) -> FactsTaken:

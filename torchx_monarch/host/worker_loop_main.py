@@ -3,8 +3,8 @@
 """The process of a Monarch worker loop beside ranks: ``python -m torchx_monarch.host.worker_loop_main DESCRIPTOR``.
 
 It reads a JSON line from stdin (see ``worker_loops``) and writes JSON lines to the descriptor: ``address``, once the
-loop listens; ``line``, for the job's log; ``reason``, why the loop has ended. It ends when its stdin does, with all
-processes of actors.
+loop listens; ``line``, for the job's log; ``reason`` and ``shut_down``, why the loop has ended, and whether its client
+did that. It ends when its stdin does, with all processes of actors.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ def main(reports: int) -> NoReturn:
     # Ctrl-C reaches all processes of the terminal: the host decides what ends. A function, because what a process
     # ignores its children ignore, too.
     signal.signal(signal.SIGINT, lambda number, frame: None)
-    lifeline = os.dup(0)
+    lifeline, shut_down = os.dup(0), False
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)
     with open(lifeline, "rb", 0) as stdin:
         spec = json.loads(stdin.readline())
         try:
-            reason = asyncio.run(_run(spec, stdin.fileno(), reports))
+            shut_down = asyncio.run(_run(spec, stdin.fileno(), reports))
+            reason = "was shut down by its client" if shut_down else ""
         except ImportError as error:
             reason = f"cannot start: {error}. Install torchmonarch on all hosts"
         except Exception as error:
             reason = f"cannot start: {error}"
     processes.kill_until_gone(lambda: processes.descendants(os.getpid(), spec["marker"]))
-    _report(reports, {"reason": reason})
+    _report(reports, {"reason": reason, "shut_down": shut_down})
     os._exit(0)  # Monarch's threads take seconds to join
 
 
-async def _run(spec: dict[str, Any], lifeline: int, reports: int) -> str:
-    """Run the loop until a client shuts it down or the lifeline is closed; return why it has ended."""
+async def _run(spec: dict[str, Any], lifeline: int, reports: int) -> bool:
+    """Run the loop until its client shuts it down or the lifeline is closed; return whether it was shut down."""
     options = NetworkOptions(**spec["network"])
     worker = WorkerLoop.reserve(spec["scheme"], spec["advertised"], options, spec["folder"])
-    ended = asyncio.Event()
-    reason = ""
+    ended, is_shut_down = asyncio.Event(), False
 
     def shut_down() -> None:
-        nonlocal reason
-        reason = "was shut down by its client"
+        nonlocal is_shut_down
+        is_shut_down = True
         ended.set()
 
     asyncio.get_running_loop().add_reader(lifeline, ended.set)
@@ -79,12 +79,13 @@ async def _run(spec: dict[str, Any], lifeline: int, reports: int) -> str:
     )
     _report(reports, {"address": worker.address})
     await ended.wait()
-    return reason
+    return is_shut_down
 
 
-def _report(reports: int, report: dict[str, str]) -> None:
+def _report(reports: int, report: dict[str, Any]) -> None:
+    shown = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in report.items()}
     with contextlib.suppress(BrokenPipeError):  # the host has ended
-        os.write(reports, json.dumps({name: text[:_MAX_TEXT] for name, text in report.items()}).encode() + b"\n")
+        os.write(reports, json.dumps(shown).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -68,16 +68,16 @@ class WorkerLoops:
         """Run a worker loop until it ends; end it if the request is cancelled."""
         address = self._addresses[token] = asyncio.get_running_loop().create_future()
         address.add_done_callback(lambda done: done.cancelled() or done.exception())
-        reason = "has not started"
+        reason, shut_down = "has not started", False
         try:
-            reason = await self._run(self._new_folder(), address)
+            reason, shut_down = await self._run(self._new_folder(), address)
         except OSError as error:
             reason = f"cannot be started: {error}"
         finally:
             if not address.done():
                 address.set_exception(LaunchError(reason))
             del self._addresses[token]
-        return WorkerLoopEnded(self._host.options.replica, reason)
+        return WorkerLoopEnded(self._host.options.replica, reason, shut_down)
 
     async def get(self, token: str) -> WorkerLoopReady:
         """Wait until a worker loop listens.
@@ -98,8 +98,8 @@ class WorkerLoops:
                 return folder
         raise AssertionError("unreachable")
 
-    async def _run(self, folder: str, address: asyncio.Future[str]) -> str:
-        """Run a worker loop whose sockets are in a folder, and return why it has ended by itself."""
+    async def _run(self, folder: str, address: asyncio.Future[str]) -> tuple[str, bool]:
+        """Run a worker loop whose sockets are in a folder; return why it has ended, and whether its client did it."""
         host, network = self._host, self._network
         spec = {
             "folder": folder,
@@ -131,7 +131,10 @@ class WorkerLoops:
             write, descriptors = -1, ()
             assert process.stdin is not None
             process.stdin.write(json.dumps(spec).encode() + b"\n")
-            return await self._follow(reports, address) or await self._exit_of(process)
+            end = await self._follow(reports, address)
+            if end is None:
+                return f"has ended: its process {describe_code(await process.wait())}", False
+            return str(end["reason"]), end["shut_down"] is True
         finally:
             for descriptor in (write, *descriptors):
                 if descriptor >= 0:
@@ -143,25 +146,22 @@ class WorkerLoops:
                 output.close()
             run_dirs.remove_tree(folder)
 
-    async def _follow(self, pipe: IO[bytes], address: asyncio.Future[str]) -> str:
-        """Read what the process of a worker loop reports to its end; return why the loop has ended, if it says so."""
+    async def _follow(self, pipe: IO[bytes], address: asyncio.Future[str]) -> messages.Message | None:
+        """Read what the process of a worker loop reports; return its report of the end, None if there is none."""
         reader = asyncio.StreamReader(messages.MAX_LINE)
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-        reason = ""
         try:
             while report := await messages.receive(reader):
                 if "address" in report and not address.done():
                     address.set_result(str(report["address"]))
                 if "line" in report:
                     self._host.reporter.line(f"host {self._host.options.replica}: {report['line']}")
-                reason = str(report.get("reason", reason))
+                if "reason" in report:
+                    return report
         finally:
             transport.close()
-        return reason
-
-    async def _exit_of(self, process: asyncio.subprocess.Process) -> str:
-        return f"has ended: its process {describe_code(await process.wait())}"
+        return None
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         """Have a worker loop end itself and its actors, and kill it if it does not."""

@@ -1,18 +1,17 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The interface between a host process and what it runs for its role: ranks, or a worker for actors."""
+"""What the parts of a host process share, and the parts of a controller."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 from torchx_monarch.command.command import Command
-from torchx_monarch.controller.controller import Work
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
-from torchx_monarch.controller.host_messages import Answer, Report, Request
+from torchx_monarch.controller.host_messages import Report
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
@@ -20,7 +19,6 @@ from torchx_monarch.controller.roles import Roles
 from torchx_monarch.host.ranks.breakpoints import Connect, Streams
 from torchx_monarch.host.ranks.rank_environment import env_number
 from torchx_monarch.host.ranks.rank_logs import RankLogs
-from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_record import JobRecord
@@ -133,65 +131,3 @@ class Control:
     gatherer: HostGatherer
     options: JobOptions
     before: JobRecord | None = None
-
-
-class Workload(Protocol):
-    """What a host process runs for its role.
-
-    Attributes:
-        replaced: whether the job goes on when the backend replaces a lost host.
-    """
-
-    replaced: bool
-
-    @property
-    def command(self) -> Command | None:
-        """The torchrun or Python command that determines the number of hosts; None for the role's replicas."""
-
-    @property
-    def listens(self) -> bool:
-        """Whether replica 0 needs its listener even if it is the only host: what it runs comes from clients."""
-
-    @property
-    def pool(self) -> RankPool | None:
-        """The ranks; None if there are none yet."""
-
-    def open(self) -> None:
-        """Prepare the output of the host process, before Monarch is started."""
-
-    def parse(self) -> Command:
-        """Parse the role's command.
-
-        Raises:
-            CommandError: it is not valid.
-        """
-
-    async def start(self) -> int:
-        """Prepare for the ranks and return their number, while their zygote imports its modules.
-
-        Raises:
-            LaunchError: the zygote cannot be started, or the number is not known.
-        """
-
-    async def start_worker(self, network: HostNetwork, warn: Callable[[str], None]) -> str:
-        """Start Monarch's worker loop, if the workload needs one; return its address, else an empty text.
-
-        Args:
-            network: connections of this host.
-            warn: called with a line for the job's log about a danger.
-
-        Raises:
-            NetworkError: it has no port to listen on.
-        """
-
-    async def handle(self, request: Request) -> Answer:
-        """Execute a request of the leader; it does not raise."""
-
-    def first_log_attempt(self, sizes: NodeRange) -> int:
-        """Return the number of the first attempt's log folders."""
-
-    def work(self, control: Control) -> Work:
-        """Return what the controller has the hosts do, on replica 0 or the host that has taken over."""
-
-    def close(self) -> None:
-        """End what is not a rank, and pass on its output; called at the end of the host process."""

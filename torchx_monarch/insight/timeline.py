@@ -24,7 +24,6 @@ PHASES = {
     "hang": "a rank makes the others wait in a collective",
     "stopping": "ranks are stopped",
     "idle": "the hosts wait for a run",
-    "ready": "the hosts are ready for actors",
     "end": "the hosts end",
 }
 """The phases of a role with their descriptions."""
@@ -34,7 +33,6 @@ _PHASE_AFTER = {
     "supervised": "hosts",
     "job_started": "hosts",
     "hosts": "ranks",
-    "ready": "ready",
     "run": "ranks",
     "ranks": "running",
     "output": "running",
@@ -341,7 +339,7 @@ def lost_seconds(timeline: Timeline, role: str) -> dict[str, float]:
     lost = {"queue": 0.0, "launch": 0.0, "restart": 0.0, "hang": 0.0}
     cause = "launch"
     for span in timeline.of_kind("phase", role):
-        if span.name in ("running", "first output", "ready"):
+        if span.name in ("running", "first output"):
             cause = "restart"
         elif span.name in ("idle", "end"):
             cause = "launch"

@@ -13,7 +13,6 @@ class Registration:
 
     Attributes:
         replica: replica id of the host within the role.
-        address: address of its Monarch worker; empty if ``error`` is set.
         hostname: name of the machine.
         pid: process id of the host process.
         nproc: number of ranks that it will run.
@@ -26,7 +25,6 @@ class Registration:
     """
 
     replica: int
-    address: str
     hostname: str
     pid: int
     nproc: int

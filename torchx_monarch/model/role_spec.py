@@ -39,13 +39,11 @@ class WorkloadKind(str, enum.Enum):
         NONE: nothing: the role's command is an ordinary program, and its replicas have no host process.
         RANKS: the ranks of a torchrun or Python command.
         SESSION: runs that clients submit to a live allocation.
-        ACTORS: the actors of a Monarch client.
     """
 
     NONE = ""
     RANKS = "ranks"
     SESSION = "session"
-    ACTORS = "actors"
 
 
 class TorchXRole(HasMetadata, Protocol):
@@ -72,7 +70,6 @@ class RoleSpec:
         rendezvous: address of its replica 0, as in ``HostSpec.rendezvous``; empty if its hosts share one machine, or it
             has none.
         ends_together: whether its hosts end and restart with those of the other roles (``controller.roles``).
-        awaits_clients: whether clients connect to its hosts from outside.
         spares: how many replicas are spare hosts, which run ranks only in the place of others.
         hands_over: whether another host takes over when replica 0 is lost, so that the role tolerates that.
         stamped: whether its hosts write the time before each line.
@@ -87,7 +84,6 @@ class RoleSpec:
     workload: WorkloadKind = WorkloadKind.NONE
     rendezvous: str = ""
     ends_together: bool = False
-    awaits_clients: bool = False
     spares: int = 0
     hands_over: bool = False
     stamped: bool = False

@@ -52,7 +52,6 @@ _PHASE_AFTER = {
     "rank_restart": "restarting",
     "restart": "hosts",
     "requeue": "queued",
-    "ready": "ready",
     "run": "ranks",
     "run_end": "ready",
 }
@@ -87,7 +86,6 @@ _PROGRESS = (
     (re.compile(r"host \d+ \(.*\) takes the place of host \d"), "rank_restart"),
     (re.compile(r"spare: host \d|no spare host is left"), "spares"),
     (re.compile(r".* is excluded(: | after \d)"), "excluded"),
-    (re.compile(r"ready for actors"), "ready"),
     (re.compile(r"rank \d+ \(.*\) (exited with|was killed)"), "failure"),
     (re.compile(r"hang: ranks? \d"), "hang"),
     (re.compile(r"hang over: "), "hang_end"),

@@ -107,8 +107,8 @@ class SupervisorLoop:
 
     def _peers(self) -> str:
         specs = [role.spec for role in self._request.roles]
-        actors = [index for index, spec in enumerate(specs) if spec.workload is WorkloadKind.ACTORS]
-        return ",".join(f"{specs[index].name}=unix:{self._socket(index)}" for index in actors)
+        meshes = [index for index, spec in enumerate(specs) if spec.workload is WorkloadKind.SESSION]
+        return ",".join(f"{specs[index].name}=unix:{self._socket(index)}" for index in meshes)
 
     def _socket(self, role_index: int) -> str:
         return os.path.join(self._request.run_dir, f"{role_index}.sock")

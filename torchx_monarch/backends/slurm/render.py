@@ -16,6 +16,7 @@ from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.slurm import array, container_role, folder, native
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole
+from torchx_monarch.command.command import HOSTS_MODULE
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 
 _log = logging.getLogger(__name__)
@@ -28,9 +29,6 @@ _SBATCH = (
     *("mail-user", "mail-type", "signal", "array"),
 )
 """The run options that sbatch has under the same names."""
-
-_WAITING_MODULES = {WorkloadKind.SESSION: "torchx_monarch.hosts", WorkloadKind.ACTORS: "torchx_monarch.actors"}
-"""The modules of commands whose hosts wait for clients, for messages."""
 
 
 def render(app: AppDef, submitted: SubmittedApp, cfg: SlurmOpts) -> SlurmRequest:
@@ -98,9 +96,8 @@ def _check_array(app: AppDef, submitted: SubmittedApp, cfg: SlurmOpts) -> None:
     if len(app.roles) != 1:
         names = ", ".join(role.name for role in app.roles)
         reason = f"app {app.name!r} has {len(app.roles)} roles ({names}), and Slurm has arrays of one-role jobs only"
-    elif submitted.roles[0].awaits_clients:
-        module = _WAITING_MODULES[submitted.roles[0].workload]
-        reason = f"role {app.roles[0].name} waits for clients ({module}), which connect to one run, not to several"
+    elif submitted.roles[0].workload is WorkloadKind.SESSION:
+        reason = f"role {app.roles[0].name} waits for clients ({HOSTS_MODULE}), which connect to one run, not several"
     if reason:
         raise InvalidRunConfigException(f"Run option `array` is {cfg.array!r}: {reason}", "array", dict(cfg))
 

@@ -216,7 +216,8 @@ class RankPool:
         try:
             with contextlib.ExitStack() as unstarted:
                 ranks = [self._assign(world, local_rank, unstarted) for local_rank in range(self._starter.count)]
-                await self._starter.start([(rank.process, self._describe(world, rank)) for rank in ranks])
+                if ranks:
+                    await self._starter.start([(rank.process, self._describe(world, rank)) for rank in ranks])
                 unstarted.pop_all()
         except OSError as error:
             reason = f"cannot write the ranks' logs: {error.strerror}: {error.filename}{open_files.hint(error)}"

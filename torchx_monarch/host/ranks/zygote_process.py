@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from torchx_monarch.command.actors import is_actors
 from torchx_monarch.command.command import CommandError, parse
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.model.host_spec import HostSpec
@@ -90,13 +89,13 @@ def start_early(options: HostSpec, environ: Mapping[str, str]) -> ZygoteProcess 
     Returns:
         None if what it is to import is not known yet, or if it cannot be started: the host reports why.
     """
-    if is_actors(options.command) or options.learns_preload:
+    if options.learns_preload:
         return None
     try:
         command = parse(options.command, environ)
     except CommandError:
         return None
-    if command is None or command.kind == "hosts":
+    if command is None or command.kind in ("hosts", "actors"):
         return None
     run = RunSpec(command, dict(environ), options.preload_modules)
     if not run.preload or not run.presumed_count or run.why_no_python():
