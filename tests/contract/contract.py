@@ -202,18 +202,6 @@ class Contract:
         states = place.states(handle)
         assert states["trainer/0"] == states["trainer/2"] == AppState.SUCCEEDED
 
-    @pytest.mark.scenario("take-over")
-    def test_another_host_takes_over_from_replica_0(self, place: Place) -> None:
-        role = place.torchrun(_program(place, _WAITS), metadata={"monarch": {"spares": 1}})
-        handle = _lose(place, role, 0)
-        for replica, attempts in enumerate(("0", "01", "1")):
-            printed = "".join(place.lines(handle, replica))
-            assert [printed.count(f"attempt {attempt} rank") for attempt in "01"] == [
-                2 * (attempt in attempts) for attempt in "01"
-            ], printed
-        states = place.states(handle)
-        assert states["trainer/1"] == states["trainer/2"] == AppState.SUCCEEDED
-
     @pytest.mark.scenario("retries")
     @pytest.mark.parametrize("lost", [1, 0])
     def test_the_job_begins_again_when_a_host_is_lost(self, place: Place, lost: int) -> None:

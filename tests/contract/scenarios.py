@@ -14,7 +14,6 @@ SCENARIOS = (
     "two hosts, digits",
     "lost host replaced",
     "spare host",
-    "take-over",
     "cancel while pending",
     "cancel while running",
     "stacks of running ranks",

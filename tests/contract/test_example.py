@@ -13,7 +13,7 @@ class ProcessPlace(Place):
     nightly = left_to_others("test_a_rank_that_others_wait_for_is_the_root_cause")
     is_registered = False
     cannot = {
-        **dict.fromkeys(("lost host replaced", "spare host", "take-over", "retries", "preemption"), "it restarts none"),
+        **dict.fromkeys(("lost host replaced", "spare host", "retries", "preemption"), "it restarts none"),
         "cancel while pending": "processes start immediately",
         "status and log long after, elsewhere": "its state is in memory",
         "test_a_log_is_read_by_times_streams_and_expressions": "its logs have no times",

@@ -21,7 +21,7 @@ from torchx_monarch.schedulers import wrap
 
 CANNOT = {
     **dict.fromkeys(
-        ("lost host replaced", "spare host", "take-over", "elastic role"),
+        ("lost host replaced", "spare host", "elastic role"),
         "TorchX does not tell which replica has failed, and its schedulers fail an app with any of them",
     ),
     "preemption": "TorchX has no word for it",

@@ -37,8 +37,8 @@ if not os.path.exists(lost):
 
 WAYS: dict[str, dict[str, Any]] = {
     "a spare host": {"metadata": {"monarch": {"spares": 1}}},
-    "a spare host, for the leader": {"rank": "0", "metadata": {"monarch": {"spares": 1}}},
     "the host replaced (max_retries, REPLICA)": {"max_retries": 1, "retry_policy": RetryPolicy.REPLICA},
+    "host 0 replaced (max_retries, REPLICA)": {"rank": "0", "max_retries": 1, "retry_policy": RetryPolicy.REPLICA},
     "the job restarted (max_retries)": {"max_retries": 1},
 }
 

@@ -295,7 +295,7 @@ def test_a_run_outlives_its_client_and_is_found_again(
     hosts = live("torchrun", "--nproc-per-node", "2", path)
     request = run_message(client_hosts.Hosts(hosts.job.handle), None, RunOptions())
     with Connection.open(hosts.target, request) as link:
-        assert link.receive() == {"type": "accepted", "run": 1, "leader": 0}
+        assert link.receive() == {"type": "accepted", "run": 1}
     other = Allocation.attach(hosts.job.handle, address=str(hosts.target.address))
     handle = other.follow(output="store", check=False)
     lines = other.logs(rank=0, follow=True)

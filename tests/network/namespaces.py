@@ -106,18 +106,6 @@ class Network:
         """The opposite of ``cut``."""
         ip("-n", self._switch, "link", "set", f"port{machine}", "up")
 
-    def split(self, *machines: int) -> None:
-        """Cut the links between these machines and the others: each part has a network of its own."""
-        ip("-n", self._switch, "link", "add", "bridge1", "type", "bridge")
-        ip("-n", self._switch, "link", "set", "bridge1", "up")
-        for machine in machines:
-            ip("-n", self._switch, "link", "set", f"port{machine}", "master", "bridge1")
-
-    def heal(self, *machines: int) -> None:
-        """The opposite of ``split``."""
-        for machine in machines:
-            ip("-n", self._switch, "link", "set", f"port{machine}", "master", "bridge0")
-
     def listening(self, machine: int) -> list[int]:
         """TCP ports on which something on it listens."""
         command = [*self.within(machine), "ss", "-tlnH"]

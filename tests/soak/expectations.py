@@ -74,16 +74,11 @@ def goes_on(plan: Plan, injections: Sequence[Injection]) -> bool:
     deadly = [one for one in injections if not one.fault.harmless]
     if any(one.fault.tells or one.fault.target == "supervisor" for one in deadly):
         return False
-    lost = {one.replica for one in deadly if one.fault.target == "host" and _is_replaceable(plan, one)}
+    lost = {one.replica for one in deadly if one.fault.target == "host" and one.replica > 0}
     if len(lost) <= plan.replicas - plan.fewest:
         deadly = [one for one in deadly if one.replica not in lost or one.fault.target == "rank"]
     of_ranks = sum(one.fault.target == "rank" for one in deadly)
     return len(deadly) <= plan.retries or of_ranks == len(deadly) <= plan.restarts - plan.fails
-
-
-def _is_replaceable(plan: Plan, loss: Injection) -> bool:
-    """Whether a job that can lose hosts can lose this one: host 0 once the others know the job, at its first ranks."""
-    return loss.replica > 0 or (plan.hands_over and "ranks" in loss.seen)
 
 
 def of_the_end(job: Job, injections: Sequence[Injection], state: AppState, message: str, rescued: bool) -> list[str]:

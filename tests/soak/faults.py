@@ -44,7 +44,6 @@ class Injection:
         pid: the process, 0 for none.
         replica: of a host, or of the host that a rank belongs to; -1 where that has no meaning.
         start: the start time of the process, in clock ticks since boot.
-        seen: the kinds of events until then.
         file: the deleted log of a rank.
     """
 
@@ -53,7 +52,6 @@ class Injection:
     pid: int = 0
     replica: int = -1
     start: int = 0
-    seen: frozenset[str] = frozenset()
     file: str = ""
 
     @property
@@ -179,10 +177,8 @@ class Injector:
         """Do what a fault says; None when there is nothing yet that it could be done to."""
         job = self._job
 
-        seen = frozenset(job.seen())
-
         def now(pid: int = 0, replica: int = -1, start: int = 0, file: str = "") -> Injection:
-            return Injection(fault, time.monotonic() - job.began, pid, replica, start, seen, file)
+            return Injection(fault, time.monotonic() - job.began, pid, replica, start, file)
 
         if fault.target:
             if not (found := targets(job, fault.target)):

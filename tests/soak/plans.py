@@ -196,12 +196,6 @@ class Plan:
         return self.hosts + self.spares
 
     @property
-    def hands_over(self) -> bool:
-        """Whether another host takes over when host 0 is lost (docs/how_to/restart.md, "When host 0 is lost")."""
-        replaced = self.policy == "REPLICA" and self.retries > 0
-        return (self.elastic or self.spares > 0) and not replaced
-
-    @property
     def awaits_end(self) -> bool:
         """Whether its ranks work until a fault ends it."""
         return self.seconds == _UNTIL_TOLD

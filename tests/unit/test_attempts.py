@@ -59,7 +59,7 @@ def result_of(exits: list[RankExit], report: HostPreempted | None = None) -> Job
 
     async def run() -> JobResult:
         events, reporter = HostEvents(), Reporter(Console(2), None, "trainer")
-        hosts, gatherer = cast(JobHosts, ScriptedHosts(*exits)), cast(HostGatherer, Mock(HostGatherer, leader=0))
+        hosts, gatherer = cast(JobHosts, ScriptedHosts(*exits)), cast(HostGatherer, Mock(HostGatherer))
         attempts = Attempts(OPTIONS, hosts, gatherer, events, reporter, HangWatch(hosts, reporter), None)
         if report is not None:
             asyncio.get_running_loop().call_later(0.01, events.post, report)
@@ -97,7 +97,7 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
     async def run() -> None:
         events, reporter = HostEvents(), Reporter(Console(2), str(recorded), "trainer")
         hosts = cast(JobHosts, ScriptedHosts(exit_of(0, 0), exit_of(1, 0)))
-        gatherer = cast(HostGatherer, Mock(HostGatherer, leader=0))
+        gatherer = cast(HostGatherer, Mock(HostGatherer))
         attempts = Attempts(OPTIONS, hosts, gatherer, events, reporter, HangWatch(hosts, reporter), None)
         await attempts.run([Registration(replica, "node", 1, 1) for replica in range(2)])
         attempts.hosts_changed(joined=True)

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import json
 import os
-import socket
 import socketserver
 import stat
 import threading
@@ -66,12 +64,6 @@ def test_a_stray_file_hides_no_app(caplog: pytest.LogCaptureFixture) -> None:
     assert (clients.parent / "elsewhere" / "7").exists()
 
 
-def test_keeps_the_roles_that_another_host_can_take_over() -> None:
-    client_credentials.keep("monarch_slurm", "7", "secret", {"a": "tls:@A:1", "b": "tls:@B:2"}, hands_over=["b"])
-    assert [client_credentials.hands_over("monarch_slurm", "7", role) for role in ("a", "b")] == [False, True]
-    assert not client_credentials.hands_over("monarch_slurm", "8", "b")
-
-
 def test_all_allocations_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocations, "_PATIENCE", 20.0)
     all_asked = threading.Barrier(3)
@@ -93,17 +85,6 @@ def test_all_allocations_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPa
         server.shutdown()
         thread.join(WITHIN)
     assert [one.handle for one in found] == [f"monarch_slurm://torchx/{number}" for number in range(3)]
-
-
-def test_asks_the_other_hosts_when_replica_0_is_lost() -> None:
-    with socket.socket() as lost, socket.create_server(("127.0.0.2", 0)) as leader:
-        lost.bind(("127.0.0.1", leader.getsockname()[1]))  # and refuses connections
-        there = Address("insecure-tcp", "127.0.0.1", leader.getsockname()[1])
-        with Connection.open(Target(there, successors=lambda: ["127.0.0.1", "127.0.0.2"]), {"type": "look"}) as link:
-            assert link.fileno() >= 0
-        for hosts in ([], ["127.0.0.1"]):
-            with pytest.raises(UnreachableError, match="127.0.0.1:.* connection refused"):
-                Connection.open(Target(there, successors=functools.partial(list, hosts)), {"type": "look"})
 
 
 @pytest.mark.parametrize(

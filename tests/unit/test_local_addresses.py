@@ -8,7 +8,6 @@ import socket
 
 import pytest
 
-from tests.ports import free_port
 from torchx_monarch.model.host_spec import parse_ports
 from torchx_monarch.monarch_adapter.attachment import _spelled
 from torchx_monarch.transport import local_addresses
@@ -92,20 +91,3 @@ def test_is_known_by_what_leads_to_replica_0() -> None:
     assert local_addresses.advertised(rendezvous, False, NetworkOptions(bind="127.0.0.2")) == "127.0.0.2"
     assert local_addresses.advertised(rendezvous, False, NetworkOptions(bind="0.0.0.0")) == "127.0.0.1"
     assert local_addresses.advertised(rendezvous, True, NetworkOptions(bind="lo", advertise="me")) == "me"
-
-
-def test_reserves_the_port_of_replica_0_unless_that_may_run_here() -> None:
-    port = free_port()
-    elsewhere, here = Address("tls", "203.0.113.1", port), Address("tls", "127.0.0.2", port)
-    options = NetworkOptions("127.0.0.1")
-    with local_addresses.reserve_port(elsewhere, options) as reserved:
-        assert reserved.getsockname()[1] == port
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port))
-        with socket.create_server(("127.0.0.1", port)):  # another job's replica 0
-            pass
-        reserved.listen()
-        with local_addresses.reserve_port(elsewhere, options) as other:
-            assert other.getsockname()[1] != port
-    with local_addresses.reserve_port(here, options) as other:
-        assert other.getsockname()[1] != port

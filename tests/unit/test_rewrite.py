@@ -95,56 +95,6 @@ def test_a_role_with_too_many_replicas_is_refused(replicas: int, spares: int) ->
         rewrite(given, WrapOptions(spec=HostSpec(spares=spares)))
 
 
-@pytest.mark.parametrize(
-    ("options", "role", "hands_over"),
-    [
-        ({}, {}, True),
-        ({"rendezvous": {"r": "tls:@HOST:26599"}}, {}, True),
-        ({"hands_over": False}, {}, False),  # the backend ends a role without replica 0
-        ({}, {"retry_policy": RetryPolicy.REPLICA, "max_retries": 1}, False),  # replica 0 is replaced
-        ({}, {"retry_policy": RetryPolicy.APPLICATION, "max_retries": 1}, True),
-        ({"application": "tls:@HOST:26599"}, {}, True),
-        # The backend starts all hosts again, one by one, and they meet at replica 0.
-        ({"application": "tls:@HOST:26599"}, {"retry_policy": RetryPolicy.APPLICATION, "max_retries": 1}, False),
-        ({}, {"metadata": {}}, False),  # there is no other host
-    ],
-)
-def test_another_host_takes_over_from_replica_0(
-    options: dict[str, Any], role: dict[str, Any], hands_over: bool
-) -> None:
-    given = app("torchrun", "--nnodes", "2", "train.py", replicas=2)
-    given.roles[0].metadata = {"monarch": {"spares": 1}}
-    for name, value in role.items():
-        setattr(given.roles[0], name, value)
-    if "rendezvous" in options:
-        options = {"rendezvous": {given.roles[0].name: "tls:@HOST:26599"}}
-    result = rewrite(given, WrapOptions(**options))
-    assert result.roles[0].hands_over is hands_over
-    assert ("--hands-over 1" in shlex.join(result.app.roles[0].args)) is hands_over
-
-
-@pytest.mark.parametrize(
-    ("retries", "registered", "hands_over"),
-    [(0, False, True), (1, False, False), (0, True, False)],  # the roles restart together; they look each other up
-)
-def test_each_of_several_roles_hands_over_unless_they_are_connected(
-    retries: int, registered: bool, hands_over: bool
-) -> None:
-    given = AppDef("app", [app("torchrun", "--nnodes", "2", "a.py", replicas=2).roles[0] for _ in range(2)])
-    for name, role in zip("ab", given.roles, strict=True):
-        role.name, role.retry_policy, role.max_retries = name, RetryPolicy.APPLICATION, retries
-        role.metadata = {"monarch": {"spares": 1}}
-    rendezvous = {"a": "tls:@HOST:26599", "b": "tls:@:26600" if registered else "tls:@OTHER:26599"}
-    options = WrapOptions(rendezvous=rendezvous, application=rendezvous["a"])
-    assert [role.hands_over for role in rewrite(given, options).roles] == [hands_over] * 2
-
-
-def test_a_live_allocation_hands_over() -> None:
-    given = app("python", "-m", "torchx_monarch.hosts", replicas=2)
-    given.roles[0].metadata = {"monarch": {"spares": 1}}
-    assert [role.hands_over for role in rewrite(given, WrapOptions()).roles] == [True]
-
-
 def test_spare_hosts_are_for_roles_of_ranks() -> None:
     beside = AppDef("app", [app("torchrun", "a.py").roles[0], app("echo", "hello").roles[0]])
     beside.roles[1].name = "other"

@@ -53,8 +53,8 @@ class EndedHosts:
         self.end_reason = end_reason
         self._folder = folder
 
-    def log_folders(self) -> list[Path]:
-        return [self._folder, self._folder / "next"] if self._folder is not None else []
+    def log_folder(self) -> Path | None:
+        return self._folder
 
     def open(self, greeting: dict[str, Any], ready: bool = False) -> None:
         raise ERROR
@@ -115,24 +115,6 @@ def test_a_run_is_followed_to_its_result(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == "[0] out\n"
     with pytest.raises(RefusedError, match="run 3 is not kept; those kept are: 1, 2"):
         follow_run(hosts(tmp_path), 3)
-
-
-def test_a_run_is_read_where_its_last_leader_has_kept_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "next").mkdir()
-    write(tmp_path, 1, BEGUN, OUTPUT, RESULT)  # the next leader knows its result alone
-    write(tmp_path / "next", 1, BEGUN, RESULT)
-    write(tmp_path, 2, BEGUN, OUTPUT)
-    write(tmp_path / "next", 2, BEGUN, {**OUTPUT, "text": "[default0]:again\n"}, {**RESULT, "run": 2})
-    write(tmp_path, 3, BEGUN)
-    write(tmp_path / "next", 3, OUTPUT)  # not of a leader: what its host has sent to one
-    assert [(one["run"], one["state"]) for one in list_runs(hosts(tmp_path))] == [
-        (1, "failed"),
-        (2, "failed"),
-        (3, "stopped"),
-    ]
-    for run in (1, 2):
-        Collector("stream").collect(follow_run(hosts(tmp_path), run))
-    assert capsys.readouterr().out == "[0] out\n[0] again\n"
 
 
 def test_what_is_kept_nowhere_is_said() -> None:
@@ -204,7 +186,7 @@ class LostHosts:
 
 
 def test_followed_lines_go_on_after_a_break_and_name_the_end_of_the_hosts() -> None:
-    accepted = {"type": "accepted", "run": 1, "leader": 0}
+    accepted = {"type": "accepted", "run": 1}
     second = {**OUTPUT, "text": "two\n"}
     lost = LostHosts(BreakingLink(accepted, OUTPUT), BreakingLink(accepted, OUTPUT, second))
     job = Allocation.__new__(Allocation)

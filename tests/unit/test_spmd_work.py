@@ -130,7 +130,6 @@ def work(session: Session, hosts: JobHosts, events: HostEvents, failures: HostFa
     return SpmdWork(
         session,
         hosts,
-        gatherer,
         events,
         lambda: Attempts(OPTIONS, hosts, gatherer, events, reporter, watch, None),
         SampleRecorder(hosts, None),

@@ -346,23 +346,6 @@ def test_a_spare_never_decides(states: tuple[State, ...], state: State, outcome:
     assert (status.state, status.outcome and status.outcome.state) == (state, outcome)
 
 
-@pytest.mark.parametrize(
-    ("states", "state", "outcome"),
-    [
-        ((F, R, R), R, None),  # another host takes over
-        ((F, S, S), S, S),
-        ((F, S, R), R, S),  # a host succeeds only when the role has
-        ((F, F, R), R, F),
-        ((F, F, F), F, F),
-    ],
-)
-def test_a_role_that_hands_over_tolerates_the_loss_of_replica_0(
-    states: tuple[State, ...], state: State, outcome: State | None
-) -> None:
-    status = reduce(app(role(*states, hands_over=True, **SPARED)))
-    assert (status.state, status.outcome and status.outcome.state) == (state, outcome)
-
-
 def test_a_spare_that_can_never_start_fails_no_app() -> None:
     for stuck, state in ((2, None), (0, F)):
         each = [one(number, P if number == stuck else R, is_stuck=number == stuck) for number in range(3)]

@@ -197,7 +197,7 @@ class RunningApp:
 
     def original(self, path: Path) -> bytes:
         """The sound content of one of its files; the case of a certificate that is there is drawn only for itself."""
-        stored = {"name": "running", "credentials": "e30=", "rendezvous": {"r": "tls:127.0.0.1:1"}, "hands_over": ["r"]}
+        stored = {"name": "running", "credentials": "e30=", "rendezvous": {"r": "tls:127.0.0.1:1"}}
         return self.files[path] or json.dumps(stored).encode()
 
     def restore(self, path: Path) -> None:
@@ -300,8 +300,8 @@ class EndedHosts:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def log_folders(self) -> list[Path]:
-        return [self._folder]
+    def log_folder(self) -> Path:
+        return self._folder
 
     def open(self, greeting: dict[str, Any], ready: bool = False) -> None:
         raise AllocationError("has ended")

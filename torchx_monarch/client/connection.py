@@ -8,7 +8,6 @@ The connection is blocking, because programs and notebooks that use it have no e
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import socket
 import ssl
 import tempfile
@@ -25,9 +24,6 @@ TIMEOUT = 15.0
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 """Options with which the kernel breaks a connection to a machine that is silent for 25 s. A client that follows a run
 then connects again, and loses nothing."""
-
-_SUCCESSOR_TIMEOUT = 4.0
-"""Seconds for a host that may have taken over from replica 0 to accept a connection: those that have not refuse it."""
 
 
 class Connection:
@@ -60,7 +56,7 @@ class Connection:
             data = messages.encode({"version": messages.VERSION, "role": target.role, **greeting})
         except messages.ProtocolError as error:
             raise UnreachableError(f"the request is too long: {error}", final=True) from None
-        link = cls(*_connected(target, timeout))
+        link = cls(_connected(target, timeout), target.address)
         try:
             link.send_bytes(data)
         except BaseException:
@@ -175,21 +171,8 @@ def ask(target: Target, greeting: dict[str, Any], timeout: float = TIMEOUT) -> d
         return link.answer(timeout)
 
 
-def _connected(target: Target, timeout: float) -> tuple[socket.socket, Address]:
-    """Connect to replica 0, or else to the host that has taken over; return the socket and the address."""
-    try:
-        return _dial(target, target.address, timeout), target.address
-    except UnreachableError as error:
-        if error.final:
-            raise
-        for host in target.successors():
-            address = dataclasses.replace(target.address, host=host)
-            with contextlib.suppress(UnreachableError):
-                return _dial(target, address, min(timeout, _SUCCESSOR_TIMEOUT)), address
-        raise
-
-
-def _dial(target: Target, address: Address, timeout: float) -> socket.socket:
+def _connected(target: Target, timeout: float) -> socket.socket:
+    address = target.address
     context = _context(target) if address.scheme == "tls" else None
     try:
         return _open_socket(address, context, timeout)

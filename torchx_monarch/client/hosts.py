@@ -145,10 +145,8 @@ class Hosts:
         state, message = self._scheduler_state
         return f"has ended ({state}){': ' + message if message else ''}" if state in _ENDED else ""
 
-    def log_folders(self) -> list[Path]:
-        """Return the folders of the logs of the hosts that may have led, also after the app's end.
-
-        The first is replica 0's. The list is empty if this machine does not have them.
+    def log_folder(self) -> Path | None:
+        """Return the folder of replica 0's logs, also after the app's end; None if this machine does not have it.
 
         Raises:
             AllocationError: the app has no such role, or it is no live allocation.
@@ -156,13 +154,11 @@ class Hosts:
         from torchx_monarch.model.role_spec import WorkloadKind
 
         apps, app_id, roles = self._record()
-        specs = {spec.name: spec for spec in roles if spec.workload is WorkloadKind.SESSION}
-        if self._role not in ("", *specs) or not specs:
+        names = [spec.name for spec in roles if spec.workload is WorkloadKind.SESSION]
+        if self._role not in ("", *names) or not names:
             raise AllocationError(f"{self.handle} {self.end_reason}; it was no live allocation of such a role")
-        spec = specs[self._role or next(iter(specs))]
-        replicas = range(spec.replicas if spec.hands_over else 1)
-        folders = [apps.log_folder(app_id, spec.name, replica) for replica in replicas]
-        return [folder for folder in folders if folder is not None]
+        folder: Path | None = apps.log_folder(app_id, self._role or names[0], 0)
+        return folder
 
     def roles(self) -> list[str]:
         """Return the names of the roles of the app that have hosts; that of this object first."""

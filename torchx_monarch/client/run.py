@@ -26,8 +26,7 @@ from torchx_monarch.system.line_output import LineOutput
 from torchx_monarch.system.termination import closed_terminal_is_null, signal_of, termination
 
 _RECONNECT_FOR = 120.0
-"""Seconds for which a broken connection is retried. After that the client gives up; the run itself continues. A host
-that takes over from replica 0 waits for the lease, and then for the end of the ranks, before clients can reach it."""
+"""Seconds for which a broken connection is retried. After that the client gives up; the run itself continues."""
 
 _LOOK_FOR_SIGNALS = 0.5
 """Seconds after which a waiting main thread handles a signal that the kernel has given to another thread, as it does
@@ -68,7 +67,6 @@ class Records:
         self._link = link
         self._rank = rank
         self._seen = 0
-        self._leader: int | None = None
         self._closed = False
         self.run = 0
 
@@ -99,8 +97,6 @@ class Records:
             self._hosts.check_alive()
             raise UnreachableError(f"{self._hosts.target.address}: no answer")
         self.run = answer["run"]
-        if answer.get("leader") != self._leader:  # another host has taken over: its log begins then
-            self._leader, self._seen = answer.get("leader"), 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the records up to the last one, ``result``. Stop early if ``close`` is called.

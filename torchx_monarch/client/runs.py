@@ -158,22 +158,21 @@ def _kept_logs(hosts: Hosts, error: AllocationError) -> dict[int, Path]:
     """Return the paths of the run logs by number, in order; raise the error if the allocation has not ended."""
     if not hosts.end_reason:
         raise error
-    folders = hosts.log_folders()
-    if not folders:
+    folder = hosts.log_folder()
+    if folder is None:
         reason = f"{error}. Its runs were kept by its hosts alone; for its log: torchx log {hosts.handle}"
         raise AllocationError(reason) from None
     found: dict[int, Path] = {}
-    for folder in folders:
-        for number in safe_files.numbered(folder, "run_"):
-            path = folder / f"run_{number}" / "journal.jsonl"
-            if path.is_file() and (number not in found or _goes_on(found[number], path)):
-                found[number] = path
-    return dict(sorted(found.items()))
+    for number in sorted(safe_files.numbered(folder, "run_")):
+        path = folder / f"run_{number}" / "journal.jsonl"
+        if path.is_file():
+            found[number] = path
+    return found
 
 
 @dataclasses.dataclass
 class _BegunRecord:
-    """The record with which the log of a leader begins."""
+    """The record with which a log begins."""
 
     command: str = ""
     cwd: str = ""
@@ -233,13 +232,8 @@ _RECORDS = {
 """The fields on which ``Collector`` relies, by the type of the record."""
 
 
-def _goes_on(log: Path, other: Path) -> bool:
-    """Return whether the log of another host goes on with a run, because the leader that wrote ``log`` was lost."""
-    return _first_and_last(log)[1] is None and _first_and_last(other)[0] is not None
-
-
 def _first_and_last(path: Path) -> tuple[_BegunRecord | None, _ResultRecord | None]:
-    """Return the record of a run, with which the log of a leader begins, and its result; None for an absent one."""
+    """Return the record of a run, with which its log begins, and its result; None for an absent one."""
     first, last = b"", b""
     # OSError: it was removed, or is no file of this user. What is known is its number.
     with contextlib.suppress(OSError), open(safe_files.open_file(path), "rb") as file:

@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.backends.core import client_credentials, state_files
@@ -32,15 +31,12 @@ class Target:
         role: name of the role; empty for the role that listens at the address.
         credentials: text of ``transport.credentials.ClientCredentials``; empty if this machine has none.
         given: whether the user gave the address; otherwise it comes from the scheduler or this machine's records.
-        successors: returns the host names, as this machine reaches them, of the replicas that may have taken over from
-            replica 0 and listen on its port then.
     """
 
     address: Address
     role: str = ""
     credentials: str = ""
     given: bool = False
-    successors: Callable[[], Sequence[str]] = tuple
 
     @classmethod
     def of(cls, handle: str, role: str = "", address: str = "", runner: Runner | None = None) -> Target:
@@ -72,10 +68,7 @@ class Target:
             raise UnreachableError(f"{handle} has no role {role!r} with hosts of ours; it has {known}", final=True)
         there = _parsed(kept[role], f"the address in {client_credentials.path(scheduler, app_id)}")
         where = Address(there.scheme, _host(handle, app_id, role, there.host, runner), there.port)
-        found = cls(where, role, credentials)
-        if client_credentials.hands_over(scheduler, app_id, role):
-            found = replace(found, successors=functools.partial(_successors, handle, app_id, role, runner))
-        return found
+        return cls(where, role, credentials)
 
 
 def _given(address: str, kept: dict[str, str], role: str) -> Address:
@@ -138,13 +131,6 @@ def _host(handle: str, app_id: str, role: str, known: str, runner: Runner | None
     if not host:
         raise UnreachableError(f"{handle}: its scheduler does not say yet where replica 0 of role {role!r} runs")
     return host
-
-
-def _successors(handle: str, app_id: str, role: str, runner: Runner | None) -> list[str]:
-    """Return the host names of the replicas of a role that may have taken over from replica 0."""
-    with _asked(handle, runner) as apps:
-        found: list[str] = apps.successors(app_id, role)
-        return found
 
 
 @contextlib.contextmanager

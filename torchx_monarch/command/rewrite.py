@@ -53,7 +53,6 @@ class WrapOptions:
             backends.
         always_together: whether, on those backends, the failure of one role ends all roles whatever their retry policy,
             and the end of the first role ends all. The first role then waits for the other roles that are not sidecars.
-        hands_over: whether another host can take over when replica 0 of a role is lost.
     """
 
     python: str = "python"
@@ -61,7 +60,6 @@ class WrapOptions:
     rendezvous: Mapping[str, str] = field(default_factory=dict)
     application: str = ""
     always_together: bool = False
-    hands_over: bool = True
 
 
 @dataclass(frozen=True)
@@ -145,12 +143,8 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
             fewest = found.command.fewest(role.num_replicas)
             role.num_replicas, role.min_replicas = role.num_replicas + spares, fewest
             spec = replace(spec, replicas=role.num_replicas, min_replicas=fewest, spares=spares)
-        # Hosts that a backend starts again one by one look for replica 0, which must then be started again as well.
-        hands_over = options.hands_over and not (options.application and role.max_retries)
-        hands_over = hands_over and _hands_over(role, spec, is_connected=bool(peer_roles or registry))
-        stamped = options.spec.timestamps
-        specs.append(replace(spec, hands_over=hands_over, stamped=stamped))
-        own = replace(options, spec=replace(options.spec, spares=spares, hands_over=hands_over))
+        specs.append(replace(spec, stamped=options.spec.timestamps))
+        own = replace(options, spec=replace(options.spec, spares=spares))
         words = _host_arguments(role, own, peers if found.kind == "actors" else "", registry, peer_roles, awaited)
         _insert(role, found, [options.python, *words])
     return Rewritten(rewritten, tuple(specs))
@@ -364,19 +358,6 @@ def _host_arguments(
     )
     words = spec.to_argv(escape, {name: text for name, text in placeholders.items() if text})
     return ["-m", HOST_MODULE, *words, "--"]
-
-
-def _hands_over(role: Role, spec: RoleSpec, is_connected: bool) -> bool:
-    """Return whether another host takes over when replica 0 of a role is lost.
-
-    Args:
-        role: the role.
-        spec: what the backend must know of it.
-        is_connected: whether replicas 0 of the app's roles are connected, and end together or look each other up.
-    """
-    can_lose = spec.spares > 0 or (spec.min_replicas or spec.replicas) < spec.replicas
-    runs_ranks = spec.workload in (WorkloadKind.RANKS, WorkloadKind.SESSION)
-    return runs_ranks and can_lose and not is_connected and not _are_replaced(role)
 
 
 def _are_replaced(role: Role) -> bool:

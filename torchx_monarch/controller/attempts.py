@@ -25,7 +25,6 @@ from torchx_monarch.controller.host_events import (
     StopRequested,
 )
 from torchx_monarch.controller.host_messages import (
-    ConfirmHost,
     Launched,
     LaunchRanks,
     OpenStore,
@@ -40,7 +39,6 @@ from torchx_monarch.insight.hangs import Hang
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.backoff import describe as describe_delay
-from torchx_monarch.model.job_record import AttemptProgress
 from torchx_monarch.model.job_result import (
     EARLY_FAILURES_WITHIN,
     JobResult,
@@ -75,7 +73,6 @@ class Attempts:
         hang_watch: finds ranks that hang.
         first_output: set when a rank of this host has printed something; None if that is not reported.
         preflight: checks the hosts before the first attempt on them; None for no check.
-        before: the progress under an earlier leader; None without one.
     """
 
     def __init__(
@@ -88,7 +85,6 @@ class Attempts:
         hang_watch: HangWatch,
         first_output: asyncio.Event | None,
         preflight: Preflight | None = None,
-        before: AttemptProgress | None = None,
     ) -> None:
         self.number = 0
         self.exits: dict[int, RankExit] = {}
@@ -105,10 +101,6 @@ class Attempts:
         self._uncounted = 0
         self._restarts_left = options.max_restarts
         self._same_step = retry.SameStep()
-        if before is not None:
-            self.number, self._launched, self._uncounted = before.attempt + 1, before.attempt, before.uncounted
-            self._restarts_left = before.restarts_left
-            self._same_step = retry.SameStep(before.furthest_step, before.failures_at_step)
 
     def begin(self, options: JobOptions) -> None:
         """Set the options of the run, which only its hosts know on a live allocation."""
@@ -126,22 +118,6 @@ class Attempts:
         if self._launched == self.number or not self._options.sizes.can_lose:
             self.number += 1
             self._uncounted += joined
-
-    def progress(self, attempt: int) -> AttemptProgress:
-        """Return what another host must know to go on with the attempts.
-
-        Args:
-            attempt: number of the attempt that is about to start; -1 if a client is yet to ask for a run.
-        """
-        return AttemptProgress(
-            attempt=attempt,
-            uncounted=self._uncounted,
-            restarts_left=self._restarts_left,
-            rank_restarts=self._reporter.rank_restarts,
-            first_log_attempt=self._options.first_log_attempt,
-            furthest_step=self._same_step.furthest,
-            failures_at_step=self._same_step.in_a_row,
-        )
 
     async def run(self, hosts: list[Registration]) -> JobResult:
         """Run attempts until one has succeeded or no other may help; return the result.
@@ -200,9 +176,6 @@ class Attempts:
         if self._options.sizes.elastic and (newcomers := self._gatherer.newcomers()):
             raise Interrupted(_joined(newcomers[0]))
         world = await self._world(hosts)
-        await self._gatherer.publish(self.progress(self.number))
-        async for _ in self._hosts.ask(ConfirmHost(), self._options.host_timeout):
-            pass
         self._launched = self.number
         launched = [answer async for answer in self._hosts.ask(LaunchRanks(world), self._options.host_timeout)]
         self._reporter.phase(
@@ -360,11 +333,7 @@ class Attempts:
         blamed: list[HostEvent] = []
         if self._options.sizes.can_lose:
             leaves = (HostLost, HostPreempted)
-            blamed = [
-                one
-                for one in self._events.pending
-                if one.replica not in (0, self._gatherer.leader) and isinstance(one, leaves)
-            ]
+            blamed = [one for one in self._events.pending if one.replica != 0 and isinstance(one, leaves)]
         elif cause is None or cause.is_collateral or self._restarts_left:
             # Stop requests first: they end the job.
             blamed = sorted(self._events.pending, key=lambda one: isinstance(one, HostLost))

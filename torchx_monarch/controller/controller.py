@@ -32,7 +32,6 @@ class Controller:
         reporter: writes progress lines and events.
         gatherer: gathers the hosts.
         work: what the hosts do.
-        first_wait: seconds for which the first attempt waits for hosts beyond the minimum; None for the last call.
     """
 
     def __init__(
@@ -42,10 +41,8 @@ class Controller:
         reporter: Reporter,
         gatherer: HostGatherer,
         work: SpmdWork,
-        first_wait: float | None = None,
     ) -> None:
         self._sizes = options.sizes
-        self._first_wait = self._sizes.last_call if first_wait is None else first_wait
         self._replacements_left = options.replacements
         self._rendezvous = rendezvous
         self._events = rendezvous.events
@@ -55,7 +52,7 @@ class Controller:
 
     async def run(self) -> JobResult:
         """Run the job to its end and return its result. Failures of hosts and ranks do not raise."""
-        wait, result = self._first_wait, None
+        wait, result = self._sizes.last_call, None
         while result is None:
             try:
                 hosts = await self._gather(wait)
@@ -85,7 +82,7 @@ class Controller:
         def settled(event: HostEvent) -> bool:
             """Whether a mesh of these hosts is the answer to an event: its host is gone, or has joined."""
             gone = isinstance(event, HostLost) or (event.result.stopped and event.replica not in members)
-            return not self._is_own(event) and (gone or isinstance(event, HostJoined))
+            return event.replica != 0 and (gone or isinstance(event, HostJoined))
 
         self._events.settle_all(settled)
         return hosts
@@ -96,12 +93,9 @@ class Controller:
         wanted = isinstance(event, StopRequested) and event.result.stopped
         more = {"host": event.host} if isinstance(event, HostExcluded) else {}
         self._reporter.note("stop" if wanted else event.KIND, event.result.reason, replica=event.replica, **more)
-        own_preemption = event.replica == self._gatherer.leader and isinstance(event, HostPreempted)
-        if own_preemption and await self._rendezvous.hand_over(event.result.reason):
-            return event.result  # the other hosts end their ranks themselves
         left = await self._dismiss_host(event)
-        # An event of the controller's own host ends the job, unless another host has taken over.
-        goes_on = (left or isinstance(event, (HostJoined, HostExcluded))) and not self._is_own(event)
+        # The controller runs on replica 0, so an event of replica 0 ends the job.
+        goes_on = (left or isinstance(event, (HostJoined, HostExcluded))) and event.replica != 0
         goes_on = goes_on and (self._sizes.can_lose or self._replacements_left > 0)
         if not goes_on:
             self._rendezvous.end()
@@ -116,10 +110,6 @@ class Controller:
             return JobResult(1, f"{event.result.reason}; {shortage}")
         return None
 
-    def _is_own(self, event: HostEvent) -> bool:
-        """Return whether an event concerns this host or, as the events of replica 0, the whole job."""
-        return event.replica in (0, self._gatherer.leader)
-
     async def _dismiss_host(self, event: HostEvent) -> bool:
         """Return whether the host of an event has left.
 
@@ -128,7 +118,7 @@ class Controller:
         if isinstance(event, HostLost):
             self._gatherer.blame_lost(event.replica, event.result.reason)
             return True
-        leaves = not self._is_own(event) and isinstance(event, HostPreempted) and self._sizes.can_lose
+        leaves = event.replica != 0 and isinstance(event, HostPreempted) and self._sizes.can_lose
         if not leaves or self._rendezvous.hosts.present <= self._sizes.fewest:
             return False
         await self._rendezvous.dismiss(event.replica, event.result)

@@ -12,14 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torchx_monarch.command.command import Command
 from torchx_monarch.controller.host_choice import HostFailures, choose, machine
 from torchx_monarch.controller.host_events import HostEvent, HostExcluded
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.job_record import AttemptProgress
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.number_ranges import consecutive
 from torchx_monarch.model.registration import Registration
@@ -88,15 +87,11 @@ class NodeRange:
 class HostGatherer:
     """Gather the hosts of each attempt.
 
-    Attributes:
-        leader: replica of this host.
-
     Args:
         sizes: number of hosts of the job.
         rendezvous: the rendezvous at which the hosts register.
         reporter: writes progress lines and events.
         failures: counts the failures of hosts; None to exclude no host.
-        places: replicas of the last attempt under an earlier leader, in the order of their node ranks; empty for none.
     """
 
     def __init__(
@@ -105,17 +100,13 @@ class HostGatherer:
         rendezvous: Rendezvous,
         reporter: Reporter,
         failures: HostFailures | None = None,
-        places: Sequence[int] = (),
     ) -> None:
-        self.leader = rendezvous.leader
         self._sizes = sizes
-        self._rendezvous = rendezvous
         self._registry = rendezvous.hosts
         self._reporter = reporter
         self._failures = failures or HostFailures(0, 1.0)
         self._members: list[Registration] = []
-        self._places = places
-        self._told = None if places else frozenset[int]()  # None: the earlier leader has told of spare hosts
+        self._told = frozenset[int]()
         rendezvous.on_idle_change = self._report_idle_change
 
     async def enough(self, wait: float) -> None:
@@ -190,7 +181,7 @@ class HostGatherer:
         else:
             return None
         if host.replica in {each.replica for each in self._choose()}:
-            why = "the controller runs there" if host.replica == self.leader else "no other host can take its place now"
+            why = "the controller runs there" if host.replica == 0 else "no other host can take its place now"
             told = f"{told}; it stays, because {why}"
         elif host in self._registry.able:
             return HostExcluded(host.replica, JobResult(1, told, replica=host.replica), host=name)
@@ -211,11 +202,6 @@ class HostGatherer:
             self._told = frozenset(host.replica for host in spares)
             text = f"spare: {', '.join(host.name for host in spares)}" if spares else "no spare host is left"
             self._reporter.note("spares", text, replicas=sorted(self._told), hosts=[host.hostname for host in spares])
-
-    async def publish(self, progress: AttemptProgress) -> None:
-        """Tell the other hosts of the present attempt, so that one of them can go on if this host is lost."""
-        places = tuple(host.replica for host in self._members)
-        await self._rendezvous.record.publish(places, dataclasses.replace(progress, failures=self._failures.recorded))
 
     def shortage(self, replaced: bool) -> str:
         """Return why the job cannot go on with the remaining hosts; empty if it can.
@@ -238,9 +224,8 @@ class HostGatherer:
         return all(replica >= self._sizes.most for replica in self._registry.missing)
 
     def _choose(self) -> list[Registration]:
-        places = ([host.replica for host in self._members] or self._places) if self._sizes.spares else []
-        sizes = self._sizes
-        return choose(self._registry.able, places, sizes.most, sizes.fewest, self._excluded(), self.leader)
+        sizes, places = self._sizes, [host.replica for host in self._members] if self._sizes.spares else []
+        return choose(self._registry.able, places, sizes.most, sizes.fewest, self._excluded())
 
     def _excluded(self) -> set[int]:
         registered = self._registry.registered.values()

@@ -9,9 +9,8 @@ that it replaces: the ranks of all other hosts keep their numbers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from torchx_monarch.model.job_record import MachineFailures
 from torchx_monarch.model.registration import Registration
 
 
@@ -21,7 +20,6 @@ def choose(
     most: int,
     fewest: int,
     excluded: Collection[int] = (),
-    leader: int = 0,
 ) -> list[Registration]:
     """Choose the hosts of an attempt; return them in the order of their node ranks.
 
@@ -30,10 +28,10 @@ def choose(
         places: replicas of the previous attempt, in the order of their node ranks; empty for none.
         most: number of hosts that the job uses at most.
         fewest: number of hosts that it needs.
-        excluded: replicas to leave out, unless fewer than ``fewest`` hosts would be left.
-        leader: replica of the host on which the controller runs, and which always takes part.
+        excluded: replicas to leave out, unless fewer than ``fewest`` hosts would be left. Replica 0 always takes part:
+            the controller runs there.
     """
-    usable = {host.replica: host for host in present if host.replica == leader or host.replica not in excluded}
+    usable = {host.replica: host for host in present if host.replica == 0 or host.replica not in excluded}
     others = sorted(
         (host for host in present if host.replica not in usable), key=lambda host: host.replica not in places
     )
@@ -58,36 +56,20 @@ class HostFailures:
     Args:
         after: number of failures after which a machine is excluded; 0 for never.
         window: seconds within which failures count.
-        before: the failures that an earlier leader of the job has counted.
-        clock: returns the time in seconds since the epoch: a later leader has no other clock in common with this one.
+        clock: returns the time in seconds.
     """
 
-    def __init__(
-        self,
-        after: int,
-        window: float,
-        before: Iterable[MachineFailures] = (),
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        before = tuple(before)
-        self.excluded = {each.machine for each in before if each.excluded}
+    def __init__(self, after: int, window: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.excluded: set[str] = set()
         self._after = after
         self._window = window
         self._clock = clock
-        self._failures = {each.machine: list(each.times) for each in before}
+        self._failures: dict[str, list[float]] = {}
 
     @property
     def enabled(self) -> bool:
         """Whether machines are ever excluded."""
         return self._after > 0
-
-    @property
-    def recorded(self) -> tuple[MachineFailures, ...]:
-        """The failures for a later leader; empty if machines are never excluded."""
-        names = sorted({*self._failures, *self.excluded}) if self.enabled else []
-        return tuple(
-            MachineFailures(name, tuple(self._failures.get(name, ())), name in self.excluded) for name in names
-        )
 
     def add(self, name: str) -> bool:
         """Count a failure of a machine; return whether it is the one that excludes the machine."""

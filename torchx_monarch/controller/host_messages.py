@@ -42,18 +42,6 @@ class StoreOpened:
 
 
 @dataclasses.dataclass(frozen=True)
-class ConfirmHost:
-    """Answer that the host can be reached: a leader that is cut off must not start ranks, not even on its own host."""
-
-
-@dataclasses.dataclass(frozen=True)
-class HostConfirmed:
-    """The answer to ``ConfirmHost``."""
-
-    replica: int
-
-
-@dataclasses.dataclass(frozen=True)
 class LaunchRanks:
     """Start the ranks of an attempt (see ``RankPool.launch``)."""
 
@@ -368,20 +356,9 @@ _RankRequest: TypeAlias = OpenStore | LaunchRanks | WatchRanks | StopRanks | Tak
 _RankAnswer: TypeAlias = StoreOpened | Launched | RanksExited | StacksTaken | CollectivesRead | RanksSampled
 _LoopRequest: TypeAlias = RunWorkerLoop | GetWorkerLoop
 _LoopAnswer: TypeAlias = WorkerLoopEnded | WorkerLoopReady
-Request: TypeAlias = (
-    _RankRequest | _LoopRequest | ConfirmHost | OpenLink | TakeFacts | BeginRun | FinishRun | ProbeFile | FetchCode
-)
+Request: TypeAlias = _RankRequest | _LoopRequest | OpenLink | TakeFacts | BeginRun | FinishRun | ProbeFile | FetchCode
 Answer: TypeAlias = (
-    _RankAnswer
-    | _LoopAnswer
-    | HostConfirmed
-    | LinkOpened
-    | FactsTaken
-    | RunBegun
-    | RunFinished
-    | FileProbed
-    | CodeFetched
-    | Refused
+    _RankAnswer | _LoopAnswer | LinkOpened | FactsTaken | RunBegun | RunFinished | FileProbed | CodeFetched | Refused
 )
 Report: TypeAlias = SignalReceived | RunOutput
 Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import socket
 from collections.abc import Iterable
 
 from torchx_monarch.model.env_names import CREDENTIALS
@@ -38,8 +37,6 @@ class HostNetwork:
         advertised: name or IP address by which other hosts dial this one; ``127.0.0.1`` on one machine.
         bind: local IP address on which ports are opened; empty for all.
         identity: this host's certificate; None without TLS.
-        reserved: the port on which this host listens once it has taken over, and until then refuses connections; None
-            if it never takes over, or all hosts are on one machine.
     """
 
     rendezvous: Address
@@ -47,7 +44,6 @@ class HostNetwork:
     advertised: str
     bind: str
     identity: Identity | None
-    reserved: socket.socket | None = None
 
     @classmethod
     def setup(
@@ -58,7 +54,6 @@ class HostNetwork:
         credentials: str,
         folder: str,
         first: bool = False,
-        hands_over: bool = False,
     ) -> HostNetwork:
         """Create the certificate and open the ports.
 
@@ -69,7 +64,6 @@ class HostNetwork:
             credentials: value of ``env_names.CREDENTIALS``; empty if it is not set.
             folder: folder for sockets and keys; mode 0700.
             first: whether this is replica 0.
-            hands_over: whether another host takes over when replica 0 is lost.
 
         Raises:
             CredentialsError: under TLS, the credentials are missing or invalid.
@@ -88,20 +82,11 @@ class HostNetwork:
                 )
             # All names by which others may dial this host: schedulers give out names, or addresses of any interface.
             names = {advertised, rendezvous.host, os.uname().nodename, *local_addresses.interfaces().values()}
-            # Clients expect this name of the host that has taken over, too.
-            names |= {REPLICA0_NAME} if first or hands_over else set()
+            names |= {REPLICA0_NAME} if first else set()
             names |= set(filter(None, map(as_ipv6, names)))  # a client that attaches again, see ``attachment``
             identity = Identity.of(HostCredentials.load(credentials), names, folder)
         bind = local_addresses.address_of(options.bind)
-        reserved = local_addresses.reserve_port(rendezvous, options) if hands_over and not first else None
-        return cls(rendezvous, options, advertised, bind, identity, reserved)
-
-    @property
-    def listener(self) -> Address | None:
-        """Return the address at which this host listens once it has taken over; None as for ``reserved``."""
-        if self.reserved is None:
-            return None
-        return Address(self.rendezvous.scheme, self.advertised, self.reserved.getsockname()[1])
+        return cls(rendezvous, options, advertised, bind, identity)
 
     async def unreachable(self, members: Iterable[tuple[Registration, str]]) -> dict[int, str]:
         """Find the hosts whose worker loop cannot be reached or, under TLS, does not prove the host's identity.

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from torchx_monarch.model.registration import Registration
 
@@ -19,16 +19,14 @@ class HostRegistry:
 
     Args:
         replicas: number of replicas of the role.
-        absent: replicas that are not waited for, because an earlier leader of the job has lost them.
     """
 
-    def __init__(self, replicas: int, absent: Collection[int] = ()) -> None:
+    def __init__(self, replicas: int) -> None:
         self.registered: dict[int, Registration] = {}
         self.formed = False
         self._replicas = replicas
         self._members: dict[int, Registration] = {}
-        self._absent = absent
-        self._seen = set(absent)
+        self._seen: set[int] = set()
         self._failed: set[int] = set()
         self._refused: set[int] = set()
         self._changed = asyncio.Event()
@@ -75,8 +73,8 @@ class HostRegistry:
 
     @property
     def missing(self) -> list[int]:
-        """The replicas that are not registered, and may be waited for."""
-        return [each for each in range(self._replicas) if each not in self.registered and each not in self._absent]
+        """The replicas that are not registered."""
+        return [replica for replica in range(self._replicas) if replica not in self.registered]
 
     @property
     def present(self) -> int:

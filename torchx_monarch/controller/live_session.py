@@ -21,7 +21,6 @@ from torchx_monarch.controller.host_messages import (
 from torchx_monarch.controller.hosts import HostRefused, HostsError, JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.controller.run import Run
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.controller.spmd_work import Session
 from torchx_monarch.insight.progress import Reporter
@@ -54,16 +53,12 @@ class LiveSession(Session):
         ends_with_mesh: bool = False,
     ) -> None:
         super().__init__(options, rendezvous.events)
-        self._leader = rendezvous.leader
         self._reporter = reporter
         self._hosts = hosts
         self._run_queue = run_queue
         self._ends_with_mesh = ends_with_mesh
         run_queue.broadcast = self._broadcast
         rendezvous.on_output = self._output
-        if (run := run_queue.current) is not None:  # of an earlier leader
-            self._show_phases_of(run)
-            reporter.line(f"run {run.number} goes on under host {self._leader}; its ranks start again")
 
     @property
     def running(self) -> bool:
@@ -77,13 +72,9 @@ class LiveSession(Session):
                 0, f"no run and no client for {self._run_queue.idle_timeout:g} s: the hosts end", stopped=True
             )
         run = self._run_queue.begin()
-        self._show_phases_of(run)
+        self._reporter.echo = lambda text: run.run_log.append({"type": "phase", "text": text})
         self._reporter.note("run", f"run {run.number}: {run.request.shown}", run=run.number)
         return None
-
-    def _show_phases_of(self, run: Run) -> None:
-        """Have the clients of a run see the progress lines."""
-        self._reporter.echo = lambda text: run.run_log.append({"type": "phase", "text": text})
 
     def in_use(self) -> AbstractContextManager[None]:
         """Return a context within which the idle timeout does not run (see ``Session``)."""
@@ -113,7 +104,7 @@ class LiveSession(Session):
         async for answer in self._hosts.ask(BeginRun(run.number, run.token, run.request)):
             begun[answer.replica] = answer
         run.ranks = sum(answer.nproc for answer in begun.values())
-        first = begun[self._leader]
+        first = begun[0]
         options = dataclasses.replace(
             self._options, run_id=first.run_id, max_restarts=first.max_restarts, grace=first.grace
         )

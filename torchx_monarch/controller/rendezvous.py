@@ -11,12 +11,9 @@ host to replica 0          ``register`` (greeting, with the protocol's version),
                            (``host_requests``), and the reports in ``host_messages``
 client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and the kinds in
                            ``Rendezvous.clients``
-replica 0 to either        ``registered`` (with its name and term), ``alive``, ``refused`` (with the reason), ``state``,
-                           ``job`` (what a host must know to go on with the job), ``leaves`` (with the reason for which
-                           another host is to take over), ``request`` and ``cancel`` (``host_requests``), ``result``
+replica 0 to either        ``registered`` (with its name), ``alive``, ``refused`` (with the reason), ``state``,
+                           ``request`` and ``cancel`` (``host_requests``), ``result``
 =========================  =======================================================================================
-
-When replica 0 is lost, another host may take over this side of the rendezvous (``succession``): it is the leader then.
 
 The certificate distinguishes hosts from clients (``transport.connections.is_client``). Without certificates, on a
 socket file of this user or on an insecure port, every peer may do everything.
@@ -31,9 +28,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 
-from torchx_monarch.controller import quorum, succession
 from torchx_monarch.controller.host_events import (
     HostEvent,
     HostEvents,
@@ -45,11 +41,8 @@ from torchx_monarch.controller.host_events import (
 from torchx_monarch.controller.host_messages import RunOutput, SignalReceived, decode_report
 from torchx_monarch.controller.host_registry import HostRegistry
 from torchx_monarch.controller.host_requests import HostRequests
-from torchx_monarch.controller.quorum import Quorum
-from torchx_monarch.controller.record_publisher import RecordPublisher
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
-from torchx_monarch.model.job_record import JobRecord
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import connections, messages
@@ -60,9 +53,6 @@ from torchx_monarch.transport.listener import Listener
 _GREETING_TIMEOUT = 10.0
 
 _LATECOMERS = 1.0
-
-_LEAVE_TIMEOUT = 1.0
-"""Seconds to tell the other hosts that this one leaves the job to them."""
 
 _STOPPED = JobResult(128 + signal.SIGTERM, "the job was stopped by its client", stopped=True)
 
@@ -90,13 +80,9 @@ class Rendezvous:
     """Replica 0's side of the rendezvous.
 
     Attributes:
-        leader: replica of this host.
         events: the events that interrupt the controller.
         hosts: the hosts that are registered.
         requests: sends requests to the hosts.
-        record: keeps the hosts informed of what another one must know to take over.
-        handed_over: whether this host has left the job to another leader.
-        superseded: whether another host leads the job, or may do so.
         clients: handlers of client greetings, by kind, which extend or replace those of this module. The handler owns
             the connection until it returns; its ``RendezvousError`` refuses the client.
         on_idle_change: called when hosts that take no part in the present attempt have changed, with the loss of one or
@@ -112,12 +98,6 @@ class Rendezvous:
         lease: seconds of silence after which a host counts as lost.
         fewest: minimum number of hosts that the job needs; None for all.
         spares: number of spare hosts, which the job does not need.
-        leader: replica of this host.
-        term: its term as leader.
-        absent: replicas that are not waited for.
-        hands_over: whether another host takes over when this one is lost.
-        before: the job, as the leader before this one has left it; None on replica 0.
-        reserved: a socket that is bound to the port of ``address``; None to bind one.
         say: called with a line for the job's log; None for no lines.
     """
 
@@ -131,18 +111,10 @@ class Rendezvous:
         lease: float = LEASE,
         fewest: int | None = None,
         spares: int = 0,
-        leader: int = 0,
-        term: int = 0,
-        absent: Collection[int] = (),
-        hands_over: bool = False,
-        before: JobRecord | None = None,
-        reserved: socket.socket | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.leader = leader
         self.events = HostEvents()
-        self.hosts = HostRegistry(replicas, absent)
-        self.handed_over = self.superseded = False
+        self.hosts = HostRegistry(replicas)
         self.clients: dict[str, Serve] = {}
         self.on_output: Callable[[Registration, RunOutput], None] | None = None
         self.on_idle_change: Callable[[HostEvent | None], None] | None = None
@@ -153,17 +125,11 @@ class Rendezvous:
         self._replicas = replicas
         self._fewest = replicas if fewest is None else fewest
         self._spares = spares
-        self._term = term
-        self._reserved = reserved
         self._say = say
-        self._voters_before = before.voters if before is not None else ()
-        self._quorum = Quorum(leader, self._voters_before) if hands_over and address.networked else None
-        self._socket = 0
         self._leases: Leases[int] = Leases(lease, self._lease_expired)
         self._silent: set[int] = set()
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self.requests = HostRequests(self._writers)
-        self.record = RecordPublisher(leader, term, self._others, self._writers, hands_over, self._quorum, before)
         self._ending = False
         self._result: JobResult | None = None
         self._informed: set[int] = set()
@@ -177,15 +143,10 @@ class Rendezvous:
             RendezvousError: the process cannot listen on the address.
         """
         try:
-            address = self._address if self._address.networked else succession.listener_of(self._address, self._term)
             self._listener = await connections.listen(
-                address, self._serve, self._identity, self._bind, self._peer_timeout, self._reserved, self._say
+                self._address, self._serve, self._identity, self._bind, self._peer_timeout, self._say
             )
-            if self._term and not address.networked:
-                connections.put_at(address.path, self._address.path)
-            if not address.networked:
-                self._socket = os.stat(address.path).st_ino
-        except (ConnectError, OSError) as error:
+        except ConnectError as error:
             raise RendezvousError(str(error)) from None
         self._leases.start()
 
@@ -215,41 +176,6 @@ class Rendezvous:
             result = JobResult(host.code, reason, replica=host.replica)
             self.events.post(StopRequested(host.replica, result))
 
-    async def hand_over(self, reason: str) -> bool:
-        """Leave the job to another host; return False, and do nothing, if no other host can take over.
-
-        Args:
-            reason: why this host leaves.
-        """
-        leaving = {event.replica for event in self.events.pending if isinstance(event, (HostLost, HostPreempted))}
-        staying = {host.replica for host in self.hosts.able} - leaving - {self.leader}
-        voters = set(self._quorum.voters if self._quorum else ()) - {self.leader}
-        enough = len(staying) >= self._fewest and quorum.suffice(staying, voters, new=True)
-        if not self.record.has_begun or not enough:
-            return False
-        self.handed_over = self.superseded = True
-        if self._listener is not None:
-            self._listener.close()  # before the other hosts know: the next leader puts its socket file in this place
-        await self._tell({"type": "leaves", "reason": reason}, _LEAVE_TIMEOUT)
-        return True
-
-    async def gather_majority(self, timeout: float) -> str:
-        """Wait for the hosts without which a new leader must not go on.
-
-        Args:
-            timeout: seconds to wait for them.
-
-        Returns:
-            Why it must not go on; empty if it may.
-        """
-
-        def why_not() -> str:
-            return quorum.why_not({host.replica for host in self.hosts.able}, self._voters_before, new=True)
-
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.hosts.until(lambda: not why_not()), timeout)
-        return why_not()
-
     async def dismiss(self, replica: int, result: JobResult) -> None:
         """Send one host the result with which it ends, while the job goes on without it."""
         if self.hosts.remove(replica):
@@ -274,7 +200,9 @@ class Rendezvous:
         if result.code != 0:
             self.end()
         started = time.monotonic()
-        await self._tell({"type": "result", **result.to_json()}, timeout)
+        message = {"type": "result", **result.to_json()}
+        if telling := [asyncio.ensure_future(messages.send(writer, message)) for writer in self._writers.values()]:
+            await asyncio.wait(telling, timeout=timeout)  # in parallel: a host that does not read must not delay others
         open_for = 0.0 if self.hosts.formed or self._listener is None else _LATECOMERS
         while (self._writers or open_for) and time.monotonic() < started + timeout:
             await asyncio.sleep(0.005)
@@ -283,20 +211,8 @@ class Rendezvous:
         if self._listener is not None:
             self._listener.close()
             if not self._address.networked:
-                self._remove_socket()
-
-    async def _tell(self, message: messages.Message, timeout: float) -> None:
-        if telling := [asyncio.ensure_future(messages.send(writer, message)) for writer in self._writers.values()]:
-            await asyncio.wait(telling, timeout=timeout)  # in parallel: a host that does not read must not delay others
-
-    def _remove_socket(self) -> None:
-        """Remove the socket files of this leader and those before it, unless another host has taken over."""
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(self._address.path).st_ino == self._socket:
-                os.unlink(self._address.path)
-        for term in range(1, self._term + 1):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(succession.listener_of(self._address, term).path)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._address.path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -327,13 +243,9 @@ class Rendezvous:
         self.register(host)
         if self._listener is not None:
             self._listener.mark_authenticated()
-        own = self.hosts.registered.get(self.leader)
-        name = own.name if own else f"replica {self.leader}"
-        answer = {"type": "registered", "name": name, "term": self._term, "generation": self.record.generation}
-        await messages.send(writer, answer)
-        self.record.send_soon()
+        own = self.hosts.registered.get(0)
+        await messages.send(writer, {"type": "registered", "name": own.name if own else "replica 0"})
         if self.hosts.is_idle(host) and not host.error:
-            await asyncio.sleep(0)  # lets the record be written: the others know a spare host before the log names it
             self._note_idle_change(None)
         if self._result is not None:
             await messages.send(writer, {"type": "result", **self._result.to_json()})
@@ -341,21 +253,15 @@ class Rendezvous:
             lost = await self._follow(host, reader)
         except messages.ProtocolError as error:
             lost = _lost(host, f"was lost: {error}")
-        ended = connections.closed_by_peer(reader) and host.replica not in self._silent
         self._silent.discard(host.replica)
         if current := self._writers.get(host.replica) is writer:
             del self._writers[host.replica]
             self._leases.drop(host.replica)
-        known = self.hosts.registered.get(host.replica)
-        if known is host:
+        if self.hosts.registered.get(host.replica) is host:
             self.hosts.remove(host.replica)
-        if known in (host, None):
-            self._keep_quorum(host, ended)
-        if known is host and not host.error:
-            self.record.send_soon()
-            if self._is_needless(host):
+            if not host.error and self._is_needless(host):
                 self._note_idle_change(lost)
-            else:
+            elif not host.error:
                 self.events.post(lost)
         if current:
             self.requests.drop(host.replica)  # after the event of the loss, which names the cause
@@ -379,10 +285,6 @@ class Rendezvous:
         hosts = [dataclasses.asdict(host) for host in self.hosts.registered.values()]
         return {"hosts": hosts, "missing": self.hosts.missing, "ended": self._result is not None}
 
-    def _others(self) -> list[Registration]:
-        """Return the hosts but this one that can take part."""
-        return [host for host in self.hosts.able if host.replica != self.leader]
-
     def _admit(self, greeting: messages.Message) -> Registration:
         try:
             host = decode(Registration, greeting.get("host"), "the registration")
@@ -390,12 +292,6 @@ class Rendezvous:
             raise RendezvousError(str(error)) from None
         if not 0 <= host.replica < self._replicas:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
-        followed = greeting.get("term")
-        if reason := succession.why_deposed(self._term, followed if isinstance(followed, int) else 0):
-            self._end_superseded(JobResult(1, reason, replica=self.leader))
-            raise _EndingError(reason)
-        if host.replica < self.leader:
-            raise RendezvousError(f"replica {self.leader} has taken over the job, which goes on without this host")
         if host.replica in self.hosts.registered:
             raise _TakenError(
                 f"replica {host.replica} has registered already: {self.hosts.registered[host.replica].name}"
@@ -434,40 +330,15 @@ class Rendezvous:
                 self.requests.receive(host.replica, message)
             if isinstance(report, RunOutput) and self.on_output is not None:
                 self.on_output(host, report)
-            if self._quorum is not None and message.get("generation") == self.record.generation:
-                self._quorum.confirm(host.replica)
             if message.get("type") == "alive" and host.replica in self._writers:
                 await messages.send(self._writers[host.replica], {"type": "alive"})
         if host.replica in self._silent:
             return _lost(host, f"does not answer: no message from it for {self._leases.seconds:g} s (lease)")
-        if (pause := self._leases.own_pause) and self.leader in self.hosts.registered:
+        if (pause := self._leases.own_pause) and 0 in self.hosts.registered:
             # This process paused, so its lease at the host expired. The host is sound and may register again.
-            own = self.hosts.registered[self.leader]
-            blamed = _lost(own, f"did not run for {pause:.0f} s, and {host.name} has left it")
-            if self.record.has_begun:
-                # Another host has taken over. The event of the lost host follows: its ranks are not waited for.
-                self._end_superseded(blamed.result)
+            blamed = _lost(self.hosts.registered[0], f"did not run for {pause:.0f} s, and {host.name} has left it")
             return dataclasses.replace(blamed, replica=host.replica)
         return _lost(host, "was lost: its connection broke")
-
-    def _keep_quorum(self, lost: Registration, ended: bool) -> None:
-        """End the job on this side of the network, if a host is lost and the others may go on without this side.
-
-        Args:
-            lost: the lost host.
-            ended: whether its process is known to have ended.
-        """
-        if self._quorum is None or self._result is not None:
-            return
-        if ended:
-            self._quorum.note_ended(lost.replica)
-        elif reason := self._quorum.why_not({host.replica for host in self.hosts.able}):
-            self._end_superseded(JobResult(1, f"{lost.name} was lost: {reason}", replica=self.leader))
-
-    def _end_superseded(self, result: JobResult) -> None:
-        """End this leader, because another host leads the job or may do so."""
-        self.superseded = True
-        self.events.post(StopRequested(self.leader, result))
 
     def _is_needless(self, host: Registration) -> bool:
         """Return whether the present attempt goes on if a host, other than replica 0, is lost."""
@@ -480,7 +351,7 @@ class Rendezvous:
 
     def _lease_expired(self, replica: int) -> None:
         self._silent.add(replica)
-        connections.give_up(self._writers[replica])  # ends ``_follow`` of this host
+        self._writers[replica].transport.abort()  # ends ``_follow`` of this host
 
 
 def _lost(host: Registration, how: str) -> HostLost:

@@ -10,13 +10,11 @@ import ssl
 import time
 from collections.abc import Callable
 
-from torchx_monarch.controller import succession
 from torchx_monarch.controller.host_messages import Answer, Handler, Refused, Report, Request, encode_message
 from torchx_monarch.controller.host_requests import HostResponder
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.model.codec import DecodeError
 from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
-from torchx_monarch.model.job_record import JobRecord
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import connections, messages
@@ -110,11 +108,6 @@ async def handshake(
     raise RendezvousError(f"{aim} in {timeout:g} s: {why}")
 
 
-def _number(message: messages.Message, name: str, default: int) -> int:
-    number = message.get(name)
-    return number if isinstance(number, int) else default
-
-
 async def no_requests(request: Request) -> Answer:
     """Refuse a request of replica 0."""
     return Refused(-1, "", f"this host executes no {type(request).__name__}", 1)
@@ -125,36 +118,23 @@ class RendezvousClient:
 
     Attributes:
         lost: why replica 0 is lost; empty if no more is known than that the connection broke.
-        left: whether replica 0 has left the job, for another host to take over.
         dismissed: whether the result is for this host alone, and the job goes on without it.
-        job: what this host must know to go on with the job; None if no other host takes over.
-        paused: whether this host did not run for so long that it may have been given up.
 
     Args:
         reader: reader of the connection to replica 0.
         writer: writer of the connection to replica 0.
         name: name of replica 0's host, for messages.
         lease: seconds of silence after which replica 0 counts as lost.
-        address: address on which replica 0 listens; None if it is not known.
     """
 
     def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        name: str = "replica 0",
-        lease: float = LEASE,
-        address: Address | None = None,
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str = "replica 0", lease: float = LEASE
     ) -> None:
         self.lost = ""
-        self.left = False
         self.dismissed = False
-        self.job: JobRecord | None = None
-        self.paused = False
         self._reader = reader
         self._writer = writer
         self._name = name
-        self._address = address
         self._leases: Leases[str] = Leases(lease, self._lease_expired)
 
     @classmethod
@@ -167,8 +147,6 @@ class RendezvousClient:
         peer_timeout: float = PEER_TIMEOUT,
         on_failure: Callable[[ConnectError], None] = lambda error: None,
         lease: float = LEASE,
-        term: int = 0,
-        generation: int = -1,
     ) -> RendezvousClient:
         """Connect to replica 0 and register. Retry until it listens.
 
@@ -181,26 +159,16 @@ class RendezvousClient:
                 connection.
             on_failure: called with the error of each failed try.
             lease: seconds of silence, after the registration, after which replica 0 counts as lost.
-            term: the highest term of a leader that this host has followed.
-            generation: that of the newest record that this host has; -1 for none.
 
         Raises:
             RendezvousError: replica 0 refused the host, or did not answer within ``timeout`` seconds.
         """
         shortened = dataclasses.replace(host, error=host.error[: messages.MAX_ERROR])
-        greeting = {"type": "register", "host": dataclasses.asdict(shortened), "term": term}
+        greeting = {"type": "register", "host": dataclasses.asdict(shortened)}
         answer, reader, writer = await handshake(
             address, greeting, "registered", timeout, identity, peer_timeout, on_failure
         )
-        if succession.why_deposed(led := _number(answer, "term", 0), term):
-            writer.close()
-            raise RendezvousError(f"term {led} of the leader at {address} is over: this host has followed term {term}")
-        if (newest := _number(answer, "generation", generation)) < generation:
-            writer.close()
-            raise RendezvousError(
-                f"the leader at {address} knows the job up to record {newest}, and this host up to record {generation}"
-            )
-        return cls(reader, writer, str(answer.get("name"))[:200], lease, address)
+        return cls(reader, writer, str(answer.get("name"))[:200], lease)
 
     async def report(self, report: Report) -> None:
         """Send a report to replica 0."""
@@ -220,17 +188,9 @@ class RendezvousClient:
             while message := await messages.receive(self._reader):
                 self._leases.renew(self._name)
                 requests.receive(message)
-                if message.get("type") == "job":
-                    self.job = JobRecord.from_json(message.get("job"))
-                    await messages.send(self._writer, {"type": "alive", "generation": self.job.generation})
-                if message.get("type") == "leaves":
-                    self.left = True
-                    self.lost = f"{self._name} leaves the job to another host: {str(message.get('reason'))[:1000]}"
-                    return None
                 if message.get("type") == "result":
                     self.dismissed = message.get("dismissed") is True
                     return JobResult.from_json(message)
-            self.paused = self._leases.own_pause > 0
             if not self.lost and (pause := self._leases.own_pause):
                 self.lost = f"this host did not run for {pause:.0f} s, and {self._name} has given it up"
         except (messages.ProtocolError, DecodeError) as error:
@@ -241,12 +201,6 @@ class RendezvousClient:
             self._leases.stop()
         return None
 
-    async def leader_has_ended(self) -> bool:
-        """Return whether the process of replica 0, which is lost over a network, is known to lead no more."""
-        if self.left:
-            return True
-        return not self.lost and self._address is not None and await connections.has_ended(self._address, self._reader)
-
     async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(self._leases.heartbeat)
@@ -254,4 +208,4 @@ class RendezvousClient:
 
     def _lease_expired(self, name: str) -> None:
         self.lost = f"{name} does not answer: no message from it for {self._leases.seconds:g} s (lease)"
-        connections.give_up(self._writer)
+        self._writer.transport.abort()

@@ -18,15 +18,11 @@ class SameStep:
 
     Ranks of a synchronous program may have reported different steps when one of them fails, so a failure one step
     before the furthest one is a failure at the same step.
-
-    Attributes:
-        furthest: the step of the last failures; -1 for none.
-        in_a_row: number of failures in a row at this step.
     """
 
-    def __init__(self, furthest: int = -1, in_a_row: int = 0) -> None:
-        self.furthest = furthest
-        self.in_a_row = in_a_row
+    def __init__(self) -> None:
+        self._furthest = -1
+        self._in_a_row = 0
 
     def why_not(self, exits: Iterable[RankExit], cause: RankExit, limit: int) -> str:
         """Return why the ranks must not be restarted after a failure; empty if they may be.
@@ -41,13 +37,13 @@ class SameStep:
             step = max((one.step for one in exits if one.step is not None), default=None)
         if step is None:
             return ""
-        if self.furthest - 1 <= step <= self.furthest:
-            self.in_a_row += 1
+        if self._furthest - 1 <= step <= self._furthest:
+            self._in_a_row += 1
         else:
-            self.furthest, self.in_a_row = step, 1
-        if limit <= 0 or self.in_a_row < limit:
+            self._furthest, self._in_a_row = step, 1
+        if limit <= 0 or self._in_a_row < limit:
             return ""
-        return f"{self.in_a_row} failures in a row at step {self.furthest}, without progress (same_step_limit)"
+        return f"{self._in_a_row} failures in a row at step {self._furthest}, without progress (same_step_limit)"
 
 
 def never_joined(exits: Iterable[RankExit]) -> frozenset[int]:

@@ -1,19 +1,16 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One run of a live allocation, as its leader holds it."""
+"""One run of a live allocation, as replica 0 holds it."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import time
 from typing import Any
 
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.run_request import RunRequest
-from torchx_monarch.model.session_record import RunRecord
 
 
 @dataclasses.dataclass(eq=False)
@@ -29,7 +26,6 @@ class Run:
         started: time of the start, in seconds since the epoch; 0 before it.
         ended: time of the end, in seconds since the epoch; 0 before it.
         result: result of the run; None before its end.
-        ending: result of the run after a request to end it; None without such a request.
         ranks: number of ranks; 0 before the hosts have started the run.
     """
 
@@ -41,13 +37,7 @@ class Run:
     started: float = 0.0
     ended: float = 0.0
     result: JobResult | None = None
-    ending: JobResult | None = None
     ranks: int = 0
-
-    @functools.cached_property
-    def request_size(self) -> int:
-        """The length of the request in a message, in bytes."""
-        return len(json.dumps(dataclasses.asdict(self.request)))
 
     @property
     def state(self) -> str:
@@ -103,19 +93,3 @@ class Run:
             "exit_code": self.result.code if self.result else None,
             "reason": self.result.reason if self.result else "",
         }
-
-    def to_record(self) -> RunRecord:
-        """Return what another host must know to go on with the run, or to tell of it once it has ended."""
-        request, result = self.request, self.result
-        if result is not None:
-            request = dataclasses.replace(request, command=None, program=None, env={})
-            cause = dataclasses.replace(result.cause, error=None) if result.cause else None
-            result = dataclasses.replace(result, cause=cause)
-        times = self.submitted, self.started, self.ended
-        return RunRecord(self.number, self.token, request, self.ranks, *times, result, self.ending)
-
-    @classmethod
-    def of(cls, record: RunRecord, run_log: RunLog) -> Run:
-        """Return the run of a record, with another log, which begins with this run."""
-        values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-        return cls(run_log=run_log, **values)

@@ -35,7 +35,6 @@ from torchx_monarch.controller.run import Run
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.run_request import RunRequest
-from torchx_monarch.model.session_record import SessionRecord
 from torchx_monarch.system import safe_files
 from torchx_monarch.transport import messages
 
@@ -44,12 +43,6 @@ TIMED_OUT = 124
 
 _RUNS_KEPT = 1000
 """Number of runs that replica 0 remembers; each takes some kilobytes."""
-
-_ENDED_PUBLISHED = 20
-"""Number of ended runs of which the other hosts know: a client whose connection broke asks for the last result."""
-
-_REQUESTS_PUBLISHED = messages.MAX_MESSAGE // 2
-"""Bytes of requests that the other hosts get in one message; runs beyond that in the queue are lost with this host."""
 
 _CLOSE_TIMEOUT = 5.0
 """Seconds for clients to receive the last records when the hosts end."""
@@ -74,9 +67,6 @@ class RunQueue:
         default_command: command of runs that name none; empty for none.
         idle_timeout: seconds without a run after which the allocation ends; 0 for no limit.
         is_warm: returns whether ranks of this host are to find their modules imported.
-        before: the runs, as the leader before this one has left them; None on replica 0.
-        own_log: returns the log of a run, by its token, that this host has begun under that leader; None for no such
-            run.
     """
 
     KINDS: dict[str, Handler] = {}
@@ -90,8 +80,6 @@ class RunQueue:
         default_command: tuple[str, ...],
         idle_timeout: float,
         is_warm: Callable[[], bool],
-        before: SessionRecord | None = None,
-        own_log: Callable[[str], RunLog | None] = lambda token: None,
     ) -> None:
         self.current: Run | None = None
         self.ready = False
@@ -116,29 +104,6 @@ class RunQueue:
         self._timer: asyncio.TimerHandle | None = None
         for kind, handler in self.KINDS.items():
             self.serve(kind, handler)
-        if before is not None:
-            self._go_on(before, own_log)
-
-    def _go_on(self, before: SessionRecord, own_log: Callable[[str], RunLog | None]) -> None:
-        """Go on with the runs of an earlier leader."""
-        self._number, self._count = max(self._number, before.last), before.ended
-        for each in before.runs:
-            try:
-                run = Run.of(each, own_log(each.token) or self._new_log(each.number))
-            except OSError:  # clients learn that the run is not known here
-                continue
-            _append(run.run_log, {"type": "run", **run.to_json()})
-            if run.result is not None:
-                _append(run.run_log, run.last_record or {})
-                run.run_log.close()
-                self._ended.append(run)
-            elif run.started:
-                self.current = run
-                self._start_timeout(run)
-                if run.ending is not None:
-                    self._rendezvous.events.post(RunEndRequested(0, run.ending))
-            else:
-                self._queue.append(run)
 
     # -- for the controller --------------------------------------------------------------------------------------------
 
@@ -158,27 +123,11 @@ class RunQueue:
         """Remove the next run from the queue, start its timeout and return it."""
         self.current = run = self._queue.popleft()
         run.started = time.time()
-        self._start_timeout(run)
-        self.publish()
-        return run
-
-    def _start_timeout(self, run: Run) -> None:
         if run.request.timeout is not None:
             reason = f"run {run.number} was ended by its timeout of {run.request.timeout:g} s"
             result = JobResult(TIMED_OUT, reason, stopped=True)
-            left = max(0.0, run.started + run.request.timeout - time.time())
-            self._timer = asyncio.get_running_loop().call_later(left, self.end_run, run, result)
-
-    def publish(self) -> None:
-        """Tell the other hosts the runs, if one of them takes over when this host is lost."""
-        if not self._rendezvous.record.enabled:
-            return
-        room, records = _REQUESTS_PUBLISHED, [run.to_record() for run in list(self._ended)[-_ENDED_PUBLISHED:]]
-        for run in self._unended():
-            room -= run.request_size
-            if room >= 0:
-                records.append(run.to_record())
-        self._rendezvous.record.set_session(SessionRecord(self._number, self._count, tuple(records)))
+            self._timer = asyncio.get_running_loop().call_later(run.request.timeout, self.end_run, run, result)
+        return run
 
     def finish(self, run: Run, result: JobResult, records: list[dict[str, Any]]) -> None:
         """Record the end of a run.
@@ -200,11 +149,6 @@ class RunQueue:
             self.current = None
             self._count += 1
         self._busy_at = time.monotonic()
-        self.publish()
-
-    async def publish_now(self) -> None:
-        """Wait until the other hosts have been sent the runs: what a client has been granted outlives this host."""
-        await self._rendezvous.record.send()
 
     def touch(self) -> None:
         """Restart the idle timeout for a use of the hosts that is not a run."""
@@ -233,20 +177,11 @@ class RunQueue:
             self._queue.remove(run)
             self.finish(run, result, [])
         elif run is self.current:
-            run.ending = run.ending or result
-            self.publish()
             self._rendezvous.events.post(RunEndRequested(0, run.ending, number))
 
     async def close(self, result: JobResult) -> None:
-        """End all runs because the hosts end, and wait until the clients have received the last records.
-
-        Runs that another host may go on with have not ended: clients lose the connection and look for that host.
-        """
+        """End all runs because the hosts end, and wait until the clients have received the last records."""
         self._result = result
-        if self._rendezvous.superseded:
-            for feeding in self._feeding:
-                feeding.cancel()
-            return
         reason = f"the hosts have ended: {result.reason}"
         for run in self._unended():
             self.finish(run, JobResult(result.code or 1, reason, stopped=result.stopped), [])
@@ -300,7 +235,7 @@ class RunQueue:
             raise RendezvousError(f"{before.describe()} has these hosts; wait for it, end it, or have this one wait")
         number = self._number + 1
         try:
-            run_log = self._new_log(number)
+            run_log = RunLog(os.path.join(self._log_dir, f"run_{number}", "journal.jsonl"))
         except OSError as error:
             raise RendezvousError(f"the run's folder cannot be made: {error.strerror}: {error.filename}") from None
         self._number = number
@@ -308,11 +243,7 @@ class RunQueue:
         _append(run_log, {"type": "run", **run.to_json()})
         self._queue.append(run)
         self._wake.set()
-        self.publish()
         return run
-
-    def _new_log(self, number: int) -> RunLog:
-        return RunLog(os.path.join(self._log_dir, f"run_{number}", "journal.jsonl"))
 
     def find(self, number: object) -> Run:
         """Return the run with the given number.
@@ -361,7 +292,7 @@ class RunQueue:
         """
         if why := run.why_no_rank(rank):
             raise RendezvousError(why)
-        if not await messages.send(writer, {"type": "accepted", "run": run.number, "leader": self._rendezvous.leader}):
+        if not await messages.send(writer, {"type": "accepted", "run": run.number}):
             return
         feeding = asyncio.ensure_future(self._feed(run, rank, wait, writer))
         gone = asyncio.ensure_future(reader.read(1))
@@ -420,9 +351,7 @@ async def _run(
         request = RunRequest.from_message(greeting)
     except ValueError as error:
         raise RendezvousError(str(error)) from None
-    run = run_queue.submit(request)
-    await run_queue.publish_now()
-    await run_queue.feed(run, reader, writer)
+    await run_queue.feed(run_queue.submit(request), reader, writer)
 
 
 async def _follow(
@@ -450,7 +379,6 @@ async def _end_run(run_queue: RunQueue, greeting: messages.Message, reader: Any,
         128 + number, f"run {run.number} was {'killed' if kill else 'stopped'} by its client", stopped=True
     )
     run_queue.end_run(run, result, number)
-    await run_queue.publish_now()
     if kill and run is run_queue.current and run_queue.broadcast is not None:
         # Directly: the controller may be waiting out the grace period of an earlier stop request.
         with contextlib.suppress(Exception):

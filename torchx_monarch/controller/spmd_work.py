@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from torchx_monarch.controller.attempts import Attempts
-from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.host_events import (
     HostEvent,
     HostEvents,
@@ -102,7 +101,6 @@ class SpmdWork:
     Args:
         session: the runs.
         hosts: the hosts, which are asked.
-        gatherer: gathers the hosts.
         events: the events that interrupt the controller.
         new_attempts: returns the attempts of a new run.
         recorder: records what the ranks use.
@@ -112,14 +110,12 @@ class SpmdWork:
         self,
         session: Session,
         hosts: JobHosts,
-        gatherer: HostGatherer,
         events: HostEvents,
         new_attempts: Callable[[], Attempts],
         recorder: SampleRecorder,
     ) -> None:
         self._session = session
         self._hosts = hosts
-        self._gatherer = gatherer
         self._events = events
         self._new_attempts = new_attempts
         self._attempts = new_attempts()
@@ -142,7 +138,6 @@ class SpmdWork:
             while True:
                 if not self._session.running:
                     self._attempts = self._new_attempts()
-                    await self._gatherer.publish(self._attempts.progress(-1))
                     if idle := await self._events.interrupt(self._session.next_run(), concerns_hosts):
                         return idle
                 with self._recorder.recording():

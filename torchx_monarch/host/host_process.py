@@ -5,20 +5,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import functools
 import os
 import signal
 import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchx_monarch.command.command import CommandError
-from torchx_monarch.controller import host_events, retry, succession
+from torchx_monarch.controller import host_events, retry
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
 from torchx_monarch.controller.host_choice import HostFailures
@@ -26,7 +24,6 @@ from torchx_monarch.controller.host_messages import SignalReceived
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
-from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.host.follower import Follower
 from torchx_monarch.host.meeting_point import settle_addresses
 from torchx_monarch.host.no_restart_marker import NoRestartMarker
@@ -37,7 +34,6 @@ from torchx_monarch.insight.progress import Reporter, write_result
 from torchx_monarch.model.env_names import CREDENTIALS, TRACE_ENDPOINTS
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.model.job_record import JobRecord
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import LaunchError
@@ -51,25 +47,7 @@ if TYPE_CHECKING:
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to exit before it exits."""
 
-_DEPOSE_EVERY = 1.0
-"""Seconds for which a host that has taken over tries to reach replica 0, and for which it waits then."""
-
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Succession:
-    """What the leader that this host succeeds has left.
-
-    Attributes:
-        job: the record of the job.
-        term: this host's term.
-        ending: ends the ranks of this host.
-    """
-
-    job: JobRecord
-    term: int
-    ending: Awaitable[None]
 
 
 class HostProcess:
@@ -98,7 +76,6 @@ class HostProcess:
         self._runs = self._workload.runs
         self._error_file = environ.get("TORCHELASTIC_ERROR_FILE", "")
         self._rendezvous: Rendezvous | None = None
-        self._follower: Follower | None = None
         self._registration: Registration | None = None
         self._no_restart_marker = NoRestartMarker(environ)
         self._traces: TraceExport | None = None
@@ -137,7 +114,7 @@ class HostProcess:
         host = self._host
         await self._stop_ranks(signal.SIGTERM)
         why = retry.why_no_other_start(result, host.options.retry_on)
-        restarts = host.reporter.own_restarts
+        restarts = host.reporter.rank_restarts
         self._write_and_exit(HostResult.of(result, rank_restarts=restarts, no_retry_reason=why))
 
     def _write_and_exit(self, result: HostResult, *, exit_code: int | None = None) -> NoReturn:
@@ -190,22 +167,18 @@ class HostProcess:
                 credentials,
                 host.sockets,
                 options.replica == 0,
-                options.hands_over,
             )
             if not error:
                 await self._workload.connect(network)
         except ValueError as failure:
             return self._conclude(JobResult(1, f"host {options.replica}: {failure}"))
         registration = Registration(options.replica, host.hostname, os.getpid(), nproc, error, code)
-        machine, listener = host.environ.get("MONARCH_NODE", ""), str(network.listener or "")
-        registration = dataclasses.replace(registration, machine=machine, listener=listener)
+        registration = dataclasses.replace(registration, machine=host.environ.get("MONARCH_NODE", ""))
         self._registration = registration
         sizes = NodeRange.of(self._runs.command, options.world, options.host_timeout, options.spares)
         if options.replica == 0:
             return await self._control(registration, network, sizes)
-        lead = functools.partial(self._take_over, registration, network, sizes)
-        self._follower = Follower(host, self._workload, registration, network, sizes.fewest, lead)
-        return await self._follower.run(sizes.join_timeout)
+        return await Follower(host, self._workload, registration, network).run(sizes.join_timeout)
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -244,47 +217,15 @@ class HostProcess:
     def _warn(self, text: str) -> None:
         self._host.reporter.line(f"INSECURE: host {self._host.options.replica}: {text}")
 
-    # -- the leader ----------------------------------------------------------------------------------------------------
+    # -- replica 0 -----------------------------------------------------------------------------------------------------
 
-    async def _take_over(
-        self,
-        registration: Registration,
-        network: HostNetwork,
-        sizes: NodeRange,
-        job: JobRecord,
-        term: int,
-        ending: Awaitable[None],
-    ) -> JobResult:
-        """Go on with the job as its leader, in place of the one that is lost (see ``Follower``)."""
-        host, replica = self._host, registration.replica
-        reporter = host.reporter
-        reporter.take_over(host.environ.get("MONARCH_EVENTS"), job.progress.rank_restarts)
-        text = f"host {replica} ({host.hostname}) takes over from host {job.leader}"
-        more = {"replica": replica, "replaces": job.leader, "host": host.hostname}
-        reporter.record("take_over", text, term=term, **more)
-        # If a spare host takes the place of a lost one, that counts as a restart.
-        if sizes.spares and job.progress.attempt >= 0:
-            reporter.restarted(text, **more)
-        else:
-            reporter.line(text)
-        return await self._control(registration, network, sizes, _Succession(job, term, ending))
-
-    async def _control(
-        self, registration: Registration, network: HostNetwork, sizes: NodeRange, after: _Succession | None = None
-    ) -> JobResult:
-        """Run the leader: gather the hosts, run the controller, announce the result.
-
-        Args:
-            registration: registration of this host.
-            network: its connections.
-            sizes: number of hosts of the job.
-            after: what an earlier leader has left; None on replica 0.
-        """
+    async def _control(self, registration: Registration, network: HostNetwork, sizes: NodeRange) -> JobResult:
+        """Run replica 0: gather the hosts, run the controller, announce the result."""
         host, options, runs = self._host, self._host.options, self._runs
         roles = host.roles
         assert roles is not None
         self._rendezvous = rendezvous = Rendezvous(
-            (after and network.listener) or network.rendezvous,
+            network.rendezvous,
             options.replicas,
             network.identity,
             network.bind,
@@ -292,12 +233,6 @@ class HostProcess:
             options.lease,
             sizes.fewest,
             sizes.spares,
-            options.replica,
-            after.term if after else 0,
-            succession.absent(after.job, options.replica, options.replicas) if after else (),
-            options.hands_over,
-            after.job if after else None,
-            network.reserved if after else None,
             host.reporter.line,
         )
         job = JobOptions.of(
@@ -310,17 +245,10 @@ class HostProcess:
             grace=host.grace,
             monarch_log=host.monarch_log,
         )
-        if after is not None:
-            job = dataclasses.replace(job, first_log_attempt=after.job.progress.first_log_attempt)
-        failures = HostFailures(
-            options.exclude_after, options.exclude_window, after.job.progress.failures if after else ()
-        )
-        places = succession.places(after.job, options.replica) if after else ()
-        gatherer = HostGatherer(sizes, rendezvous, host.reporter, failures, places)
-        work = self._workload.work(Control(rendezvous, network, gatherer, job, after.job if after else None))
-        # The other hosts end their ranks before they register with a new leader.
-        first_wait = max(sizes.last_call, host.grace + _HOST_EXIT_TIMEOUT) if after else None
-        controller = Controller(job, rendezvous, host.reporter, gatherer, work, first_wait)
+        failures = HostFailures(options.exclude_after, options.exclude_window)
+        gatherer = HostGatherer(sizes, rendezvous, host.reporter, failures)
+        work = self._workload.work(Control(rendezvous, network, gatherer, job))
+        controller = Controller(job, rendezvous, host.reporter, gatherer, work)
         coordinator = roles.coordinator(rendezvous, network, host.reporter)
         try:
             await rendezvous.start()
@@ -329,40 +257,12 @@ class HostProcess:
                 return self._conclude(JobResult(1, str(error)))
             # The job needs nobody else; but no client can ask for its stacks.
             print(f"no client can connect to this host: {error}", file=sys.stderr, flush=True)  # Monarch's log
-        if after is not None:
-            await after.ending
-            attempt = runs.pool.attempt if runs.pool is not None else -1
-            registration = dataclasses.replace(registration, attempt=attempt)
         rendezvous.register(registration)
-        if after is not None and (why_not := await rendezvous.gather_majority(options.lease + (first_wait or 0.0))):
-            return await self._give_up(rendezvous, after.job.leader, why_not)
-        if after is not None and network.reserved is not None:
-            self._spawn(self._depose_replica0(registration, network, after.term))
         await coordinator.begin(options.host_timeout)
-        result = await controller.run()
-        if rendezvous.handed_over:
-            return result  # that of this host: the next leader announces the job's
-        result = await coordinator.await_others(result, options.host_timeout)
+        result = await coordinator.await_others(await controller.run(), options.host_timeout)
         self._conclude(result)
         await coordinator.end(result, _HOST_EXIT_TIMEOUT + (0.0 if result.stopped else host.grace))
         await rendezvous.announce(result, _HOST_EXIT_TIMEOUT + host.grace)
-        return result
-
-    async def _depose_replica0(self, registration: Registration, network: HostNetwork, term: int) -> None:
-        """End a replica 0 that the backend starts again, or that was cut off: it must not lead another attempt."""
-        options = self._host.options
-        while True:
-            with contextlib.suppress(RendezvousError):
-                await RendezvousClient.join(
-                    network.rendezvous, registration, _DEPOSE_EVERY, network.identity, options.peer_timeout, term=term
-                )
-            await asyncio.sleep(_DEPOSE_EVERY)
-
-    async def _give_up(self, rendezvous: Rendezvous, lost: int, why: str) -> JobResult:
-        """End without having taken over from the lost leader."""
-        reason = f"host {self._host.options.replica} has not taken over from host {lost}: {why}"
-        result = self._conclude(JobResult(1, reason, consequence=True, replica=lost))
-        await rendezvous.announce(result, _HOST_EXIT_TIMEOUT + self._host.grace)
         return result
 
     def _conclude(self, result: JobResult) -> JobResult:
@@ -385,8 +285,6 @@ class HostProcess:
         announced = os.path.exists(stop_file) if stop_file else None
         registration = self._registration or Registration(replica, host.hostname, os.getpid(), 0)
         event = host_events.signalled(registration, number, announced)
-        if self._follower is not None and host.options.hands_over and isinstance(event, host_events.HostPreempted):
-            self._follower.ended = event.result
         if host.report is not None:
             self._spawn(host.report(SignalReceived(number, announced)))
         elif self._rendezvous is not None:

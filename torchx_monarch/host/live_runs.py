@@ -109,7 +109,7 @@ class LiveRuns:
         return 0
 
     def session(self, control: Control, hosts: JobHosts) -> Session:
-        """Return the session of the allocation, on replica 0 or the host that has taken over."""
+        """Return the session of the allocation, on replica 0."""
         options, spec = self._host.options, self._allocation_spec
         self._run_queue = run_queue = RunQueue(
             control.rendezvous,
@@ -119,8 +119,6 @@ class LiveRuns:
             spec.words,
             spec.idle_timeout,
             self._is_warm,
-            control.before.session if control.before is not None else None,
-            self._own_log,
         )
         code = self._host_code()
         run_queue.serve("sync", code.serve_client)
@@ -275,20 +273,6 @@ class LiveRuns:
         self._learn()
         await self._host_code().release()
         await self._close_run_log()
-
-    def _own_log(self, token: str) -> RunLog | None:
-        """Return the log of the run that this host has begun under an earlier leader, without the records sent there.
-
-        Args:
-            token: that of the run that goes on under this host.
-        """
-        if self._begun is None or self._begun[0] != token or self._run_log is None:
-            return None
-        if self._forwarding is not None:
-            self._forwarding.cancel()
-            self._forwarding = None
-        self._run_log.restart()
-        return self._run_log
 
     # -- its output ----------------------------------------------------------------------------------------------------
 

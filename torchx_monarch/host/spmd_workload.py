@@ -17,10 +17,8 @@ from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import (
     Answer,
     CollectivesRead,
-    ConfirmHost,
     FactsTaken,
     GetWorkerLoop,
-    HostConfirmed,
     Launched,
     LaunchRanks,
     LinkOpened,
@@ -142,18 +140,15 @@ class SpmdWorkload:
         clients = MeshClients(control.network, self._host.environ.get(CREDENTIALS, ""), mesh.attach)
         control.rendezvous.clients["attach"] = clients.serve
         first_output = self.runs.first_output
-        progress = control.before.progress if control.before is not None and session.running else None
 
         def new_attempts() -> Attempts:
-            nonlocal progress
             preflight = Preflight(options.preflight, control.network.rendezvous.networked, hosts, reporter)
-            gatherer, before, progress = control.gatherer, progress, None  # of the run that goes on, and of no other
-            return Attempts(options, hosts, gatherer, events, reporter, hang_watch, first_output, preflight, before)
+            return Attempts(options, hosts, control.gatherer, events, reporter, hang_watch, first_output, preflight)
 
         # Only where a command finds it again: beside the events of the job.
         kept = "MONARCH_EVENTS" in self._host.environ and self._host.log_dir
         log = SampleLog(os.path.join(self._host.log_dir, NAME)) if kept else None
-        return SpmdWork(session, hosts, control.gatherer, events, new_attempts, SampleRecorder(hosts, log))
+        return SpmdWork(session, hosts, events, new_attempts, SampleRecorder(hosts, log))
 
     # -- requests of the controller ------------------------------------------------------------------------------------
 
@@ -176,8 +171,6 @@ class SpmdWorkload:
         assert pool is not None
         if isinstance(request, OpenStore):
             return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
-        if isinstance(request, ConfirmHost):
-            return HostConfirmed(replica)
         if isinstance(request, LaunchRanks):
             return Launched(replica, tuple(await pool.launch(request.world)), pool.imported)
         if isinstance(request, TakeStacks):

@@ -21,7 +21,6 @@ from torchx_monarch.host.ranks.rank_environment import env_number
 from torchx_monarch.host.ranks.rank_logs import RankLogs
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.model.job_record import JobRecord
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import ConnectError
@@ -123,11 +122,9 @@ class Control:
         network: connections of this host.
         gatherer: gathers the hosts.
         options: options of the job.
-        before: the job, as an earlier leader has left it; None without one.
     """
 
     rendezvous: Rendezvous
     network: HostNetwork
     gatherer: HostGatherer
     options: JobOptions
-    before: JobRecord | None = None

@@ -90,7 +90,7 @@ def read(
 def have_hosts_met(
     path: str | os.PathLike[str], role: str, since: float, *, below: str | os.PathLike[str] | None = None
 ) -> bool:
-    """Return whether the hosts of a role have met at their replica 0: only then they know the job without it.
+    """Return whether the hosts of a role have met at their replica 0: from then on they stop each other.
 
     Hosts that have not met wait for replica 0 (``host_timeout``), whether it is alive or not.
 

@@ -39,7 +39,7 @@ class Reporter:
     Attributes:
         echo: also called with each line; None for no such function.
         listener: also called with the kind, the seconds and the fields of each event; None for no such function.
-        rank_restarts: number of calls of ``restarted``, with those on the hosts from which this one has taken over.
+        rank_restarts: number of calls of ``restarted``.
 
     Args:
         console: the host's stderr.
@@ -63,20 +63,10 @@ class Reporter:
         self._role = role
         self._termination_log = termination_log
         self._stamped = stamped
-        self.rank_restarts = self._restarts_before = 0
+        self.rank_restarts = 0
         self._last = time.monotonic()
         self.echo: Callable[[str], None] | None = None
         self.listener: Callable[[str, float | None, Mapping[str, object]], None] | None = None
-
-    def take_over(self, events_path: str | None, rank_restarts: int) -> None:
-        """Go on in place of another host: with its events file, and its number of restarts."""
-        self._events_path = events_path
-        self.rank_restarts = self._restarts_before = rank_restarts
-
-    @property
-    def own_restarts(self) -> int:
-        """The number of calls of ``restarted`` on this host: a backend adds up those of all hosts."""
-        return self.rank_restarts - self._restarts_before
 
     def line(self, text: str) -> None:
         """Write a line to the log, without an event."""
@@ -119,7 +109,7 @@ class Reporter:
         self.note("rank_restart", text, **fields)
         self.rank_restarts += 1
         # Now and not at the end: a host that is killed writes no result.
-        _write(self._termination_log, HostResult(rank_restarts=self.own_restarts).to_text())
+        _write(self._termination_log, HostResult(rank_restarts=self.rank_restarts).to_text())
 
     def begin_result(self) -> None:
         """Write an empty result where the backend reads it; called before the first rank starts.

@@ -74,10 +74,6 @@ class RunLog:
             self.append({**record, "prefix": prefix, "stamped": stamped})
             start = end
 
-    def restart(self) -> None:
-        """Remove all records: those that follow are for another reader, without the former ones."""
-        self._request(os.ftruncate, self._file, 0)
-
     def close(self) -> None:
         """Mark the log as complete; later records are dropped."""
         if not self._closed:

@@ -61,7 +61,6 @@ _MOMENTS = frozenset(
         *(
             "rank_restart",
             "spare_used",
-            "take_over",
             "excluded",
             "replacement",
             "restart",

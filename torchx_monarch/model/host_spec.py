@@ -188,12 +188,6 @@ class HostSpec:
     exclude_after: int = _flag(
         EXCLUDE_AFTER, "failures of a host after which another takes its place; 0: any number", parse=int
     )
-    hands_over: bool = _flag(
-        False,
-        "1: another host takes over when replica 0 is lost",
-        parse=lambda text: text == "1",
-        show=lambda value: str(int(value)),
-    )
     exclude_window: float = _seconds(EXCLUDE_WINDOW, "seconds within which the failures of a host count", 1)
     replacements: int = _flag(0, "how many lost hosts the backend replaces while the job goes on", parse=int)
     rendezvous: str = _flag(

@@ -20,8 +20,6 @@ class Registration:
         code: exit code that belongs to ``error``.
         attempt: the last attempt in which it took part, under an earlier replica 0; -1 for none.
         machine: name of the machine on which the host's container runs; empty if ``hostname`` is that.
-        listener: address at which it listens for the other hosts once it has taken over; empty if all hosts are on one
-            machine, or it never takes over.
     """
 
     replica: int
@@ -32,7 +30,6 @@ class Registration:
     code: int = 1
     attempt: int = -1
     machine: str = ""
-    listener: str = ""
 
     @property
     def name(self) -> str:

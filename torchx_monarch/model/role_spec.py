@@ -62,7 +62,7 @@ class RoleSpec:
     Attributes:
         name: name of the role.
         replicas: number of replicas.
-        min_replicas: how many of them the role needs, replica 0 among them unless it hands over; None for all.
+        min_replicas: how many of them the role needs, replica 0 among them; None for all.
         sidecar: whether the app ends without waiting for the role.
         max_retries: how often the scope of ``retry_policy`` is restarted.
         retry_policy: what restarts when a replica fails.
@@ -71,7 +71,6 @@ class RoleSpec:
             has none.
         ends_together: whether its hosts end and restart with those of the other roles (``controller.roles``).
         spares: how many replicas are spare hosts, which run ranks only in the place of others.
-        hands_over: whether another host takes over when replica 0 is lost, so that the role tolerates that.
         stamped: whether its hosts write the time before each line.
     """
 
@@ -85,7 +84,6 @@ class RoleSpec:
     rendezvous: str = ""
     ends_together: bool = False
     spares: int = 0
-    hands_over: bool = False
     stamped: bool = False
 
     @classmethod
@@ -126,7 +124,7 @@ class RoleSpec:
     def tolerates(self, failed: Collection[int]) -> bool:
         """Return whether the role can still succeed when these of its replicas have failed for good."""
         fewest = self.replicas if self.min_replicas is None else self.min_replicas
-        return not failed or ((0 not in failed or self.hands_over) and self.replicas - len(failed) >= fewest)
+        return not failed or (0 not in failed and self.replicas - len(failed) >= fewest)
 
     def succeeded(self, succeeded: Collection[int], failed: Collection[int]) -> bool:
         """Return whether the role has succeeded: all replicas have ended, and it tolerates those that have failed.
@@ -137,5 +135,5 @@ class RoleSpec:
             succeeded: ids of the replicas that have succeeded.
             failed: ids of the replicas that have failed for good.
         """
-        most = self.replicas - (self.spares if 0 in succeeded or (self.hands_over and succeeded) else 0)
+        most = self.replicas - (self.spares if 0 in succeeded else 0)
         return len(succeeded) + len(failed) >= most and self.tolerates(failed)

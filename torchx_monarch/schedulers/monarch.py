@@ -237,11 +237,9 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         }
         capabilities = self.inner.capabilities
         if not capabilities.separates_roles:
-            return WrapOptions(python, spec, rendezvous, hands_over=capabilities.survives_replica0)
+            return WrapOptions(python, spec, rendezvous)
         main = rendezvous[app.roles[0].name] if app.roles else ""
-        return WrapOptions(
-            python, spec, rendezvous, main, capabilities.restarts_apps_only, capabilities.survives_replica0
-        )
+        return WrapOptions(python, spec, rendezvous, main, capabilities.restarts_apps_only)
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any, Cfg]) -> str:
         """Submit the result of a dry run, including changes made to its request since, and return the app's id.
@@ -267,8 +265,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             if client:
                 rendezvous = {role.name: role.rendezvous for role in submitted.roles if role.rendezvous}
                 try:
-                    successors = [role.name for role in submitted.roles if role.hands_over]
-                    client_credentials.keep(self.backend, app_id, client, rendezvous, submitted.app.name, successors)
+                    client_credentials.keep(self.backend, app_id, client, rendezvous, submitted.app.name)
                 except OSError as error:
                     _log.warning("The job runs, but the certificate to reach it with could not be kept: %s", error)
         return app_id

@@ -21,7 +21,6 @@ import functools
 import os
 import socket
 import ssl
-import struct
 import tempfile
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -42,9 +41,6 @@ FIRST_HANDSHAKE_TIMEOUT = 3.0
 LATER_HANDSHAKE_TIMEOUT = 30.0
 """Seconds for the TLS handshake of later tries. When thousands of hosts connect together, each waits for the hosts
 before it, and each handshake takes about 1.5 ms of replica 0's CPU time."""
-
-_REFUSAL_TIMEOUT = 1.0
-"""Seconds for a machine that runs to refuse a connection to a process that has ended. Ranks wait meanwhile."""
 
 _BACKLOG = 4096
 """All hosts of a large job connect within a second. The kernel uses the smaller of this and net.core.somaxconn."""
@@ -124,7 +120,6 @@ async def listen(
     identity: Identity | None,
     bind: str,
     peer_timeout: float,
-    reserved: socket.socket | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Listener:
     """Listen on an address and serve every connection.
@@ -136,7 +131,6 @@ async def listen(
         identity: this host's certificate; None without TLS.
         bind: local IP address to listen on; empty for all.
         peer_timeout: seconds without an answer from the peer's machine after which the kernel breaks a connection.
-        reserved: a socket that is bound to the port of the address and does not listen yet; None to bind one.
         say: as for ``Listener``.
 
     Raises:
@@ -146,8 +140,7 @@ async def listen(
         if not address.networked:
             return Listener(_socket_file(address.path), serve, None, messages.MAX_LINE, say)
         context = identity.context(server=True) if identity else None
-        listening = reserved or _port(bind, address.port)
-        listening.listen(_BACKLOG)  # again, where it listens already
+        listening = _port(bind, address.port)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConnectError(f"cannot listen for the other hosts at {address.path or address}: {reason}") from None
@@ -232,52 +225,6 @@ async def _dial(address: Address) -> socket.socket:
             connection.close()
             raise
     raise failure
-
-
-def put_at(path: str, place: str) -> None:
-    """Give the socket file of a listener another path, where clients look for it, in place of the file there."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"{path}.new")
-    os.link(path, f"{path}.new")
-    os.replace(f"{path}.new", place)
-
-
-async def has_ended(address: Address, reader: asyncio.StreamReader) -> bool:
-    """Return whether the process that listens on an address over a network is known to have ended.
-
-    A machine whose kernel refuses a connection runs no process that listens there. Without any answer, only a peer that
-    has closed its connection (``closed_by_peer``) is known to have ended: the machine, or its container, is gone since.
-
-    Args:
-        address: the address.
-        reader: reader of a connection to it, which is broken.
-    """
-    closed = closed_by_peer(reader)
-    if not closed and not isinstance(reader.exception(), (ConnectionResetError, BrokenPipeError)):
-        return False
-    for pause in (0.1, 0.4, 0.0):  # a process that is ending may close its listener after its connections
-        try:
-            connection = await asyncio.wait_for(_dial(address), _REFUSAL_TIMEOUT)
-        except ConnectionRefusedError:
-            return True
-        except (OSError, asyncio.TimeoutError, ValueError, OverflowError):
-            return closed
-        connection.close()
-        await asyncio.sleep(pause)
-    return False
-
-
-def closed_by_peer(reader: asyncio.StreamReader) -> bool:
-    """Return whether the peer has closed a connection, rather than that it was reset or broke without an answer."""
-    return reader.at_eof() and reader.exception() is None
-
-
-def give_up(writer: asyncio.StreamWriter) -> None:
-    """Break a connection so that a peer that lives sees it as reset, and not as closed by the end of this process."""
-    connection = writer.get_extra_info("socket")
-    if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    writer.transport.abort()
 
 
 def watch_peer(writer: asyncio.StreamWriter, seconds: float) -> None:

@@ -178,42 +178,6 @@ def bind_port(options: NetworkOptions) -> socket.socket:
     )
 
 
-def reserve_port(rendezvous: Address, options: NetworkOptions) -> socket.socket:
-    """Return a TCP socket that is bound to the port on which this host listens if it takes over from replica 0.
-
-    It is replica 0's port, where clients look, or another one of the range if that is taken, or if replica 0 runs on
-    this machine. The socket refuses connections until it listens. Another job's replica 0 may listen on the same port
-    instead (SO_REUSEADDR): that job has been given the port, and this one only may need it.
-
-    Args:
-        rendezvous: address on which replica 0 listens.
-        options: the user's network options.
-
-    Raises:
-        NetworkError: no port is free.
-    """
-    address = address_of(options.bind)
-    if not _is_here(rendezvous.host):
-        one = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind((address, rendezvous.port))
-            return one
-        except OSError:
-            one.close()
-    return bind_port(options)
-
-
-def _is_here(host: str) -> bool:
-    """Return whether a name or IP address is one of this machine's; False for a name that cannot be resolved (yet)."""
-    with contextlib.suppress(OSError):
-        kind, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            probe.bind(where)
-            return True
-    return False
-
-
 def gloo_interface(advertised_as: str) -> str:
     """Return the interface for GLOO_SOCKET_IFNAME; empty when Gloo's own choice is right.
 

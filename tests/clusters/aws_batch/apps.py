@@ -123,7 +123,6 @@ class Apps(Place):
     wires = {"missing tool says what to install": "real"}
     cannot = {
         "lost host replaced": "AWS Batch replaces no node of a job: it starts all of it again (max_retries)",
-        "take-over": "a job of AWS Batch ends when it loses a node",
         "spare host": "a job of AWS Batch ends when it loses a node",
         "retries": "moto starts no job again",
         "elastic role": "moto fails a job when one of its nodes fails",

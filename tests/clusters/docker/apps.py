@@ -36,7 +36,6 @@ class Apps(Place):
         "test_actors_run_beside_ranks",
         "test_a_client_attaches_during_a_run",
         "spare host",
-        "take-over",
         "test_a_lost_host_is_replaced[1]",
         "test_the_job_begins_again_when_a_host_is_lost[0]",
         "test_a_preempted_job_goes_on[APPLICATION]",

@@ -19,8 +19,6 @@ from torchx.specs import AppState, RetryPolicy
 from tests.clusters.docker.apps import NAME, Apps
 from tests.clusters.docker.daemon import Daemon
 from tests.contract.place import TORCHX
-from torchx_monarch.client.hosts import Hosts
-from torchx_monarch.client.rank_stacks import ask_stacks
 
 Eventually = Callable[..., object]
 
@@ -74,29 +72,6 @@ def test_an_elastic_job_succeeds_without_a_container(apps: Apps, daemon: Daemon,
     go.touch()
     assert apps.wait(handle).state is AppState.SUCCEEDED, apps.log(handle)
     assert apps.states(handle) == {"trainer/0": AppState.SUCCEEDED, "trainer/1": AppState.FAILED}
-
-
-@pytest.mark.nightly("8 s of processor time; the contract has the take-over of a killed container, too")
-def test_clients_find_the_host_that_has_taken_over_from_a_removed_container(
-    apps: Apps, daemon: Daemon, eventually: Eventually
-) -> None:
-    go = apps.folder / "go"
-    path = apps.program(f"""
-        import os, time
-        print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
-        while not os.path.exists({str(go)!r}):
-            time.sleep(0.1)
-    """)
-    other = apps.torchrun(path, nproc=1, replicas=1, name="other")
-    handle = apps.run(other, apps.torchrun(path, nproc=1, metadata={"monarch": {"spares": 1}}))
-    eventually(lambda: "spare: host 2" in apps.log(handle) and apps.log(handle).count("attempt 0") == 2, "the ranks")
-    with contextlib.closing(daemon.client()) as client:
-        client.containers.get(apps.hostname(handle, 0, role=1)).remove(force=True)
-    eventually(lambda: "".join(apps.lines(handle, 2)).count("attempt 1") == 1, "the next attempt")
-    with apps.reached(handle):
-        assert {one.rank for one in ask_stacks(Hosts(handle, "trainer", runner=apps.runner))[0]} == {0, 1}
-    go.touch()
-    apps.wait(handle, AppState.SUCCEEDED)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,6 @@ class Apps(Place):
     nightly = left_to_others(
         "test_actors_run_beside_ranks",
         "test_a_client_attaches_during_a_run",
-        "take-over",
         "test_a_lost_host_is_replaced[0]",
         "test_the_job_begins_again_when_a_host_is_lost[1]",
         "test_a_preempted_job_goes_on[REPLICA]",

@@ -53,7 +53,6 @@ class Apps(Place):
     }
     nightly = left_to_others(
         "spare host",
-        "take-over",
         "test_a_lost_host_is_replaced[0]",
         "test_the_job_begins_again_when_a_host_is_lost[0]",
         "test_a_preempted_job_goes_on[REPLICA]",

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Machines that reboot, lose their power, or are cut off while a job runs; ``lost_machines`` counts many of them."""
+"""Machines that reboot, lose their power, or are cut off while a job runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SLEEPS = """
 """
 
 
-_FIRST = pytest.mark.nightly("lost_machines loses the first machine as well")
+_FIRST = pytest.mark.nightly("it is lost as the other machine is")
 
 
 @pytest.mark.parametrize("lost", [pytest.param("m1", marks=_FIRST), "m2"])

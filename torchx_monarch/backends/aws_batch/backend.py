@@ -44,7 +44,6 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         kills=False,
         separate_streams=False,
         needs_image=True,
-        survives_replica0=False,  # "If the main node exits, the entire job ends" (multi-node parallel jobs)
     )
     poll = logs.POLL
 

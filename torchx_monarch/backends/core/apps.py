@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -235,26 +235,10 @@ class Apps(Generic[S]):
         self._backend.remove(app)
 
     def address(self, app_id: str, role: str) -> str:
-        """Return the address or host name of a role's replica 0 for clients; empty if it is not known (yet).
-
-        If that has ended, and another host takes over, it is the most probable one of them.
-        """
+        """Return the address or host name of a role's replica 0 for clients; empty if it is not known (yet)."""
         app = self._backend.snapshot(app_id, brief=True)
-        roles = [one for one in (app.roles if app else ()) if one.spec.name == role]
-        first = next((one for each in roles for one in each.replicas if one.id == 0), None)
-        own = (first.address or first.hostname) if first is not None else ""
-        if roles and roles[0].spec.hands_over and first is not None and not first.is_alive:
-            return next(iter(self.successors(app_id, role)), own)
-        return own
-
-    def successors(self, app_id: str, role: str) -> Sequence[str]:
-        """Return the addresses or host names, for clients, of the replicas that may have taken over from replica 0.
-
-        They are in the order in which they take over, without those that have ended or whose place is not known.
-        """
-        app = self._backend.snapshot(app_id)
-        replicas = [one for one in (app.replicas if app else ()) if one.role == role and one.id and one.is_alive]
-        return [one.address or one.hostname for one in replicas if one.address or one.hostname]
+        replicas = [one for one in (app.replicas if app else ()) if one.role == role and one.id == 0]
+        return (replicas[0].address or replicas[0].hostname) if replicas else ""
 
     def events_path(self, app_id: str) -> Path | None:
         """Return the path of an app's events file (``insight.events``); None if this machine does not have it."""

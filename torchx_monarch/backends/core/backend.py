@@ -48,8 +48,6 @@ class Capabilities:
         shares_interpreter: whether its replicas find the submitter's Python interpreter at the same path.
         needs_image: whether replicas run in container images, so that those of hosts must have this package; a backend
             for which that depends on run options overrides ``Backend.runs_images``.
-        survives_replica0: whether the other replicas of a role run on when replica 0 is lost, so that another host can
-            take over.
     """
 
     separates_roles: bool = False
@@ -60,7 +58,6 @@ class Capabilities:
     separate_streams: bool = True
     shares_interpreter: bool = False
     needs_image: bool = False
-    survives_replica0: bool = True
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import urllib.parse
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from torchx_monarch.backends.core import state_files
@@ -29,7 +29,6 @@ class _StoredCredentials:
     name: str = ""
     credentials: str = ""
     rendezvous: dict[str, str] = field(default_factory=dict)
-    hands_over: list[str] = field(default_factory=list)
 
 
 def path(scheduler: str, app_id: str) -> str:
@@ -37,14 +36,7 @@ def path(scheduler: str, app_id: str) -> str:
     return os.path.join(state_files.state_dir(), _FOLDER, scheduler, urllib.parse.quote(app_id, safe=""))
 
 
-def keep(
-    scheduler: str,
-    app_id: str,
-    credentials: str,
-    rendezvous: Mapping[str, str],
-    name: str = "",
-    hands_over: Collection[str] = (),
-) -> None:
+def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str, str], name: str = "") -> None:
     """Store what a client needs to reach an app.
 
     Args:
@@ -54,14 +46,13 @@ def keep(
         rendezvous: the address of replica 0 of each role, by the role's name; the host may be ``@NAME``, which only the
             hosts can resolve.
         name: name of the app; empty if it is not known.
-        hands_over: the roles in which another host takes over when replica 0 is lost.
 
     Raises:
         OSError: the file cannot be written.
     """
     where = path(scheduler, app_id)
     state_files.make_folder(_FOLDER, scheduler)
-    stored = _StoredCredentials(name, credentials, dict(rendezvous), list(hands_over))
+    stored = _StoredCredentials(name, credentials, dict(rendezvous))
     state_files.write_json(where, asdict(stored), below=state_files.state_dir())
 
 
@@ -73,14 +64,6 @@ def kept(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
         _log.warning("the certificate of %s is not used: %s", app_id, error)
         found = None
     return (found.credentials, found.rendezvous) if found else ("", {})
-
-
-def hands_over(scheduler: str, app_id: str, role: str) -> bool:
-    """Return whether another host takes over when replica 0 of a role is lost, as far as it is stored."""
-    with contextlib.suppress(state_files.DamagedFileError):
-        found = state_files.load(_StoredCredentials, path(scheduler, app_id), state_files.state_dir())
-        return found is not None and role in found.hands_over
-    return False
 
 
 def name_of(scheduler: str, app_id: str) -> str:

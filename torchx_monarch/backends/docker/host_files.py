@@ -26,15 +26,12 @@ _LONGEST_LINE = 300
 def add_files(app: DockerSnapshot) -> DockerSnapshot:
     """Return the snapshot of an app with what its hosts wrote: error files, and how often they restarted ranks."""
     hosts = {role.spec.name for role in app.roles if role.spec.runs_hosts}
-    # Any of their hosts may have led, once replica 0 has ended.
-    lost = {one.role for one in app.replicas if one.id == 0 and not one.is_alive}
-    handed_over = {role.spec.name for role in app.roles if role.spec.hands_over} & lost
 
     def add(replica: ReplicaSnapshot) -> ReplicaSnapshot:
         container = app.containers.get(replica.name)
         if container is None or not replica.started:
             return replica
-        if replica.id == 0 or replica.role in handed_over:
+        if replica.id == 0:
             replica = replace(replica, rank_restarts=_rank_restarts(container))
         if replica.error or replica.state is not State.FAILED:
             return replica
@@ -50,7 +47,7 @@ def add_files(app: DockerSnapshot) -> DockerSnapshot:
 
 
 def _rank_restarts(container: Container) -> int:
-    """Count the rank restarts in the events of a replica that has led its role."""
+    """Count the rank restarts in the events of a replica 0."""
     text = read_file(container, environment(container).get(request.EVENTS, ""))
     return sum('"rank_restart"' in line for line in text.splitlines())
 

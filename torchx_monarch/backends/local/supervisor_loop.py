@@ -321,7 +321,7 @@ class SupervisorLoop:
         """
         if self._outcome is not None or not first.succeeded:
             return
-        is_late = first.spec.is_elastic and (first.record.id == 0 or first.spec.hands_over)
+        is_late = first.spec.is_elastic and first.record.id == 0
         replaces = first.spec.retry_policy is RetryPolicy.REPLICA
         siblings = [r for r in self._roles[first.role_index] if is_late or (replaces and r.record.restarts)]
         living = {r.record.pid: r for r in siblings if r.alive and r.record.pid is not None}
@@ -342,7 +342,7 @@ class SupervisorLoop:
         index, spec = replica.role_index, replica.spec
         siblings = self._roles[index]
         failed = {one.record.id for one in siblings if one in self._given_up} | {replica.record.id}
-        spare = not replica.final and spec.tolerates(failed) and (replica.record.id != 0 or self._have_met(replica))
+        spare = not replica.final and spec.tolerates(failed)
         if spec.runs_hosts and any(sibling.succeeded for sibling in siblings):
             # Hosts exit with 0 once all ranks of their role have: this host was killed after that.
             self._surplus.add(replica)
@@ -365,13 +365,6 @@ class SupervisorLoop:
             self._tolerate(replica)
         else:
             self._end(State.FAILED, replica.failure, settling=siblings)
-
-    def _have_met(self, first: Replica) -> bool:
-        """Return whether another host can take over from this replica 0, which is lost."""
-        name, since = first.spec.name, first.record.started or 0.0
-        return not first.spec.runs_hosts or events.have_hosts_met(
-            self._paths.events, name, since, below=self._paths.trusted
-        )
 
     def _restart(self, replicas: Collection[Replica], what: str, delay: float, note: str) -> None:
         self._graceful_stops = [w for w in self._graceful_stops if not set(w.scope) & set(replicas)]

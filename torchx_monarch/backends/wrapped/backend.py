@@ -86,7 +86,6 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         restarts_apps_only=True,
         removes_running_apps=True,
         kills=False,
-        survives_replica0=False,  # a scheduler may end the app with any of its replicas, as TorchX's for Slurm does
     )
 
     def __init__(self, inner: Scheduler[Any], name: str) -> None:

@@ -289,7 +289,7 @@ class BatchStep:
             failed = {replica for replica, one in latest.items() if one.state is State.FAILED}
             if role.runs_hosts and self._have_met(name, latest.get(0)):
                 self._met.add(name)
-            elif not role.tolerates(failed) or (role.runs_hosts and 0 in failed):
+            elif not role.tolerates(failed):
                 self._stop_role(name, step)
 
     def _stop_role(self, name: str, step: int) -> None:

@@ -1,0 +1,130 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The runs of an allocation: their queue on replica 0, and a run on a host."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.waits import WITHIN, until_async
+from torchx_monarch.controller.host_messages import BeginRun, FileProbed, FinishRun, Request, RunBegun
+from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.controller.run_queue import RunQueue
+from torchx_monarch.host.code_distribution import HostCode
+from torchx_monarch.host.live_runs import LiveRuns
+from torchx_monarch.host.ranks.rank_pool import RankPool
+from torchx_monarch.host.workload import Host
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.host_spec import HostSpec
+from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.run_request import RunRequest
+from torchx_monarch.system.console import Console
+from torchx_monarch.transport import messages
+from torchx_monarch.transport.connections import Address
+
+
+class Replica0:
+    """The runs on a replica 0."""
+
+    def __init__(self, folder: Path) -> None:
+        rendezvous = Rendezvous(Address("unix", path="/nowhere"), 3)
+        self.events = rendezvous.events
+        self.runs = RunQueue(rendezvous, "app", "trainer", str(folder), ("a", "b"), 0.0, lambda: True)
+
+    def submit(self, **more: object) -> None:
+        self.runs.submit(RunRequest.from_message({"command": ["python", "x.py"], "queue": True, **more}))
+
+
+def test_the_end_of_a_queued_run_leaves_the_timeout_of_the_running_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        replica0 = Replica0(tmp_path)
+        replica0.submit(timeout=0.01)
+        replica0.submit()
+        replica0.runs.begin()
+        replica0.runs.end_run(replica0.runs.find(2), JobResult(143, "stopped", stopped=True))
+        await until_async(lambda: bool(replica0.events.pending), "the end of the run by its timeout")
+        await replica0.runs.close(JobResult(0, "released", stopped=True))
+
+    asyncio.run(main())
+
+
+def test_hosts_to_which_a_client_sends_its_code_are_not_idle(tmp_path: Path) -> None:
+    async def main() -> None:
+        replica0 = Replica0(tmp_path)
+        replica0.runs.idle_timeout = 0.05
+        waiting = asyncio.ensure_future(replica0.runs.run_wanted())
+
+        async def answer_late(request: Request) -> list[FileProbed]:
+            await asyncio.wait([waiting], timeout=0.5)  # a slow link
+            return [FileProbed(0, waiting.done())]
+
+        replica0.runs.broadcast = answer_late
+        own, client = socket.socketpair()
+        streams = await asyncio.open_connection(sock=own)
+        serving = asyncio.ensure_future(
+            HostCode(str(tmp_path / "code"), "host 0").serve_client(replica0.runs, {}, *streams)
+        )
+        reader, writer = await asyncio.open_connection(sock=client)
+        await messages.send(writer, {"type": "probe", "path": "x", "text": "x"})
+        answer = await messages.receive(reader, WITHIN)
+        wanted = await asyncio.wait_for(waiting, WITHIN)
+        writer.close()
+        await serving
+        streams[1].close()
+        assert answer == {"type": "shared", "shared": False}, "they have ended while the client was sending"
+        assert not wanted, "the idle timeout counts again"
+
+    asyncio.run(main())
+
+
+def test_a_request_to_begin_a_run_that_is_repeated_during_the_first_begins_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkouts: list[str] = []
+
+    async def checkout(code: HostCode, tree_hash: str, workspace: str) -> str:
+        checkouts.append(tree_hash)
+        await asyncio.sleep(0)
+        return str(tmp_path)
+
+    async def fetch(code: HostCode, tree_hash: str, connect: object) -> None:
+        """The code is on this host."""
+
+    async def start(pool: RankPool, nproc: str) -> int:
+        return 1
+
+    monkeypatch.setattr(HostCode, "checkout", checkout)
+    monkeypatch.setattr(HostCode, "fetch", fetch)
+    monkeypatch.setattr(RankPool, "start", start)
+
+    async def main() -> None:
+        console = Console(2)
+        spec = HostSpec(command=("python", "-m", "torchx_monarch.hosts", "--", "python", "-c", "0"))
+        host = Host(spec, {}, "here", console, console, str(tmp_path), Reporter(console, None, ""), str(tmp_path))
+        runs = LiveRuns(host)
+        runs.parse()
+        begin = BeginRun(1, "token", RunRequest(("python", "-c", "0"), None, code="tree", synced=True))
+        first, second = await asyncio.gather(runs.handle(begin), runs.handle(begin))
+        assert isinstance(first, RunBegun) and first == second
+        assert checkouts == ["tree"]
+        await runs.handle(FinishRun("token"))
+
+    asyncio.run(main())
+
+
+def test_runs_are_numbered_after_those_of_an_earlier_start(tmp_path: Path) -> None:
+    """Ranks can write to its log folder, so that not every name there is one of a run."""
+    for name in ("run_2", "run_²", "run_99999999999"):
+        (tmp_path / name).mkdir()
+
+    async def main() -> None:
+        replica0 = Replica0(tmp_path)
+        replica0.submit()
+        assert replica0.runs.begin().number == 3
+        await replica0.runs.close(JobResult(0, "released", stopped=True))
+
+    asyncio.run(main())
