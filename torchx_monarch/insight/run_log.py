@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from torchx_monarch.system import safe_files
@@ -47,7 +47,7 @@ class RunLog:
         self._file = safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.ftruncate(self._file, 0)
         self._closed = False
-        self._requested = self._made = 0  # changes of the file
+        self._requested = self._appended = 0  # records
         self._loop = asyncio.get_running_loop()
         self._is_awaited = False
         self._changed = asyncio.Event()
@@ -58,9 +58,21 @@ class RunLog:
 
     def append_line(self, line: bytes) -> None:
         """Append a record that is encoded already and ends with a line feed; do nothing after ``close``."""
-        if not self._closed:
-            # A full disk loses output, but does not end the run.
-            self._request(write_all, self._file, line, size=len(line))
+        if self._closed:
+            return
+
+        def append() -> None:
+            try:
+                write_all(self._file, line)  # a full disk loses output, but does not end the run
+            finally:
+                self._appended += 1
+                if self._is_awaited:
+                    self._is_awaited = False
+                    with contextlib.suppress(RuntimeError):  # the event loop has ended
+                        self._loop.call_soon_threadsafe(self._wake)
+
+        self._requested += 1
+        self.writer.call(append, size=len(line))
 
     def output(self, rank: int, stream: str, data: bytes, prefix: str, stamped: bool) -> None:
         """Append output of a rank, split into records of at most ``_PIECE`` characters; see ``RunLogSink``."""
@@ -81,20 +93,6 @@ class RunLog:
             self.writer.close(self._file)
             self._wake()
 
-    def _request(self, function: Callable[..., object], *args: object, size: int = 0) -> None:
-        def change() -> None:
-            try:
-                function(*args)
-            finally:
-                self._made += 1
-                if self._is_awaited:
-                    self._is_awaited = False
-                    with contextlib.suppress(RuntimeError):  # the event loop has ended
-                        self._loop.call_soon_threadsafe(self._wake)
-
-        self._requested += 1
-        self.writer.call(change, size=size)
-
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -109,16 +107,16 @@ class RunLog:
         Raises:
             OSError: another file is in the place of the log.
         """
-        appended, rest = self._requested, b""
+        requested, rest = self._requested, b""
         with open(safe_files.open_file(self.path), "rb", buffering=0) as file:
             while True:
                 # All before the read, so that what is written after it wakes this follower.
-                ends, made, changed = self._closed or not wait, self._made, self._changed
-                last = self._requested if self._closed else appended
+                ends, appended, changed = self._closed or not wait, self._appended, self._changed
+                last = self._requested if self._closed else requested
                 self._is_awaited = True
                 data = await asyncio.to_thread(file.read, _CHUNK)
                 if not data:
-                    if ends and made >= last:
+                    if ends and appended >= last:
                         return
                     await changed.wait()
                     continue
