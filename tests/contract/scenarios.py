@@ -35,11 +35,10 @@ SCENARIOS = (
     "log follow, since, until",
     "bad options named",
     "missing tool says what to install",
-    "containers: OCI bundles",
     "containers: pyxis",
 )
 
-ONLY = {"containers: OCI bundles": ("slurm", "it is Slurm's"), "containers: pyxis": ("slurm", "it is Slurm's")}
+ONLY = {"containers: pyxis": ("slurm", "it is Slurm's")}
 """Scenarios of one backend: its name, and why the others cannot do them."""
 
 BACKENDS = ("local", "docker", "slurm", "ssh", "kubernetes", "aws_batch")

@@ -103,8 +103,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(PROGRAM)
     # Ranks that import no torch cost a tenth, and no command line changes.
-    (tmp_path / "bundle" / "rootfs").mkdir(parents=True)  # an OCI bundle
-    (tmp_path / "bundle" / "config.json").write_text("{}")
     (tmp_path / ".torchxconfig").write_text("[monarch_local]\npreload = none\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path

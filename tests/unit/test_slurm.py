@@ -235,7 +235,7 @@ def test_submitting_within_a_job_does_not_inherit_its_shape() -> None:
     inside = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_CONF": "/c", "MONARCH_CREDENTIALS": "x", "HOME": "/h"}
     assert native.client_environment(inside) == {"SLURM_CONF": "/c", "HOME": "/h"}
     outside = {"SLURM_TIME_FORMAT": "relative", "HOME": "/h"}
-    assert native.client_environment(outside) == outside
+    assert native.client_environment({**outside, "SBATCH_ARRAY_INX": "0-9"}) == outside
 
 
 # -- what Slurm says ---------------------------------------------------------------------------------------------------
@@ -270,7 +270,8 @@ def test_owner_is_not_taken_from_what_a_user_writes() -> None:
 
 def test_sacct_is_read() -> None:
     text = (
-        "3|CANCELLED by 0|0:0|n[1-2]|app\n7+0|FAILED|3:0|n1|x\n7+1|COMPLETED|0:0|n2|x\n9|PENDING|0:0|None assigned|a|b"
+        "3|CANCELLED by 0|0:0|n[1-2]|app\n7+0|FAILED|3:0|n1|x\n7+1|COMPLETED|0:0|n2|x\n"
+        "9|PENDING|0:0|None assigned|a|b\n8_[3-5%2]|PENDING|0:0|None assigned|foreign\n8_2|FAILED|0:0|n1|foreign"
     )
     jobs = native.parse_sacct(text)
     assert set(jobs) == {"3", "7", "9"}
@@ -283,6 +284,7 @@ def test_sacct_is_read() -> None:
 def test_squeue_is_read_and_each_job_is_there_once() -> None:
     text = (
         "17|17|PENDING|Resources|s.sh|torchx-monarch:/x\n15|15+0|RUNNING|None|two|my|note\n16|15+1|RUNNING|None|two|x\n"
+        "8|8_[3-5%2]|PENDING|None|foreign|\n9|8_2|RUNNING|None|foreign|\n"
     )
     jobs = native.parse_squeue(text)
     assert [(job.job_id, job.state, job.comment) for job in jobs] == [

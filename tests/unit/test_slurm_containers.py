@@ -1,10 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Containers of Slurm's steps: their options, the configuration derived from a bundle, the cluster's checks."""
+"""Containers of Slurm's steps: their options, their script, the cluster's checks."""
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import sys
@@ -27,28 +26,13 @@ from torchx.specs.finder import ComponentValidationException
 
 from tests.waits import WITHIN
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.backends.slurm import bundle, checks, container_files, native, records
-from torchx_monarch.backends.slurm.container import Mount, in_order, last_error
+from torchx_monarch.backends.slurm import checks, native, records
+from torchx_monarch.backends.slurm.container import Container, Mount, last_error
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.native import SlurmError
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.model import codec
 from torchx_monarch.schedulers import monarch_slurm
-
-CONFIG: dict[str, Any] = {
-    "process": {"terminal": True, "args": ["sh"], "env": ["PATH=/opt/bin", "QUOTE=it's"], "user": {"uid": 7}},
-    "root": {"path": "fs", "readonly": True},
-    "hostname": "box",
-    "mounts": [{"destination": "/etc/", "type": "bind", "source": "/somewhere"}],
-    "linux": {"namespaces": [{"type": "pid"}, {"type": "network"}, {"type": "uts"}, {"type": "mount"}]},
-}
-
-
-@pytest.fixture
-def image(tmp_path: Path) -> Path:
-    (tmp_path / "image" / "fs").mkdir(parents=True)
-    (tmp_path / "image" / "config.json").write_text(json.dumps(CONFIG))
-    return tmp_path / "image"
 
 
 def request(image: object, *mounts: object, entrypoint: str = "torchrun", **cfg: Any) -> SlurmRequest:
@@ -58,18 +42,16 @@ def request(image: object, *mounts: object, entrypoint: str = "torchrun", **cfg:
     return found
 
 
-def test_an_oci_step_runs_the_derived_bundle(image: Path) -> None:
-    found = request(image, container="oci")
-    folder = JobFolder(found.folder).container(0)
-    step = found.step(0)
-    assert f"--container={folder}" in step and f"--task-prolog={folder}/prolog.sh" in step
-    assert step[-4:] == ["/bin/sh", f"{folder}/task.sh", found.folder, "trainer"]
+def test_a_step_runs_the_script_that_looks_for_python() -> None:
+    found = request("me/image", container="pyxis")
+    script = JobFolder(found.folder).task_script(0)
+    assert found.step(0)[-4:] == ["/bin/sh", script, found.folder, "trainer"]
     assert found.roles[0].command[:3] == ["python", "-m", "torchx_monarch.host"]
-    assert f"--container={folder}" in str(found)
+    assert "--container-image=me/image" in str(found)
     # The batch step runs on the node, with the submitter's interpreter, and reads the request.
     assert found.starter[0] == sys.executable
     assert codec.decode(SlurmRequest, asdict(found)) == found
-    assert f"--container={folder.replace(found.folder, '/else')}" in found.renamed("/else").step(0)
+    assert "/else:/else" in " ".join(found.renamed("/else").step(0))
 
 
 @pytest.mark.parametrize(
@@ -114,44 +96,20 @@ def test_pyxis_refuses_a_folder_that_it_cannot_mount(tmp_path: Path, name: str) 
         request("me/image", container="pyxis", job_dir=str(tmp_path / name))
 
 
-def test_bundles_keep_what_the_user_wrote() -> None:
-    device = Mount("/dev/null", "/dev/zilch", device={"type": "c", "major": 1, "minor": 3}, access="rw")
-    before = json.dumps(CONFIG)
-    derived = bundle.derive(CONFIG, [Mount("/data", "/given", read_only=True), device])
-    assert json.dumps(CONFIG) == before
-    assert derived["root"] == {"path": "rootfs", "readonly": True}
-    assert [one["type"] for one in derived["linux"]["namespaces"]] == ["pid", "mount"]
-    assert "hostname" not in derived and derived["process"]["terminal"] is False
-    assert derived["process"]["user"] == {"uid": 7}
-    # /etc is mounted already; hosts need a /tmp that they can write, and that hides nothing of the bundle below it.
-    assert [one["destination"] for one in derived["mounts"]] == ["/tmp", "/etc/", "/given"]
-    assert derived["mounts"][-1]["options"] == ["rbind", "ro"]
-    (allowed,) = derived["linux"]["resources"]["devices"]
-    assert allowed == {"allow": True, "access": "rw", "type": "c", "major": 1, "minor": 3}
-    assert derived["linux"]["devices"][0]["path"] == "/dev/zilch"
-    assert "/etc/hosts" in [one["destination"] for one in bundle.derive({}, [])["mounts"]]
-
-
 def test_folders_are_mounted_before_what_is_in_them() -> None:
-    given = [Mount("a", "/a/b/c"), Mount("b", "/a/"), Mount("c", "/z/y")]
-    assert [one.target for one in in_order(given)] == ["/a/", "/z/y", "/a/b/c"]
+    given = [Mount("a", "/a/b/c/d"), Mount("b", "/a/"), Mount("c", "/z/y/x")]
+    binds = Container("me/image", "/", given).options("/y/job")["container-mounts"]
+    assert binds == "b:/a/,/y/job:/y/job,c:/z/y/x,a:/a/b/c/d"
 
 
 @pytest.mark.parametrize("restart", [0, 2])
-def test_a_task_without_python_leaves_its_record(image: Path, tmp_path: Path, restart: int) -> None:
-    container = request(image, container="oci").roles[0].container
-    assert container is not None
-    paths = JobFolder(str(tmp_path / "job"))
-    container_files.write(paths, 0, "trainer", container, is_array=False)
-    folder = Path(paths.container(0))
-    assert (folder / "rootfs").resolve() == image / "fs"
-    (folder / "is_inside").write_text("yes\n")  # as in the container
-    env = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURMD_NODENAME": "n4", "PATH": "/usr/bin:/bin"}
-    subprocess.run([folder / "prolog.sh"], env=env, check=True, timeout=WITHIN)
-    words = ["/bin/sh", str(folder / "task.sh"), paths.root, "trainer", "7", str(restart)]
-    # The batch step's number is in the environment of an OCI container, and not the task's.
-    done = subprocess.run(words, env={**env, "SLURM_PROCID": "0"}, capture_output=True, text=True, timeout=WITHIN)
-    assert (done.returncode, done.stderr) == (78, f"the image {image} has no python on its PATH\n")
+def test_a_task_without_python_leaves_its_record(tmp_path: Path, restart: int) -> None:
+    paths = JobFolder(str(tmp_path))
+    script = Container("me/image", "/", []).task_script(paths, "trainer")
+    env = {"SLURM_PROCID": "3", "SLURMD_NODENAME": "n4", "PATH": "/nonexistent"}
+    words = ["/bin/sh", "-c", script, "task.sh", paths.root, "trainer", "7", str(restart)]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=WITHIN)
+    assert (done.returncode, done.stderr) == (78, "the image me/image has no python on its PATH\n")
     record = records.read_task(paths, "trainer", 3)
     assert record is not None
     assert (record.id, record.job_restart, record.exit_code, record.hostname) == (3, restart, 78, "n4")
@@ -159,91 +117,46 @@ def test_a_task_without_python_leaves_its_record(image: Path, tmp_path: Path, re
 
 
 @pytest.mark.parametrize(
-    ("image", "mount", "cfg", "reason"),
+    ("image", "mount", "reason"),
     [
-        ("", None, "oci", "needs an image that has torchx-monarch, and it names none"),
-        ("ghcr.io/pytorch/torchx:0.9", None, "pyxis", "TorchX's default image"),
-        ("/nonexistent", None, "oci", "/nonexistent/config.json: No such file"),
-        ("/nonexistent/x.sqsh", None, "pyxis", "there is no image /nonexistent/x.sqsh"),
-        ("me/image", BindMount("/a,b", "/c"), "pyxis", "paths must have neither ':' nor ','"),
-        ("me/image", VolumeMount("v", "/c"), "pyxis", "another kind than bind and device"),
-        ("IMAGE", DeviceMount("/dev/nonexistent", "/dev/x"), "oci", "has no device /dev/nonexistent"),
+        ("", None, "needs an image that has torchx-monarch, and it names none"),
+        ("ghcr.io/pytorch/torchx:0.9", None, "TorchX's default image"),
+        ("/nonexistent/x.sqsh", None, "there is no image /nonexistent/x.sqsh"),
+        ("me/image", BindMount("/a,b", "/c"), "paths must have neither ':' nor ','"),
+        ("me/image", VolumeMount("v", "/c"), "another kind than bind and device"),
     ],
 )
-def test_what_no_container_can_be_made_of_is_refused(
-    image: str, mount: object, cfg: str, reason: str, tmp_path: Path
-) -> None:
-    if image == "IMAGE":
-        (tmp_path / "rootfs").mkdir()
-        (tmp_path / "config.json").write_text("{}")
-        image = str(tmp_path)
+def test_what_no_container_can_be_made_of_is_refused(image: str, mount: object, reason: str) -> None:
     with pytest.raises(ComponentValidationException, match=reason):
-        request(image, *([mount] if mount else []), container=cfg)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"), [("[", "is no JSON"), ("[]", "is no conf"), ('{"mounts": {}}', "is no conf")]
-)
-def test_damaged_bundles_are_refused(image: Path, text: str, reason: str) -> None:
-    (image / "config.json").write_text(text)
-    with pytest.raises(ComponentValidationException, match=reason):
-        request(image, container="oci")
-
-
-def test_a_bundle_without_a_root_is_refused(image: Path) -> None:
-    (image / "fs").rmdir()
-    with pytest.raises(ComponentValidationException, match="has no root filesystem"):
-        request(image, container="oci")
+        request(image, *([mount] if mount else []), container="pyxis")
 
 
 def test_unknown_kinds_are_refused() -> None:
-    with pytest.raises(InvalidRunConfigException, match="`container` is 'docker'; allowed are pyxis and oci"):
-        request("me/image", container="docker")
+    with pytest.raises(InvalidRunConfigException, match="`container` is 'oci'; allowed is pyxis"):
+        request("me/image", container="oci")
 
 
-def test_what_is_not_used_without_containers_is_said(image: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_used_without_containers_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "torchx_monarch"):
-        assert request(image).roles[0].cwd == str(image)
+        assert request(tmp_path).roles[0].cwd == str(tmp_path)
         assert request("me/image").roles[0].container is None
         request("", BindMount("/a", "/b"))
-        request("/tmp")
     texts = [record.getMessage() for record in caplog.records if record.name.startswith("torchx_monarch")]
-    assert [word in text for word, text in zip(("OCI bundle", "is not used", "mounts"), texts, strict=True)] == [
-        True
-    ] * 3
+    end = "not used: -cfg container=pyxis runs containers"
+    assert texts == [f"role 'trainer': the image me/image is {end}", f"role 'trainer': its mounts are {end}"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "help_text", "conf", "reason"),
-    [
-        ("pyxis", "--container-image=X", "", ""),
-        ("pyxis", "--container  X", "", "pyxis is not installed"),
-        ("oci", "--container-image=X", "oci.conf", "slurm-wlm 20.02 has no containers"),
-        ("oci", "--container  X", "", "there is no .*oci.conf"),
-        ("oci", "--container  X", "oci.conf", ""),
-    ],
-)
-def test_clusters_without_containers_are_told_before_submission(
-    kind: str, help_text: str, conf: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = {
-        "srun": help_text,
-        "sinfo": "slurm-wlm 20.02\n",
-        "scontrol": f"Configuration data\nSLURM_CONF = {tmp_path}/slurm.conf\n",
-    }
-    (tmp_path / "slurm.conf").touch()
-    if conf:
-        (tmp_path / conf).touch()
+def test_clusters_without_pyxis_are_told_before_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+    help_text = "--container=PATH"
 
     def run(command: Sequence[str], timeout: float = 0) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(list(command), 0, answers[command[0]], "")
+        return subprocess.CompletedProcess(list(command), 0, help_text, "")
 
     monkeypatch.setattr(native, "run", run)
-    if not reason:
-        checks.check_containers([kind])
-        return
-    with pytest.raises(SlurmError, match=f"cannot run -cfg container={kind}: .*{reason}"):
-        checks.check_containers([kind])
+    with pytest.raises(SlurmError, match="cannot run -cfg container=pyxis: .* pyxis is not installed"):
+        checks.check_pyxis()
+    help_text = "--container-image=X"
+    checks.check_pyxis()
 
 
 @pytest.mark.parametrize(
@@ -252,8 +165,8 @@ def test_clusters_without_containers_are_told_before_submission(
         ("", ""),
         ("job 7 runs on n1\nsrun: error: n1: task 0: Exited with exit code 1\n", ""),
         (
-            "0: executable file `/bin/sh` not found\nsrun: error: n1: task 0: Exited with exit code 1\n",
-            "executable file `/bin/sh` not found",
+            "0: /bin/sh: not found\nsrun: error: n1: task 0: Exited with exit code 1\n",
+            "/bin/sh: not found",
         ),
         (
             "0: slurmstepd-n1: error: pyxis: no such image\n0: slurmstepd-n1: error: spank: x failed\n",

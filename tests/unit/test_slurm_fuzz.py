@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Any content of any file in the folder of a Slurm job: it may cost its app's details, and nothing else.
 
-A stand-in answers Slurm's commands. A job of one run and an array were submitted through it; a third job has ended.
-Each case replaces one file of the first or the second, asks everything that a user may ask, and cancels or deletes.
+A stand-in answers Slurm's commands. Two jobs were submitted through it, of which the second has ended. Each case
+replaces one file of the first, asks everything that a user may ask, and cancels or deletes.
 """
 
 from __future__ import annotations
@@ -41,19 +41,17 @@ from torchx_monarch.schedulers import monarch_slurm
 CASES = 30
 """For each file."""
 
-ONE, ARRAY, ENDED = "1", "2", "3"
+ONE, ENDED = "1", "2"
 
-FILES = {
-    ONE: ["app.json", "request.json", "job.json", "cancel.json", "events.jsonl", "logs/r/1/replica.json"]
-    + ["logs/r/1/combined.log.idx"],
-    ARRAY: ["app.json", "request.json", "cancel.json", "array/4/job.json"]
-    + ["array/4/cancel.json", "array/4/logs/r/1/replica.json"],
-}
+FILES = (
+    *("app.json", "request.json", "job.json", "cancel.json", "events.jsonl"),
+    *("logs/r/1/replica.json", "logs/r/1/combined.log.idx"),
+)
 
 _ERROR = json.dumps({"message": {"message": "boom", "extraInfo": {"py_callstack": "Traceback", "timestamp": "1"}}})
 
 _JOB = (
-    "JobId={id} {more}JobName=app UserId=me({uid}) GroupId=me(0) JobState={state} Reason=None Requeue=1 Restarts=0 "
+    "JobId={id} JobName=app UserId=me({uid}) GroupId=me(0) JobState={state} Reason=None Requeue=1 Restarts=0 "
     "ExitCode={code} NodeList=n[1-2] Comment={comment} Power= \n"
 )
 
@@ -62,7 +60,7 @@ class SlurmCommands:
     """Stands in for Slurm's commands of 22.05, with the controller and the database behind them.
 
     Attributes:
-        says: the state of the jobs ONE and ARRAY; None where Slurm has forgotten them, "" where it does not answer.
+        says: the state of the job ONE; None where Slurm has forgotten it, "" where it does not answer.
         told: each scancel since this was emptied.
         owner: uid of the jobs' owner.
     """
@@ -95,33 +93,19 @@ class SlurmCommands:
             return 1, ""
         if command[:3] == ["scontrol", "show", "hostnames"]:
             return 0, "n1\nn2\n"
-        known = {} if self.says is None else self._lines(command[0])
-        if command[0] == "scontrol":
-            found = known.get(command[-1])
-            return (0, found) if found else (1, "slurm_load_jobs error: Invalid job id specified")
-        return (0, "".join(known.values())) if command[0] in ("squeue", "sacct") else (1, "")
-
-    def _lines(self, command: str) -> dict[str, str]:
-        """What a command prints of each job that Slurm remembers."""
-        code = "1:0" if self.says == "FAILED" else "0:0"
-        found: dict[str, str] = {}
-        for app_id, names in {ONE: {ONE: ""}, ARRAY: {"2": "4", "5": "7"}}.items():
-            comment = self._comments[app_id]
-            for job_id, task in names.items():
-                name = f"{app_id}_{task}" if task else app_id
-                more = f"ArrayJobId={app_id} ArrayTaskId={task} " if task else ""
-                told = {"id": job_id, "more": more, "uid": self.owner, "state": self.says, "code": code}
-                line = {
-                    "scontrol": _JOB.format(**told, comment=comment),
-                    "squeue": f"{job_id}|{name}|{self.says}|None|app|{comment}\n",
-                    "sacct": f"{name}|{self.says}|{code}|n[1-2]|app\n",
-                }
-                found[app_id] = found.get(app_id, "") + line[command]
-        return found
+        if command[0] == "scontrol" and (self.says is None or command[-1] != ONE):
+            return 1, "slurm_load_jobs error: Invalid job id specified"
+        code, comment = "1:0" if self.says == "FAILED" else "0:0", self._comments[ONE]
+        lines = {
+            "scontrol": _JOB.format(id=ONE, uid=self.owner, state=self.says, code=code, comment=comment),
+            "squeue": f"{ONE}|{ONE}|{self.says}|None|app|{comment}\n",
+            "sacct": f"{ONE}|{self.says}|{code}|n[1-2]|app\n",
+        }
+        return (0, "" if self.says is None else lines[command[0]]) if command[0] in lines else (1, "")
 
 
 class Apps:
-    """Two apps whose folders are as they are while they run, and one that has ended."""
+    """An app whose folder is as it is while it runs, and one that has ended."""
 
     def __init__(self, slurm: SlurmCommands) -> None:
         self.slurm = slurm
@@ -129,18 +113,15 @@ class Apps:
         self.scheduler = monarch_slurm("torchx")
         runner = Runner("torchx", {"monarch_slurm": monarch_slurm})
         role = Role("r", image="", entrypoint="sh", args=["x.sh"], num_replicas=2, max_retries=1)
-        for name, cfg in (("one", {}), ("array", {"array": "4,7"}), ("ended", {})):
-            runner.run(AppDef(name, [role], {"team": "a"}), "monarch_slurm", cfg=cfg)
+        for name in ("one", "ended"):
+            runner.run(AppDef(name, [role], {"team": "a"}), "monarch_slurm")
         self.folders = folder.known()
-        assert set(self.folders) == {ONE, ARRAY, ENDED}
-        for run in (self.folders[ONE], self.folders[ARRAY].task(4), self.folders[ARRAY].task(7)):
-            self._fill(run)
+        assert set(self.folders) == {ONE, ENDED}
+        self._fill(self.folders[ONE])
         events.append(self.folders[ONE].events, "rank_restart", "rank 0 failed", seconds=1.5, rank=0)
-        for paths in (self.folders[ONE], self.folders[ARRAY], self.folders[ARRAY].task(4)):
-            state_files.write_json(paths.cancel, {"time": time.time()})
+        state_files.write_json(self.folders[ONE].cancel, {"time": time.time()})
         state_files.write_json(self.folders[ENDED].job, {"state": "SUCCEEDED", "ended": 2e9, "nodes": ["n1"]})
-        roots = [Path(self.folders[app_id].root) for app_id in (ONE, ARRAY)]
-        self.files = {path: path.read_bytes() for root in roots for path in root.rglob("*") if path.is_file()}
+        self.files = {path: path.read_bytes() for path in Path(self.folders[ONE].root).rglob("*") if path.is_file()}
         self.restore()
 
     def _fill(self, run: folder.JobFolder) -> None:
@@ -161,10 +142,9 @@ class Apps:
 
     def restore(self) -> None:
         """Undo what a case has done."""
-        for app_id in (ONE, ARRAY):
-            for path in Path(self.folders[app_id].root).rglob("*"):
-                if path in self.files and not path.is_file():
-                    path.rmdir() if path.is_dir() else path.unlink()
+        for path in Path(self.folders[ONE].root).rglob("*"):
+            if path in self.files and not path.is_file():
+                path.rmdir() if path.is_dir() else path.unlink()
         for path, content in self.files.items():
             if path.name == "cancel.json":  # nobody has cancelled the job
                 path.unlink(missing_ok=True)
@@ -190,35 +170,32 @@ def in_their_state_dir(apps: Apps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_STATE_DIR", apps.state_dir)
 
 
-def ask_everything(apps: Apps, app_id: str) -> None:
-    """All that a user may ask about an app; nothing of it may raise anything but a message for that user."""
+def ask_everything(apps: Apps) -> None:
+    """All that a user may ask about the job ONE; nothing of it may raise anything but a message for that user."""
     silent = apps.slurm.says == ""
     scheduler = apps.scheduler
     with contextlib.suppress(*([SlurmError] if silent else [])):
         listed = {each.app_id: each for each in scheduler.list()}
         assert (listed[ENDED].state, listed[ENDED].name) == (AppState.SUCCEEDED, "ended")
-        assert {ONE, ARRAY} <= set(listed)
+        assert ONE in listed
         assert all("\x1b" not in each.name and "\x00" not in each.name for each in listed.values())
-    for each in (app_id, f"{app_id}_4"):
-        with contextlib.suppress(*([SlurmError] if silent else [])):
-            found = scheduler.describe(each)
-            if found is None:
-                assert each != app_id, "the app is not known any more"
-                continue
-            shown = AppStatus(
-                found.state, found.num_restarts, found.msg, found.structured_error_msg, None, found.roles_statuses
-            )
-            for text in (shown.format(), repr(shown)):
-                text.encode()  # a terminal can show it
-                assert "\x1b" not in text and "\x00" not in text
-            json.dumps(shown.to_json())
-        now = datetime.now()
-        for since in (None, now - timedelta(days=1)):
-            with contextlib.suppress(UserError, *([SlurmError] if silent else [])):
-                list(scheduler.log_iter(each, "r", 1, since=since, until=now))
-    scheduler._foreground._show(app_id)
-    scheduler.describe_native(app_id)
-    scheduler.apps.wait(app_id, 0.0)
+    with contextlib.suppress(*([SlurmError] if silent else [])):
+        found = scheduler.describe(ONE)
+        assert found is not None, "the app is not known any more"
+        shown = AppStatus(
+            found.state, found.num_restarts, found.msg, found.structured_error_msg, None, found.roles_statuses
+        )
+        for text in (shown.format(), repr(shown)):
+            text.encode()  # a terminal can show it
+            assert "\x1b" not in text and "\x00" not in text
+        json.dumps(shown.to_json())
+    now = datetime.now()
+    for since in (None, now - timedelta(days=1)):
+        with contextlib.suppress(UserError, *([SlurmError] if silent else [])):
+            list(scheduler.log_iter(ONE, "r", 1, since=since, until=now))
+    scheduler._foreground._show(ONE)
+    scheduler.describe_native(ONE)
+    scheduler.apps.wait(ONE, 0.0)
     prune.prune()
 
 
@@ -245,29 +222,29 @@ def plant(data: st.DataObject, path: Path, original: bytes) -> None:
         path.symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize(("app_id", "name"), [(app_id, name) for app_id, names in FILES.items() for name in names])
+@pytest.mark.parametrize("name", FILES)
 @FEW
 @given(data=st.data())
-def test_any_content_of_any_file_costs_details_only(apps: Apps, app_id: str, name: str, data: st.DataObject) -> None:
-    path = Path(apps.folders[app_id].root, name)
+def test_any_content_of_any_file_costs_details_only(apps: Apps, name: str, data: st.DataObject) -> None:
+    path = Path(apps.folders[ONE].root, name)
     try:
         plant(data, path, apps.files[path])
         apps.slurm.says = data.draw(st.sampled_from(["RUNNING", "RUNNING", "FAILED", None, ""]), "what Slurm says")
         runs = apps.slurm.says == "RUNNING"
-        ask_everything(apps, app_id)
+        ask_everything(apps)
         what = data.draw(st.sampled_from(["cancel", "cancel", "delete", "nothing"]), "what the user then does")
         with contextlib.suppress(*([SlurmError] if apps.slurm.says == "" else [])):
             if what == "cancel":
-                apps.scheduler.cancel(app_id)
+                apps.scheduler.cancel(ONE)
             elif what == "delete":
-                apps.scheduler.delete(app_id)
-                assert not os.path.exists(apps.folders[app_id].root)
+                apps.scheduler.delete(ONE)
+                assert not os.path.exists(apps.folders[ONE].root)
         if runs and what != "nothing":
             assert apps.slurm.told
-            assert {words[-1].partition("_")[0] for words in apps.slurm.told} == {app_id}
+            assert {words[-1] for words in apps.slurm.told} == {ONE}
     finally:
-        if not os.path.isdir(apps.folders[app_id].root):
-            os.makedirs(apps.folders[app_id].root, 0o700)
+        if not os.path.isdir(apps.folders[ONE].root):
+            os.makedirs(apps.folders[ONE].root, 0o700)
         apps.restore()
 
 
@@ -315,11 +292,10 @@ def test_step_with_a_damaged_request_ends_with_a_message(tmp_path: Path, words: 
 
 def test_file_that_states_another_end_keeps_nobody_from_cancelling(apps: Apps) -> None:
     runner = Runner("torchx", {"monarch_slurm": lambda session_name, **_: apps.scheduler})
-    for app_id, run in ((ONE, apps.folders[ONE]), (ARRAY, apps.folders[ARRAY].task(4))):
-        state_files.write_json(run.job, {"state": "SUCCEEDED", "msg": "", "ended": 1e9})
-        runner.cancel(f"monarch_slurm://torchx/{app_id}")
-        assert apps.slurm.told
-        apps.restore()
+    state_files.write_json(apps.folders[ONE].job, {"state": "SUCCEEDED", "msg": "", "ended": 1e9})
+    runner.cancel(f"monarch_slurm://torchx/{ONE}")
+    assert apps.slurm.told
+    apps.restore()
 
 
 @pytest.mark.parametrize(
@@ -362,7 +338,7 @@ def test_damaged_record_of_the_batch_step_is_named(apps: Apps, says: str | None,
 def test_reading_a_job_writes_nothing(apps: Apps, says: str | None) -> None:
     apps.slurm.says = says
     before = tree(apps.state_dir)
-    for app_id in (ONE, ARRAY, ENDED):
+    for app_id in (ONE, ENDED):
         assert apps.scheduler.describe(app_id) is not None
     apps.scheduler.list()
     assert tree(apps.state_dir) == before
@@ -384,27 +360,25 @@ def test_error_of_a_replica_is_shown_without_what_torchx_cannot_read(apps: Apps)
         apps.restore()
 
 
-@pytest.mark.parametrize("app_id", [ONE, ARRAY, f"{ARRAY}_4"])
 @pytest.mark.parametrize("says", ["RUNNING", "FAILED"])
-def test_job_of_another_user_is_shown_and_neither_cancelled_nor_deleted(apps: Apps, app_id: str, says: str) -> None:
+def test_job_of_another_user_is_shown_and_neither_cancelled_nor_deleted(apps: Apps, says: str) -> None:
     """Its comment names a folder of this user."""
 
     def files() -> dict[str, bytes]:
-        roots = [Path(apps.folders[each].root) for each in (ONE, ARRAY)]
-        return {str(path): path.read_bytes() for root in roots for path in root.rglob("*") if path.is_file()}
+        return {str(path): path.read_bytes() for path in Path(apps.folders[ONE].root).rglob("*") if path.is_file()}
 
     before = files()
     apps.slurm.says, apps.slurm.owner = says, os.getuid() + 4242
-    words = f"job {app_id} belongs to another user, {os.getuid() + 4242}: only"
+    words = f"job {ONE} belongs to another user, {os.getuid() + 4242}: only"
     try:
-        found = apps.scheduler.describe(app_id)
+        found = apps.scheduler.describe(ONE)
         assert found is not None and found.state is AppState[says]
         with pytest.raises(UserError, match=words):
-            apps.scheduler.delete(app_id)
+            apps.scheduler.delete(ONE)
         # There is nothing to cancel of a job that has ended.
         with pytest.raises(UserError, match=words) if says == "RUNNING" else contextlib.nullcontext():
-            apps.scheduler.cancel(app_id)
-        snapshot = apps.scheduler.inner.snapshot(app_id)
+            apps.scheduler.cancel(ONE)
+        snapshot = apps.scheduler.inner.snapshot(ONE)
         with pytest.raises(UserError, match=words):
             apps.scheduler.inner.stop(snapshot, Outcome(State.CANCELLED), 0)
         assert files() == before and not apps.slurm.told
@@ -424,21 +398,19 @@ def test_an_app_without_its_description_is_shown_by_its_components(apps: Apps) -
         apps.restore()
 
 
-@pytest.mark.parametrize("app_id", [ONE, ARRAY])
-def test_running_job_whose_folder_was_removed_is_found_and_cancelled(apps: Apps, app_id: str) -> None:
-    root = apps.folders[app_id].root
+def test_running_job_whose_folder_was_removed_is_found_and_cancelled(apps: Apps) -> None:
+    root = apps.folders[ONE].root
     aside = Path(root).rename(f"{root}.aside")
     try:
-        assert (app_id, AppState.RUNNING) in [(each.app_id, each.state) for each in apps.scheduler.list()]
-        found = apps.scheduler.describe(app_id)
+        assert (ONE, AppState.RUNNING) in [(each.app_id, each.state) for each in apps.scheduler.list()]
+        found = apps.scheduler.describe(ONE)
         assert found is not None and found.state is AppState.RUNNING
-        if app_id == ONE:
-            assert found.msg.startswith(f"its folder {root} was removed")
-        apps.scheduler.cancel(app_id)
-        assert [words[-1] for words in apps.slurm.told] == [app_id]
+        assert found.msg.startswith(f"its folder {root} was removed")
+        apps.scheduler.cancel(ONE)
+        assert [words[-1] for words in apps.slurm.told] == [ONE]
         # Slurm has ended it: it counts as deleted.
-        assert apps.scheduler.describe(app_id) is None
-        assert app_id not in [each.app_id for each in apps.scheduler.list()]
+        assert apps.scheduler.describe(ONE) is None
+        assert ONE not in [each.app_id for each in apps.scheduler.list()]
     finally:
         aside.rename(root)
         apps.restore()

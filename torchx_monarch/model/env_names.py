@@ -26,7 +26,6 @@ FOR_HOSTS = (
     "MONARCH_NODE",  # name of the host's machine, where the host does not know it
     "MONARCH_HOST_ADDRESS",  # address of the host's machine
     "MONARCH_TERMINATION_LOG",  # file for the termination message of a pod
-    "MONARCH_PORT_OFFSET",  # number by which the port of replica 0 is shifted
     "MONARCH_STARTS",  # file in which the host may record that it must not be restarted
     "MONARCH_RESULT_KEY",  # key with which the host signs its result
 )

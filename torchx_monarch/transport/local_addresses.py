@@ -77,7 +77,6 @@ def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> 
     On replica 0, schedulers leave the variable unset or set it to ``localhost``; the host is then this machine. TorchX
     sets it to ``localhost`` on all replicas where they share a machine. ``@`` without a name is resolved on replica 0
     only; other hosts ask the registry (``controller.roles``).
-    MONARCH_PORT_OFFSET shifts the port, because tasks of one Slurm array may share a machine.
 
     Args:
         address: the address, with or without ``@NAME``.
@@ -94,7 +93,6 @@ def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> 
     if not separator:
         return address
     name, _, port = rest.partition(":")
-    port = _shifted(port, int(environ.get("MONARCH_PORT_OFFSET") or 0))
     host = environ.get(name, "").strip()
     if host in ("", "localhost"):
         if not is_first and not name:
@@ -103,15 +101,6 @@ def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> 
             raise NetworkError(f"{name}={host!r} does not say where replica 0 is: this scheduler should have set it")
         host = _own_name()
     return f"{scheme}:{host}:{port}"
-
-
-def _shifted(port: str, by: int) -> str:
-    """Shift the port by ``by`` within its block of ten thousand. Submissions draw ports below the ephemeral range."""
-    if not by or not port.isdigit():
-        return port
-    low = max(int(port) // 10000 * 10000, 1024)
-    high = min(int(port) // 10000 * 10000 + 10000, 65536)
-    return str(low + (int(port) - low + by) % (high - low))
 
 
 def _own_name() -> str:

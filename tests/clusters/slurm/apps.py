@@ -131,8 +131,7 @@ class Apps(Place):
         """Return what the job has written, for the message of a failure."""
         root = Path(self.paths(handle).root)
         names = ("job.log", "job.json", "combined.log")
-        files = [path for path in sorted(root.rglob("*")) if path.name in names or path.parent.name == "array"]
-        files = [path for path in files if path.is_file()]
+        files = [path for path in sorted(root.rglob("*")) if path.name in names and path.is_file()]
         return "\n".join(f"== {path}\n{path.read_text()}" for path in files)
 
     def fresh(self, handle: str, code: str) -> str:

@@ -35,10 +35,9 @@ PROGRAMS = (
     "mariadbd",
     "mariadb-install-db",
     "ip",
-    "crun",
     "gcc",
 )
-PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server", "iproute2", "crun", "gcc", "libc6-dev")
+PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server", "iproute2", "gcc", "libc6-dev")
 
 _UP_WITHIN = 300.0
 _DOWN_WITHIN = 60.0
@@ -85,21 +84,9 @@ class SlurmCluster:
         return self._lab / "slurm.conf"
 
     @property
-    def containers(self) -> Path:
-        """Where crun keeps the state of the nodes' containers."""
-        return self._lab / "containers"
-
-    @property
     def pyxis_notes(self) -> Path:
         """Where the stand-in for pyxis notes the options of each task: IMAGE|MOUNTS|WORKDIR."""
         return self._lab / "pyxis.notes"
-
-    def runtime_list(self) -> list[str]:
-        """Return what crun lists: a line for each container."""
-        listed = subprocess.run(
-            ["crun", f"--root={self.containers}", "list", "-q"], capture_output=True, text=True, timeout=WITHIN
-        )
-        return listed.stdout.split()
 
     # -- up ------------------------------------------------------------------------------------------------------------
 
@@ -108,7 +95,7 @@ class SlurmCluster:
         self._lab.chmod(0o755)
         for folder in ("state", "spool", "log", "munge", "db"):
             (self._lab / folder).mkdir(mode=0o755)
-        self._runtimes()
+        self._pyxis()
         self._network()
         self._munge()
         self._database()
@@ -123,13 +110,8 @@ class SlurmCluster:
         )
         return self
 
-    def _runtimes(self) -> None:
-        """Configure containers: crun for OCI bundles, and a stand-in for pyxis."""
-        crun = f"crun --cgroup-manager=disabled --root={self.containers}"
-        (self._lab / "oci.conf").write_text(
-            f'RunTimeRun="{crun} run --bundle %b %n.%u.%j.%s.%t"\nRunTimeQuery="{crun} state %n.%u.%j.%s.%t"\n'
-            f'RunTimeKill="{crun} kill %n.%u.%j.%s.%t SIGTERM"\nRunTimeDelete="{crun} delete --force %n.%u.%j.%s.%t"\n'
-        )
+    def _pyxis(self) -> None:
+        """Build and configure the stand-in for pyxis."""
         version = re.findall(r"\d+", self.run("slurmd", "-V"))
         number = (int(version[0]) << 16) + (int(version[1]) << 8) + int(version[2])
         plugin, source = self._lab / "pyxis.so", Path(__file__).with_name("pyxis.c")
@@ -239,9 +221,7 @@ class SlurmCluster:
     def start_node(self, node: str) -> None:
         """Start a node's slurmd. ``ip netns exec`` would hide /sys/fs/cgroup, without which slurmd does not start."""
         (self._lab / "spool" / node).mkdir(exist_ok=True)
-        # crun refuses a mixture of both versions of cgroups, even if it is to use none.
-        words = f"umount /sys/fs/cgroup/unified 2>/dev/null; mount --bind {self._lab}/hosts /etc/hosts; "
-        words += f"hostname {node}; exec slurmd -D -N {node}"
+        words = f"mount --bind {self._lab}/hosts /etc/hosts; hostname {node}; exec slurmd -D -N {node}"
         within = ("nsenter", f"--net=/run/netns/{self.namespace(node)}", "unshare", "--uts", "--mount")
         self._daemon(node, *within, "sh", "-c", words)
 

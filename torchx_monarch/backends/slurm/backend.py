@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from torchx.specs import AppDef, Role
@@ -31,17 +30,17 @@ from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.slurm import (
     cancel,
-    container_files,
     folder,
+    job_state,
     native,
     prune,
     records,
     render,
     snapshot,
 )
-from torchx_monarch.backends.slurm.checks import check_containers, check_slurm
+from torchx_monarch.backends.slurm.checks import check_pyxis, check_slurm
 from torchx_monarch.backends.slurm.folder import JobFolder
-from torchx_monarch.backends.slurm.native import Job, SlurmError
+from torchx_monarch.backends.slurm.native import SlurmError
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.backends.slurm.snapshot import SlurmSnapshot
@@ -107,7 +106,8 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
             StateDirError: the state directory cannot be written, or a part of it belongs to another user.
             SubmitError: the job's folder cannot be written. It is removed, as it is when sbatch fails.
         """
-        check_containers({role.container.kind for role in request.roles if role.container is not None})
+        if any(role.container for role in request.roles):
+            check_pyxis()
         if os.path.exists(request.folder):  # the same dry run may be submitted twice
             request = request.renamed(folder.new(request.name, os.path.dirname(request.folder)))
         paths = JobFolder(request.folder)
@@ -116,17 +116,15 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         try:
             os.makedirs(os.path.dirname(paths.root), mode=0o700, exist_ok=True)
             os.mkdir(paths.root, 0o700)
-            if request.sbatch.get("array"):
-                os.mkdir(paths.array)
+            scripts = {paths.script: request.script}
             for index, role in enumerate(request.roles):
                 if role.container is not None:
-                    container_files.write(
-                        paths, index, role.name, role.container, is_array=bool(request.sbatch.get("array"))
-                    )
+                    scripts[paths.task_script(index)] = role.container.task_script(paths, role.name)
             state_files.write_json(paths.app, {"created": began, **submitted.to_json()})
             state_files.write_json(paths.request, asdict(request.with_credentials(credentials)))
-            with open(paths.script, "x") as file:
-                file.write(request.script)
+            for path, text in scripts.items():
+                with open(path, "x") as file:
+                    file.write(text)
         except OSError as error:
             shutil.rmtree(paths.root, ignore_errors=True)
             where = error.filename or paths.root
@@ -173,21 +171,18 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
 
     def snapshots(self, options: Cfg) -> list[SlurmSnapshot]:
         """Read the states of the apps of this state directory and of this user's other apps that Slurm remembers."""
-        live: dict[str, list[Job]] = {}
-        for job in native.listed_jobs():
-            live.setdefault(job.leader, []).append(job)
+        live = {job.leader: [job] for job in native.listed_jobs()}
         known = folder.known()
         for app_id, jobs in live.items():
             noted = folder.noted(jobs[0].comment)
             if noted is not None and not snapshot.is_deleted(app_id, noted, jobs):
                 known[app_id] = noted
-        lost = [app_id for app_id in known if app_id not in live and not snapshot.has_recorded_end(known[app_id])]
+        lost = [app_id for app_id in known if app_id not in live and not job_state.has_recorded_end(known[app_id])]
         recorded = native.recorded_jobs(lost)
         found = []
         for app_id in sorted(known, key=int, reverse=True):
             seen, accounts = live.get(app_id, []), recorded.get(app_id, [])
-            ask = partial(native.recorded_job, app_id) if seen else partial(list, accounts)
-            state = snapshot.known(known[app_id], seen, ask)
+            state = job_state.of_job(known[app_id], seen or accounts[:1])
             app = snapshot.submitted(known[app_id])
             records_seen = seen or accounts
             name = app.app.name if app else records_seen[0].name if records_seen else ""
@@ -209,21 +204,21 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         self, app: SlurmSnapshot, role: str, replica: int, query: LogQuery[SlurmSnapshot]
     ) -> Iterator[TimedLine]:
         """Yield lines of a replica's log; of both streams together if no stream is named. Times are right to 0.1 s."""
-        run_id, run, own = snapshot.locate_replica(app, role, replica)
+        job = app.job
         return log_reader.lines(
-            run.folder.replica_logs(role, own),
+            job.folder.replica_logs(role, replica),
             query.stream.value if query.stream else "combined",
             since=query.since,
             until=query.until,
             tail=query.tail,
-            ended=lambda: self.has_ended(run_id),
-            follow=query.follow and not run.state.is_terminal,
-            below=run.folder.trusted,
+            ended=lambda: self.has_ended(app.app_id),
+            follow=query.follow and not job.state.is_terminal,
+            below=job.folder.trusted,
         )
 
     def native_request(self, app_id: str) -> tuple[SlurmRequest, SubmittedApp | None] | None:
         """Return the request as submitted; None if the app does not exist or its request.json is damaged."""
-        paths = snapshot.folder_of(app_id)
+        paths = folder.find(app_id)
         if paths is None:
             return None
         request = records.read(SlurmRequest, paths.request, paths.trusted)
@@ -231,12 +226,12 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
 
     def events_path(self, app_id: str) -> Path | None:
         """Return the path of the app's events file; None if this state directory does not know its folder."""
-        known = snapshot.folder_of(app_id)
+        known = folder.find(app_id)
         return Path(known.events) if known else None
 
     def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
         """Return the folder of a replica's logs; None if this state directory does not know the app's folder."""
-        known = snapshot.folder_of(app_id)
+        known = folder.find(app_id)
         return Path(known.replica_logs(role, replica)) if known else None
 
     def still_runs(self, app: SlurmSnapshot) -> bool:
@@ -244,24 +239,18 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         return app.job.is_live
 
     def check_removable(self, app: SlurmSnapshot) -> None:
-        """Check that the app is this user's, and no array task.
+        """Check that the app is this user's.
 
         Raises:
             UserError: it is not.
         """
         _check_owner(app)
-        if app.job.folder.whole != app.job.folder:
-            whole = app.app_id.partition("_")[0]
-            raise UserError(
-                f"{app.app_id} is one task of an array, which is deleted as a whole: {whole} (torchx cancel ends it "
-                "alone)"
-            )
 
     def has_ended(self, app_id: str) -> bool:
         """Return whether an app has ended or does not exist; at most every 5 s, or 0.5 s once its record says so."""
         now = time.monotonic()
-        known = snapshot.folder_of(app_id)
-        is_recorded = known is not None and snapshot.has_recorded_end(known)
+        known = folder.find(app_id)
+        is_recorded = known is not None and job_state.has_recorded_end(known)
         if now < self._asked.get(app_id, -_ASK_EVERY) + (_ASK_AFTER_END if is_recorded else _ASK_EVERY):
             return False
         self._asked[app_id] = now

@@ -2,19 +2,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Cancel an app.
 
-A signal to the batch step makes it stop the replicas within their grace period (see ``in_job.batch_step``). A job or an
-array task without a batch step is cancelled by Slurm.
+A signal to the batch step makes it stop the replicas within their grace period (see ``in_job.batch_step``). A job
+without a batch step is cancelled by Slurm.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.state import HOST_EXTRA
-from torchx_monarch.backends.slurm import array, native, records, states
+from torchx_monarch.backends.slurm import native, records, states
 from torchx_monarch.backends.slurm.job_state import JobState
 from torchx_monarch.backends.slurm.records import CancelRecord
 from torchx_monarch.model.state import State
@@ -29,7 +28,7 @@ def cancel(app_id: str, job: JobState) -> None:
     If job.json says that the job has ended, it does not use a plain scancel, which would change the job's state.
 
     Args:
-        app_id: the id of a job, an array or an array task.
+        app_id: the job's id.
         job: its state.
 
     Raises:
@@ -38,31 +37,11 @@ def cancel(app_id: str, job: JobState) -> None:
     before = records.read(CancelRecord, job.folder.cancel, job.folder.trusted)
     with contextlib.suppress(OSError):  # the folder is on another machine: scancel works without it
         if before is None:
-            if os.path.isdir(job.folder.whole.root):
-                os.makedirs(job.folder.root, mode=0o700, exist_ok=True)  # array tasks get a folder when they begin
             state_files.write_json(job.folder.cancel, {"time": time.time()}, below=job.folder.trusted)
     grace = records.read_submission(job.folder).grace
     overdue = before is not None and time.time() > before.time + grace + _CANCEL_EXTRA
-    left = [index for index, task in job.tasks.items() if task.is_live]
-    signalled = [] if overdue else [index for index in left if _batch_runs(job.tasks[index])]
-    if not signalled:
-        is_accepted = (
-            not job.tasks
-            and not overdue
-            and _batch_runs(job)
-            and (native.signal_batch_step(app_id) or job.state.is_terminal)
-        )
-        if not is_accepted:
-            native.checked(["scancel", app_id])
-        return
-    # Cancel waiting array tasks first: while any wait, Slurm is slow to signal the others (native._TOLD_WITHIN).
-    if len(signalled) < len(left):
-        native.checked(["scancel", array.names(app_id, [index for index in left if index not in signalled])])
-    if not native.signal_batch_step(array.names(app_id, signalled)):  # one of them may have ended meanwhile
-        for index in signalled:
-            name = f"{app_id}_{index}"
-            if not native.signal_batch_step(name) and not job.tasks[index].state.is_terminal:
-                native.run(["scancel", name])
+    if overdue or not _batch_runs(job) or not (native.signal_batch_step(app_id) or job.state.is_terminal):
+        native.checked(["scancel", app_id])
 
 
 def _batch_runs(job: JobState) -> bool:

@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.slurm import native
@@ -46,8 +45,8 @@ def check_slurm(options: SlurmOpts | None) -> Iterator[CheckResult]:
     if not up or options is None:
         return
     yield _check_partition(options.partition)
-    if options.container in _IN_HELP:
-        yield check("containers", options.container, fail=_lack(options.container))
+    if options.container:
+        yield check("containers", options.container, fail="" if _has_pyxis() else _NO_PYXIS)
     folder = options.job_dir or state_files.state_dir()
     while not os.path.lexists(folder):
         folder = os.path.dirname(os.path.abspath(folder))
@@ -56,39 +55,21 @@ def check_slurm(options: SlurmOpts | None) -> Iterator[CheckResult]:
     yield check("folder of jobs", options.job_dir or state_files.state_dir(), fail="" if writable else advice)
 
 
-_IN_HELP = {"pyxis": "--container-image", "oci": "--container"}
-"""The option of srun that containers of a kind need."""
+_NO_PYXIS = "its srun has no option --container-image: pyxis is not installed (plugstack.conf)"
 
 
-def check_containers(kinds: Iterable[str]) -> None:
-    """Check that the cluster can run containers of these kinds (``container.KINDS``).
+def check_pyxis() -> None:
+    """Check that the cluster can run containers.
 
     Raises:
         SlurmError: it cannot.
     """
-    for kind in sorted(kinds):
-        if reason := _lack(kind):
-            raise SlurmError(f"this cluster cannot run -cfg container={kind}: {reason}")
+    if not _has_pyxis():
+        raise SlurmError(f"this cluster cannot run -cfg container=pyxis: {_NO_PYXIS}")
 
 
-def _lack(kind: str) -> str:
-    """Return what the cluster lacks for containers of a kind; empty if nothing is known to be missing."""
-    option, version = _IN_HELP[kind], native.run(["sinfo", "--version"]).stdout.strip()
-    told = native.run(["srun", "--help"]).stdout
-    if not re.search(rf"{option}(?![\w-])", told):
-        if kind == "oci":
-            return f"{version} has no containers, which are in Slurm 21.08 and later"
-        return (
-            "its srun has no option --container-image: pyxis is not installed (plugstack.conf). See -cfg container=oci"
-        )
-    if kind == "oci":
-        found = re.search(r"^SLURM_CONF\s*=\s*(\S+)", native.run(["scontrol", "show", "config"]).stdout, re.MULTILINE)
-        conf = found[1] if found else ""
-        oci = os.path.join(os.path.dirname(conf), "oci.conf")
-        # Commands without configuration files of their own leave the check to the nodes.
-        if os.path.isfile(conf) and not os.path.exists(oci):
-            return f"there is no {oci}, which names the runtime of containers, such as crun"
-    return ""
+def _has_pyxis() -> bool:
+    return "--container-image" in native.run(["srun", "--help"]).stdout
 
 
 def _check_partition(partition: str | None) -> CheckResult:

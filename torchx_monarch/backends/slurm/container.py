@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run the steps of a job in containers: pyxis (enroot), or OCI bundles by Slurm itself.
+"""Run the steps of a job in containers of pyxis (enroot).
 
 A role's step is in its container: task, host and ranks. The batch step is not. The job's folder and the working
 directory are mounted under their own paths, so that every path of the request means the same inside and outside.
@@ -10,15 +10,15 @@ Standard library only, because the batch step imports this.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
-from dataclasses import dataclass, field
-from typing import Any
+import shlex
+from dataclasses import dataclass
 
+from torchx_monarch.backends.core.state_files import path_name
+from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.system import safe_files
-
-KINDS = ("pyxis", "oci")
-"""The values of the run option ``container``."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,11 @@ class Mount:
         source: the path on the node.
         target: the path in the container.
         read_only: whether the container may not write there.
-        device: the device's entry in the configuration of an OCI bundle; empty for files and folders.
-        access: how the container may use the device: letters out of ``rwm``.
     """
 
     source: str
     target: str
     read_only: bool = False
-    device: dict[str, Any] = field(default_factory=dict)
-    access: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,46 +41,69 @@ class Container:
     """The containers of a role's step, one on each node.
 
     Attributes:
-        kind: one of ``KINDS``.
-        image: for pyxis the image in enroot's spelling, or the path of a squashfs file; for OCI the bundle's folder.
+        image: the image in enroot's spelling, or the path of a squashfs file.
         cwd: the working directory.
         mounts: what they see of the node, beside the job's folder.
-        config: content of the bundle's config.json; empty for pyxis.
     """
 
-    kind: str
     image: str
     cwd: str
     mounts: list[Mount]
-    config: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def env(self) -> dict[str, str]:
-        """The variables of the bundle, which Slurm overrides with those of the batch step; empty for pyxis."""
-        words = (self.config.get("process") or {}).get("env") or []
-        return dict(word.split("=", 1) for word in words if "=" in word)
-
-    def options(self, job: str, folder: str) -> dict[str, str]:
+    def options(self, job: str) -> dict[str, str]:
         """Return the srun options of the step.
 
         Args:
             job: the job's folder.
-            folder: the folder of the role's container in it (``container_files``).
         """
-        if self.kind == "oci":
-            return {"container": folder, "task-prolog": os.path.join(folder, "prolog.sh")}
-        mounts = in_order([*self.mounts, Mount(job, job)])
-        words = [f"{one.source}:{one.target}{':ro' if one.read_only else ''}" for one in mounts]
+        # Each folder before those inside of it, which it would hide.
+        mounts = sorted([*self.mounts, Mount(job, job)], key=lambda mount: mount.target.rstrip("/").count("/"))
+        words = [f"{mount.source}:{mount.target}{':ro' if mount.read_only else ''}" for mount in mounts]
         return {
             "container-image": self.image,
             "container-mounts": ",".join(words),
             "container-workdir": self.cwd,
         }
 
+    def task_script(self, paths: JobFolder, role: str) -> str:
+        """Return the step's command: a script that finds Python and this package in the container, and runs the task.
 
-def in_order(mounts: list[Mount]) -> list[Mount]:
-    """Return mounts with each folder before those inside of it, which it would hide."""
-    return sorted(mounts, key=lambda one: one.target.rstrip("/").count("/"))
+        It has the arguments of ``in_job.task``. Without Python it writes the task's record itself: exit code 78
+        (EX_CONFIG), which no retry helps.
+
+        Args:
+            paths: the job's folder.
+            role: the role's name.
+        """
+        lines = [
+            "# FOLDER ROLE JOBID RESTART",
+            "umask 077",
+            "fail() {\n"
+            "  PATH=$PATH:/usr/bin:/bin\n"
+            f'  logs={shlex.quote(paths.logs)}/{shlex.quote(path_name(role))}/"$SLURM_PROCID"\n'
+            '  mkdir -p "$logs"\n'
+            '  printf \'{"id": %d, "job_restart": %d, "restarts": %d, "state": "FAILED", "exit_code": 78, '
+            '"error": "%s", "hostname": "%s"}\' "$SLURM_PROCID" "$4" "$4" "$5" "$SLURMD_NODENAME" '
+            '> "$logs/replica.json.new"\n'
+            '  mv "$logs/replica.json.new" "$logs/replica.json"\n'
+            "  exit 78\n}",
+            f"command -v python > /dev/null || {_fail(f'the image {self.image} has no python on its PATH')}",
+        ]
+        reason = f"the image {self.image} has no torchx-monarch, or another version of it (pip install torchx-monarch)"
+        lines.append(f"python -I -c {shlex.quote(_FIND)} || {_fail(reason)}")
+        return "\n".join([*lines, f'exec python -I -m {_MODULE} task "$@"', ""])
+
+
+_MODULE = "torchx_monarch.backends.slurm.in_job.entrypoint"
+
+_FIND = f'import importlib.util as u, sys; sys.exit(not u.find_spec("torchx_monarch") or not u.find_spec("{_MODULE}"))'
+
+
+def _fail(reason: str) -> str:
+    """Return the command that ends a task, for a reason."""
+    error = json.dumps({"message": {"message": reason, "errorCode": os.EX_CONFIG}})
+    escaped = json.dumps(error)[1:-1]  # the record has the error as JSON text
+    return f'{{ echo {shlex.quote(reason)} >&2; fail "$@" {shlex.quote(escaped)}; }}'
 
 
 _READ = 16 * 1024
@@ -100,7 +119,7 @@ _AFTERWARDS = re.compile(
 
 
 def last_error(job_log: str) -> str:
-    """Return the last error that srun, slurmstepd or the runtime of containers has written; empty if none is found.
+    """Return the last error that srun, slurmstepd or pyxis has written; empty if none is found.
 
     Args:
         job_log: the log of the batch step, with the output of its steps, in which the task's number precedes each line.

@@ -10,8 +10,7 @@ Below the state directory (see ``core.state_files``)::
 The folder holds ``app.json`` (the submitted app), ``request.json``, ``job.sh``, ``job.log`` (output of the batch step,
 srun and Slurm), ``job.json`` (the batch step's record), ``cancel.json`` (the time of the first cancel),
 ``events.jsonl``, ``reserve`` (disk space for the last job.json, while the batch step runs), ``logs/ROLE/K/`` with the
-logs, the error file and the record of each replica, and ``containers/INDEX/`` (``container_files``). Each task of a job
-array has a folder ``array/INDEX/`` with the files that belong to one run, and its ``job.log`` is ``array/INDEX.log``.
+logs, the error file and the record of each replica, and ``taskINDEX.sh`` of each role that runs in containers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from torchx_monarch.backends.core import state_files
@@ -43,7 +41,7 @@ class JobFolder(state_files.AppPaths):
     @property
     def trusted(self) -> str:
         """The folder below which everything belongs to the caller and is no symbolic link (``safe_files``)."""
-        return self.whole.root
+        return self.root
 
     @property
     def script(self) -> str:
@@ -63,9 +61,9 @@ class JobFolder(state_files.AppPaths):
     def error_file(self, role: str, replica: int) -> str:
         return os.path.join(self.replica_logs(role, replica), "error.json")
 
-    def container(self, role: int) -> str:
-        """The files of the container of the role of this index (``container_files``)."""
-        return os.path.join(self.root, "containers", str(role))
+    def task_script(self, role: int) -> str:
+        """The command of the step of the role of this index, if it runs in containers."""
+        return os.path.join(self.root, f"task{role}.sh")
 
     @property
     def submitted(self) -> float:
@@ -76,60 +74,9 @@ class JobFolder(state_files.AppPaths):
             return 0.0
 
     @property
-    def whole(self) -> JobFolder:
-        """The folder of the whole job: for an array task the array's, otherwise this one."""
-        return self
-
-    @property
-    def array(self) -> str:
-        """The parent of the array tasks' folders."""
-        return os.path.join(self.root, "array")
-
-    def begun_tasks(self) -> list[int]:
-        """Return the indices of the array tasks that have a folder, in no order; empty if the job is no array."""
-        try:
-            names = os.listdir(self.array)
-        except OSError:
-            return []
-        return [int(name) for name in names if name.isascii() and name.isdigit()]
-
-    def task(self, index: int) -> JobFolder:
-        """Return the folder of an array task."""
-        return ArrayTaskFolder(os.path.join(self.array, str(index)))
-
-    @property
     def is_cancelled(self) -> bool:
-        """Whether this scheduler has cancelled the job or the array task."""
-        return os.path.exists(self.cancel) or os.path.exists(self.whole.cancel)
-
-
-class ArrayTaskFolder(JobFolder):
-    """The paths below the folder of an array task. The app, the request and the script are the whole job's."""
-
-    @property
-    def whole(self) -> JobFolder:
-        return JobFolder(os.path.dirname(os.path.dirname(self.root)))
-
-    @property
-    def app(self) -> str:
-        return self.whole.app
-
-    @property
-    def request(self) -> str:
-        return self.whole.request
-
-    @property
-    def script(self) -> str:
-        return self.whole.script
-
-    @property
-    def job_log(self) -> str:
-        return f"{self.root}.log"
-
-
-def run_folder(whole: JobFolder, request: Mapping[str, Any], environ: Mapping[str, str]) -> JobFolder:
-    """Return the folder of the run that this process belongs to: the array task's, or the job's if it is no array."""
-    return whole.task(int(environ["SLURM_ARRAY_TASK_ID"])) if request["sbatch"].get("array") else whole
+        """Whether this scheduler has cancelled the job."""
+        return os.path.exists(self.cancel)
 
 
 def jobs_dir() -> str:

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The state of a job or an array task, from Slurm's records and the files in the job's folder.
+"""The state of a job, from Slurm's records and the files in the job's folder.
 
 Slurm forgets a job some time after its end; from then on the files alone count.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torchx_monarch.backends.core.snapshot import Outcome
@@ -27,7 +26,7 @@ as RUNNING after that, job.json is wrong."""
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of a job, an array or an array task at one time.
+    """The state of a job at one time.
 
     Attributes:
         folder: its folder; may not exist if it is on another machine.
@@ -36,7 +35,6 @@ class JobState:
         components: Slurm's records; empty if Slurm has forgotten the job.
         record: the batch step's record (job.json); None if it is missing or damaged.
         damage: what is wrong with job.json; empty if it is sound or missing.
-        tasks: for an array, the state of each task by index, in ascending order; empty otherwise.
         other_user: name of the job's owner if that is another user; else empty.
     """
 
@@ -46,7 +44,6 @@ class JobState:
     components: list[Job] = field(default_factory=list)
     record: BatchRecord | None = None
     damage: str = ""
-    tasks: Mapping[int, JobState] = field(default_factory=dict)
     other_user: str = ""
 
     @property
@@ -56,20 +53,19 @@ class JobState:
 
     @property
     def is_live(self) -> bool:
-        """Whether it has not ended, or Slurm reports, whatever its files say, that it or a task of it waits or runs.
+        """Whether it has not ended, or Slurm reports, whatever its files say, that it waits or runs.
 
         If job.json says that the app has ended but Slurm reports that it runs, the job is about to exit or the file is
         wrong.
         """
-        in_slurm = any(one.is_live for one in self.components)
-        return not self.state.is_terminal or in_slurm or any(task.is_live for task in self.tasks.values())
+        return not self.state.is_terminal or any(one.is_live for one in self.components)
 
 
 def of_job(folder: JobFolder, components: list[Job]) -> JobState:
-    """Return the state of a job or an array task.
+    """Return the state of a job.
 
     Args:
-        folder: the folder of the job or the array task.
+        folder: its folder.
         components: Slurm's records; empty if Slurm has forgotten the job.
     """
     record, damage = records.checked(BatchRecord, folder.job, folder.trusted)
@@ -77,17 +73,17 @@ def of_job(folder: JobFolder, components: list[Job]) -> JobState:
     message = outcome.message
     if damage and damage not in message:
         message = f"{message}; {damage}" if message else damage
-    elif outcome.state is State.FAILED and record is None and not damage and os.path.isdir(folder.whole.root):
+    elif outcome.state is State.FAILED and record is None and not damage and os.path.isdir(folder.root):
         message += f"; it has written no record to {folder.root}: do all nodes see that folder (run option job_dir)?"
-    elif outcome.state is State.RUNNING and not os.path.isdir(folder.whole.root):
-        message = f"its folder {folder.whole.root} was removed or is not on this machine: details and logs are missing"
+    elif outcome.state is State.RUNNING and not os.path.isdir(folder.root):
+        message = f"its folder {folder.root} was removed or is not on this machine: details and logs are missing"
     outcome = Outcome(outcome.state, message, time=_end_time(outcome.state, record))
     nodes = [one.nodes for one in components if one.nodes] or (record.nodes if record else [])
     return JobState(folder, outcome, nodes, components, record, damage)
 
 
 def has_recorded_end(folder: JobFolder) -> bool:
-    """Return whether the batch step of a job or an array task has recorded its end."""
+    """Return whether the batch step of a job has recorded its end. Slurm's state takes precedence."""
     record = records.read(BatchRecord, folder.job, folder.trusted)
     return record is not None and record.ended is not None and record.state.is_terminal
 

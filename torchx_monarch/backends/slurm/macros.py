@@ -17,10 +17,6 @@ def nodes_variable(role: int) -> str:
     return f"MONARCH_NODES_{role}"
 
 
-PORT_OFFSET = "MONARCH_PORT_OFFSET"
-"""Variable with the offset that hosts add to the rendezvous port: array tasks of one job may share a node."""
-
-
 def first_node(nodes: str) -> str:
     """Return the first name of a node list: ``n08`` of ``n[08-11,20],m1``. (Running scontrol would delay the start.)"""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)

@@ -16,41 +16,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchx_monarch.backends.core.errors import BackendError
-from torchx_monarch.backends.slurm import array, states
+from torchx_monarch.backends.slurm import states
 from torchx_monarch.backends.slurm.folder import MARK
 from torchx_monarch.model.env_names import JOB_VARIABLES
 
 _TIMEOUT = 60.0
 """Seconds that a command may take: slurmctld answers late under load."""
 
-_TOLD_WITHIN = 2.0
-"""Seconds to wait for scancel to signal array tasks. While other tasks of the array wait, Slurm (22.05) delivers the
-signal immediately but answers "try again later", and scancel then retries five times in half a minute."""
-
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
 _NOT_INHERITED = frozenset({*JOB_VARIABLES, "SBATCH_ARRAY_INX"})
 """Variables that are not passed on. SBATCH_ARRAY_INX would make the submitted job an array."""
-
-_ALL_INDICES = {"SLURM_BITSTR_LEN": "0"}
-"""Makes commands print the whole list of waiting array tasks; by default they cut it at 64 characters."""
 
 
 class SlurmError(BackendError):
     """A command of Slurm's failed or could not be run."""
 
 
-class SlurmTimeoutError(SlurmError):
-    """A command of Slurm's did not end in time."""
-
-
 @dataclass(frozen=True)
 class Job:
-    """One record that Slurm reports: a job, a component of a job, or tasks of an array.
+    """One record that Slurm reports: a job, or a component of a job.
 
     Attributes:
         job_id: id of the component; equals the job's id for the first component.
-        leader: id of the job or the array.
+        leader: id of the job.
         name: the job's name.
         state: the state as Slurm prints it; may have several words, such as ``CANCELLED by 1000``.
         reason: Slurm's reason why the job waits or ended; empty if not reported.
@@ -58,7 +47,6 @@ class Job:
         restarts: how often Slurm has restarted the job; -1 if not reported.
         comment: the job's comment; empty if not reported.
         exit_code: exit code of the batch script; -N for signal N.
-        tasks: indices of the array tasks in this record; several for waiting tasks, empty for a job that is no array.
         other_user: name of the job's owner if that is another user; empty if it is this user, or not asked for.
         is_accounted: whether the accounting database reports it, which may lag behind.
     """
@@ -72,7 +60,6 @@ class Job:
     restarts: int = -1
     comment: str = ""
     exit_code: int = 0
-    tasks: tuple[int, ...] = ()
     other_user: str = ""
     is_accounted: bool = False
 
@@ -103,13 +90,12 @@ def run(command: Sequence[str], timeout: float = _TIMEOUT) -> subprocess.Complet
         timeout: seconds that it may take.
 
     Raises:
-        SlurmError: the program is missing or cannot be executed.
-        SlurmTimeoutError: it does not end within ``timeout``.
+        SlurmError: the program is missing, cannot be executed, or does not end within ``timeout``.
     """
     try:
         return subprocess.run(
             command,
-            env={**client_environment(os.environ), **(_ALL_INDICES if command[0] != "sbatch" else {})},
+            env=client_environment(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -126,9 +112,7 @@ def run(command: Sequence[str], timeout: float = _TIMEOUT) -> subprocess.Complet
     except OSError as error:
         raise SlurmError(f"{command[0]!r} cannot be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
-        raise SlurmTimeoutError(
-            f"`{' '.join(command[:2])}` has not answered for {timeout:g} s: does slurmctld run?"
-        ) from None
+        raise SlurmError(f"`{' '.join(command[:2])}` has not answered for {timeout:g} s: does slurmctld run?") from None
 
 
 def checked(command: Sequence[str]) -> str:
@@ -150,38 +134,20 @@ def submit(command: Sequence[str]) -> str:
     Raises:
         SlurmError: sbatch refuses the job or cannot be run.
     """
-    try:
-        printed = checked(command)
-    except SlurmError as error:
-        if "Invalid job array" not in str(error):
-            raise
-        found = re.search(r"MaxArraySize\s*=\s*(\d+)", run(["scontrol", "show", "config"]).stdout)
-        limit = f": its MaxArraySize is {found[1]}, so indices are 0 to {int(found[1]) - 1}" if found else ""
-        wanted = next((word for word in command if word.startswith("--array=")), "")
-        raise SlurmError(f"{error} ({wanted} on this cluster{limit}; run option array)") from None
     # With several clusters, ``--parsable`` prints ID;CLUSTER.
-    return printed.strip().splitlines()[-1].partition(";")[0]
+    return checked(command).strip().splitlines()[-1].partition(";")[0]
 
 
-def signal_batch_step(name: str) -> bool:
-    """Send SIGUSR1, the request to cancel, to batch steps; return whether scancel accepted the signal.
+def signal_batch_step(app_id: str) -> bool:
+    """Send SIGUSR1, the request to cancel, to a job's batch step; return whether scancel accepted the signal.
 
     A plain scancel would send SIGTERM to all processes of the job and apply Slurm's own grace period.
-
-    Args:
-        name: a job, or tasks of an array, such as ``123``, ``123_7`` or ``123_[4,7]``.
     """
-    command = ["scancel", "--batch", "--signal=USR1", name]
-    if "_" not in name:
-        return run(command).returncode == 0
-    try:
-        return run(command, _TOLD_WITHIN).returncode == 0
-    except SlurmTimeoutError:
-        return True
+    return run(["scancel", "--batch", "--signal=USR1", app_id]).returncode == 0
 
 
 def live_job(app_id: str) -> list[Job]:
-    """Return the components or array tasks of a job from slurmctld; empty if slurmctld has forgotten the job.
+    """Return the components of a job from slurmctld; empty if slurmctld has forgotten the job.
 
     Raises:
         SlurmError: scontrol fails or cannot be run.
@@ -195,7 +161,7 @@ def live_job(app_id: str) -> list[Job]:
 
 
 def parse_scontrol(text: str) -> list[Job]:
-    """Parse ``scontrol show job -o``: one line per component or array task; waiting array tasks may share a line."""
+    """Parse ``scontrol show job -o``: one line per component."""
     jobs, other = [], _other_user(text)
     for line in text.splitlines():
         if not line.startswith("JobId="):
@@ -208,7 +174,7 @@ def parse_scontrol(text: str) -> list[Job]:
         jobs.append(
             Job(
                 job_id=job_id,
-                leader=found.get("HetJobId") or found.get("ArrayJobId", job_id),
+                leader=found.get("HetJobId", job_id),
                 name=found.get("JobName", ""),
                 state=found.get("JobState", ""),
                 reason=found.get("Reason", ""),
@@ -216,7 +182,6 @@ def parse_scontrol(text: str) -> list[Job]:
                 restarts=int(found.get("Restarts", "-1")),
                 comment=_comment(line),
                 exit_code=_exit_code(found.get("ExitCode", "")),
-                tasks=tuple(array.tasks(found.get("ArrayTaskId"))),
                 other_user=other,
             )
         )
@@ -254,7 +219,7 @@ _SACCT_FIELDS = "JobID,State,ExitCode,NodeList,JobName"
 
 
 def recorded_jobs(app_ids: Sequence[str]) -> dict[str, list[Job]]:
-    """Return the records of jobs or arrays in the accounting database, by id; empty without accounting."""
+    """Return the records of jobs in the accounting database, by id; empty without accounting."""
     if not app_ids:
         return {}
     command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--format={_SACCT_FIELDS}"]
@@ -262,36 +227,23 @@ def recorded_jobs(app_ids: Sequence[str]) -> dict[str, list[Job]]:
     return {} if done.returncode else parse_sacct(done.stdout)
 
 
-def recorded_job(app_id: str) -> list[Job]:
-    """Return the records of one job or array in the accounting database; empty without accounting."""
-    return recorded_jobs([app_id]).get(app_id, [])
-
-
-_JOB_ID = re.compile(r"(\d+)(?:\+0*(\d+))?(?:_\[?([^\]]*)\]?)?")
-"""The id that squeue and sacct print for a job (``17``), a component (``15+1``), an array task (``3_7``) or waiting
-array tasks (``3_[4-9%2]``)."""
-
-
-def _first_component(text: str) -> tuple[str, tuple[int, ...]] | None:
-    """Parse an id of squeue or sacct: the job's id and the array tasks; None for components beyond the first."""
-    match = _JOB_ID.fullmatch(text)
-    if match is None or int(match[2] or 0):
-        return None
-    return match[1], tuple(array.tasks(match[3]))
+_JOB_ID = re.compile(r"(\d+)(?:\+0+)?")
+"""The id that squeue and sacct print for a job (``17``) or its first component (``15+0``), which runs the script; not
+that of another component (``15+1``), nor that of tasks of an array (``3_7``), which is no job of ours."""
 
 
 def parse_sacct(text: str) -> dict[str, list[Job]]:
-    """Parse ``sacct --parsable2`` by job id. Components beyond the first, which runs the script, are left out."""
+    """Parse ``sacct --parsable2`` by job id. Components beyond the first and arrays are left out."""
     jobs: dict[str, list[Job]] = {}
     for line in text.splitlines():
         fields = line.split("|", 4)
-        found = _first_component(fields[0]) if len(fields) == 5 else None
+        found = _JOB_ID.fullmatch(fields[0]) if len(fields) == 5 else None
         if found is None:
             continue
-        job_id, indices = found
+        job_id = found[1]
         nodes = "" if fields[3] == "None assigned" else fields[3]
         code = _exit_code(fields[2])
-        job = Job(job_id, job_id, fields[4], fields[1], nodes=nodes, exit_code=code, tasks=indices, is_accounted=True)
+        job = Job(job_id, job_id, fields[4], fields[1], nodes=nodes, exit_code=code, is_accounted=True)
         jobs.setdefault(job_id, []).append(job)
     return jobs
 
@@ -300,7 +252,7 @@ _SQUEUE_FORMAT = "%A|%i|%T|%r|%j|%k"
 
 
 def listed_jobs() -> list[Job]:
-    """Return the jobs of this user from slurmctld: one per job; for an array one per begun task, and one for the rest.
+    """Return the jobs of this user from slurmctld, without arrays.
 
     Raises:
         SlurmError: squeue fails or cannot be run.
@@ -311,16 +263,13 @@ def listed_jobs() -> list[Job]:
 
 
 def parse_squeue(text: str) -> list[Job]:
-    """Parse squeue's output in ``_SQUEUE_FORMAT``; components beyond the first are left out."""
+    """Parse squeue's output in ``_SQUEUE_FORMAT``; components beyond the first and arrays are left out."""
     jobs = []
     for line in text.splitlines():
         fields = line.split("|", 5)
-        found = _first_component(fields[1]) if len(fields) == 6 else None
-        if found is None:
-            continue
-        leader, indices = found
-        job = Job(fields[0], leader, fields[4], fields[2], fields[3], comment=fields[5].strip(), tasks=indices)
-        jobs.append(job)
+        found = _JOB_ID.fullmatch(fields[1]) if len(fields) == 6 else None
+        if found is not None:
+            jobs.append(Job(fields[0], found[1], fields[4], fields[2], fields[3], comment=fields[5].strip()))
     return jobs
 
 

@@ -41,12 +41,8 @@ class SlurmOpts(NetworkOpts):
     """Generic resources of each node, such as `gpu:a100:4`, in place of the number of GPUs that a role asks for."""
 
     container: str | None = None
-    """Run hosts and ranks in containers of `--image`: `pyxis` (enroot's images), or `oci` (the folder of an OCI bundle,
-    run by Slurm itself). Default: on the nodes themselves, and an image that is a folder is the working directory."""
-
-    array: str | None = None
-    """Run the app's one role once for each of these indices, each run with nodes of its own: `0-9`, `0,3,7-20:2%4` (at
-    most 4 of them at a time). SLURM_ARRAY_TASK_ID tells the runs apart."""
+    """Run hosts and ranks in containers of `--image`: `pyxis` (enroot's images). Default: on the nodes themselves, and
+    an image that is a folder is the working directory."""
 
     nomem: bool = False
     """Ask for no memory (partitions whose nodes have 1000 MB or less by Slurm's configuration are asked for none)."""

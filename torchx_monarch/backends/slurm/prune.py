@@ -14,7 +14,7 @@ import os
 import time
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.slurm import folder, snapshot
+from torchx_monarch.backends.slurm import folder, job_state, snapshot
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.native import SlurmError
 
@@ -33,7 +33,7 @@ def prune() -> None:
     asked = 0
     for root in _older(folder.jobs_dir(), oldest):
         paths = JobFolder(root)
-        ended = snapshot.has_recorded_end(paths) or folder.TRASH in os.path.basename(root)
+        ended = job_state.has_recorded_end(paths) or folder.TRASH in os.path.basename(root)
         if not ended and root in ids and asked < _ASKED:
             asked += 1
             with contextlib.suppress(SlurmError):

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.slurm import array
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.state import State
@@ -29,17 +28,10 @@ class Submission:
     """The part of request.json (``SlurmRequest``) that is read after submission.
 
     Attributes:
-        sbatch: sbatch options of the whole job, by name without dashes; None for an option without a value.
         grace: seconds from SIGTERM to SIGKILL when replicas are stopped.
     """
 
-    sbatch: dict[str, str | None] = field(default_factory=dict)
     grace: float = 0.0
-
-    @property
-    def tasks(self) -> list[int]:
-        """The indices of the array tasks; empty if the job is no array."""
-        return array.tasks(self.sbatch.get("array"))
 
 
 @dataclass
@@ -47,7 +39,7 @@ class BatchRecord:
     """The content of job.json: the batch step's record of its run.
 
     Attributes:
-        job_id: id of the job or the array task.
+        job_id: id of the job.
         started: when the first run of the job began, in seconds since the epoch.
         state: its final state; RUNNING until it has ended.
         msg: the reason, for the user; may be empty.

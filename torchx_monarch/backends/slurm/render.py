@@ -9,15 +9,17 @@ import os
 import re
 import sys
 
-from torchx.specs import NULL_RESOURCE, AppDef, InvalidRunConfigException, Role
+import torchx
+from torchx.schedulers.devices import get_device_mounts
+from torchx.specs import NULL_RESOURCE, AppDef, BindMount, DeviceMount, InvalidRunConfigException, Role
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.slurm import array, container_role, folder, native
+from torchx_monarch.backends.slurm import folder, native
+from torchx_monarch.backends.slurm.container import Container, Mount
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole
-from torchx_monarch.command.command import HOSTS_MODULE
-from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+from torchx_monarch.model.role_spec import RoleSpec
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ _SMALL_PARTITION = 1000
 
 _SBATCH = (
     *("partition", "account", "qos", "time", "constraint", "reservation"),
-    *("mail-user", "mail-type", "signal", "array"),
+    *("mail-user", "mail-type", "signal"),
 )
 """The run options that sbatch has under the same names."""
 
@@ -40,17 +42,15 @@ def render(app: AppDef, submitted: SubmittedApp, cfg: SlurmOpts) -> SlurmRequest
         cfg: the run options.
 
     Raises:
-        InvalidRunConfigException: the run option ``array`` has an invalid value, or one that the app does not allow.
+        UserError: a role cannot run in a container as it is, or the job's folder cannot be mounted there.
     """
-    if cfg.array is not None:
-        _check_array(app, submitted, cfg)
     retries = any(role.max_retries for role in app.roles)
     requeue = retries if cfg.requeue is None else cfg.requeue
     asks = any(role.resource != NULL_RESOURCE and role.resource.memMB > 0 for role in app.roles)
     memory = native.partition_memory(cfg.partition) if asks and not cfg.nomem else None
     nomem = cfg.nomem or (memory is not None and memory <= _SMALL_PARTITION)
     path = folder.new(app.name, cfg.job_dir)
-    if cfg.container == "pyxis" and re.search("[:,]", path):
+    if cfg.container and re.search("[:,]", path):
         raise UserError(
             f"pyxis cannot mount the job's folder {path}: it must have neither ':' nor ',' (option job_dir)"
         )
@@ -80,32 +80,19 @@ def check_options(cfg: SlurmOpts) -> None:
     if cfg.retry not in ("in_place", "requeue"):
         reason = f"Run option `retry` is {cfg.retry!r}; allowed are in_place and requeue"
         raise InvalidRunConfigException(reason, "retry", dict(cfg))
-    container_role.check_option(cfg.container)
+    if cfg.container not in (None, "pyxis"):
+        reason = f"Run option `container` is {cfg.container!r}; allowed is pyxis"
+        raise InvalidRunConfigException(reason, "container", dict(cfg))
     # Without B:, Slurm signals all processes of a step, including Monarch's, which the signal would kill.
     if cfg.signal is not None and not re.fullmatch(r"(R?B:|B:?R?:)TERM(@\d+)?", cfg.signal):
         reason = f"Run option `signal` is {cfg.signal!r}; allowed is B:TERM@SECONDS, such as B:TERM@120"
         raise InvalidRunConfigException(reason, "signal", dict(cfg))
 
 
-def _check_array(app: AppDef, submitted: SubmittedApp, cfg: SlurmOpts) -> None:
-    reason = ""
-    try:
-        array.parse(cfg.array or "")
-    except ValueError as error:
-        reason = f"{error}; allowed are indices and ranges, and how many may run at a time: 0-9, 0,3,7-20:2%4"
-    if len(app.roles) != 1:
-        names = ", ".join(role.name for role in app.roles)
-        reason = f"app {app.name!r} has {len(app.roles)} roles ({names}), and Slurm has arrays of one-role jobs only"
-    elif submitted.roles[0].workload is WorkloadKind.SESSION:
-        reason = f"role {app.roles[0].name} waits for clients ({HOSTS_MODULE}), which connect to one run, not several"
-    if reason:
-        raise InvalidRunConfigException(f"Run option `array` is {cfg.array!r}: {reason}", "array", dict(cfg))
-
-
 def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[str, str | None]:
     options: dict[str, str | None] = {
         "job-name": re.sub(r"[^A-Za-z0-9_.-]", "-", app.name) or "app",
-        "output": os.path.join(path, "array", "%a.log") if cfg.array else os.path.join(path, "job.log"),
+        "output": os.path.join(path, "job.log"),
         "open-mode": "append",
         "chdir": path,
         "comment": folder.note(path, cfg.comment),
@@ -157,13 +144,12 @@ def _role(role: Role, spec: RoleSpec, nomem: bool, gres: str | None, cfg: SlurmO
         sbatch["gres"] = srun["gres"] = gres
     container = None
     if cfg.container is None:
-        if warning := container_role.unused(role):
-            _log.warning("%s", warning)
+        _warn_of_unused(role)
         in_image = role.image and os.path.isdir(role.image)
         cwd = os.path.abspath(role.image) if in_image else os.getcwd()
     else:
         cwd = os.path.abspath(cfg.job_dir) if cfg.job_dir and role.workspace else os.getcwd()
-        container = container_role.of_role(cfg.container, role, cwd)
+        container = _container(role, cwd)
     return SlurmRole(
         spec=spec,
         command=[role.entrypoint, *role.args],
@@ -174,3 +160,76 @@ def _role(role: Role, spec: RoleSpec, nomem: bool, gres: str | None, cfg: SlurmO
         srun=srun,
         container=container,
     )
+
+
+def _container(role: Role, cwd: str) -> Container:
+    """Return the container of a role.
+
+    Args:
+        role: the role.
+        cwd: the working directory of its replicas, which the container sees.
+
+    Raises:
+        UserError: the role has no image that can be used, or a mount that pyxis cannot make.
+    """
+    if not role.image or _is_default(role.image):
+        given = f"TorchX's default image, {role.image}, has not" if role.image else "it names none"
+        raise UserError(
+            f"role {role.name!r} runs in a container (-cfg container=pyxis) and needs an image that has "
+            f"torchx-monarch, and {given}. Name one with --image: a name in a registry, or a squashfs file"
+        )
+    mounts = []
+    for mount in [*role.mounts, *get_device_mounts(role.resource.devices)]:
+        if isinstance(mount, BindMount):
+            mounts.append(Mount(os.path.abspath(mount.src_path), mount.dst_path, mount.read_only))
+        elif isinstance(mount, DeviceMount):
+            mounts.append(Mount(mount.src_path, mount.dst_path))
+        else:
+            raise UserError(f"role {role.name!r} has a mount of another kind than bind and device: {mount}")
+    if cwd != "/" and cwd not in [mount.target for mount in mounts]:
+        mounts.append(Mount(cwd, cwd))
+    for mount in mounts:
+        if re.search("[:,]", mount.source + mount.target):
+            raise UserError(
+                f"role {role.name!r}: pyxis cannot mount {mount.source} at {mount.target}: paths must have neither "
+                "':' nor ','"
+            )
+    return Container(_enroot_name(role), cwd, mounts)
+
+
+def _is_default(image: str) -> bool:
+    """Return whether an image is the one that TorchX's components name by default."""
+    return image.partition(":")[0] == torchx.IMAGE.partition(":")[0]
+
+
+def _enroot_name(role: Role) -> str:
+    """Return a role's image as enroot spells it, which separates registry and name by ``#``.
+
+    Raises:
+        UserError: it is the path of a file that this machine does not see.
+    """
+    image: str = role.image
+    if image.startswith(("/", "./", "../")):
+        path = os.path.abspath(image)
+        if not os.path.exists(path):
+            raise UserError(
+                f"role {role.name!r}: there is no image {path} on this machine. All nodes must see the file; "
+                "`enroot import` makes one"
+            )
+        return path
+    registry, slash, name = image.partition("/")
+    # Docker's rule for what is a registry.
+    if "#" in image or "://" in image or not slash or not (re.search("[.:]", registry) or registry == "localhost"):
+        return image
+    return f"{registry}#{name}"
+
+
+def _warn_of_unused(role: Role) -> None:
+    """Log a warning about the image or the mounts of a role that has no container."""
+    if role.image and not os.path.isdir(role.image) and not _is_default(role.image):
+        unused = f"the image {role.image} is not used"
+    elif role.mounts:
+        unused = "its mounts are not used"
+    else:
+        return
+    _log.warning("role %r: %s: -cfg container=pyxis runs containers", role.name, unused)

@@ -94,26 +94,22 @@ class SlurmRequest:
 
     @property
     def script(self) -> str:
-        """The batch script of the job, or of each array task.
+        """The batch script of the job.
 
         On the first start the script itself starts the steps, so that they do not wait for a Python interpreter. It
         then replaces itself with the batch step (``in_job.batch_step``), which keeps them as its children.
         """
-        array = bool(self.sbatch.get("array"))
-        app_id = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if array else '"$SLURM_JOB_ID"'
         lines = ["#!/bin/sh"]
         for index in range(len(self.roles)):
             given = f"$SLURM_JOB_NODELIST_HET_GROUP_{index}" if len(self.roles) > 1 else "$SLURM_JOB_NODELIST"
             lines.append(f'export {macros.nodes_variable(index)}="{given}"')
         lines += [f"unset {name}" for name in self.not_for_steps]
         folder = shlex.quote(self.folder)
-        task = f'{shlex.quote(JobFolder(self.folder).array)}/"$SLURM_ARRAY_TASK_ID"'
         # A job.json shows that this is not the first start; a cancel.json shows that the job was cancelled.
-        files = [f"{task}/job.json", f"{task}/cancel.json"] if array else [f"{folder}/job.json"]
-        tests = [f"[ ! -e {file} ]" for file in (*files, f"{folder}/cancel.json")]
-        lines.append(f"if {' && '.join(tests)}; then")
+        lines.append(f"if [ ! -e {folder}/job.json ] && [ ! -e {folder}/cancel.json ]; then")
         lines += [
-            f'  {shlex.join(self.step(index))} {app_id} 0 &\n  set -- "$@" $!' for index in range(len(self.roles))
+            f'  {shlex.join(self.step(index))} "$SLURM_JOB_ID" 0 &\n  set -- "$@" $!'
+            for index in range(len(self.roles))
         ]
         lines += ["fi", f'exec {shlex.join([*self.starter, "job", self.folder])} "$@"', ""]
         return "\n".join(lines)
@@ -133,15 +129,13 @@ class SlurmRequest:
         options = [*group, *option_words(self.step_options(role)), "--input=none", "--label"]
         starter = [*self.starter, "task"]
         if self.roles[role].container is not None:
-            starter = ["/bin/sh", os.path.join(JobFolder(self.folder).container(role), "task.sh")]
+            starter = ["/bin/sh", JobFolder(self.folder).task_script(role)]
         return ["setsid", "srun", *options, *starter, self.folder, self.roles[role].name]
 
     def step_options(self, role: int) -> dict[str, str | None]:
         """Return the srun options of the step of the role of this index, by name without dashes."""
         one = self.roles[role]
-        if one.container is None:
-            return one.srun
-        return {**one.srun, **one.container.options(self.folder, JobFolder(self.folder).container(role))}
+        return {**one.srun, **(one.container.options(self.folder) if one.container else {})}
 
     @property
     def starter(self) -> list[str]:

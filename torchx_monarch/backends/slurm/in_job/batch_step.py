@@ -3,7 +3,7 @@
 """The batch step: run a step for each role, retry failures, stop steps, record the job's result.
 
 It runs as ``entrypoint.py job FOLDER [PID ...]`` on the first node of the job. The PIDs are the roles' steps, if the
-batch script has started them. Each task of a job array has its own, independent batch step.
+batch script has started them.
 
 ``core.state`` decides how the app ends, ``core.retries`` whether a role or the app is restarted.
 
@@ -28,9 +28,9 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.retries import RetryBudget
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import HOST_EXTRA, reduce
-from torchx_monarch.backends.slurm import array, macros, records
+from torchx_monarch.backends.slurm import macros, records
 from torchx_monarch.backends.slurm.container import last_error
-from torchx_monarch.backends.slurm.folder import JobFolder, read_request, run_folder
+from torchx_monarch.backends.slurm.folder import JobFolder, read_request
 from torchx_monarch.backends.slurm.in_job.commands import RUNNING, JobCommands, say
 from torchx_monarch.backends.slurm.records import BatchRecord, TaskRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest, decode_or_exit
@@ -80,10 +80,10 @@ class _RunOutcome:
 
 
 class BatchStep:
-    """Run a job, or one array task, to its end.
+    """Run a job to its end.
 
     Args:
-        paths: the folder of the job or the array task.
+        paths: the job's folder.
         request: the submitted request.
         step_pids: the PID of each role's step, in the order of the roles; empty if no step has been started.
     """
@@ -92,8 +92,7 @@ class BatchStep:
         self._paths = paths
         self._request = request
         self._specs = {role.name: role.spec for role in request.roles}
-        self._is_array = bool(request.sbatch.get("array"))
-        job_id = array.own_id(os.environ) if self._is_array else os.environ["SLURM_JOB_ID"]
+        job_id = os.environ["SLURM_JOB_ID"]
         self._commands = JobCommands(job_id)
         before = records.read(BatchRecord, paths.job, paths.trusted)
         # Preemptions and administrators do not use up retries (TorchX counts all of SLURM_RESTART_COUNT).
@@ -440,9 +439,6 @@ class BatchStep:
     def _finish(self, state: State, message: str, code: int) -> int:
         self._record.state, self._record.msg, self._record.ended = state, message, time.time()
         self._write(is_last=True)
-        if self._is_array:
-            with contextlib.suppress(OSError):
-                os.utime(self._paths.whole.root)  # prune() goes by the mtime of the whole job's folder
         self._event("ended", f"{state}: {message}" if message else str(state))
         return code
 
@@ -460,9 +456,6 @@ class BatchStep:
     def _event(self, kind: str, message: str, **fields: object) -> None:
         say(message)
         events.append(self._paths.events, kind, message, seconds=None, **fields)
-        if self._is_array and kind in ("job_started", "ended"):
-            message = f"array task {os.path.basename(self._paths.root)}: {message}"
-            events.append(self._paths.whole.events, kind, message, seconds=None)
 
 
 def _wait(wake: int) -> bytes:
@@ -477,9 +470,6 @@ def _wait(wake: int) -> bytes:
 def main(argv: list[str]) -> NoReturn:
     """Run the job whose folder is the first argument; the other arguments are the PIDs of its steps."""
     step_pids = [int(word) for word in argv[1:]]
-    whole = JobFolder(argv[0])
-    data = read_request(whole, os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
-    request = decode_or_exit(whole, data)
-    paths = run_folder(whole, data, os.environ)
-    os.makedirs(paths.root, mode=0o700, exist_ok=True)
+    paths = JobFolder(argv[0])
+    request = decode_or_exit(paths, read_request(paths, os.environ.get("SLURMD_NODENAME") or os.uname().nodename))
     sys.exit(BatchStep(paths, request, step_pids).run())

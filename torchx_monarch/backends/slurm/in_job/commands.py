@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run Slurm's commands on the job, or the array task, around this process."""
+"""Run Slurm's commands on the job around this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 
 class JobCommands:
-    """Slurm's commands for one job or array task."""
+    """Slurm's commands for one job."""
 
     def __init__(self, job_id: str) -> None:
         self.job_id = job_id
@@ -35,13 +35,12 @@ class JobCommands:
     def signal_tasks(self, component: int | None = None) -> None:
         """Request all tasks to stop (``task``), or those of one component of a heterogeneous job.
 
-        Slurm is slow to signal an array task as a whole (``native._TOLD_WITHIN``), but not its steps; and it signals
-        all components for the first one's id (Slurm 22.05, also for ``ID+0``), but not for a step of it.
+        Slurm signals all components for the first one's id (Slurm 22.05, also for ``ID+0``), but not for a step of it.
         """
-        if component is None and "_" not in self.job_id:
+        if component is None:
             _run("scancel", "--signal=URG", self.job_id)
             return
-        job_id = self.job_id if component is None else os.environ[f"SLURM_JOB_ID_HET_GROUP_{component}"]
+        job_id = os.environ[f"SLURM_JOB_ID_HET_GROUP_{component}"]
         if steps := [step for step in _ask(job_id, "--steps", "--format=%i") if step.rpartition(".")[2].isdigit()]:
             _run("scancel", "--signal=URG", *steps)
 

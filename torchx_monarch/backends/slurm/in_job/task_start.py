@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Sequence
 
-from torchx_monarch.backends.slurm import array, folder, macros
+from torchx_monarch.backends.slurm import folder, macros
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.model.env_names import replica0_variable
 from torchx_monarch.supervisor import signal_pipe, spawn
@@ -31,11 +31,11 @@ class StartedTask:
     """A task and its replica's process, which runs unless this is a restart or the start failed.
 
     Attributes:
-        paths: the folder of the job or the array task.
+        paths: the job's folder.
         request: the content of request.json, not yet decoded.
         role: name of the role.
         replica: the replica's number in the role.
-        app_id: the id of the job or the array task.
+        app_id: the id of the job.
         restart: how often the job or the role was restarted before.
         node: name of this node.
         log_dir: folder of the replica's logs.
@@ -54,8 +54,8 @@ class StartedTask:
         path, self.role, self.app_id, restart = argv
         self.restart = int(restart)
         self.node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-        self.request = folder.read_request(JobFolder(path), self.node)
-        self.paths = folder.run_folder(JobFolder(path), self.request, os.environ)
+        self.paths = JobFolder(path)
+        self.request = folder.read_request(self.paths, self.node)
         role = next(role for role in self.request["roles"] if role["spec"]["name"] == self.role)
         self.replica = int(os.environ["SLURM_PROCID"])
         self.cwd: str = role["cwd"]
@@ -76,8 +76,6 @@ class StartedTask:
             "MONARCH_RUN_DIR": self.run_dir,
             "MONARCH_EVENTS": self.paths.events,
         }
-        if tasks := array.tasks(self.request["sbatch"].get("array")):
-            self.environ[macros.PORT_OFFSET] = str(tasks.index(int(os.environ["SLURM_ARRAY_TASK_ID"])))
         self.environ.setdefault("TORCHELASTIC_ERROR_FILE", self.paths.error_file(self.role, self.replica))
         os.makedirs(self.log_dir, mode=0o700, exist_ok=True)
         # SIGUSR1 and SIGUSR2 are meant for the ranks; without a handler they would end this process.
