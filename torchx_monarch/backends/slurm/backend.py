@@ -181,11 +181,10 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         recorded = native.recorded_jobs(lost)
         found = []
         for app_id in sorted(known, key=int, reverse=True):
-            seen, accounts = live.get(app_id, []), recorded.get(app_id, [])
-            state = job_state.of_job(known[app_id], seen or accounts[:1])
+            components = live.get(app_id) or recorded.get(app_id, [])[:1]
+            state = job_state.of_job(known[app_id], components)
             app = snapshot.submitted(known[app_id])
-            records_seen = seen or accounts
-            name = app.app.name if app else records_seen[0].name if records_seen else ""
+            name = app.app.name if app else components[0].name if components else ""
             found.append(
                 SlurmSnapshot(
                     app_id=app_id,
