@@ -15,30 +15,23 @@ from typing import Any, cast
 import pytest
 
 from torchx_monarch.command.command import parse
-from torchx_monarch.controller.host_comparison import compare
+from torchx_monarch.controller.host_comparison import Problem, compare
 from torchx_monarch.controller.host_messages import (
     FactsTaken,
-    LinkOpened,
-    OpenLink,
     TakeFacts,
     decode_answer,
     decode_request,
     encode_message,
     encode_request,
 )
-from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.link_test import LinkServer, measure
-from torchx_monarch.controller.preflight import Preflight, clock_offset, culprit
+from torchx_monarch.controller.preflight import Preflight, clock_offset
 from torchx_monarch.host.preflight import parse_gpus, take_facts
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.host_facts import HostFacts, Link, ProgramFile
+from torchx_monarch.model.host_facts import HostFacts, ProgramFile
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.system.console import Console, WriterThread
-from torchx_monarch.transport import local_addresses
-from torchx_monarch.transport.address import Address
-from torchx_monarch.transport.local_addresses import NetworkOptions
 
 GOOD = HostFacts(
     {"python": "3.11.7", "torch": "2.13.0", "CUDA": "12.8", "NCCL": "2.27"},
@@ -47,19 +40,16 @@ GOOD = HostFacts(
     shared_memory=1 << 30,
     open_files=65536,
 )
-FAST = Link(0, 0.0002, 1e9)
 NO_FILE = os.strerror(2)
 
 
-def lines(*facts: HostFacts, offsets: tuple[float, ...] = (), links: tuple[Link, ...] = ()) -> list[str]:
-    names = [f"host {number}" for number in range(len(facts))]
-    return list(
-        compare(
-            dict(zip(names, facts, strict=True)),
-            dict(zip(names, offsets, strict=False)),
-            {(name, names[0]): link for name, link in zip(names[1:], links, strict=False)},
-        )
-    )
+def problems(*facts: HostFacts, offsets: tuple[float, ...] = ()) -> list[Problem]:
+    names = {replica: f"host {replica}" for replica in range(len(facts))}
+    return list(compare(names, dict(enumerate(facts)), dict(enumerate(offsets))))
+
+
+def lines(*facts: HostFacts, offsets: tuple[float, ...] = ()) -> list[str]:
+    return [problem.text for problem in problems(*facts, offsets=offsets)]
 
 
 def with_version(name: str, version: str) -> HostFacts:
@@ -71,7 +61,7 @@ def without_cuda() -> HostFacts:
 
 
 def test_hosts_that_are_alike_and_fit() -> None:
-    assert lines(GOOD, GOOD, offsets=(0.0, 0.9), links=(FAST,)) == []
+    assert lines(GOOD, GOOD, offsets=(0.0, 0.9)) == []
     assert lines(GOOD, offsets=(0.0,)) == []
     bare = HostFacts({})
     assert lines(bare, bare, bare) == []
@@ -126,17 +116,12 @@ def test_a_clock(offset: float, words: str) -> None:
     assert line.startswith(words)
 
 
-@pytest.mark.parametrize(
-    ("link", "words"),
-    [
-        (Link(0, 0.06, 1e9), "the link from host 1 to host 0 is slow (60.0 ms, 953.7 MiB/s); "),
-        (Link(0, 0.001, 5e5), "the link from host 1 to host 0 is slow (1.0 ms, 0.5 MiB/s); "),
-        (Link(0, problem="refused"), "the link from host 1 to host 0 cannot be measured: refused; "),
-    ],
-)
-def test_a_link(link: Link, words: str) -> None:
-    (line,) = lines(GOOD, GOOD, links=(link,))
-    assert line.startswith(words)
+def test_a_problem_is_about_the_hosts_that_differ() -> None:
+    other = with_version("torch", "2")
+    assert [problem.replicas for problem in problems(GOOD, other, GOOD, other)] == [[1, 3]]
+    unreadable = dataclasses.replace(GOOD, paths={"/x": "Permission denied"})
+    found = problems(unreadable, GOOD, unreadable, GOOD, offsets=(0.0, 3.0))
+    assert [problem.replicas for problem in found] == [[0, 2], [1]]
 
 
 def test_many_hosts_are_not_all_listed() -> None:
@@ -156,28 +141,23 @@ def test_the_offset_of_a_clock_is_the_least_that_is_certain(clock: float, taken:
 class ScriptedHosts:
     """Two hosts; the clock of the second is ahead by ``ahead`` seconds."""
 
-    def __init__(self, ahead: float = 0.0, link: Link = FAST) -> None:
-        self.requests: list[OpenLink | TakeFacts] = []
-        self._ahead, self._link = ahead, link
+    def __init__(self, ahead: float = 0.0, open_files: int = GOOD.open_files) -> None:
+        self.requests: list[TakeFacts] = []
+        self._ahead, self._open_files = ahead, open_files
 
-    async def ask(self, request: OpenLink | TakeFacts, timeout: float | None = None) -> AsyncIterator[Any]:
+    async def ask(self, request: TakeFacts, timeout: float | None = None) -> AsyncIterator[Any]:
         self.requests.append(request)
         for replica, ahead in ((1, self._ahead), (0, 0.0)):
-            if isinstance(request, OpenLink):
-                yield decode_answer(encode_message(PORTS[replica]))
-                continue
-            facts = dataclasses.replace(GOOD, clock=time.time() + ahead)
-            answer = FactsTaken(replica, facts, self._link if replica else None)
-            yield decode_answer(encode_message(answer))
+            facts = dataclasses.replace(GOOD, clock=time.time() + ahead, open_files=self._open_files)
+            yield decode_answer(encode_message(FactsTaken(replica, facts)))
 
 
 HOSTS = [Registration(replica, "node", 1, 1) for replica in range(2)]
-PORTS = [LinkOpened(replica, "node", 29400 + replica) for replica in range(2)]
 
 
 def checked(hosts: ScriptedHosts, mode: str, capfd: pytest.CaptureFixture[str], times: int = 1) -> tuple[str, str]:
     """Why the run must not start, and the log."""
-    preflight = Preflight(mode, True, cast(JobHosts, hosts), Reporter(Console(2), None, "trainer"))
+    preflight = Preflight(mode, cast(JobHosts, hosts), Reporter(Console(2), None, "trainer"))
 
     async def run() -> str:
         reasons = [await preflight.check(HOSTS) for _ in range(times)]
@@ -193,15 +173,15 @@ def test_hosts_are_checked_once(capfd: pytest.CaptureFixture[str]) -> None:
     reason, log = checked(hosts, "on", capfd, times=2)
     assert reason == ""
     assert "[monarch] pre-flight: 2 hosts are fit and alike" in log
-    assert hosts.requests == [OpenLink(), TakeFacts(tuple(PORTS))]
-    assert decode_request(*encode_request(hosts.requests[1])) == hosts.requests[1]
+    assert hosts.requests == [TakeFacts()]
+    assert decode_request(*encode_request(hosts.requests[0])) == hosts.requests[0]
 
 
 def test_a_difference_fails_the_run_or_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    reason, log = checked(ScriptedHosts(7.0, Link(0, 1.0, 1e9)), "on", capfd)
+    reason, log = checked(ScriptedHosts(7.0, open_files=64), "on", capfd)
     assert reason.startswith("pre-flight: the clock of host 1 (node, pid 1) is 7.0 s ahead")
-    assert reason.endswith("(and 1 more, see the log)")
-    assert "[monarch] pre-flight: the link from host 1 (node, pid 1) to host 0 (node, pid 1) is slow" in log
+    assert reason.endswith("(and 2 more, see the log)")
+    assert "[monarch] pre-flight: host 1 (node, pid 1) lets a rank open 64 files" in log
     reason, log = checked(ScriptedHosts(7.0), "warn", capfd)
     assert reason == "" and "is 7.0 s ahead" in log
 
@@ -237,7 +217,7 @@ def test_the_facts_of_this_host(tmp_path: Path) -> None:
     assert facts.paths[str(tmp_path)] == facts.paths[str(tmp_path / "train.py")] == ""
     assert facts.paths[str(loop)].startswith("Too many levels") and facts.paths["/nosuch"] == NO_FILE
     assert abs(facts.clock - time.time()) < 30
-    assert decode_answer(encode_message(FactsTaken(0, facts, None))) == FactsTaken(0, facts, None)
+    assert decode_answer(encode_message(FactsTaken(0, facts))) == FactsTaken(0, facts)
 
 
 def test_an_interpreter_that_fails_is_said(tmp_path: Path) -> None:
@@ -258,55 +238,7 @@ def test_gpus_that_others_use(visible: str | None, held: list[str]) -> None:
     assert [text.partition(":")[0] for text in parse_gpus(told, visible)] == held
 
 
-# -- link --------------------------------------------------------------------------------------------------------------
-
-
-def network_of(ports: tuple[int, int] | None = None) -> HostNetwork:
-    address = Address("insecure-tcp", "127.0.0.1", 1)
-    options = NetworkOptions(bind="127.0.0.1", ports=ports)
-    return HostNetwork(address, options, "127.0.0.1", "127.0.0.1", None)
-
-
-def test_each_host_measures_its_link_to_the_next_one() -> None:
-    async def run() -> tuple[list[Link | None], Link | None]:
-        networks = [network_of() for _ in range(3)]
-        ports = [LinkServer(network, replica).open() for replica, network in enumerate(networks)]
-        links = await asyncio.gather(*(measure(networks[replica], replica, ports) for replica in range(3)))
-        return list(links), await measure(networks[0], 0, ports)  # a port is there for one measurement
-
-    links, again = asyncio.run(asyncio.wait_for(run(), 60))
-    assert [link and (link.replica, link.problem) for link in links] == [(1, ""), (2, ""), (0, "")]
-    assert all(link and link.latency > 0 and link.rate > 0 for link in links)
-    assert again is not None and "127.0.0.1" in again.problem and again.rate == 0
-
-
-def test_a_host_without_a_port_is_named() -> None:
-    async def run() -> Link | None:
-        with local_addresses.bind_port(NetworkOptions(bind="127.0.0.1")) as taken:
-            port = taken.getsockname()[1]
-            opened = LinkServer(network_of((port, port)), 1).open()
-        return await measure(network_of(), 0, [LinkOpened(0, "127.0.0.1", 1), opened])
-
-    link = asyncio.run(run())
-    assert link is not None and link.problem.startswith("none of the ports")
-    assert asyncio.run(measure(network_of(), 0, [])) is None
-
-
 def test_a_difference_names_its_host(capfd: pytest.CaptureFixture[str]) -> None:
-    preflight = Preflight("on", True, cast(JobHosts, ScriptedHosts(7.0)), Reporter(Console(2), None, "trainer"))
+    preflight = Preflight("on", cast(JobHosts, ScriptedHosts(7.0)), Reporter(Console(2), None, "trainer"))
     assert preflight.culprit is None
     assert asyncio.run(preflight.check(HOSTS)) and preflight.culprit is HOSTS[1]
-
-
-@pytest.mark.parametrize(
-    ("problems", "named"),
-    [
-        (["host 1 (n) has torch 2.5, and host 0 (n) 2.6; install", "host 0 (n) cannot read /x: no"], 1),
-        (["the link from host 0 (n) to host 1 (n) is slow", "the link from host 1 (n) to host 2 (n) is slow"], 1),
-        (["the link from host 0 (n) to host 2 (n) is slow"], 2),
-        (["something else"], None),
-    ],
-)
-def test_the_culprit_of_problems(problems: list[str], named: int | None) -> None:
-    hosts = {f"host {replica} (n)": replica for replica in range(3)}
-    assert culprit(problems, hosts) == named

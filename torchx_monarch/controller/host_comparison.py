@@ -8,8 +8,9 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from torchx_monarch.model.host_facts import HostFacts, Link
+from torchx_monarch.model.host_facts import HostFacts
 
 MAX_OFFSET = 1.0
 """Seconds by which the clock of a host may differ from replica 0's."""
@@ -18,82 +19,92 @@ _LITTLE_SHARED = 16 << 20
 
 _FEW_FILES = 1024
 
-SLOW_LATENCY = 0.02
-"""Seconds to another host and back from which a link is slow: hosts of one training job are in one data centre."""
-
-SLOW_RATE = 10 << 20
-"""Bytes per second to another host below which a link is slow: about 100 Mbit/s."""
-
 _ABSENT = os.strerror(errno.ENOENT)
 
 
+class Problem(NamedTuple):
+    """A difference between hosts, or a deficiency of one.
+
+    Attributes:
+        replicas: the replicas of the hosts that differ or are unfit, replica 0 first.
+        text: which hosts these are, what is wrong and how to fix it, in one line.
+    """
+
+    replicas: Sequence[int]
+    text: str
+
+
 def compare(
-    facts: Mapping[str, HostFacts], offsets: Mapping[str, float], links: Mapping[tuple[str, str], Link]
-) -> Iterator[str]:
-    """Yield a line for each difference or deficiency; none if all is well.
+    names: Mapping[int, str], facts: Mapping[int, HostFacts], offsets: Mapping[int, float]
+) -> Iterator[Problem]:
+    """Yield a problem for each difference or deficiency; none if all is well.
 
     Args:
-        facts: the facts of each host, by its name, that of replica 0 first.
+        names: the name of each host, by its replica.
+        facts: the facts of each host, by its replica, that of replica 0 first.
         offsets: the least seconds by which the clock of a host is ahead of replica 0's; negative if it is behind.
-        links: the connections, by the names of the host that has measured it and of the other host.
     """
-    for name in sorted({name for each in facts.values() for name in each.versions}):
-        values = {host: each.versions.get(name, "none") for host, each in facts.items() if not each.problem}
-        yield from _differences(values, name, f"install the same {name} on all hosts")
-    yield from _of_programs(facts)
-    yield from _of_paths(facts)
-    for host, offset in offsets.items():
+    for name in sorted({name for host in facts.values() for name in host.versions}):
+        values = {replica: host.versions.get(name, "none") for replica, host in facts.items() if not host.problem}
+        yield from _differences(names, values, name, f"install the same {name} on all hosts")
+    yield from _of_programs(names, facts)
+    yield from _of_paths(names, facts)
+    for replica, offset in offsets.items():
         if abs(offset) > MAX_OFFSET:
-            way = "ahead of" if offset > 0 else "behind"
-            yield f"the clock of {host} is {abs(offset):.1f} s {way} replica 0's; run an NTP client on all hosts"
-    for host, each in facts.items():
-        if each.problem:
-            yield f"{host}: the program's interpreter tells no versions: {each.problem}; run it there by hand"
-        if 0 <= each.shared_memory < _LITTLE_SHARED:
-            free = f"{each.shared_memory >> 20} MiB of shared memory free (/dev/shm)"
-            yield f"{host} has {free}; remove files there, or give the container more (--shm-size)"
-        if 0 <= each.open_files < _FEW_FILES:
-            yield f"{host} lets a rank open {each.open_files} files; raise the limit (ulimit -n 65536)"
-        for gpu in each.gpus:
-            yield f"{host}: {gpu} by other processes; end them (nvidia-smi lists them), or take another host"
-    for (host, other), link in links.items():
-        if link.problem:
-            yield f"the link from {host} to {other} cannot be measured: {link.problem}; see the network between them"
-        elif link.latency > SLOW_LATENCY or link.rate < SLOW_RATE:
-            figures = f"{link.latency * 1000:.1f} ms, {link.rate / (1 << 20):.1f} MiB/s"
-            yield f"the link from {host} to {other} is slow ({figures}); see their network cards, cables and switches"
+            how = f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} replica 0's"
+            yield Problem([replica], f"the clock of {names[replica]} is {how}; run an NTP client on all hosts")
+    for replica, host in facts.items():
+        for text in _deficiencies(names[replica], host):
+            yield Problem([replica], text)
 
 
-def _differences(values: Mapping[str, str], what: str, advice: str) -> Iterator[str]:
-    """Yield a line for each value that differs from that of most hosts; that of the first host if it is a tie."""
+def _deficiencies(name: str, host: HostFacts) -> Iterator[str]:
+    if host.problem:
+        yield f"{name}: the program's interpreter tells no versions: {host.problem}; run it there by hand"
+    if 0 <= host.shared_memory < _LITTLE_SHARED:
+        free = f"{host.shared_memory >> 20} MiB of shared memory free (/dev/shm)"
+        yield f"{name} has {free}; remove files there, or give the container more (--shm-size)"
+    if 0 <= host.open_files < _FEW_FILES:
+        yield f"{name} lets a rank open {host.open_files} files; raise the limit (ulimit -n 65536)"
+    for gpu in host.gpus:
+        yield f"{name}: {gpu} by other processes; end them (nvidia-smi lists them), or take another host"
+
+
+def _differences(names: Mapping[int, str], values: Mapping[int, str], what: str, advice: str) -> Iterator[Problem]:
+    """Yield a problem for each value that differs from that of most hosts; that of the first host if it is a tie."""
     usual = Counter(values.values()).most_common(1)[0][0] if values else ""  # of equal counts, the first to be seen
+    others = [names[replica] for replica, value in values.items() if value == usual]
     for value in dict.fromkeys(values.values()):
         if value != usual:
-            those = [host for host, each in values.items() if each == value]
-            others = [host for host, each in values.items() if each == usual]
-            verb = "has" if len(those) == 1 else "have"
-            yield f"{_names(those)} {verb} {what} {value}, and {_names(others)} {usual}; {advice}"
+            replicas = [replica for replica in values if values[replica] == value]
+            hosts = _listed([names[replica] for replica in replicas])
+            verb = "has" if len(replicas) == 1 else "have"
+            yield Problem(replicas, f"{hosts} {verb} {what} {value}, and {_listed(others)} {usual}; {advice}")
 
 
-def _of_programs(facts: Mapping[str, HostFacts]) -> Iterator[str]:
-    files = {host: each.program for host, each in facts.items() if each.program is not None}
-    shown = {host: f"{file.path} of {file.size} bytes (SHA-256 {file.digest[:12]})" for host, file in files.items()}
+def _of_programs(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[Problem]:
+    files = {replica: host.program for replica, host in facts.items() if host.program is not None}
     if len({file.digest for file in files.values()}) > 1:
-        yield from _differences(shown, "the program", "copy the same file to all hosts, or put it on a shared disk")
+        shown = {
+            replica: f"{file.path} of {file.size} bytes (SHA-256 {file.digest[:12]})" for replica, file in files.items()
+        }
+        advice = "copy the same file to all hosts, or put it on a shared disk"
+        yield from _differences(names, shown, "the program", advice)
 
 
-def _of_paths(facts: Mapping[str, HostFacts]) -> Iterator[str]:
-    """Yield a line for each path that some host cannot read; one that exists nowhere disturbs no program."""
-    for path in dict.fromkeys(path for each in facts.values() for path in each.paths):
-        reasons = {host: each.paths.get(path, "") for host, each in facts.items()}
+def _of_paths(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[Problem]:
+    """Yield a problem for each path that some host cannot read; one that exists nowhere disturbs no program."""
+    for path in dict.fromkeys(path for host in facts.values() for path in host.paths):
+        reasons = {replica: host.paths.get(path, "") for replica, host in facts.items()}
         if all(reason == _ABSENT for reason in reasons.values()):
             continue
         for reason in dict.fromkeys(filter(None, reasons.values())):
-            those = [host for host, each in reasons.items() if each == reason]
-            yield f"{_names(those)} cannot read {path}: {reason}; mount it there, or fix its permissions"
+            replicas = [replica for replica in reasons if reasons[replica] == reason]
+            hosts = _listed([names[replica] for replica in replicas])
+            yield Problem(replicas, f"{hosts} cannot read {path}: {reason}; mount it there, or fix its permissions")
 
 
-def _names(hosts: Sequence[str]) -> str:
+def _listed(hosts: Sequence[str]) -> str:
     """Return the names of hosts, shortened if there are many."""
     if len(hosts) > 4:
         return f"{', '.join(hosts[:3])} and {len(hosts) - 3} more"

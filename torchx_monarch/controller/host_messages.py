@@ -17,7 +17,7 @@ from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.codec import DecodeError, decode
-from torchx_monarch.model.host_facts import HostFacts, Link
+from torchx_monarch.model.host_facts import HostFacts
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.world import World
@@ -154,46 +154,16 @@ class RanksSampled:
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenLink:
-    """Listen for the host that measures its connection to this one (see ``link_test``)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LinkOpened:
-    """The answer to ``OpenLink``.
-
-    Attributes:
-        replica: replica of the host.
-        host: name or IP address by which other hosts dial it.
-        port: the port on which it listens; 0 for none.
-        problem: why it does not listen; empty if it does.
-    """
-
-    replica: int
-    host: str = ""
-    port: int = 0
-    problem: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class TakeFacts:
-    """Take the facts that the pre-flight compares (see ``model.host_facts``).
-
-    Attributes:
-        links: where the hosts listen, in the order in which each measures its connection to the next one; empty if none
-            measures.
-    """
-
-    links: tuple[LinkOpened, ...]
+    """Take the facts that the pre-flight compares (see ``model.host_facts``)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FactsTaken:
-    """The answer to ``TakeFacts``; ``link`` is None where it was not measured."""
+    """The answer to ``TakeFacts``."""
 
     replica: int
     facts: HostFacts
-    link: Link | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,10 +326,8 @@ _RankRequest: TypeAlias = OpenStore | LaunchRanks | WatchRanks | StopRanks | Tak
 _RankAnswer: TypeAlias = StoreOpened | Launched | RanksExited | StacksTaken | CollectivesRead | RanksSampled
 _LoopRequest: TypeAlias = RunWorkerLoop | GetWorkerLoop
 _LoopAnswer: TypeAlias = WorkerLoopEnded | WorkerLoopReady
-Request: TypeAlias = _RankRequest | _LoopRequest | OpenLink | TakeFacts | BeginRun | FinishRun | ProbeFile | FetchCode
-Answer: TypeAlias = (
-    _RankAnswer | _LoopAnswer | LinkOpened | FactsTaken | RunBegun | RunFinished | FileProbed | CodeFetched | Refused
-)
+Request: TypeAlias = _RankRequest | _LoopRequest | TakeFacts | BeginRun | FinishRun | ProbeFile | FetchCode
+Answer: TypeAlias = _RankAnswer | _LoopAnswer | FactsTaken | RunBegun | RunFinished | FileProbed | CodeFetched | Refused
 Report: TypeAlias = SignalReceived | RunOutput
 Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
 

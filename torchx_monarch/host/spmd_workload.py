@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
 from typing import Protocol
 
 from torchx_monarch.command.command import Command, CommandError
@@ -21,8 +20,6 @@ from torchx_monarch.controller.host_messages import (
     GetWorkerLoop,
     Launched,
     LaunchRanks,
-    LinkOpened,
-    OpenLink,
     OpenStore,
     RanksExited,
     RanksSampled,
@@ -41,7 +38,6 @@ from torchx_monarch.controller.host_messages import (
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_queries import HostQueries
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.link_test import LinkServer, measure
 from torchx_monarch.controller.mesh_clients import MeshClients, RankHosts
 from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.controller.sample_recorder import SampleRecorder
@@ -115,12 +111,10 @@ class SpmdWorkload:
     def __init__(self, host: Host, runs: Runs) -> None:
         self.runs = runs
         self._host = host
-        self._network: HostNetwork | None = None
         self._loops: WorkerLoops | None = None
 
     async def connect(self, network: HostNetwork) -> None:
         """Prepare for worker loops, which start when a client attaches, and let ranks be such clients."""
-        self._network = network
         self._loops = WorkerLoops(self._host, network)
         await AttachRelay(self._host, network).start()
 
@@ -142,7 +136,7 @@ class SpmdWorkload:
         first_output = self.runs.first_output
 
         def new_attempts() -> Attempts:
-            preflight = Preflight(options.preflight, control.network.rendezvous.networked, hosts, reporter)
+            preflight = Preflight(options.preflight, hosts, reporter)
             return Attempts(options, hosts, control.gatherer, events, reporter, hang_watch, first_output, preflight)
 
         # Only where a command finds it again: beside the events of the job.
@@ -181,11 +175,9 @@ class SpmdWorkload:
             return CollectivesRead(replica, longest, tuple(ranks) if request.details else ())
         if isinstance(request, SampleRanks):
             return RanksSampled(replica, tuple(await pool.samples(request.groups)))
-        if isinstance(request, OpenLink):
-            assert self._network is not None
-            return LinkServer(self._network, replica).open()
         if isinstance(request, TakeFacts):
-            return await self._take_facts(pool, request.links)
+            facts = await asyncio.get_running_loop().run_in_executor(None, take_facts, pool.run)
+            return FactsTaken(replica, facts)
         if isinstance(request, RunWorkerLoop):
             assert self._loops is not None
             return await self._loops.run(request.token)
@@ -199,16 +191,3 @@ class SpmdWorkload:
         else:
             return await self.runs.handle(request)
         return RanksExited(replica, tuple(pool.exits()))
-
-    async def _take_facts(self, pool: RankPool, links: Sequence[LinkOpened]) -> FactsTaken:
-        """Take the facts of this host, and measure its connection to the next one.
-
-        Args:
-            pool: the ranks.
-            links: where the hosts listen; empty if none measures.
-        """
-        assert self._network is not None
-        replica = self._host.options.replica
-        measuring = asyncio.ensure_future(measure(self._network, replica, links))
-        facts = await asyncio.get_running_loop().run_in_executor(None, take_facts, pool.run)
-        return FactsTaken(replica, facts, await measuring)

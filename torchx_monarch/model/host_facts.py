@@ -24,23 +24,6 @@ class ProgramFile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
-    """The connection of a host to another one.
-
-    Attributes:
-        replica: replica of the other host.
-        latency: the shortest time of a message to it and its answer, in seconds.
-        rate: bytes per second to it; 0 if none arrived.
-        problem: why it could not be measured; empty if it was.
-    """
-
-    replica: int
-    latency: float = 0.0
-    rate: float = 0.0
-    problem: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class HostFacts:
     """Facts of one host.
 

@@ -44,8 +44,8 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     debugger it goes on, and does not wait in later ones."""
 
     preflight: str = "off"
-    """`on`: before ranks start, compare the hosts (versions, program, readable paths, clocks, memory, links) and fail
-    the job if one differs or is unfit; `warn`: only say so. `off` by default."""
+    """`on`: before ranks start, compare the hosts (versions, program, readable paths, clocks, memory) and fail the job
+    if one differs or is unfit; `warn`: only say so. `off` by default."""
 
     preload: str = "torch"
     """Modules, separated by `+`, that one interpreter per host imports while the hosts find each other, for all ranks
@@ -90,7 +90,7 @@ class NetworkOpts(MonarchOpts):
     """Port on which replica 0 listens for the other hosts; 0 for a random one per job."""
 
     ports: str = ""
-    """The range LOW-HIGH of ports that Monarch and the pre-flight may listen on, for firewalls; empty for any."""
+    """The range LOW-HIGH of ports that Monarch may listen on, for firewalls; empty for any."""
 
     bind: str = ""
     """Address or interface on which hosts listen; empty for all."""
