@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``torchx monarch doctor``: its checks of the installation, the machine and the places where schedulers run apps."""
+"""``torchx monarch doctor``: its checks of what is installed, of the configuration and of schedulers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import argparse
 import gc
 import json
 import os
-import resource
 import shutil
 import subprocess
 import threading
@@ -29,7 +28,7 @@ from torchx_monarch.backends.slurm.checks import check_slurm
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.cli import doctor as command
 from torchx_monarch.model.check_result import CheckResult, check
-from torchx_monarch.schedulers import doctor, install_checks, machine_checks
+from torchx_monarch.schedulers import doctor, install_checks
 
 
 def levels(results: Iterable[CheckResult]) -> dict[str, str]:
@@ -80,82 +79,32 @@ def test_a_build_of_torch_without_cuda_is_said_where_there_are_gpus() -> None:
     assert "without CUDA" in install_checks.check_devices("2.13.0+cpu", 8).advice
 
 
-# -- machine -----------------------------------------------------------------------------------------------------------
+# -- configuration -----------------------------------------------------------------------------------------------------
 
 
 def test_the_state_directory(tmp_path: Path) -> None:
     good = tmp_path / "state"
-    assert levels(machine_checks.check_state_dir(str(good)))["state folder"] == "ok"  # it need not exist
+    assert doctor.check_state_dir(str(good)).level == "ok"  # it need not exist
     good.mkdir(mode=0o755)
-    found = next(iter(machine_checks.check_state_dir(str(good))))
+    found = doctor.check_state_dir(str(good))
     assert found.level == "warn" and f"chmod 700 {good}" in found.advice
     good.chmod(0o700)
-    assert levels(machine_checks.check_state_dir(str(good)))["state folder"] == "ok"
+    assert doctor.check_state_dir(str(good)).level == "ok"
     file = tmp_path / "file"
     file.touch()
-    found = next(iter(machine_checks.check_state_dir(str(file))))
+    found = doctor.check_state_dir(str(file))
     assert found.level == "fail" and "is no folder" in found.advice and "MONARCH_STATE_DIR" in found.advice
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "gone")
-    assert "No such file" in next(iter(machine_checks.check_state_dir(str(link)))).advice
+    assert "No such file" in doctor.check_state_dir(str(link)).advice
 
 
 def test_a_state_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    found = next(iter(machine_checks.check_state_dir(str(tmp_path))))
+    found = doctor.check_state_dir(str(tmp_path))
     assert found.level == "fail" and "you are uid 4711" in found.advice
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert "cannot be written by you" in next(iter(machine_checks.check_state_dir(str(tmp_path)))).advice
-
-
-@pytest.mark.parametrize(
-    ("free", "files", "inodes", "level"),
-    [
-        (1 << 40, 1000000, 500000, "ok"),
-        (1 << 40, 0, 0, "ok"),
-        (1 << 40, 1000000, 3, "warn"),
-        (1 << 40, 1000000, 0, "fail"),
-        (1 << 28, 1000000, 500000, "warn"),
-        (1 << 20, 1000000, 500000, "fail"),
-    ],
-)
-def test_space_and_inodes(monkeypatch: pytest.MonkeyPatch, free: int, files: int, inodes: int, level: str) -> None:
-    disk = SimpleNamespace(f_bavail=free // 4096, f_frsize=4096, f_files=files, f_favail=inodes)
-    monkeypatch.setattr(os, "statvfs", lambda _: disk)
-    assert machine_checks.check_space("disk", "/").level == level
-
-
-def test_a_folder_that_does_not_exist() -> None:
-    assert machine_checks.check_space("temporary folder", "/nosuch").level == "fail"
-    assert machine_checks.check_shared_memory("/nosuch").level == "fail"
-
-
-@pytest.mark.parametrize(("free", "level"), [(64 << 20, "warn"), (1 << 30, "ok")])
-def test_shared_memory(monkeypatch: pytest.MonkeyPatch, free: int, level: str) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free // 4096, f_frsize=4096))
-    assert machine_checks.check_shared_memory("/dev/shm").level == level
-
-
-def test_paths_of_sockets(tmp_path: Path) -> None:
-    assert machine_checks.check_sockets("/s/apps", "/nosuch").value.startswith("/s/apps")
-    assert machine_checks.check_sockets("/s" * 60, str(tmp_path)).value == str(tmp_path)
-    assert machine_checks.check_sockets("/s" * 60, "/nosuch").value == "/tmp"
-
-
-def test_limits_and_ports(tmp_path: Path) -> None:
-    assert machine_checks.check_open_files(65536, resource.RLIM_INFINITY).level == "ok"
-    assert machine_checks.check_open_files(256, 4096).level == "warn"
-    ports = tmp_path / "range"
-    for text, level in (("32768\t60999\n", "ok"), ("60000 60100", "warn"), ("?", "ok")):
-        ports.write_text(text)
-        assert machine_checks.check_ports(ports).level == level
-
-
-@pytest.mark.parametrize(
-    ("now", "synchronised", "level"), [(2e9, True, "ok"), (2e9, None, "ok"), (2e9, False, "warn"), (1e9, True, "fail")]
-)
-def test_the_clock(now: float, synchronised: bool | None, level: str) -> None:
-    assert machine_checks.check_clock(now, 1.9e9, synchronised).level == level
+    assert "cannot be written by you" in doctor.check_state_dir(str(tmp_path / "new")).advice
 
 
 # -- places ------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``torchx monarch doctor``: check what is installed, this machine, and whether a scheduler can be used."""
+"""``torchx monarch doctor``: check what is installed, the configuration, and whether a scheduler can be used."""
 
 from __future__ import annotations
 

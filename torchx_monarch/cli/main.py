@@ -16,7 +16,7 @@ from torchx.cli.cmd_base import SubCommand
 from torchx_monarch.cli import torchx_errors
 
 SUB_COMMANDS = {
-    "doctor": "what is installed, this machine, and whether a scheduler can be used",
+    "doctor": "what is installed, the configuration, and whether a scheduler can be used",
     "init": "make a monarch_ scheduler the default of this folder",
     "ls": "the jobs and allocations of all schedulers",
     "status": "all that is known of a job, once or until its end",

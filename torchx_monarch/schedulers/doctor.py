@@ -1,9 +1,11 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run the checks of ``torchx monarch doctor``: what is installed, this machine, and schedulers."""
+"""Run the checks of ``torchx monarch doctor``: what is installed, the configuration, and schedulers."""
 
 from __future__ import annotations
 
+import os
+import stat
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -11,12 +13,12 @@ from torchx.runner import config
 from torchx.schedulers import get_scheduler_factories
 from torchx.specs import CfgVal
 
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.model.check_result import CheckResult, check
 from torchx_monarch.model.spelling import did_you_mean
 from torchx_monarch.schedulers import EXTRAS
 from torchx_monarch.schedulers.install_checks import check_extra, check_installation
-from torchx_monarch.schedulers.machine_checks import check_machine
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 
 _TIMEOUT = 20.0
@@ -33,7 +35,6 @@ def diagnose(scheduler: str, cfg: str, timeout: float = _TIMEOUT) -> list[CheckR
     """
     groups: dict[str, Callable[[], Iterable[CheckResult]]] = {
         "installation": check_installation,
-        "machine": check_machine,
         "configuration": check_configuration,
     }
     if scheduler:
@@ -77,13 +78,43 @@ def run_groups(groups: dict[str, Callable[[], Iterable[CheckResult]]], timeout: 
 
 
 def check_configuration() -> Iterable[CheckResult]:
-    """Check that TorchX can read its configuration files."""
+    """Check the state directory, and that TorchX can read its configuration files."""
+    yield check_state_dir(state_files.state_dir())
     try:
         files = _load_configuration("monarch_local", {})
     except Exception as error:
         yield check(".torchxconfig", "", fail=f"TorchX cannot read it: {_one_line(error)}; fix that line")
         return
     yield check(".torchxconfig", ", ".join(files) or "none")
+
+
+def check_state_dir(path: str) -> CheckResult:
+    """Check that the state directory, which need not exist, can be used and is closed to others.
+
+    Args:
+        path: the state directory.
+    """
+    folder = path
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    try:
+        found = os.stat(folder)
+    except OSError as error:
+        return check("state folder", path, fail=f"{folder}: {error.strerror}; name another in MONARCH_STATE_DIR")
+    mode, uid, wrong = stat.S_IMODE(found.st_mode), os.geteuid(), ""
+    if not stat.S_ISDIR(found.st_mode):
+        wrong = f"{folder} is no folder"
+    elif folder == path and found.st_uid != uid:
+        wrong = f"it belongs to uid {found.st_uid}, and you are uid {uid}"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        wrong = f"{folder} (mode {mode:04o}, uid {found.st_uid}) cannot be written by you (uid {uid})"
+    is_open = folder == path and mode & 0o077
+    return check(
+        "state folder",
+        path,
+        fail=f"{wrong}; name another in MONARCH_STATE_DIR" if wrong else "",
+        warn=f"others may enter it (mode {mode:04o}), and it holds credentials; run: chmod 700 {path}" * bool(is_open),
+    )
 
 
 def check_scheduler(name: str, cfg: str) -> Iterable[CheckResult]:
