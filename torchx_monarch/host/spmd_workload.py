@@ -119,7 +119,7 @@ class SpmdWorkload:
         await AttachRelay(self._host, network).start()
 
     def work(self, control: Control) -> SpmdWork:
-        """Return the work of executing the session's runs, on replica 0 or the host that has taken over."""
+        """Return the work of executing the session's runs, on replica 0."""
         options, events, reporter = control.options, control.rendezvous.events, self._host.reporter
         hosts = JobHosts(options, control.rendezvous.requests, events, reporter, self.handle)
         queries = HostQueries(hosts)
