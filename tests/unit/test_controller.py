@@ -27,6 +27,7 @@ from torchx_monarch.controller.host_events import (
 )
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.controller.spmd_work import SpmdWork
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
@@ -55,7 +56,7 @@ class Job:
         reporter = Reporter(Console(2), None, "trainer")
         self.gatherer = HostGatherer(sizes, self.rendezvous, reporter, HostFailures(2, 60.0))
         options = JobOptions("id", 0, replacements, (), 0, sizes, 1.0, 1.0, "", "", 0.05, 0.05, "")
-        self.controller = Controller(options, self.rendezvous, reporter, self.gatherer, self)
+        self.controller = Controller(options, self.rendezvous, reporter, self.gatherer, cast(SpmdWork, self))
         self.register(range(replicas))
 
     def register(self, replicas: Iterable[int]) -> None:

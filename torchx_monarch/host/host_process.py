@@ -92,7 +92,6 @@ class HostProcess:
 
     async def _main(self) -> NoReturn:
         host = self._host
-        self._workload.open()
         self._handle_signals()
         self._spawn(reap_orphans())
         if stored := self._no_restart_marker.begin():
