@@ -236,7 +236,7 @@ class Backend(abc.ABC, Generic[O, R, S]):
         """Check that the user may remove an app.
 
         Raises:
-            BackendError: the app belongs to another user, or is a part of an app that is removed as a whole.
+            BackendError: the app belongs to another user.
         """
 
     def has_ended(self, app_id: str) -> bool | None:

@@ -199,7 +199,8 @@ def _container(role: Role, cwd: str) -> Container:
 
 def _is_default(image: str) -> bool:
     """Return whether an image is the one that TorchX's components name by default."""
-    return image.partition(":")[0] == torchx.IMAGE.partition(":")[0]
+    default: str = torchx.IMAGE
+    return image.partition(":")[0] == default.partition(":")[0]
 
 
 def _enroot_name(role: Role) -> str:
