@@ -56,7 +56,7 @@ class LiveSession(Session):
         self._reporter = reporter
         self._hosts = hosts
         self._run_queue = run_queue
-        self._ends_with_mesh = ends_with_mesh
+        self.ends_with_mesh = ends_with_mesh
         run_queue.broadcast = self._broadcast
         rendezvous.on_output = self._output
 
@@ -81,8 +81,8 @@ class LiveSession(Session):
         return self._run_queue.in_use()
 
     def mesh_shut_down(self) -> None:
-        """End the session, if its hosts are for a Monarch client alone."""
-        if self._ends_with_mesh:
+        """End the session, if it ends with its mesh (see ``Session``)."""
+        if self.ends_with_mesh:
             self._events.post(StopRequested(0, JobResult(0, "the mesh was shut down by its client")))
 
     def set_ready(self, ready: bool) -> None:

@@ -37,6 +37,10 @@ own."""
 _START_TIMEOUT = 60.0
 """Seconds for the worker loops of all hosts to start. The import of Monarch takes 0.3 s on a quiet machine."""
 
+_SHUT_DOWN_WITHIN = 15.0
+"""Seconds for the worker loops of a client that is gone to say that it has shut them down. Monarch's loop ends 5 s after
+a client that ends as soon as ``HostMesh.shutdown()`` returns."""
+
 Member: TypeAlias = tuple[Registration, str]
 """A host, and the address of its worker loop."""
 
@@ -143,10 +147,14 @@ class RankHosts:
                     members = await self._ready(token, running)
                     if members:
                         self._reporter.line(f"a Monarch client has attached to {len(members)} hosts")
+                        ended = asyncio.ensure_future(self._ended(running, len(members), say))
                         try:
-                            yield members, self._ended(running, len(members), say)
+                            yield members, asyncio.shield(ended)
                         finally:
                             self._reporter.line("a Monarch client has detached")
+                            if self._session.ends_with_mesh:
+                                await asyncio.wait([ended], timeout=_SHUT_DOWN_WITHIN)
+                            ended.cancel()
                         return
                 await reformed.wait()
 

@@ -35,10 +35,15 @@ class Session:
     This class is for a batch job: one run, for which the hosts are prepared when they register, and with which the
     session ends.
 
+    Attributes:
+        ends_with_mesh: whether a Monarch client that shuts the host mesh down ends the session.
+
     Args:
         options: options of the job.
         events: the events that interrupt the controller.
     """
+
+    ends_with_mesh = False
 
     def __init__(self, options: JobOptions, events: HostEvents) -> None:
         self._options = options
@@ -89,7 +94,7 @@ class Session:
         return contextlib.nullcontext()
 
     def mesh_shut_down(self) -> None:
-        """Note that a client has shut down the worker loops of the hosts."""
+        """End the session, if it ends with its mesh."""
 
     async def close(self, result: JobResult) -> None:
         """Tell the clients of the session its result."""
@@ -186,7 +191,7 @@ class SpmdWork:
         self._attempts.hosts_changed(joined)
 
     def mesh_shut_down(self) -> None:
-        """Note that a client has shut down the worker loops of the hosts."""
+        """End the session, if it ends with its mesh."""
 
     async def close(self, result: JobResult) -> None:
         """Tell the clients of the session its result."""
