@@ -32,7 +32,6 @@ class Replica0:
 
     def __init__(self, folder: Path) -> None:
         rendezvous = Rendezvous(Address("unix", path="/nowhere"), 3)
-        self.events = rendezvous.events
         self.runs = RunQueue(rendezvous, "app", "trainer", str(folder), ("a", "b"), 0.0, lambda: True)
 
     def submit(self, **more: object) -> None:
@@ -44,9 +43,9 @@ def test_the_end_of_a_queued_run_leaves_the_timeout_of_the_running_one(tmp_path:
         replica0 = Replica0(tmp_path)
         replica0.submit(timeout=0.01)
         replica0.submit()
-        replica0.runs.begin()
+        running = replica0.runs.begin()
         replica0.runs.end_run(replica0.runs.find(2), JobResult(143, "stopped", stopped=True))
-        await until_async(lambda: bool(replica0.events.pending), "the end of the run by its timeout")
+        await until_async(lambda: running.ending, "the end of the run by its timeout")
         await replica0.runs.close(JobResult(0, "released", stopped=True))
 
     asyncio.run(main())

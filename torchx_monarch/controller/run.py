@@ -26,6 +26,7 @@ class Run:
         started: time of the start, in seconds since the epoch; 0 before it.
         ended: time of the end, in seconds since the epoch; 0 before it.
         result: result of the run; None before its end.
+        ending: result of the run after a request to end it; None without such a request.
         ranks: number of ranks; 0 before the hosts have started the run.
     """
 
@@ -37,6 +38,7 @@ class Run:
     started: float = 0.0
     ended: float = 0.0
     result: JobResult | None = None
+    ending: JobResult | None = None
     ranks: int = 0
 
     @property

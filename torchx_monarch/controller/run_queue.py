@@ -177,6 +177,7 @@ class RunQueue:
             self._queue.remove(run)
             self.finish(run, result, [])
         elif run is self.current:
+            run.ending = run.ending or result
             self._rendezvous.events.post(RunEndRequested(0, run.ending, number))
 
     async def close(self, result: JobResult) -> None:

@@ -6,7 +6,7 @@
   while a replica of any role lives, FAILED if one has failed, else SUCCEEDED). The app does not wait for sidecars
   (``model.sidecars``): they are ended when all other roles have succeeded.
 - A role has failed when one of its replicas has failed for good, with no retries left. A role with ``min_replicas``
-  tolerates failed replicas while enough others run or have succeeded; but never replica 0.
+  tolerates failed replicas, other than replica 0, while enough others run or have succeeded.
 - An app has failed when a role has failed. A sidecar's failure counts until all other roles have succeeded.
 - The state is terminal only when nothing of the app runs or may still start. When the outcome is decided before that,
   the rest has ``SETTLE`` seconds to end by itself, and is stopped then by the app's owner: a process of this package
