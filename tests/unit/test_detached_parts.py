@@ -115,16 +115,12 @@ def test_fields_of_a_newer_torchx_are_left_out() -> None:
     assert SubmittedApp.from_json(data) == submitted
 
 
-def test_an_app_without_specs_was_stored_by_an_earlier_version() -> None:
-    role = Role("r", image="i", num_replicas=3, min_replicas=2, max_retries=1, retry_policy=RetryPolicy.REPLICA)
-    submitted = submitted_app(AppDef("a", [role]))
-    data = submitted.to_json()
-    del data["roles"]
-    assert SubmittedApp.from_json(data) == submitted
-    assert SubmittedApp.from_json(data["app"]) == submitted, "as that version packed it into labels"
-    data["roles"] = [{"name": "another"}]
+def test_an_app_needs_a_spec_of_each_role() -> None:
+    data = submitted_app(AppDef("a", [Role("r", image="i")])).to_json()
     with pytest.raises(ValueError, match="other names"):
-        SubmittedApp.from_json(data)
+        SubmittedApp.from_json({**data, "roles": [{"name": "another"}]})
+    with pytest.raises(ValueError, match="lacks 'roles'"):
+        SubmittedApp.from_json({"app": data["app"]})
 
 
 @pytest.mark.parametrize(

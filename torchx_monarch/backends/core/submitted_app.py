@@ -16,7 +16,6 @@ from torchx.specs import AppDef, BindMount, DeviceMount, Resource, RetryPolicy, 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.model import codec
 from torchx_monarch.model.role_spec import RoleSpec
-from torchx_monarch.model.sidecars import SidecarError
 from torchx_monarch.system import safe_files
 
 _MOUNTS: dict[str, Any] = {"bind": BindMount, "volume": VolumeMount, "device": DeviceMount}
@@ -36,6 +35,15 @@ class _Essential:
     num_replicas: int = 1
     max_retries: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The output of ``SubmittedApp.to_json``; ``pack`` leaves out the run options."""
+
+    app: dict[str, Any]
+    roles: list[RoleSpec]
+    cfg: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,21 +75,11 @@ class SubmittedApp:
         Raises:
             ValueError: the data is no app.
         """
-        if not isinstance(data, dict):
-            raise ValueError("this is no app: it is no JSON object")
-        if "app" not in data:  # packed by a version that did not store specs
-            data = {"app": data}
-        app, cfg = _app_from_json(data["app"]), data.get("cfg")
-        if "roles" in data:
-            roles = codec.decode(list[RoleSpec], data["roles"])
-            if [role.name for role in roles] != [role.name for role in app.roles]:
-                raise ValueError("this is no app: its roles have other names than their specs")
-        else:  # stored by a version that did not store specs
-            try:
-                roles = [RoleSpec.of(role) for role in app.roles]
-            except SidecarError as error:
-                raise ValueError(str(error)) from None
-        return cls(app, roles, cfg if isinstance(cfg, dict) else {})
+        stored = codec.decode(_Stored, data)
+        app = _app_from_json(stored.app)
+        if [role.name for role in stored.roles] != [role.name for role in app.roles]:
+            raise ValueError("its roles have other names than their specs")
+        return cls(app, stored.roles, stored.cfg)
 
     def pack(self) -> str:
         """Encode the app without its run options as one word of text, for labels, comments and annotations.
@@ -127,7 +125,7 @@ def _app_from_json(data: Any) -> AppDef:
         roles = [_role_from_json(role) for role in data["roles"]]
         return AppDef(codec.decode(str, data["name"]), roles, metadata)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"this is no app: {error!r}") from None
+        raise ValueError(f"it holds no app: {error!r}") from None
 
 
 def _role_to_json(role: Role) -> dict[str, Any]:

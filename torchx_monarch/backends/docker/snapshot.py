@@ -82,7 +82,7 @@ def build(
         created=created,
         # Of a container that was restarted, dockerd knows the latest start alone; the first followed its creation.
         started=created if any(one.restarts for one in found) else 0.0,
-        grace=float(labels.get(request.LABEL_GRACE, 0)),
+        grace=float(labels[request.LABEL_GRACE]),
         ending=Outcome(State.CANCELLED, time=cancelled) if cancelled else None,
         notes=_notes([one for one in absent if one.state is State.UNKNOWN]),
         containers={f"{role}/{index}": one for (role, index), one in places.items()},

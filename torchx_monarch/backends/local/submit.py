@@ -96,7 +96,7 @@ def _publish(
 
 
 def _fill(paths: state_files.AppPaths, request: LocalRequest, app: Mapping[str, Any], created: float) -> None:
-    state_files.write_json(paths.app, {"format": 1, "created": created, **app})
+    state_files.write_json(paths.app, {"created": created, **app})
     state_files.write_json(paths.request, request.to_json())
     record = status.AppRecord(request.app_id, request.name, created, roles=status.new_roles(request))
     state_files.write_json(paths.status, record.to_json())
