@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""monarch_ssh without a server: names of machines, fleets, the request, workspaces, what machines' answers mean."""
+"""monarch_ssh without a server: names of machines, the request, workspaces, what machines' answers mean."""
 
 from __future__ import annotations
 
@@ -34,14 +34,12 @@ from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.backends.ssh import known, native, workspace
 from torchx_monarch.backends.ssh.backend import SshBackend
-from torchx_monarch.backends.ssh.fleet import with_fleet
 from torchx_monarch.backends.ssh.in_job import entry, replicas
 from torchx_monarch.backends.ssh.in_job.code import Code
 from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
 from torchx_monarch.backends.ssh.known import Layout
 from torchx_monarch.backends.ssh.machine_name import MachineName, parse_hosts
 from torchx_monarch.backends.ssh.native import MachineConnection, Machines, SshError
-from torchx_monarch.backends.ssh.options import SshOpts
 from torchx_monarch.backends.ssh.request import SshRequest
 from torchx_monarch.backends.ssh.snapshot import Found, SshSnapshot, build
 from torchx_monarch.client.workspace_sync import current_workspace
@@ -101,25 +99,6 @@ def test_machines_from_a_file(tmp_path: Path) -> None:
         parse_hosts([f"@{tmp_path}/binary"])
     with pytest.raises(UserError, match="names b twice"):
         parse_hosts([f"@{tmp_path}/machines", "b"])
-
-
-def test_fleets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config").write_text(
-        "[monarch_ssh:lab]\nhosts = alice@a;b\npython = /opt/python\n[monarch_ssh:odd]\nhosts = a\nhost = b\n"
-    )
-    monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / "config"))
-    options = with_fleet(SshOpts(hosts=["c"], fleet="lab", setup="true", grace=3))
-    assert (options.hosts, options.python, options.setup, options.grace) == (
-        ["alice@a", "b"],
-        "/opt/python",
-        "true",
-        3,
-    )
-    assert with_fleet(SshOpts(hosts=["c"])).hosts == ["c"]
-    with pytest.raises(UserError, match=r"no section \[monarch_ssh:lib\].*fleets there: lab, odd"):
-        with_fleet(SshOpts(fleet="lib"))
-    with pytest.raises(UserError, match="'host'; a fleet has hosts, python, setup"):
-        with_fleet(SshOpts(fleet="odd"))
 
 
 # -- connections

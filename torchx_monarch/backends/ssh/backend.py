@@ -22,7 +22,6 @@ from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.ssh import known, workspace
-from torchx_monarch.backends.ssh.fleet import with_fleet
 from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
 from torchx_monarch.backends.ssh.known import Layout
 from torchx_monarch.backends.ssh.machine_name import MachineName, parse_hosts
@@ -54,7 +53,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
 
     def check_options(self, options: SshOpts) -> None:
         """Check the names of the machines."""
-        parse_hosts(with_fleet(options).hosts)
+        parse_hosts(options.hosts)
 
     def checks(self, options: SshOpts | None) -> Iterable[CheckResult]:
         """Check that ssh is there, and that each machine lets this user in and has this package.
@@ -68,7 +67,6 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         yield check("ssh", ssh)
         if options is None:
             return
-        options = with_fleet(options)
         for name in parse_hosts(options.hosts):
             try:
                 told = self._machines.ask(name, options.python, options.setup, "hello")
@@ -78,7 +76,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest:
         """Return the replicas of an app and their machines."""
-        return render(app, submitted, with_fleet(options), os.environ)
+        return render(app, submitted, options, os.environ)
 
     def show(self, request: SshRequest) -> str:
         """Return a request as text for a dry run."""
@@ -224,7 +222,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             StateAccessError: another user owns the state directory.
             SshError: none of the machines can be reached.
         """
-        chosen = with_fleet(SshOpts.from_cfg(self.run_opts().resolve(dict(options))))
+        chosen = SshOpts.from_cfg(self.run_opts().resolve(dict(options)))
         machines = {name: (chosen.python, chosen.setup) for name in parse_hosts(chosen.hosts)}
         for app_id in known.app_ids():
             layout = known.kept(app_id)

@@ -17,10 +17,6 @@ class SshOpts(NetworkOpts):
     """The machines, as ssh names them: `alice@a;b;10.0.0.3:2222`, IPv6 addresses in brackets; or `@FILE`, a file with a
     machine on each line. Replica K of each role runs on the K-th of them."""
 
-    fleet: str = ""
-    """A name for machines: the section `[monarch_ssh:NAME]` of `.torchxconfig`, whose `hosts`, and `python` and `setup`
-    if it has them, count instead of these options."""
-
     python: str = "python3"
     """The Python interpreter on the machines, in whose environment torchx-monarch is installed."""
 
