@@ -21,7 +21,7 @@ from tests.contract.place import TORCHX, tree
 from tests.local.detached import Detached, all_fresh, lives, pid_in, py, sh, start_fresh
 from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.errors import SubmitError
+from torchx_monarch.backends.core.errors import BackendError, SubmitError
 from torchx_monarch.backends.local import prune, request, submit
 
 Eventually = Callable[..., object]
@@ -277,20 +277,29 @@ def test_a_submission_that_was_interrupted(apps: Detached, eventually: Eventuall
     assert "its submission was interrupted" in apps.status(app_id).msg
 
 
-def test_damaged_files(apps: Detached) -> None:
+def test_damaged_files(apps: Detached, caplog: pytest.LogCaptureFixture) -> None:
     good = apps.run(sh("true"))
     apps.wait(good)
     for name, content in (("empty-x", ""), ("list-x", "[]"), ("odd-x", '{"a": 1}')):
         root = Path(apps.paths(name).root)
         root.mkdir()
         (root / "status.json").write_text(content)
-        assert f"{root}/status.json is damaged" in apps.status(name).msg
-    assert {a.app_id: a.state for a in apps.scheduler.list()} == {
-        good: AppState.SUCCEEDED,
-        **dict.fromkeys(("empty-x", "list-x", "odd-x"), AppState.FAILED),
-    }
-    apps.runner.delete(apps.handle("list-x"))
+        with pytest.raises(BackendError, match=f"^{root}/status.json is damaged: "):
+            apps.status(name)
+    assert {a.app_id: a.state for a in apps.scheduler.list()} == {good: AppState.SUCCEEDED}
+    assert f"{root}/status.json is damaged" in caplog.text
+    apps.scheduler.delete("list-x")
     assert not Path(apps.paths("list-x").root).exists()
+
+
+@pytest.mark.parametrize("name", ["status", "app", "request", "supervisor"])
+def test_a_running_app_with_a_damaged_file_can_be_cancelled_and_deleted(apps: Detached, name: str) -> None:
+    app_id = apps.run(sh("sleep 300"))
+    Path(getattr(apps.paths(app_id), name)).write_text("{")
+    for word in ("cancel", "delete"):
+        done = subprocess.run([*TORCHX, word, apps.handle(app_id)], capture_output=True, text=True, timeout=WITHIN)
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert not Path(apps.paths(app_id).root).exists()
 
 
 def test_an_app_that_is_submitted_by_an_app(apps: Detached, tmp_path: Path) -> None:

@@ -19,11 +19,12 @@ import pytest
 import requests
 from docker.errors import APIError
 from torchx.runner import Runner
-from torchx.specs import AppDef, AppState, BindMount, InvalidRunConfigException, Resource, RetryPolicy, Role
+from torchx.specs import AppDef, BindMount, InvalidRunConfigException, Resource, RetryPolicy, Role
 
 from tests.waits import WITHIN
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.state import reduce
+from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.docker import host_files, host_results, native, request, snapshot
 from torchx_monarch.backends.docker.host_results import HostResults
@@ -31,7 +32,7 @@ from torchx_monarch.backends.docker.snapshot import DockerSnapshot
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers import description, monarch_docker
+from torchx_monarch.schedulers import monarch_docker
 
 
 @pytest.fixture
@@ -358,16 +359,9 @@ def test_marker_files_are_read_when_needed(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(reads) == 6
 
 
-@pytest.mark.parametrize("record", ["", "no"])
-def test_an_app_without_its_record_is_known_by_its_containers(record: str) -> None:
-    app = build([], one("b", "running", id=1), one("a"), record=record)
-    assert (app.app, app.name) == (None, "app-1")
-    assert [(one.name, one.state) for one in app.replicas] == [
-        ("a/0", State.SUCCEEDED),
-        ("b/0", State.UNKNOWN),
-        ("b/1", State.RUNNING),
-    ]
-    assert description.describe(app, reduce(app)).state is AppState.RUNNING
+def test_a_damaged_label_is_named() -> None:
+    with pytest.raises(DamagedFileError, match="the label torchx-monarch/app of app-1 is damaged: "):
+        build([], one("a"), record="no")
 
 
 @pytest.mark.parametrize(
@@ -404,11 +398,11 @@ def test_the_record_gives_back_the_app() -> None:
     specs = [RoleSpec.of(role, WorkloadKind.RANKS, "tls:@A:1", ends_together=True), RoleSpec("other")]
     packed = SubmittedApp(app, specs, {"grace": 3}).pack()
     assert re.fullmatch(r"[A-Za-z0-9+/=]+", packed)
-    unpacked = SubmittedApp.unpack(packed)
-    assert unpacked is not None
+    unpacked = SubmittedApp.unpack(packed, "the label")
     assert (unpacked.app, list(unpacked.roles)) == (app, specs)
-    assert SubmittedApp.unpack(packed[:-8]) is None
-    assert SubmittedApp.unpack("no") is None
+    for damaged in (packed[:-8], "no"):
+        with pytest.raises(DamagedFileError, match="the label is damaged: "):
+            SubmittedApp.unpack(damaged, "the label")
 
 
 # -- without a daemon

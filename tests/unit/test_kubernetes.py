@@ -34,6 +34,7 @@ from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import LogQuery
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts, reduce
+from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.kubernetes import attempts, logs, names, snapshot
 from torchx_monarch.backends.kubernetes.attempts import Attempt
@@ -230,7 +231,7 @@ def test_images_of_workspaces_are_named_as_they_will_be_pushed(runner: Runner) -
     service, _, job = info.request.objects
     assert container(job)["image"] == "registry/a:abc"
     described = SubmittedApp.unpack(service["metadata"]["annotations"][names.ANNOTATION_APP])
-    assert described is not None and described.app.roles[0].image == "registry/a:abc"
+    assert described.app.roles[0].image == "registry/a:abc"
 
 
 def test_retries_of_hosts_and_of_others(runner: Runner) -> None:
@@ -269,7 +270,7 @@ def test_volcano_names_replica_0_of_each_role(runner: Runner) -> None:
         assert env["TORCHX_RANK0_HOST"] == f"{app_id}-my-train-0-0.{app_id}"
     assert job["spec"]["queue"] == "default"
     stored = SubmittedApp.unpack(job["metadata"]["annotations"][names.ANNOTATION_APP])
-    assert stored is not None and [role.entrypoint for role in stored.app.roles] == ["torchrun", "torchrun"]
+    assert [role.entrypoint for role in stored.app.roles] == ["torchrun", "torchrun"]
 
 
 @pytest.mark.parametrize(
@@ -601,10 +602,7 @@ def test_a_snapshot_of_an_apps_objects() -> None:
     ("note", "ending"),
     [
         ('{"state": "CANCELLED", "msg": "", "time": 1795168800.5}', Outcome(State.CANCELLED)),
-        ('{"state": "FAILED", "msg": "why"}', Outcome(State.FAILED, "why")),
-        ('{"state": "NONE"}', None),
-        ("[1]", None),
-        ("no json", None),
+        ('{"state": "FAILED", "msg": "why", "time": 1795168800.5}', Outcome(State.FAILED, "why")),
     ],
 )
 def test_how_an_app_was_ended_is_noted(note: str, ending: Outcome | None) -> None:
@@ -668,17 +666,9 @@ def test_a_followed_log_ends_at_its_end_also_if_the_pod_is_silent(monkeypatch: p
 
 
 @pytest.mark.parametrize("record", ["", "no app", "eJyrrgUAAXUA+Q=="])
-def test_an_app_that_cannot_be_decoded_is_described_from_its_pods(record: str) -> None:
-    job = {"metadata": {"uid": "u", "labels": {names.LABEL_ROLE: "0"}}, "spec": {}}
-    pods = [labelled(0, phase="Running"), labelled(2, phase="Failed", **ended(3))]
-    found = snapshot.assemble(stored(record, jobs=[job], pods=pods), NOW)
-    assert (found.app, found.name, [role.spec.name for role in found.roles]) == (None, "a", ["main"])
-    assert [one.state for one in found.replicas] == [State.RUNNING, State.PENDING, State.PENDING]
-    assert not reduce(found).is_stop_due  # the Job may start it again
-    failed = stored(record, jobs=[{**job, "status": {"failedIndexes": "2"}}], pods=pods)
-    message = reduce(snapshot.assemble(failed, NOW)).message
-    assert message == "replica main/2 on node n1 exited with code 3"
-    assert reduce(snapshot.assemble(stored(record), NOW)).state is State.PENDING
+def test_a_damaged_annotation_is_named(record: str) -> None:
+    with pytest.raises(DamagedFileError, match="the annotation torchx-monarch/appdef of n:a is damaged: "):
+        snapshot.assemble(stored(record), NOW)
 
 
 NOTED = '{"state": "FAILED", "msg": "why"}'

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,14 +23,12 @@ from torchx.specs import AppDef, AppState, RetryPolicy, Role, Workspace
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import LogQuery
-from torchx_monarch.backends.core.errors import StateAccessError, SubmitError, UserError
+from torchx_monarch.backends.core.errors import BackendError, StateAccessError, SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import RoleSnapshot
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import gpus, owners, state
-from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.backends.ssh import known, native, workspace
 from torchx_monarch.backends.ssh.backend import SshBackend
@@ -48,7 +46,7 @@ from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_ssh
 from torchx_monarch.supervisor import log_reader
-from torchx_monarch.supervisor.records import ReplicaRecord, ReplicaRequest
+from torchx_monarch.supervisor.records import ReplicaRecord
 
 
 @pytest.fixture
@@ -304,16 +302,14 @@ def test_another_users_list_of_machines(tmp_path: Path, caplog: pytest.LogCaptur
     assert (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("place", ["{", '{"gpus": 5}', None])
-def test_a_damaged_place_keeps_its_gpus_and_no_other_job(monkeypatch: pytest.MonkeyPatch, place: str | None) -> None:
+def test_a_living_replica_keeps_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of its supervisors runs here; that is not asked."""
     monkeypatch.setattr(gpus, "devices", lambda environ: ["0", "1", "2"])
     monkeypatch.setattr(state, "current_state", lambda paths: AppRecord("x.0.0", "x", 0.0))
-    spec = RoleRequest(RoleSpec("r"), [ReplicaRequest(["x"], {gpus.CUDA_VISIBLE_DEVICES: "1,2"}, "/")])
     paths = replicas.paths_of("x.0.0")
     os.makedirs(paths.root)
-    state_files.write_json(paths.request, LocalRequest("x.0.0", "x", [spec]).to_json())
-    Path(paths.root, "place.json").write_text(place) if place else os.mkfifo(Path(paths.root, "place.json"))
+    place = Place("x", 0, 0, 0.0, 5.0, [["a"]], "", "", "", gpus=["1", "2"])
+    state_files.write_json(f"{paths.root}/place.json", asdict(place))
     assert replicas._free_gpus(1, "") == ["0"]
     with pytest.raises(SubmitError, match="asks for 2 of this machine's 3 GPUs, and 1 are free"):
         replicas._free_gpus(2, "")
@@ -382,17 +378,6 @@ def test_replicas_of_all_machines_make_the_state() -> None:
     assert state(State.CANCELLED, State.CANCELLED, ending=cancelled) is State.CANCELLED
 
 
-def test_a_damaged_place_ends_no_app() -> None:
-    """It is replaced by a place without the app, whose roles' rules are then those of the other replicas' places."""
-    submitted = two_hosts(min_replicas=1)
-    answers = {(0, 0): found(0, State.RUNNING, submitted), (0, 1): found(1, State.FAILED, submitted)}
-    for k, name in enumerate(("trainer", "role0")):
-        answers[0, k] = replace(answers[0, k], place=replace(answers[0, k].place, packed=""))
-        built = build("app-1@a", answers, {})
-        status = reduce(built)
-        assert (built.roles[0].spec.name, status.state, status.is_stop_due) == (name, State.RUNNING, False)
-
-
 @pytest.mark.parametrize(
     ("more", "other", "expected"),
     [
@@ -410,15 +395,14 @@ def test_a_machine_that_does_not_answer(more: dict[str, Any], other: State, expe
     assert "b" in status.message and "timed out" in status.message
 
 
-@pytest.mark.parametrize("damaged", ["place.json", "ending.json"])
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"state": "x", "app_id": 5}', '{"role": []}'])
-def test_damaged_files_of_a_replica_cost_no_other_app_and_no_cancel(
+@pytest.mark.parametrize("damaged", ["place.json", "ending.json", "status.json"])
+def test_a_damaged_file_of_a_replica_is_named_and_costs_no_other_app(
     damaged: str,
-    content: str,
     runner: Runner,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path))
 
@@ -437,20 +421,12 @@ def test_damaged_files_of_a_replica_cost_no_other_app_and_no_cancel(
         state_files.write_json(f"{paths.root}/place.json", asdict(place))
         role = RoleRecord("trainer", [ReplicaRecord(0, State.RUNNING)])
         state_files.write_json(paths.status, AppRecord("", "app", time.time(), State.RUNNING, roles=[role]).to_json())
-    Path(paths.root, damaged).write_text(content)
-    listed = {each.app_id for each in runner.list("monarch_ssh")}
-    assert listed == ({"sound-1@a"} if damaged == "place.json" else {"sound-1@a", "broken-1@a"})
-    status = runner.status("monarch_ssh://torchx/broken-1@a")
-    assert status is not None and status.state is AppState.RUNNING
-    monkeypatch.setattr(Apps, "_await_end", lambda self, app: True)
-    runner.cancel("monarch_ssh://torchx/broken-1@a")
-    assert os.path.exists(paths.cancel)
-    known.forget("broken-1@a")
-    if damaged == "place.json":
-        with pytest.raises(
-            SshError, match="a: the place.json of broken-1@a is damaged, so its machines are not known: "
-        ):
-            monarch_ssh("torchx").describe("broken-1@a")
+    Path(paths.root, damaged).write_text("{")
+    says = f": {paths.root}/{damaged} is damaged: "
+    assert [each.app_id for each in runner.list("monarch_ssh")] == ["sound-1@a"]
+    assert says in caplog.text
+    with pytest.raises(BackendError, match=says):
+        runner.status("monarch_ssh://torchx/broken-1@a")
 
 
 def test_a_followed_log_loses_nothing_when_its_connection_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT) -> AppDef:
 
 
 def rank_command(role: Role) -> Command | None:
-    """Return the rank command of a role as submitted; None if it has none or, in a damaged record, an invalid one."""
+    """Return the rank command of a role as submitted; None if it has none, or an invalid one."""
     try:
         found = _find_rank_command(role)
     except CommandError:

@@ -38,8 +38,8 @@ _START_TIMEOUT = 60.0
 """Seconds for the worker loops of all hosts to start. The import of Monarch takes 0.3 s on a quiet machine."""
 
 _SHUT_DOWN_WITHIN = 15.0
-"""Seconds for the worker loops of a client that is gone to say that it has shut them down. Monarch's loop ends 5 s after
-a client that ends as soon as ``HostMesh.shutdown()`` returns."""
+"""Seconds for the worker loops of a client that is gone to say that it has shut them down. Monarch's loop ends 5 s
+after a client that ends as soon as ``HostMesh.shutdown()`` returns."""
 
 Member: TypeAlias = tuple[Registration, str]
 """A host, and the address of its worker loop."""

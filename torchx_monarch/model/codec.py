@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Decode parsed JSON into data classes and check each value against the type of its field.
 
-Files that this package writes may be damaged, edited, or written by another version. The values that ``decode`` returns
-have the types that their annotations state, so no reader meets a string where it expects a number. Standard library
-only.
+The values that ``decode`` returns have the types that their annotations state, so no reader meets a string where it
+expects a number. Standard library only.
 """
 
 from __future__ import annotations

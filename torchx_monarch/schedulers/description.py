@@ -38,7 +38,7 @@ def describe(
         status: its state.
         happened: returns its events; called if the app runs and its state has no message, which is then made of them.
     """
-    # Only a damaged record lacks the app: TorchX then shows at least the replicas.
+    # Of a Slurm job whose folder is not on this machine the app is not known.
     written = app.app or AppDef(app.name, [Role(role.spec.name, image="") for role in app.roles])
     return DescribeAppResponse(
         app_id=app.app_id,

@@ -23,6 +23,7 @@ from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import Backend
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts
+from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.validation import check_images, check_names
 from torchx_monarch.command.command import CommandError
@@ -284,10 +285,11 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
         Raises:
             ValueError: the app does not exist, and the process is a `torchx` command that names it.
+            BackendError: a file of the app is damaged.
         """
         self._foreground.on_poll(app_id)
         keep_threads_quiet()
-        found = self.apps.read(app_id)
+        found = self.apps.read(app_id, brief=subcommand() in ("cancel", "delete"))
         if found is None:
             if subcommand() in ("cancel", "delete", "describe", "log", "status"):
                 # For an unknown app, `cancel`, `delete` and `log` do nothing, or wait, and exit with 0.
@@ -314,9 +316,20 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             return f" (did you mean {self.backend}://torchx/{near}?)" if near else ""
         return ""
 
+    def exists(self, app_id: str) -> bool:
+        """Return whether an app exists."""
+        return self.apps.read(app_id, brief=True) is not None
+
     def describe_native(self, app_id: str) -> AppDryRunInfo[Any, Any] | None:
-        """Return the request of an app as its backend keeps it; None if the app or its request does not exist."""
-        found = self.inner.native_request(app_id)
+        """Return the request of an app as its backend keeps it; None if the app or its request does not exist.
+
+        Raises:
+            BackendError: a file of the app is damaged.
+        """
+        try:
+            found = self.inner.native_request(app_id)
+        except DamagedFileError as error:
+            raise BackendError(str(error)) from None
         if found is None:
             return None
         request, submitted = found

@@ -65,8 +65,7 @@ def remove_tree(path: str) -> None:
     """Remove a folder with its content, as far as possible, or the file that a rank has put in its place."""
     import shutil  # it imports more than everything else that a task or a supervisor needs at its start
 
-    with contextlib.suppress(ValueError):  # a NUL in the path of a damaged record: Python 3.12 ignores OSError only
-        try:
-            os.unlink(path)  # rmtree opens its argument, which never returns for a FIFO
-        except OSError:
-            shutil.rmtree(path, ignore_errors=True)
+    try:
+        os.unlink(path)  # rmtree opens its argument, which never returns for a FIFO
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)

@@ -88,7 +88,8 @@ def app_snapshot(
         nodes: as for ``BatchSnapshot``.
         results: what the hosts have logged of their end; empty in a brief snapshot, and before the end of the job.
     """
-    submitted = SubmittedApp.unpack(job.get("parameters", {}).get(APP_PARAMETER, ""))
+    word = job.get("parameters", {}).get(APP_PARAMETER)  # None if the app is too large for it
+    submitted = SubmittedApp.unpack(word, f"the parameter {APP_PARAMETER} of {app_id}") if word else None
     name = job.get("tags", {}).get(TAG_APP) or app_id.rpartition(":")[2]
     app = submitted.app if submitted else AppDef(name, definition.roles_of(job))
     specs = submitted.roles if submitted else [RoleSpec.of(role) for role in app.roles]

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from torchx.schedulers.api import Stream
 
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.backend import Backend, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
@@ -59,14 +60,23 @@ class Apps(Generic[S]):
         Args:
             app_id: id of the app.
             brief: as for ``Backend.snapshot``.
+
+        Raises:
+            BackendError: a file of the app is damaged.
         """
-        app = self._backend.snapshot(app_id, brief=brief)
+        app = self._snapshot(app_id, brief=brief)
         if app is None:
             return None
         status = reduce(app)
         if app_id in self._owned:
             self._end_rest(app, status)
         return app, status
+
+    def _snapshot(self, app_id: str, *, brief: bool = False) -> S | None:
+        try:
+            return self._backend.snapshot(app_id, brief=brief)
+        except state_files.DamagedFileError as error:
+            raise BackendError(str(error)) from None
 
     def _end_rest(self, app: S, status: AppStatus) -> None:
         since = self._owned[app.app_id]
@@ -231,12 +241,12 @@ class Apps(Generic[S]):
         if not self._backend.capabilities.removes_running_apps and self._stop(app, status, None):
             if not self._await_end(app):
                 raise BackendError(f"app {app_id} did not end after a stop request; it is kept")
-            app = self._backend.snapshot(app_id, brief=True) or app
+            app = self._snapshot(app_id, brief=True) or app
         self._backend.remove(app)
 
     def address(self, app_id: str, role: str) -> str:
         """Return the address or host name of a role's replica 0 for clients; empty if it is not known (yet)."""
-        app = self._backend.snapshot(app_id, brief=True)
+        app = self._snapshot(app_id, brief=True)
         replicas = [one for one in (app.replicas if app else ()) if one.role == role and one.id == 0]
         return (replicas[0].address or replicas[0].hostname) if replicas else ""
 

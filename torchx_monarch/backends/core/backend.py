@@ -10,6 +10,7 @@ one place for all of them (``core.state``), and the scheduler implements TorchX'
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -20,8 +21,10 @@ from torchx.schedulers.api import Stream
 from torchx.specs import AppDef, CfgVal, runopts
 from torchx.workspace import WorkspaceMixin
 
+from torchx_monarch.backends.core.errors import StateAccessError
 from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_options
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
+from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.model.check_result import CheckResult
@@ -31,6 +34,29 @@ Cfg = Mapping[str, CfgVal]
 O = TypeVar("O", bound=MonarchOpts)  # noqa: E741
 R = TypeVar("R")
 S = TypeVar("S", bound=AppSnapshot)
+T = TypeVar("T")
+U = TypeVar("U")
+
+_log = logging.getLogger("torchx_monarch")
+
+
+def read_undamaged(items: Iterable[T], read: Callable[[T], U | None]) -> list[U]:
+    """Read items for a list; leave out, with a warning, what is damaged or belongs to another user.
+
+    Args:
+        items: what names or holds an app.
+        read: reads an item; returns None if there is nothing.
+    """
+    found = []
+    for item in items:
+        try:
+            result = read(item)
+        except (DamagedFileError, StateAccessError) as error:
+            _log.warning("%s", error)
+            continue
+        if result is not None:
+            found.append(result)
+    return found
 
 
 @dataclass(frozen=True)
@@ -229,7 +255,7 @@ class Backend(abc.ABC, Generic[O, R, S]):
         return None
 
     def still_runs(self, app: S) -> bool:
-        """Return whether an app still runs although its state is terminal: its files may be damaged or ahead."""
+        """Return whether an app still runs although its state is terminal: its files may be ahead."""
         return False
 
     def check_removable(self, app: S) -> None:

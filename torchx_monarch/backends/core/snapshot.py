@@ -149,7 +149,7 @@ class RoleSnapshot:
 
     Attributes:
         spec: what was submitted.
-        replicas: its replicas, by index; replicas of an unknown role of a damaged record may be missing.
+        replicas: its replicas, by index.
         is_active: whether the backend's own controller may still start replicas of it.
         finished: the state in which the backend's own controller has ended the role; None if it has not, or there is
             no such controller.
@@ -207,7 +207,7 @@ class AppSnapshot:
         app_id: id of the app.
         name: name of the AppDef.
         roles: its roles, in the order of the AppDef.
-        app: the app as the user wrote it; None if that cannot be read.
+        app: the app as the user wrote it; None if the backend does not know it.
         created: when it was submitted, in seconds since the epoch; 0 if unknown.
         started: when it first began to run, in seconds since the epoch; 0 to take it from the replicas, each of which
             tells its latest start.

@@ -17,6 +17,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.model import codec
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.system import safe_files
+from torchx_monarch.system.untrusted_text import one_line
 
 _MOUNTS: dict[str, Any] = {"bind": BindMount, "volume": VolumeMount, "device": DeviceMount}
 
@@ -91,26 +92,37 @@ class SubmittedApp:
         return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
     @classmethod
-    def unpack(cls, word: str) -> SubmittedApp | None:
-        """Decode the output of ``pack``; return None for a text that is no app, as when it was cut or edited."""
+    def unpack(cls, word: str, source: str = "the stored app") -> SubmittedApp:
+        """Decode the output of ``pack``.
+
+        Args:
+            word: the output of ``pack``.
+            source: where it is stored, for messages.
+
+        Raises:
+            DamagedFileError: the word is no app.
+        """
         try:
             return cls.from_json(safe_files.parse_json(zlib.decompress(base64.b64decode(word, validate=True))))
-        except (zlib.error, ValueError):  # binascii.Error is a ValueError
-            return None
+        except (zlib.error, ValueError) as error:  # binascii.Error is a ValueError
+            raise state_files.DamagedFileError(f"{source} is damaged: {error}") from None
 
 
 def load(path: str, below: str | None = None) -> SubmittedApp | None:
-    """Read app.json; return None if the file is missing or damaged.
+    """Read app.json; return None if it does not exist.
 
     Args:
         path: path of app.json.
         below: as for ``state_files.read_json``.
+
+    Raises:
+        DamagedFileError: the file holds no app.
     """
-    data = state_files.read_json(path, below)
+    stored = state_files.load(dict[str, Any], path, below)
     try:
-        return SubmittedApp.from_json(data) if data else None
-    except ValueError:
-        return None
+        return None if stored is None else SubmittedApp.from_json(stored)
+    except ValueError as error:
+        raise state_files.DamagedFileError(f"{one_line(path)} is damaged: {error}") from None
 
 
 def _app_to_json(app: AppDef) -> dict[str, Any]:

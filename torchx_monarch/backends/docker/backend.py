@@ -20,7 +20,7 @@ from torchx.specs import AppDef, CfgVal, Role, runopts
 from torchx.workspace import WorkspaceMixin
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA
@@ -142,7 +142,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         for container in self._daemon.containers():
             apps.setdefault(container.labels[LABEL_APP_ID], []).append(container)
         cancelled = self._daemon.cancelled()
-        found = [self._build(app_id, containers, cancelled) for app_id, containers in apps.items()]
+        found = read_undamaged(apps.items(), lambda item: self._build(*item, cancelled))
         return sorted(found, key=lambda app: app.created, reverse=True)
 
     def _build(self, app_id: str, containers: Sequence[Container], cancelled: Mapping[str, float]) -> DockerSnapshot:

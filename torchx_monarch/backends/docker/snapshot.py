@@ -52,18 +52,16 @@ def build(
         containers: its containers; at least one.
         cancelled: when it was cancelled, in seconds since the epoch; 0 if it was not.
         results: the results that hosts have written, by the id of the container.
+
+    Raises:
+        DamagedFileError: the label with the app is damaged.
     """
     labels = containers[0].labels
-    submitted = SubmittedApp.unpack(labels[request.LABEL_APP])
+    submitted = SubmittedApp.unpack(labels[request.LABEL_APP], f"the label {request.LABEL_APP} of {app_id}")
     places = {(one.labels[LABEL_ROLE_NAME], int(one.labels[LABEL_REPLICA_ID])): one for one in containers}
-    specs = {spec.name: spec for spec in submitted.roles} if submitted else {}
-    stored = set(specs)
-    for role, replica in sorted(places):
-        if role not in stored:  # the record is damaged
-            specs[role] = RoleSpec(role, replica + 1)
     # All containers are created before the first one starts: until then, those that are missing may be yet to come.
     began = any(seconds(one.attrs["State"]["StartedAt"]) for one in containers)
-    missing = [(spec, index) for spec in specs.values() for index in range(spec.replicas)]
+    missing = [(spec, index) for spec in submitted.roles for index in range(spec.replicas)]
     missing = [(spec, index) for spec, index in missing if (spec.name, index) not in places]
     is_host_lost = began and any(spec.runs_hosts for spec, _ in missing)
     found = [
@@ -76,9 +74,9 @@ def build(
     replicas = sorted([*found, *absent], key=lambda one: one.id)
     return DockerSnapshot(
         app_id=app_id,
-        name=submitted.app.name if submitted else app_id,
-        roles=[RoleSnapshot(spec, [one for one in replicas if one.role == spec.name]) for spec in specs.values()],
-        app=submitted.app if submitted else None,
+        name=submitted.app.name,
+        roles=[RoleSnapshot(spec, [one for one in replicas if one.role == spec.name]) for spec in submitted.roles],
+        app=submitted.app,
         created=created,
         # Of a container that was restarted, dockerd knows the latest start alone; the first followed its creation.
         started=created if any(one.restarts for one in found) else 0.0,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torchx.specs import AppDef
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -148,7 +148,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         """
         namespace = str(options.get("namespace") or self._api.namespace)
         found = objects.find_all(self._api, namespace)
-        return [snapshot.assemble(one, self._api.server_time) for one in found]
+        return read_undamaged(found, lambda objects: snapshot.assemble(objects, self._api.server_time))
 
     def read_log(
         self, app: KubernetesSnapshot, role: str, replica: int, query: LogQuery[KubernetesSnapshot]

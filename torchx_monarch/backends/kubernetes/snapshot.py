@@ -7,9 +7,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torchx.schedulers.kubernetes_scheduler import JOB_STATE, LABEL_REPLICA_ID, LABEL_ROLE_NAME
+from torchx.schedulers.kubernetes_scheduler import JOB_STATE, LABEL_REPLICA_ID
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -68,17 +67,20 @@ def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
     Args:
         objects: its objects.
         now: the API server's time, in seconds since the epoch.
+
+    Raises:
+        DamagedFileError: the annotation with the app is damaged.
     """
     metadata = objects.record["metadata"]
     annotations = metadata["annotations"]
-    options = _decoded(annotations.get(names.ANNOTATION_OPTIONS))
-    patience = float(options.get("pull_timeout", 300))
-    submitted = SubmittedApp.unpack(annotations[names.ANNOTATION_APP])
-    specs = submitted.roles if submitted else _specs_of_pods(objects.pods)
+    options = json.loads(annotations[names.ANNOTATION_OPTIONS])
+    app_id = f"{objects.namespace}:{objects.name}"
+    source = f"the annotation {names.ANNOTATION_APP} of {app_id}"
+    submitted = SubmittedApp.unpack(annotations[names.ANNOTATION_APP], source)
     native = _volcano_outcome(objects.record) if objects.mode == "volcano" else None
     jobs = {job["metadata"]["labels"].get(names.LABEL_ROLE): job for job in objects.jobs}
     roles, attempts = [], dict[tuple[str, int], Sequence[Attempt]]()
-    for index, spec in enumerate(specs):
+    for index, spec in enumerate(submitted.roles):
         job = jobs.get(str(index))
         if native is not None:
             status = JobReport(not native.state.is_terminal, is_aborted=native.state is State.CANCELLED)
@@ -87,7 +89,7 @@ def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
         replicas = []
         for number, each in enumerate(_attempts(objects.pods, index, spec.replicas)):
             attempts[spec.name, number] = each
-            replicas.append(replica(spec, number, each, status, objects, now - patience))
+            replicas.append(replica(spec, number, each, status, objects, now - float(options["pull_timeout"])))
         roles.append(RoleSnapshot(spec, replicas, status.is_active, status.finished, status.reason))
     ending = _ending(annotations)
     if native is not None and native.state is State.CANCELLED and ending is not None:
@@ -95,13 +97,13 @@ def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
     elif native is not None and any(one.failure or one.waiting for role in roles for one in role.replicas):
         native = Outcome(native.state)  # a pod's reason is more exact than Volcano's
     return KubernetesSnapshot(
-        app_id=f"{objects.namespace}:{objects.name}",
-        name=submitted.app.name if submitted else objects.name,
+        app_id=app_id,
+        name=submitted.app.name,
         roles=roles,
-        app=submitted.app if submitted else None,
+        app=submitted.app,
         created=seconds(metadata["creationTimestamp"]),
         started=min((pod.started for each in attempts.values() for pod in each if pod.started), default=0.0),
-        grace=float(options.get("grace", 30)),
+        grace=float(options["grace"]),
         native=native,
         ending=ending,
         objects=objects,
@@ -231,30 +233,9 @@ def _place(pod: Object) -> tuple[int, int]:
     return int(role) if role.isdigit() else -1, int(number) if number.isdigit() else -1
 
 
-def _specs_of_pods(pods: Sequence[Object]) -> list[RoleSpec]:
-    """Return what the pods of an app show of its roles, for an app whose record cannot be decoded.
-
-    Only the Jobs know its retries. With one in the spec, a replica has failed for good only when they say so.
-    """
-    places = {_place(pod): pod["metadata"]["labels"].get(LABEL_ROLE_NAME, "unknown") for pod in pods}
-    specs = []
-    for index in range(max((role for role, _ in places), default=-1) + 1):
-        numbers = [number for role, number in places if role == index]
-        name = next((name for (role, _), name in places.items() if role == index), f"unknown-{index}")
-        specs.append(RoleSpec(name, max(numbers, default=-1) + 1, max_retries=1))
-    return specs
-
-
 def _ending(annotations: Mapping[str, str]) -> Outcome | None:
     """Return how this package has begun to end an app, without the time, so that the rest is stopped immediately."""
-    note = _decoded(annotations.get(names.ANNOTATION_ENDED))
-    state = str(note.get("state"))
-    return Outcome(State[state], str(note.get("msg", ""))) if state in State.__members__ else None
-
-
-def _decoded(text: str | None) -> dict[str, Any]:
-    try:
-        read = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return read if isinstance(read, dict) else {}
+    if names.ANNOTATION_ENDED not in annotations:
+        return None
+    note = json.loads(annotations[names.ANNOTATION_ENDED])
+    return Outcome(State[note["state"]], note["msg"])

@@ -9,7 +9,6 @@ a process after a reboot.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import pprint
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from pathlib import Path
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core import state_files, submitted_app
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import BackendError, RemoveError, StateAccessError
 from torchx_monarch.backends.core.options import MonarchOpts
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
@@ -30,9 +29,8 @@ from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_reader
-
-_log = logging.getLogger("torchx_monarch")
 
 
 @dataclass
@@ -88,11 +86,20 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
 
         Raises:
             StateAccessError: the app's folder is a link, belongs to another user, or may not be read.
+            DamagedFileError: status.json or app.json is damaged, and the snapshot is not brief.
         """
         if not state_files.is_app_id(app_id):
             return None
         paths = state_files.app_paths(app_id)
-        record = _look(paths)
+        try:
+            record = _look(paths)
+            submitted = submitted_app.load(paths.app, paths.trusted)
+        except state_files.DamagedFileError as error:
+            if not brief:
+                raise
+            # Enough to cancel or delete the app.
+            state_by_lock = State.RUNNING if owners.are_alive(paths) else State.FAILED
+            return AppSnapshot(app_id, app_id, (), is_supervised=True, native=Outcome(state_by_lock, str(error)))
         if record is None:
             return None
         owning = owners.load(paths)
@@ -101,14 +108,14 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         with contextlib.suppress(state_files.DamagedFileError):
             rendered = request.load(paths)
             grace = rendered.grace if rendered else grace
-        app = _snapshot(paths.app_id, record, hostname, submitted_app.load(paths.app, paths.trusted))
+        app = _snapshot(paths.app_id, record, hostname, submitted)
         # Each restart of ranks within one start of their hosts is an event.
         happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
         ranks = sum(event["kind"] == "rank_restart" for event in happened)
         return replace(app, grace=grace, restarts=record.restarts + ranks, ui_url=Path(paths.root).as_uri())
 
     def snapshots(self, options: Cfg) -> list[AppSnapshot]:
-        """Read the state of all apps in the state directory, the newest first; warn of folders of other users.
+        """Read the state of all apps in the state directory, the newest first; warn of those that cannot be read.
 
         Raises:
             StateAccessError: another user owns the state directory.
@@ -117,17 +124,13 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             app_ids = state_files.app_ids()
         except OSError as error:
             raise StateAccessError.of(error, state_files.apps_dir()) from None
-        found = []
-        for app_id in app_ids:
+
+        def read(app_id: str) -> AppSnapshot | None:
             paths = state_files.app_paths(app_id)
-            try:
-                record = _look(paths)
-            except StateAccessError as error:
-                _log.warning("%s", error)
-                continue
-            if record is not None:
-                found.append(_snapshot(app_id, record, "", submitted_app.load(paths.app, paths.trusted)))
-        return sorted(found, key=lambda app: app.created, reverse=True)
+            record = _look(paths)
+            return _snapshot(app_id, record, "", submitted_app.load(paths.app, paths.trusted)) if record else None
+
+        return sorted(read_undamaged(app_ids, read), key=lambda app: app.created, reverse=True)
 
     def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
         """Yield lines of a replica's log; of both streams together if no stream is named. Times are right to 0.1 s."""
@@ -144,15 +147,14 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         )
 
     def native_request(self, app_id: str) -> tuple[LocalRequest, SubmittedApp | None] | None:
-        """Return the request as submitted; None if the app does not exist or its files are damaged."""
-        if not state_files.is_app_id(app_id):
-            return None
+        """Return the request as submitted; None if the app does not exist.
+
+        Raises:
+            DamagedFileError: request.json or app.json is damaged.
+        """
         paths = state_files.app_paths(app_id)
-        submitted = submitted_app.load(paths.app, paths.trusted)
-        with contextlib.suppress(state_files.DamagedFileError):
-            rendered = request.load(paths)
-            return None if rendered is None or submitted is None else (rendered, submitted)
-        return None
+        rendered = request.load(paths) if state_files.is_app_id(app_id) else None
+        return (rendered, submitted_app.load(paths.app, paths.trusted)) if rendered else None
 
     def events_path(self, app_id: str) -> Path:
         """Return the path of the app's events file."""
@@ -169,7 +171,11 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
 
     def has_ended(self, app_id: str) -> bool:
         """Return whether an app has ended or does not exist."""
-        record = _look(state_files.app_paths(app_id))
+        paths = state_files.app_paths(app_id)
+        try:
+            record = _look(paths)
+        except state_files.DamagedFileError:
+            return not owners.are_alive(paths)
         return record is None or record.terminal
 
     # -- ending --------------------------------------------------------------------------------------------------------
@@ -211,6 +217,7 @@ def _look(paths: state_files.AppPaths) -> AppRecord | None:
 
     Raises:
         StateAccessError: the app's folder is a link, belongs to another user, or may not be read.
+        DamagedFileError: status.json is damaged.
     """
     try:
         paths.check_owner()
@@ -228,7 +235,7 @@ def _snapshot(app_id: str, record: AppRecord, hostname: str, submitted: Submitte
         app_id: id of the app.
         record: the record.
         hostname: the name of the machine on which it runs.
-        submitted: the app as submitted; None if it is damaged.
+        submitted: the app as submitted; None if it is not stored.
     """
     specs = {spec.name: spec for spec in submitted.roles} if submitted else {}
     return AppSnapshot(

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 
 from torchx_monarch.backends.core import state_files
@@ -31,8 +30,5 @@ def write(paths: state_files.AppPaths, request: CancelRequest) -> None:
 
 
 def load(paths: state_files.AppPaths) -> CancelRequest | None:
-    """Read the request to end an app; return None if none was written. A damaged file is a request, too."""
-    try:
-        return state_files.load(CancelRequest, paths.cancel, paths.trusted)
-    except state_files.DamagedFileError:
-        return CancelRequest() if os.path.lexists(paths.cancel) else None
+    """Read the request to end an app; return None if none was written."""
+    return state_files.load(CancelRequest, paths.cancel, paths.trusted)

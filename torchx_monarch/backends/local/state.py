@@ -15,7 +15,6 @@ from torchx_monarch.backends.local.cancel_request import CancelRequest
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.insight import events
-from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_writer
 from torchx_monarch.system import processes
 
@@ -81,13 +80,13 @@ def current_state(paths: state_files.AppPaths) -> status.AppRecord | None:
     """Return the current state of an app; None if the app does not exist. Nothing is written and nobody signalled.
 
     An app whose lock nobody holds has ended, whatever its status file says, unless it runs on another machine whose
-    locks this one may not see. If the status file is damaged, the state follows from the lock.
+    locks this one may not see.
+
+    Raises:
+        DamagedFileError: the status file is damaged.
     """
     alive = owners.are_alive(paths)  # before the status: the owners write that last
-    try:
-        record = status.load(paths)
-    except state_files.DamagedFileError as error:
-        return _without_status(paths, alive, str(error))
+    record = status.load(paths)
     if record is None or record.terminal:
         return record
     owning = owners.load(paths)
@@ -108,23 +107,6 @@ def _last_written(paths: state_files.AppPaths) -> float:
         return os.stat(paths.status, follow_symlinks=False).st_mtime
     except OSError:
         return 0.0
-
-
-def _without_status(paths: state_files.AppPaths, alive: bool, damage: str) -> status.AppRecord:
-    """Return a record of an app whose status file is damaged: its request, and whether it runs."""
-    record = status.AppRecord(paths.app_id, paths.app_id.rpartition("-")[0], _last_written(paths))
-    with contextlib.suppress(state_files.DamagedFileError):
-        if request := load_request(paths):
-            record.name = request.name
-            record.roles = status.new_roles(request)
-    if alive:
-        record.state, record.msg = State.RUNNING, f"{damage}. The app runs: its supervisor is there"
-    else:
-        record.state, record.msg = State.FAILED, f"how it ended is lost: {damage}"
-    for role in record.roles:
-        for replica in role.replicas:
-            replica.state = record.state
-    return record
 
 
 def mark_dead(paths: state_files.AppPaths, record: status.AppRecord, request: LocalRequest, reason: str) -> None:

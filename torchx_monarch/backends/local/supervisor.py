@@ -19,7 +19,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 
 from torchx_monarch.backends.core import state_files
@@ -76,7 +75,6 @@ def _keep(paths: state_files.AppPaths, ready: int, lock: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     alive, held = os.pipe()
     keeper = os.getpid()
-    created = time.time()
     request = load_request(paths)
     if request is None:
         raise FileNotFoundError(paths.request)
@@ -93,10 +91,7 @@ def _keep(paths: state_files.AppPaths, ready: int, lock: int) -> None:
         if pid == supervisor:
             break
     processes.kill_descendants(request.job)
-    try:
-        record = status.load(paths)
-    except state_files.DamagedFileError:  # a job may have written to it; still record why the supervisor died
-        record = status.AppRecord(request.app_id, request.name, created, roles=status.new_roles(request))
+    record = status.load(paths)
     if record is not None and not record.terminal:
         code = os.waitstatus_to_exitcode(result)
         processes.kill_until_gone(lambda: processes.marked(request.job))

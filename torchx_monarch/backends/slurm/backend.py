@@ -23,7 +23,7 @@ from torchx.specs import AppDef, Role
 from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
 from torchx_monarch.backends.core import state_files, submitted_app
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -179,25 +179,24 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
                 known[app_id] = noted
         lost = [app_id for app_id in known if app_id not in live and not job_state.has_recorded_end(known[app_id])]
         recorded = native.recorded_jobs(lost)
-        found = []
-        for app_id in sorted(known, key=int, reverse=True):
+
+        def read(app_id: str) -> SlurmSnapshot:
             components = live.get(app_id) or recorded.get(app_id, [])[:1]
             state = job_state.of_job(known[app_id], components)
-            app = snapshot.submitted(known[app_id])
+            app = submitted_app.load(known[app_id].app, known[app_id].trusted)
             name = app.app.name if app else components[0].name if components else ""
-            found.append(
-                SlurmSnapshot(
-                    app_id=app_id,
-                    name=name,
-                    roles=[],
-                    app=app.app if app else None,
-                    created=known[app_id].submitted,
-                    started=snapshot.first_start(state),
-                    native=state.outcome,
-                    job=state,
-                )
+            return SlurmSnapshot(
+                app_id=app_id,
+                name=name,
+                roles=[],
+                app=app.app if app else None,
+                created=known[app_id].submitted,
+                started=snapshot.first_start(state),
+                native=state.outcome,
+                job=state,
             )
-        return found
+
+        return read_undamaged(sorted(known, key=int, reverse=True), read)
 
     def read_log(
         self, app: SlurmSnapshot, role: str, replica: int, query: LogQuery[SlurmSnapshot]
@@ -216,7 +215,7 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         )
 
     def native_request(self, app_id: str) -> tuple[SlurmRequest, SubmittedApp | None] | None:
-        """Return the request as submitted; None if the app does not exist or its request.json is damaged."""
+        """Return the request as submitted; None if the app does not exist or its request.json cannot be read."""
         paths = folder.find(app_id)
         if paths is None:
             return None
@@ -253,7 +252,7 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         if now < self._asked.get(app_id, -_ASK_EVERY) + (_ASK_AFTER_END if is_recorded else _ASK_EVERY):
             return False
         self._asked[app_id] = now
-        with contextlib.suppress(SlurmError):
+        with contextlib.suppress(SlurmError, state_files.DamagedFileError):
             job = snapshot.look(app_id)
             return job is None or not job.is_live
         return False

@@ -48,4 +48,4 @@ def _batch_runs(job: JobState) -> bool:
     """Whether a batch step runs that can receive a signal: it has begun, and Slurm has not ended it."""
     if not job.components or states.to_state(job.components[0].state) is not State.RUNNING:
         return False
-    return bool(job.damage) or (job.record is not None and not job.record.outside)
+    return job.record is not None and not job.record.outside

@@ -11,6 +11,7 @@ import os
 import time
 from dataclasses import dataclass, field
 
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.slurm import records, states
 from torchx_monarch.backends.slurm.folder import JobFolder
@@ -33,8 +34,7 @@ class JobState:
         outcome: its state and the reason, by Slurm and the batch step; not terminal while it waits or runs.
         nodes: node list of each component; empty before nodes are assigned.
         components: Slurm's records; empty if Slurm has forgotten the job.
-        record: the batch step's record (job.json); None if it is missing or damaged.
-        damage: what is wrong with job.json; empty if it is sound or missing.
+        record: the batch step's record (job.json); None if it is missing, or cannot be read while Slurm knows the job.
         other_user: name of the job's owner if that is another user; else empty.
     """
 
@@ -43,7 +43,6 @@ class JobState:
     nodes: list[str] = field(default_factory=list)
     components: list[Job] = field(default_factory=list)
     record: BatchRecord | None = None
-    damage: str = ""
     other_user: str = ""
 
     @property
@@ -67,19 +66,21 @@ def of_job(folder: JobFolder, components: list[Job]) -> JobState:
     Args:
         folder: its folder.
         components: Slurm's records; empty if Slurm has forgotten the job.
+
+    Raises:
+        DamagedFileError: job.json is damaged, and Slurm has forgotten the job.
     """
-    record, damage = records.checked(BatchRecord, folder.job, folder.trusted)
-    outcome = derive_outcome(components[0] if components else None, record, folder.is_cancelled, damage)
+    load = records.read if components else state_files.load
+    record = load(BatchRecord, folder.job, folder.trusted)
+    outcome = derive_outcome(components[0] if components else None, record, folder.is_cancelled)
     message = outcome.message
-    if damage and damage not in message:
-        message = f"{message}; {damage}" if message else damage
-    elif outcome.state is State.FAILED and record is None and not damage and os.path.isdir(folder.root):
+    if outcome.state is State.FAILED and record is None and os.path.isdir(folder.root):
         message += f"; it has written no record to {folder.root}: do all nodes see that folder (run option job_dir)?"
     elif outcome.state is State.RUNNING and not os.path.isdir(folder.root):
         message = f"its folder {folder.root} was removed or is not on this machine: details and logs are missing"
     outcome = Outcome(outcome.state, message, time=_end_time(outcome.state, record))
     nodes = [one.nodes for one in components if one.nodes] or (record.nodes if record else [])
-    return JobState(folder, outcome, nodes, components, record, damage)
+    return JobState(folder, outcome, nodes, components, record)
 
 
 def has_recorded_end(folder: JobFolder) -> bool:
@@ -93,16 +94,13 @@ def _end_time(state: State, record: BatchRecord | None) -> float:
     return (record.ended or 0.0) if record is not None and state.is_terminal else 0.0
 
 
-def derive_outcome(
-    job: Job | None, record: BatchRecord | None, cancelled: bool, damage: str = "", now: float | None = None
-) -> Outcome:
+def derive_outcome(job: Job | None, record: BatchRecord | None, cancelled: bool, now: float | None = None) -> Outcome:
     """Derive the state of a job, and the reason for it, which is empty if there is nothing to add to the state.
 
     Args:
         job: Slurm's record; None if Slurm has forgotten the job.
-        record: the batch step's record; None if it is missing or damaged.
+        record: the batch step's record; None if it is missing.
         cancelled: whether this scheduler has cancelled the job.
-        damage: what is wrong with the batch step's record; empty if it is sound or missing.
         now: the time in seconds since the epoch; None for the present.
     """
     if record is not None and job is not None and job.restarts > record.requeues:
@@ -113,8 +111,6 @@ def derive_outcome(
             return recorded_outcome
         if cancelled:
             return Outcome(State.CANCELLED, "cancelled")
-        if damage:
-            return Outcome(State.FAILED, f"how it ended is lost: {damage}")
         if record:
             reason = "Slurm has forgotten the job, and it was killed before it recorded how it ended"
             return Outcome(State.FAILED, reason)

@@ -36,7 +36,7 @@ def prune() -> None:
         ended = job_state.has_recorded_end(paths) or folder.TRASH in os.path.basename(root)
         if not ended and root in ids and asked < _ASKED:
             asked += 1
-            with contextlib.suppress(SlurmError):
+            with contextlib.suppress(SlurmError, state_files.DamagedFileError):
                 job = snapshot.look(ids[root])
                 is_mine = job is not None and job.folder.root == root and not job.other_user
                 ended = job is not None and is_mine and job.state.is_terminal

@@ -8,6 +8,7 @@ returns None for an invalid file as for a missing one. Standard library only, be
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -103,15 +104,9 @@ def read(cls: type[T], path: str, below: str) -> T | None:
         path: the file.
         below: ``JobFolder.trusted``.
     """
-    return checked(cls, path, below)[0]
-
-
-def checked(cls: type[T], path: str, below: str) -> tuple[T | None, str]:
-    """Read a file as ``read`` does; return also what is wrong with it, which is empty if it is sound or missing."""
-    try:
-        return state_files.load(cls, path, below), ""
-    except state_files.DamagedFileError as error:
-        return None, str(error)
+    with contextlib.suppress(state_files.DamagedFileError):  # NFS may not find a file that is just being replaced
+        return state_files.load(cls, path, below)
+    return None
 
 
 def read_submission(folder: JobFolder) -> Submission:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from torchx_monarch.backends.core import state_files, submitted_app
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
-from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.slurm import folder as folders
 from torchx_monarch.backends.slurm import job_state, macros, native, records
 from torchx_monarch.backends.slurm.folder import JobFolder
@@ -17,7 +16,7 @@ from torchx_monarch.backends.slurm.job_state import JobState
 from torchx_monarch.backends.slurm.native import Job, SlurmError
 from torchx_monarch.backends.slurm.records import TaskRecord
 from torchx_monarch.insight import events
-from torchx_monarch.model.role_spec import MOST_REPLICAS, RoleSpec
+from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 
 
@@ -80,20 +79,6 @@ def is_deleted(app_id: str, folder: JobFolder, components: Sequence[Job]) -> boo
 # -- the app -----------------------------------------------------------------------------------------------------------
 
 
-def submitted(folder: JobFolder) -> SubmittedApp | None:
-    """Read the submitted app; return None if app.json is missing, damaged or holds an impossible app."""
-    found = submitted_app.load(folder.app, folder.trusted)
-    for spec in found.roles if found else ():
-        try:
-            state_files.path_name(spec.name)
-        except UnicodeEncodeError:
-            return None
-        # The file may be damaged, and this decides how many records are read.
-        if not 0 <= spec.replicas <= MOST_REPLICAS:
-            return None
-    return found
-
-
 def of_app(app_id: str, job: JobState, *, brief: bool) -> SlurmSnapshot:
     """Return the snapshot of an app.
 
@@ -101,8 +86,16 @@ def of_app(app_id: str, job: JobState, *, brief: bool) -> SlurmSnapshot:
         app_id: the job's id.
         job: the job's state.
         brief: leave out what the records of the replicas hold.
+
+    Raises:
+        DamagedFileError: app.json is damaged, and the snapshot is not brief.
     """
-    app = submitted(job.folder)
+    app = None
+    try:
+        app = submitted_app.load(job.folder.app, job.folder.trusted)
+    except state_files.DamagedFileError:
+        if not brief:
+            raise
     # Without app.json, each component of the job is shown as a role.
     components = job.components
     specs = app.roles if app else [RoleSpec(f"{one.name}-{k}" if k else one.name) for k, one in enumerate(components)]

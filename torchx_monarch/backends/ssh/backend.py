@@ -12,11 +12,12 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from torchx.specs import AppDef
 
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -159,6 +160,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
 
         Raises:
             SshError: that machine cannot be reached.
+            DamagedFileError: a file of the app on it is damaged.
         """
         layout = known.kept(app_id)
         if layout is not None:
@@ -170,12 +172,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             (answer,) = self._machines.ask(head, "", "", "read", names=[name])["replicas"]
         except (UserError, RefusedOrderError):
             return None
-        try:
-            found = Found.of(answer, head)
-        except ValueError as error:
-            raise SshError(
-                head, f"the place.json of {app_id} is damaged, so its machines are not known: {error}"
-            ) from None
+        found = Found.of(answer, head)
         if found is None:
             return None
         return Layout(found.place.machines, found.place.python, found.place.setup)
@@ -185,6 +182,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
 
         Raises:
             SshError: none of them can be reached.
+            DamagedFileError: a file of the app is damaged.
         """
         layout = self._layout(app_id)
         if layout is None:
@@ -196,9 +194,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             told = self._ask(layout, machine, "read", names=names, brief=brief)
             answers = {}
             for (role, k), one in zip(places[machine], told["replicas"], strict=True):
-                # Without place.json, which may be damaged, the app is still shown and ended.
-                place = Place(app_id, role, k, 0.0, SshOpts.grace, layout.machines, layout.python, layout.setup, "")
-                if found := Found.of(one, told["hostname"], place):
+                if found := Found.of(one, told["hostname"]):
                     answers[role, k] = found
             return answers
 
@@ -238,21 +234,17 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             if isinstance(answer, SshError):
                 lost[name] = answer
                 continue
-            for each in answer["replicas"]:
-                try:
-                    one = Found.of(each, answer["hostname"])
-                except ValueError as error:
-                    _log.warning("a replica on %s is left out: its record or place.json is damaged: %s", name, error)
-                    continue
-                if one is not None:
-                    apps.setdefault(one.place.app_id, {})[one.place.role, one.place.replica] = one
+            for one in read_undamaged(answer["replicas"], partial(Found.of, hostname=answer["hostname"])):
+                apps.setdefault(one.place.app_id, {})[one.place.role, one.place.replica] = one
         if lost and not apps and len(lost) == len(machines):
             raise next(iter(lost.values()))
-        built = []
-        for app_id, found in apps.items():
-            places = [name for names in next(iter(found.values())).place.machines for name in names]
-            built.append(build(app_id, found, {name: error for name, error in lost.items() if name in places}))
-        return sorted(built, key=lambda app: app.created, reverse=True)
+
+        def build_app(app_id: str) -> SshSnapshot:
+            machines = next(iter(apps[app_id].values())).place.machines
+            places = [name for names in machines for name in names]
+            return build(app_id, apps[app_id], {name: error for name, error in lost.items() if name in places})
+
+        return sorted(read_undamaged(apps, build_app), key=lambda app: app.created, reverse=True)
 
     def read_log(self, app: SshSnapshot, role: str, replica: int, query: LogQuery[SshSnapshot]) -> Iterator[TimedLine]:
         """Yield lines of a replica's log; a log that is followed goes on when its machine has come back."""

@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.backends.ssh.in_job.wire import Ending, Place
@@ -38,29 +38,22 @@ class Found:
     rank_restarts: int
 
     @classmethod
-    def of(cls, answer: Any, hostname: str, otherwise: Place | None = None) -> Found | None:
+    def of(cls, answer: Any, hostname: str) -> Found | None:
         """Decode the answer of a machine about one replica; None if it has none.
 
         Args:
             answer: the answer.
             hostname: name of the machine.
-            otherwise: the place of the replica, as far as it is known here, which is used if the machine's is damaged;
-                None to raise an error then.
 
         Raises:
-            ValueError: it cannot be read.
+            DamagedFileError: a file of the replica is damaged.
         """
         if answer is None:
             return None
-        record, ending = codec.decode(AppRecord, answer["record"]), None
-        with contextlib.suppress(codec.DecodeError):
-            ending = codec.decode(Ending, answer["ending"])
-        try:
-            place = codec.decode(Place, answer["place"])
-        except codec.DecodeError:
-            if otherwise is None:
-                raise
-            place = replace(otherwise, created=record.created)
+        if "damaged" in answer:
+            raise DamagedFileError(f"{hostname}: {answer['damaged']}")
+        ending = answer["ending"] and codec.decode(Ending, answer["ending"])
+        place, record = codec.decode(Place, answer["place"]), codec.decode(AppRecord, answer["record"])
         return cls(place, record, ending, hostname, int(answer["rank_restarts"]))
 
 
@@ -82,17 +75,16 @@ def build(app_id: str, found: Mapping[tuple[int, int], Found], lost: Mapping[str
         app_id: id of the app.
         found: its replicas, by index of the role and id; at least one.
         lost: machines that could not be reached.
+
+    Raises:
+        DamagedFileError: a file of a replica is damaged.
     """
-    places = [one.place for one in found.values()]
-    # A place that replaces a damaged one (``Found.of``) lacks the app.
-    place = next((one for one in places if one.packed), places[0])
-    submitted = SubmittedApp.unpack(place.packed)
-    specs = list(submitted.roles) if submitted else []
-    for index in range(len(specs), len(place.machines)):  # the record is damaged
-        specs.append(RoleSpec(f"role{index}", len(place.machines[index])))
+    first = next(iter(found.values()))
+    place = first.place
+    submitted = SubmittedApp.unpack(place.packed, f"the place.json of {app_id} on {first.hostname}")
     living = any(not one.record.terminal for one in found.values())
     roles = []
-    for index, (spec, machines) in enumerate(zip(specs, place.machines, strict=False)):
+    for index, (spec, machines) in enumerate(zip(submitted.roles, place.machines, strict=True)):
         replicas = []
         for k, machine in enumerate(machines):
             one = found.get((index, k))
@@ -104,15 +96,14 @@ def build(app_id: str, found: Mapping[tuple[int, int], Found], lost: Mapping[str
     endings = sorted((one.ending for one in found.values() if one.ending), key=lambda one: one.time)
     return SshSnapshot(
         app_id=app_id,
-        name=submitted.app.name if submitted else app_id,
+        name=submitted.app.name,
         roles=roles,
-        app=submitted.app if submitted else None,
+        app=submitted.app,
         created=place.created,
         started=min((one.record.started for one in found.values() if one.record.started), default=0.0),
         grace=place.grace,
         ending=Outcome(endings[0].state, endings[0].message, time=endings[0].time) if endings else None,
         notes=[f"{error}" for error in lost.values()],
-        is_supervised=submitted is None,  # the roles' rules are unknown: end nothing because of them
         place=place,
     )
 

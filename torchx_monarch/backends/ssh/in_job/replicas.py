@@ -16,7 +16,6 @@ from typing import Any
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import gpus, state
 from torchx_monarch.backends.local.request import LocalRequest
-from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.backends.ssh.in_job.code import Code
 from torchx_monarch.backends.ssh.in_job.wire import PYTHON_FILE, Ending, Place
 from torchx_monarch.insight import events
@@ -149,19 +148,13 @@ def _free_gpus(count: int, path: str) -> list[str]:
 
 
 def _gpus_of(paths: state_files.AppPaths) -> list[str]:
-    """Return the GPUs that a replica was given: as its place says, or its request if place.json is damaged."""
-    with contextlib.suppress(state_files.DamagedFileError):
-        place = state_files.load(Place, _place_file(paths), paths.trusted)
-        return place.gpus if place is not None else []
-    with contextlib.suppress(state_files.DamagedFileError):
-        if request := load_request(paths):
-            given = request.roles[0].replicas[0].env.get(gpus.CUDA_VISIBLE_DEVICES, "")
-            return [one for one in given.split(",") if one]
-    return []
+    """Return the GPUs that a replica was given."""
+    place = state_files.load(Place, _place_file(paths), paths.trusted)
+    return place.gpus if place is not None else []
 
 
 def read(name: str, brief: bool) -> Any:
-    """Return place, ending and record of a replica; None if it does not exist, and a place of None if that is damaged.
+    """Return place, ending and record of a replica, or which file of these is damaged; None if it does not exist.
 
     Args:
         name: its folder.
@@ -170,14 +163,22 @@ def read(name: str, brief: bool) -> Any:
     paths = paths_of(name)
     if not _exists(paths):
         return None
-    place = state_files.read_json(_place_file(paths), paths.trusted)
-    ending = state_files.read_json(_ending_file(paths), paths.trusted)
-    record = state.current_state(paths)
-    if record is None:
+    try:
+        place = state_files.load(Place, _place_file(paths), paths.trusted)
+        ending = state_files.load(Ending, _ending_file(paths), paths.trusted)
+        record = state.current_state(paths)
+    except state_files.DamagedFileError as error:
+        return {"damaged": str(error)}
+    if record is None or place is None:
         return None
     happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
     ranks = sum(event["kind"] == "rank_restart" for event in happened)
-    return {"place": place, "ending": ending, "record": record.to_json(), "rank_restarts": ranks}
+    return {
+        "place": asdict(place),
+        "ending": ending and asdict(ending),
+        "record": record.to_json(),
+        "rank_restarts": ranks,
+    }
 
 
 def stop(name: str, ending: Any, grace: float | None) -> None:
