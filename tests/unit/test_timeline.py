@@ -110,7 +110,6 @@ def test_a_hang_begins_when_ranks_begin_to_wait() -> None:
         ([*START[1:], event(106, "ranks")], ("running", 130)),
         ([*START[1:], event(106, "ranks"), event(107, "failure")], ("stopping", 130)),
         ([*START[1:], event(106, "ranks"), event(107, "failure"), event(108, "replacement")], ("hosts", 130)),
-        ([*START[1:3], event(104, "ready")], ("ready", 130)),
     ],
 )
 def test_a_job_that_runs_ends_now(more: list[Event], last: tuple[str, float]) -> None:
