@@ -1,16 +1,12 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is tried of allocations and Monarch clients on every backend whose hosts are on a network."""
+"""What is tried of allocations and controller scripts on every backend whose hosts are on a network."""
 
 from __future__ import annotations
 
 import json
-import pickle
-import subprocess
-import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import pytest
 from torchx.specs import AppDef, AppStatus, Role
@@ -64,50 +60,3 @@ def had_all_meshes(said: str, status: AppStatus) -> None:
     assert "trainers [(0, 'me', False), (1, 'me', False)]" in said, said
     assert "loaders [(0, 'me', False)]" in said
     assert json.loads(status.structured_error_msg)["message"]["errorCode"] == 3
-
-
-_CLIENT = """
-import json, os, pickle, sys
-from monarch.actor import Actor, endpoint
-from torchx_monarch import MonarchJob
-
-class Where(Actor):
-    @endpoint
-    def am_i(self):
-        return os.uname().nodename
-
-app, scheduler, cfg = pickle.load(open("app.pkl", "rb"))
-job = MonarchJob(app, scheduler, cfg, start_timeout=120)
-state = job.state(cached_path=None)
-places = {}
-for role in app.roles:
-    answers = getattr(state, role.name).spawn_procs().spawn("where", Where).am_i.call().get(timeout=240)
-    places[role.name] = len({place for _, place in answers} - {os.uname().nodename})
-handle = job.handle
-job.kill()
-print(json.dumps([handle, places]))
-"""
-
-
-def actors(
-    app: AppDef, scheduler: str, cfg: Mapping[str, object], network: str, folder: Path
-) -> tuple[str, dict[str, int]]:
-    """Run a Monarch client that spawns an actor on all hosts of an app, and ends it.
-
-    Args:
-        app: whose commands do not matter.
-        scheduler: where.
-        cfg: its run options.
-        network: the file of the network namespace in which the client is to be.
-        folder: for its files.
-
-    Returns:
-        the app's handle; on how many hosts of each role, other than the client's own, an actor was.
-    """
-    (folder / "app.pkl").write_bytes(pickle.dumps((app, scheduler, dict(cfg))))
-    (folder / "client.py").write_text(_CLIENT)
-    command = ["nsenter", f"--net={network}", sys.executable, "client.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    handle, places = json.loads(done.stdout.splitlines()[-1])
-    return handle, places

@@ -1,21 +1,16 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Pods that wait for runs, reached through a forwarded port, and for the actors of a client within their network."""
+"""Pods that wait for runs, reached through a forwarded port, and those of a controller script."""
 
 from __future__ import annotations
 
-import json
-import urllib.parse
 from pathlib import Path
 
 import pytest
-import yaml
 from torchx.specs import AppDef, AppState
 
 from tests.clusters.kubernetes.apps import NAME, Apps
-from tests.clusters.kubernetes.cluster import Cluster
-from tests.clusters.live import SAYS, actors, controller, had_all_meshes, runs_twice_and_after_a_failure
-from tests.network.relay import HERE, Relay
+from tests.clusters.live import SAYS, controller, had_all_meshes, runs_twice_and_after_a_failure
 from torchx_monarch import SPMDJob, serve
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import AllocationError
@@ -58,19 +53,3 @@ def test_a_controller_has_the_meshes_of_all_roles(apps: Apps) -> None:
     handle = apps.run(*controller(apps.role))
     status = apps.wait(handle, AppState.FAILED)
     had_all_meshes(apps.log(handle, "trainers"), status)
-
-
-def test_actors_run_in_pods(apps: Apps, cluster: Cluster, tmp_path: Path) -> None:
-    if cluster.stand_ins is None:
-        pytest.skip("a Monarch client dials every host, and this machine is not in the network of the cluster's pods")
-    app = AppDef("app", [apps.role("x", name="trainers", replicas=2), apps.role("x", name="loaders")])
-    cfg = {"namespace": apps.namespace, "mode": "job", "grace": 5}
-    server = yaml.safe_load(cluster.kubeconfig.read_text())["clusters"][0]["cluster"]["server"]
-    port = urllib.parse.urlparse(server).port
-    assert port
-    # Where the pods are reached, the API server is to be reached, too.
-    with Relay(port, HERE, cluster.network(), at=port):
-        handle, places = actors(app, NAME, cfg, cluster.network(), tmp_path)
-    assert places == {"trainers": 2, "loaders": 1}
-    apps.wait(handle, AppState.CANCELLED)
-    assert json.loads(apps.torchx("status", "--json", handle))["num_restarts"] == 0

@@ -1,21 +1,17 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Machines that wait for runs, and for Monarch clients."""
+"""Machines that wait for runs, and those of a controller script."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 from torchx.specs import AppDef, AppState
 
-from tests.clusters.live import SAYS, actors, controller, had_all_meshes, runs_twice_and_after_a_failure
+from tests.clusters.live import SAYS, controller, had_all_meshes, runs_twice_and_after_a_failure
 from tests.clusters.ssh.apps import NAME, Apps
 from torchx_monarch import SPMDJob, serve
 
 pytestmark = [pytest.mark.slow]
-
-_THE_SAME = pytest.mark.nightly("4 s of processor time; Docker and Kubernetes have this every time")
 
 
 def test_takes_two_machines_and_runs_on_them(apps: Apps) -> None:
@@ -31,20 +27,11 @@ def test_takes_two_machines_and_runs_on_them(apps: Apps) -> None:
     assert apps.wait(taken.handle).state is AppState.CANCELLED
 
 
-@_THE_SAME
+@pytest.mark.nightly("4 s of processor time; Docker and Slurm have this every time")
 def test_a_controller_has_the_meshes_of_all_roles(apps: Apps) -> None:
     handle = apps.run(*controller(apps.role))
     status = apps.wait(handle, AppState.FAILED)
     had_all_meshes(apps.log(handle, "trainers"), status)
-
-
-@_THE_SAME
-def test_actors_run_on_machines(apps: Apps, tmp_path: Path) -> None:
-    app = AppDef("app", [apps.role("x", name="trainers", replicas=2), apps.role("x", name="loaders")])
-    handle, places = actors(app, NAME, apps.cfg, "/proc/self/ns/net", tmp_path)
-    apps.adopt(handle)
-    assert places == {"trainers": 2, "loaders": 1}
-    assert apps.wait(handle).state is AppState.CANCELLED
 
 
 @pytest.mark.nightly("an elastic size, the machines from a file: what they become is table-tested every time")
