@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """All of the package's metadata is in setup.cfg but its description: README with links that lead somewhere on PyPI."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What ranks notice of a Monarch client: ``python bench/attach.py [--rounds N] [--seconds N] [--hosts N]``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Put what bench/launch.py has measured into the documentation: ``python bench/chart.py``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Jobs of several hosts, all on this machine, beside torchrun with as many agents: ``python bench/hosts.py``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Launch times beside our peers, measured together in one run: ``python bench/launch.py [--rounds N] [--json FILE]``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Two ranks printing as fast as they can, beside ``torchrun --tee 3``: ``python bench/logs.py [--lines N]``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Where the time of a launch through a Runner goes, phase by phase: ``python bench/phases.py [--rounds N]``.
 

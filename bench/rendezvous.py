@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The rendezvous of many hosts over mutual TLS: ``python bench/rendezvous.py [--hosts N ...] [--rounds N]``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The second run on a live allocation, beside a cold torchrun: ``python bench/rerun.py [--rounds N] [--learned]``.
 

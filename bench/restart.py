@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """From a killed rank to the next formed process group, beside torchrun: ``python bench/restart.py [--rounds N]``.
 

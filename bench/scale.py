@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What grows with the ranks of a job: ``python bench/scale.py [--ranks N ...] [--per-host K] [--rounds N]``.
 

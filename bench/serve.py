@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run one torchrun job as Monarch itself does it, with serve() and run_spmd(): NPROC SCRIPT [ARG ...]."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """From submission to running on an idle Slurm, beside a bare sbatch: ``python bench/slurm.py [--rounds N]``.
 

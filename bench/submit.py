@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Submit one torchrun job through TorchX's Runner and wait for it, as a program would: NPROC OUT SCRIPT [ARG ...].
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What it costs that hosts get the code before each run: ``python bench/sync.py [--files N] [--scheduler NAME]``.
 

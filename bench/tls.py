@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What mutual TLS costs the start of a job: ``python bench/tls.py [--rounds N] [--nproc N ...] [--json FILE]``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The smallest distributed program: import torch, form a Gloo group, one all_reduce, one line, exit.
 

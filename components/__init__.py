@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The components of torchx-monarch, for ``torchx run -s monarch_... monarch.COMPONENT``.
 

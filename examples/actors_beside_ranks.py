@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Train on handwritten digits by ranks, and evaluate beside them by actors: one on each host of the same job.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A pipeline of jobs with TorchX's Runner: split real data, try settings side by side, keep the best::
 

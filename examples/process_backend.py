@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A scheduler of your own, as small as it can be: hosts are child processes of the process that submits."""
 

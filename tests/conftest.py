@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What every test gets: a state folder of its own, and the proof that it leaves nothing behind."""
 

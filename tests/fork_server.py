@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Programs without the time of their imports: a process that has imported a program forks for each start of it.
 

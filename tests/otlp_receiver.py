@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A collector of traces on this machine: it keeps the spans that are sent to it by OTLP over HTTP."""
 

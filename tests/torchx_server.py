@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """torchx commands without half a second of imports each: a process that has imported the command forks for each.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """setuptools' build backend, with source archives that two builds of the same sources make with equal bytes.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run ordinary torchrun programs on Monarch host meshes, on every backend that TorchX can reach."""
 

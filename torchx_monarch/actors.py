@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Placeholder command of a role that runs the script of a Monarch controller (``command.actors``).
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Placeholder command of an allocation: ``python -m torchx_monarch.hosts [options] [-- COMMAND]``.
 

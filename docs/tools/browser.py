@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Open a page in a headless Chromium: what it requests, what it complains of, and how it looks.
 

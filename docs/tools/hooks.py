@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Hooks of MkDocs: have the files of the repository to which pages link be pages of the site, too.
 

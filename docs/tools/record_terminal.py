@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Record a real session in a terminal as a picture: ``python -m docs.tools.record_terminal [NAME ...]``.
 

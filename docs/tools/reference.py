@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Write the reference pages that follow from the code: ``python -m docs.tools.reference``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Take the pictures of the report of a job: a real job with a restart, in a real browser (``make docs-pictures``)."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A cluster of the tests to work with by hand: ``python -m tests.clusters up|down NAME``, or ``make NAME-up``.
 

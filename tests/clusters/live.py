@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What is tried of allocations and controller scripts on every backend whose hosts are on a network."""
 

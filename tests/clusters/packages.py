@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Debian's packages that clusters of the tests consist of, installed where they are missing and may be."""
 

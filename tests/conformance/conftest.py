@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What the conformance tests get: a way to run a command under torchrun and under a host process."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Everything in which a program or its caller can tell us from torchrun, each with its reason.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Runs one command under torchrun and under a host process, in the same folder, and keeps all that can be compared.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Record what torchrun does in each case of the conformance tests, and show what is new: ``python -m
 tests.conformance.record [pytest's options]``.

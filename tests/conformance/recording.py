@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What torchrun did in each case, for one release of torch and of Python: ``recorded/torch-X-python-Y.json.xz``.
 

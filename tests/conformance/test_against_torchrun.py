@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The real ``python -m torch.distributed.run``: the forked one of the other tests shows a script the same."""
 

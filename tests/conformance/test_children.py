@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Processes that a script starts: multiprocessing in all its ways, subprocesses, launchers within a rank."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What happens in a rank before its program: start-up files of Python, and variables that torch reads when imported."""
 

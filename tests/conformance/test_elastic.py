@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Hosts that come and go: agents of ``python -m torch.distributed.run`` that share a c10d rendezvous, and our hosts."""
 

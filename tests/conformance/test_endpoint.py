@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Where the ranks meet when the user says so: --master-addr, --master-port, the endpoint of a static rendezvous."""
 

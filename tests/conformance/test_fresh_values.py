@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Which values differ between ranks, attempts and runs: random numbers, names that must be unique, addresses.
 

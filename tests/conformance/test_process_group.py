@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """torch.distributed in a rank: every way to form a process group, and the store after its first users have gone."""
 

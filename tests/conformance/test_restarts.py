@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """``--max-restarts`` on one host: who runs how often, with which environment and files, and how it ends."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """How ranks are stopped: by the failure of another, by a signal to the launcher; and what is left of them."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchx run dist.torchrun``: the same command with ``-s local_cwd``, which runs torchrun, and with ours."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Two hosts, with a launcher each: torchrun's two agents on this machine beside two host processes."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Test all backends and write docs/reference/backends.md: ``python -m tests.contract [BACKEND ...] [-n 5 ...]``.
 

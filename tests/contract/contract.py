@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What every backend does, as tests: each scenario of ``scenarios.SCENARIOS``, written once.
 

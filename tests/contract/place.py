@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A backend on its test system, as the contract uses it: apps through TorchX's Runner, and through its command."""
 

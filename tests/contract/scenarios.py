@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What every backend is tested for: the rows and columns of the table in docs/reference/backends.md.
 

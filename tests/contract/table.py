@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The table of docs/reference/backends.md from a test run: a pytest plugin, loaded by tests/conftest.py.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The contract of all backends on TorchX's own schedulers, wrapped, and what is said where one of them cannot do it."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Schedulers of TorchX's, wrapped (``torchx_monarch.schedulers.wrap``), as the contract uses them."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Ranks that are forks of a zygote and use GPUs, one rank for each GPU that there is: ``make test-gpu``.
 

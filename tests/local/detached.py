@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Apps on the detached local scheduler, through TorchX's Runner, as any program would use it."""
 

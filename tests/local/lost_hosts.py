@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Measure how soon ranks run again after the loss of a host: ``python -m tests.local.lost_hosts [TIMES] [WAY]``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What Monarch's documentation does with a job, as one program (docs/source/api/monarch.job.rst, docstrings)."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What somebody on the machine might do to a job: ``python -m tests.local.other_user knock|intrude NAME [TIMES]``.
 

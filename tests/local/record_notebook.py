@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run examples/live.ipynb and store its outputs in it: ``python -m tests.local.record_notebook``, after a change of it.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The hosts of ranks as a Monarch host mesh: clients attach, spawn actors, and detach or die; the ranks go on."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Roles that begin again together, where each host process is started again by itself, as dockerd and Kubernetes do."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The torchx command with monarch_local, as a person uses it: every command in a process of its own."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The script of a Monarch controller, without a scheduler: it runs on the first host alone, and ends the job."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchx monarch debug``, typed into a terminal: pdb of a rank that waits in a breakpoint."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Roles with min_replicas on this machine: which replicas an app can do without, and what it then says of itself."""
 

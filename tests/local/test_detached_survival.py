@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What an app survives, and what is left of it when it does not: deaths of submitter, supervisor, keeper, machine."""
 

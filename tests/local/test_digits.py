@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """examples/digits.py is an ordinary torchrun program; these tests run it as one, without anything of ours."""
 

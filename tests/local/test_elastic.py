@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Elastic sizes: torchrun's ``--nnodes MIN:MAX``, from the hosts that are there to those that come and go."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The mistakes of a first day, on every backend: a few lines that say what to type, and no traceback.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What torch's flight recorder has of ranks that failed or were stopped, read by torch's own analyser."""
 

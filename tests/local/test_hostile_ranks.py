@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Ranks that do what they can to hang or crash their host, or to have it say what is not true."""
 

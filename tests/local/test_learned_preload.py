@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """``-cfg preload=auto``: what the ranks of one run import, the zygote of the next run has imported ahead.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """examples/live.ipynb, executed as a person would: take hosts, run, change the code, run again, look at a failure."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchx monarch ls``, ``status`` and ``logs`` of real jobs, their JSON and their exit codes."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """MonarchJob, SPMDJob, this_job() and monarch.controller on this machine: programs in processes of their own."""
 

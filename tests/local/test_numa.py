@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """``--numa-binding``, on a machine without GPUs: torch is told of two."""
 

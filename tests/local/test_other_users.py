@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Other users of the machine cannot reach a job by the sockets that Monarch opens for all of them."""
 

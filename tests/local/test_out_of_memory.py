@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A rank that needs more memory than its host's cgroup has: what the log says of it."""
 

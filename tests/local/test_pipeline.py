@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """examples/pipeline.py: jobs that follow each other, through TorchX's Runner and its tracker."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A SIGTERM from outside is a preemption; ours is not. Neither is lost, and neither is taken for something else."""
 

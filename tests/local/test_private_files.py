@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What a job leaves on disk is its user's alone, however careless the user's umask."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The trace and the report of a real job, with a restart and a failure, also in a real browser."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Restarts of the ranks, and which rank is named as the cause of a failure."""
 

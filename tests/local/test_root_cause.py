@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A rank of four fails while the others wait for it in a collective: what the log and ``torchx status`` say of it."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Allocations taken from a program and used from a shell, on monarch_local: each command in a process of its own."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Spare hosts on monarch_local: their own loss harms nothing, and they take the place of a host that fails."""
 

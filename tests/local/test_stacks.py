@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The stacks of ranks: when a client asks for them, and before a host stops its ranks."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Hosts that are stopped (SIGSTOP): still there, and of no use."""
 

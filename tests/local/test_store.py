@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The process that serves the ranks' TCPStore: outlives rank 0, belongs to the host, is nothing to the program."""
 

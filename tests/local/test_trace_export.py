@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The trace of a job reaches a collector, and a collector that does not answer holds no job up."""
 

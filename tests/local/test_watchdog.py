@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Timers of ``torch.distributed.elastic.timer``: set by ranks, looked at beside the host process."""
 

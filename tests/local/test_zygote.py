@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Ranks that are forks of a host's zygote: what they share, what they do not, and when they are not forks."""
 

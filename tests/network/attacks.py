@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Attack a port of a job: ``python -m tests.network.attacks HOST PORT [FILE N]``.
 

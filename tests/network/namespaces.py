@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Machines with a network between them, each a network namespace of this one, on a switch in a namespace of its own."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A port of this machine that leads into another network namespace, as a tunnel or ``kubectl port-forward`` does."""
 

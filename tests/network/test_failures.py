@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What a host says when it and another cannot get together, and what its options do. All on the loopback interface.
 

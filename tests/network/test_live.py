@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A live allocation whose hosts are on machines of their own, and its client on another: one port, with TLS."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Many hosts at once: simulated on one machine by the benchmark, and real ones that lose one of them."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The pre-flight on hosts that are machines of their own: what differs between them is named before ranks start."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Nodes of AWS Batch, each a machine of its own, that run what a job definition says: several roles, each for itself.
 

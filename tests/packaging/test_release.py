@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What a release consists of beside the package: the changelog, the citation, the forms for issues."""
 

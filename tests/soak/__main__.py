@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A soak: many small jobs with one or two faults in each: ``python -m tests.soak [options]``.
 

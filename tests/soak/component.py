@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The component by which a ``torchx run`` submits a job of a soak. TorchX reads no annotations that are strings."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """One job of a soak: submitting it, in this process or by a ``torchx run`` of its own, and watching it."""
 

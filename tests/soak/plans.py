@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What each job of a soak is and which faults are injected into it, all of it from the seed and the job's number."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Whether the logs of a job hold what its ranks have printed: each line once, whole, and in the order of its rank."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What each rank of a soak runs: it works for some time, prints, and leaves a proof of each step in a folder.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A terminal whose user presses Ctrl-C as soon as a command has told what that does."""
 

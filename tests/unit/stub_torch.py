@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A rank with stubs in place of torch, which ``test_rank_recorder`` starts. It reads them, and then orders."""
 

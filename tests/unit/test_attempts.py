@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The result of an attempt whose host has stopped its own ranks, and what is recorded of an attempt."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """monarch_aws_batch without an AWS: requests, checked against AWS's model of the service, and a node's shell."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What monarch_aws_batch makes of Batch's answers: states, root causes, and the requests that it sends."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The table of docs/reference/backends.md: what its cells say, and that the page's own can be read."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A trace fits the trace event format, with what Perfetto needs of it; dumps of hostile ranks make no values but plain
 ones."""

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What a person types after ``monarch.spmd``: where the options end, torchrun's spellings, and answers to mistakes."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The transitions that events cause: which end a job, which start it on other hosts, and which wait their turn."""
 

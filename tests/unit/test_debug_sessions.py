@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Ranks in breakpoints: the connections of hosts and clients on replica 0, and those of ranks on a host."""
 

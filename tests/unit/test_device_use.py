@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The use of GPUs, with a stand-in for nvidia-ml-py."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Links, generated pages and pictures of the documentation are right, and its site can be built and read offline."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """When the controller asks the hosts for the collectives of their ranks, and what it reports."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Which rank others wait for in a collective, from the state of each rank's collectives."""
 

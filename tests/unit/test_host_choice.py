@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Which hosts an attempt uses: spare hosts, places that stay, machines that fail repeatedly."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The JSON text in which a host reports how it has ended, and texts that only look like one."""
 

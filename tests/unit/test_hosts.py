@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Requests reach the leader's host directly, and the other hosts over the connections of their registrations."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Images with workspaces get the names of a repository, and are pushed there before the app is submitted."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Who imports what: the submit side neither torch nor monarch, the launch path no torch, nobody upwards."""
 

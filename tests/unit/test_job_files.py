@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The files that hosts keep beside logs are found, also those of runs on live allocations; -o replaces files alone."""
 

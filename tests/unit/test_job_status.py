@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What is known of a job, from its snapshot, its events and its log, and how it is shown."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The documented JSON and exit codes of ``torchx monarch`` are those of the code."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """monarch_kubernetes without a cluster: the request, what pods and jobs say, what follows from it."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What is kept of the modules that a program imports, whatever ranks and files say."""
 

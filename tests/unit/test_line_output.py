@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Lines of several writers in one output, very long lines and progress bars, on their way from a rank to a reader."""
 

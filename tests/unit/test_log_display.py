@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """How `torchx log`, `torchx run --log` and `torchx monarch exec` show the lines of ranks."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """How a line of a log is shown: the prefix of its rank, its time, and colours."""
 

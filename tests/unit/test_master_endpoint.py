@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The master endpoint: what of torchrun's options it follows, and what cannot be served."""
 

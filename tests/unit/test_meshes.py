@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Apps whose hosts wait for actors: monarch.controller, MonarchJob's rewriting, and the command that says so."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What docs/how_to/from_*.md say to type is taken: commands by TorchX and our schedulers, constructors by Python."""
 

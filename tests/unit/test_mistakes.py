@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A user's mistakes: the torchx command says what is wrong, without a traceback, and ends with 1."""
 

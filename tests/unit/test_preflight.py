@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The pre-flight: the facts of a host, their comparison, and what follows from it."""
 

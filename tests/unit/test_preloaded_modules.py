@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The modules that a rank finds preloaded, and the variables that torch reads when it is imported."""
 

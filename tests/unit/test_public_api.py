@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What ``torchx_monarch`` exports is complete, typed and documented; the options of a run; old names."""
 

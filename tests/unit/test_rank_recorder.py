@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The flight recorders of torch in a rank, of several versions of torch, which need no GPU here."""
 

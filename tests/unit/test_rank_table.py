@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The table of ranks: rates of two samples, ranks that others wait for, hosts, and widths of terminals."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The recording of what torchrun does: what counts as a change of a case, and what happens without a recording."""
 

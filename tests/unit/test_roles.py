@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The coordination of roles: which addresses the server gives out, and what it counts as the failure of a role."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The runs of an allocation: their queue on replica 0, and a run on a host."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """With which interpreter the zygote of a run starts, and which runs can share it."""
 

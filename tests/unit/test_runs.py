@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The runs of an allocation: those of one that has ended, from the run logs in its folder, and Ctrl-C to a run."""
 

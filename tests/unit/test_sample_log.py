@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The history of what ranks use is bounded, survives damage, and becomes curves."""
 

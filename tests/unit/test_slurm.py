@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Slurm's pure parts: what is submitted, what Slurm's commands (of 22.05) say, what a job's state is."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What the batch step of a Slurm job decides when steps end, without Slurm: the tasks' records are written here."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Containers of Slurm's steps: their options, their script, the cluster's checks."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Any content of any file in the folder of a Slurm job: it may cost its app's details, and nothing else.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What one node's task of a Slurm job does between the starts of its replica, without Slurm and processes."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """When the guard of Monarch's sockets is on, and what it says when it is off.
 

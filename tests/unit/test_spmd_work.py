@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The runs of a session and their attempts, on hosts whose answers are scripted."""
 

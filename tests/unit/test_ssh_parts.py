@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """monarch_ssh without a server: names of machines, the request, workspaces, what machines' answers mean."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Stacks: what is parsed of ``faulthandler`` and py-spy, how it is grouped, and what a person reads."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Sub-commands of `torchx monarch` whose stdout cannot be written, and numbers that no argument should have."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Any content of any file of the state directory: it may cost a message about its app, and nothing else.
 

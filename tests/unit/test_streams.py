@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Streams over a connected socket, with TLS and without, and what becomes of the socket when there are none."""
 

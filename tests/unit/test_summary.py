@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The last screen of a command that waits: how a job or a run has ended, and what TorchX prints before."""
 

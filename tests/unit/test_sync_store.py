@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What hosts keep of a workspace and hand out: whole, exact, and whatever runs do to it."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Events become phases without gaps, attempts, runs, imports and ranks; what a rank may write there does no harm."""
 

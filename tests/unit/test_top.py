@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The screen of ``torchx monarch top``: what it shows in terminals of several sizes, and what it leaves behind."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Which exceptions of the torchx command are explained, and which keep their traceback."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The spans of a trace: their ids, their categories of failures, and each sent once."""
 

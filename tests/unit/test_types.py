@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Every file is type-checked: a quarter of a minute of one core, beside other tests."""
 

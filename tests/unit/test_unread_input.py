@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """When standard input counts as given to the command: redirected for it alone, with content that nobody has read."""
 

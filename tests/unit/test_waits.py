@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """No test waits for ever: pytest's own limit ends the process that runs it, and with it the report of what it did."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchx monarch completion``: print the script by which a shell completes commands, options and handles.
 

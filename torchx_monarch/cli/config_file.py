@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Set values in the text of a ``.torchxconfig`` and leave everything else in it as it is, such as comments."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchx monarch doctor``: check what is installed, the configuration, and whether a scheduler can be used."""
 

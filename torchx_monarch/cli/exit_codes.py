@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The exit codes of ``torchx monarch``. A sub-command that shows a run exits with the run's own code."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Which app the user means: a handle, an app's id or name, the beginning of one, or ``last``."""
 

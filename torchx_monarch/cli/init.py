@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchx monarch init``: make a scheduler the default of this folder, in its ``.torchxconfig``."""
 

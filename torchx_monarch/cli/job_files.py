@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Read the files that hosts keep beside the logs of a job: dumps of the flight recorder, and stacks."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The option ``--json`` of the sub-commands; docs/reference/json.md has what each of them prints."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Merge the logs of several replicas, some of which may still be written, in the order of time."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchx monarch ls``: list the jobs of all schedulers that were used from this machine, or of one."""
 

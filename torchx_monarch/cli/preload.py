@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchx monarch preload``: print or clear what ``-cfg preload=auto`` has learned on this machine."""
 

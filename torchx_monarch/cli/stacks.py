@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchx monarch stacks``: show where the ranks of a job are, equal stacks together, the rarest first."""
 

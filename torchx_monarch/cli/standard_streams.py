@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Stdout on a full disk or a pipe that nobody reads, and a stderr that is closed."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The whole screen of a terminal, with single keys, and as it was before once the program has ended."""
 

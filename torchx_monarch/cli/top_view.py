@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What ``torchx monarch top`` shows of a job at one moment, as lines of text."""
 

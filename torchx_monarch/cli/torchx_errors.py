@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Have the ``torchx`` command say in a line what TorchX itself only says with a traceback.
 

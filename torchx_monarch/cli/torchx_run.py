@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Extend ``torchx run``: parse the arguments of this package's components, and suggest names of components.
 

@@ -1,3 +1,2 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The client API of live allocations: take hosts, execute runs on them, and release them."""

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The runs of a live allocation, without Monarch: the base of ``SPMDJob``, and what the commands use."""
 

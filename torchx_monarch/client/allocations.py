@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """List the live allocations that this machine has a record of and can reach, for ``torchx monarch ps``."""
 

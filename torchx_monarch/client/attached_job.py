@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What ``MonarchJob`` and ``SPMDJob`` share: a job of a scheduler to whose hosts this process attaches."""
 

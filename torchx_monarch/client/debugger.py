@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Attach this terminal to the pdb of a rank that waits in a breakpoint (see ``controller.debug_sessions``)."""
 

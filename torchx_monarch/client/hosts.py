@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Reach the hosts of a live allocation: query their state, wait for them, and detect that they have ended."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A Monarch job on any ``monarch_*`` scheduler. It replaces Monarch's LocalJob, ProcessJob and SlurmJob."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """List and follow the runs of a live allocation: from its hosts, or from the run logs that are kept after their end.
 

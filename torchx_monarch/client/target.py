@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Resolve an app handle to the address and the credentials of replica 0 of a role."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Give a rank, or a controller script, access to the hosts of the job that it runs in, as Monarch meshes."""
 

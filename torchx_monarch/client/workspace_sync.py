@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Send a workspace to the hosts of a live allocation, without the files that they already have.
 

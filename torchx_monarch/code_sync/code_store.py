@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Store the workspaces that a host receives: trees, file contents, and the working folders of runs.
 

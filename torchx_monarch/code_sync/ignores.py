@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Decide which paths of a workspace are ignored, by the rules of ``.torchxignore`` (TorchX) and ``.gitignore`` (git).
 

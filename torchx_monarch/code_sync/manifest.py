@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """List the files of a workspace with their digests, and compute the hash that is recorded with a run.
 

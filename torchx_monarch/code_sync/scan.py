@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Scan a workspace on the local disk into a tree, without reading unchanged files again.
 

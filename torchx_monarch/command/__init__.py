@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Parse the commands of roles (``command``, ``torchrun_options``) and rewrite them (``rewrite``, ``shell``).
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Build and parse the command of a role whose first host runs the script of a Monarch controller, and no other ranks.
 

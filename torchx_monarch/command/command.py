@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Parse the command of a role: the program of the ranks, their number, and the torchrun options."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Build apps whose roles are Monarch meshes: allocations without a command, and the script that controls them."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Parse torchrun's rendezvous options: how long hosts wait for each other, and where the ranks meet."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Rewrite the app that a user submits into the app that a backend runs, and derive what the backend must know of it.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Convert the options of the components ``monarch.spmd``, ``monarch.hosts`` and ``monarch.controller``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Apply TorchX's template substitution to the arguments and environment of a role.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Parse torchrun's options, from one table that defines each option and how this package treats it.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The attempts of one run: start its ranks on all hosts, watch them, and restart them while that may help."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The controller on replica 0: it gathers the hosts, runs the job's work on them, and decides how the job continues."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Connect clients on replica 0 with the ranks that wait in a breakpoint.
 

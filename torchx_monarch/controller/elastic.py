@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The number of hosts of an attempt, and how long the attempt waits for them: torchrun's ``--nnodes MIN:MAX``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Watch the ranks of an attempt for hangs: ranks that wait in a collective for one that does not call it.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The choice of the hosts of an attempt among those that are present: spare hosts, and hosts that fail repeatedly.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Compare the facts of the hosts of a role, and say which host differs in what and how to fix it."""
 

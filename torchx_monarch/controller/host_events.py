@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The events that interrupt the work of a controller, and the collection of events that it has not handled yet.
 

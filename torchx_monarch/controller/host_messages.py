@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The requests of the controller to the hosts, their answers, and what hosts report without a request.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Answer clients that ask replica 0 for something that all hosts know: stacks and samples of their ranks.
 

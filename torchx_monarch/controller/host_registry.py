@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The hosts that are registered with replica 0, and those of them that are members of the present attempt."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The session of a live allocation: the runs that clients submit, until it is released or idle."""
 

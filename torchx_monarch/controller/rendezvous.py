@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The rendezvous, through which the hosts of a role register with replica 0 and learn the result of the job.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The client of the rendezvous: the handshake with a replica 0, and the connection of every other host to it."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Decisions about restarts: whether another attempt may help. ``model.backoff`` decides how long it waits.
 

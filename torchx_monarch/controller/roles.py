@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The coordination of an app's roles: where their replicas 0 listen, and that they end and restart together.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The work of hosts that execute ranks: the runs of a session, one after the other, on one mesh.
 

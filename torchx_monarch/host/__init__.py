@@ -1,3 +1,2 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The host process of a replica: its ranks, their output, and its workload (batch job, session or actors)."""

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run the host process of one replica: ``python -m torchx_monarch.host [options] -- COMMAND``."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Let the ranks of this host attach to the hosts of their job, as Monarch clients (see ``client.this_job``).
 

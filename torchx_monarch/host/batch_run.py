@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The one run of a batch job on a host: its zygote starts with the host, and knows the program.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Bring code to the hosts of a live allocation: a client sends it to the leader, from which the other hosts get it.
 

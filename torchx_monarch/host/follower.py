@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A host other than replica 0: registered with replica 0, or looking for it, until it learns the job's result."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The host process of one replica: it runs a workload and, on replica 0, the controller."""
 

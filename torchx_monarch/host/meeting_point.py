@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Where the hosts of a role meet: the address of replica 0, and the one by which the other hosts dial this host."""
 

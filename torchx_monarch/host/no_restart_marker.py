@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Keep the result of a host that must not be restarted, for backends that restart it whatever its exit code (dockerd).
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Take the facts of this host that the pre-flight compares (``model.host_facts``)."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What a host process runs for its role: the run of a batch job, or the runs of a live allocation."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Send the job's trace to an OpenTelemetry collector, from a process that the host never waits for in its work.
 

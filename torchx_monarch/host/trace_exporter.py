@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Send spans of a job by OTLP over HTTP: ``python -m torchx_monarch.host.trace_exporter FD APP ROLE RESTART``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The process of a Monarch worker loop beside ranks: ``python -m torchx_monarch.host.worker_loop_main DESCRIPTOR``.
 

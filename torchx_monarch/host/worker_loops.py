@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The Monarch worker loops of a host that executes ranks: one for each attached client, in a process of its own.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Write a timeline as Chrome trace events, which Perfetto and ``chrome://tracing`` open.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Find the rank for which others wait in a collective: which has not called it, or has called another one.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Show the lines of a job's log to people: a short prefix names the rank, coloured by rank on a terminal.
 

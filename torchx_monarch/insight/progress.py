@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Progress of a job for people: one line per phase in the job's log, and the same as an event."""
 

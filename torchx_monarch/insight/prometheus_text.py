@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Prometheus' text format, as scrapers and node_exporter's textfile collector read it."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What ranks do now, from two samples of each: processor time, collectives per second, and which rank is late."""
 

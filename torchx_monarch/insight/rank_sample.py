@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What a rank does at one moment: its process, its output, its collectives, and the progress that it reports."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A table of ranks: rows of two samples of each rank, folded by host on request, and cut to the width of a terminal."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Read the dump of torch's flight recorder of one rank: a pickle of plain values, which a rank has written.
 

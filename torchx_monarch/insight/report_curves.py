@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Lay out the curves of what ranks used: memory, processors and GPU memory over the time of the job."""
 

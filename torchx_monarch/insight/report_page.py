@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Write the report of a job: one HTML page that loads nothing, from values that the template escapes."""
 

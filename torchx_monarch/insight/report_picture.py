@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Lay out the picture of a timeline: rows of bars, whose places are parts of the job's duration."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The log of one run on a live allocation: JSON lines in a file, with one writer and any number of followers.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The history of the processor time and memory of ranks: a file of bounded size with one JSON object a line.
 

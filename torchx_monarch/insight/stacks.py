@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Stacks of ranks and of their child processes: parse what ``faulthandler`` and py-spy print, group, and render.
 

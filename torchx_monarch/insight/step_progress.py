@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """In the program of a rank: ``torchx_monarch.progress``, and the file through which it tells the host.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Show in a few lines how a job or a run has ended: the last thing on the screen of a command that waits for it.
 

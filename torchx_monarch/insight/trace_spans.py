@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The spans of a job for OpenTelemetry: its timeline with ids, attributes and categories of failures.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The delays between restarts of a job's ranks or hosts. Standard library only."""
 

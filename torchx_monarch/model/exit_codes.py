@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Parse lists of exit codes such as ``1+134+SIGKILL``."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The result of one start of a host, as JSON text: what a host writes for its backend, wherever the backend reads it.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Keep the modules that ``-cfg preload=auto`` has learned of a program, and store them over jobs.
 

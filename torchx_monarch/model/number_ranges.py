@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Group the numbers of replicas or ranks into ranges: a message or a line must not grow with the job."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What a backend must know of a role beside its command: what it runs, where it meets, how it ends and restarts.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Mark sidecar roles, which end with the rest of their app, in role metadata: ``{"monarch": {"sidecar": True}}``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Give a role spare hosts, in role metadata: ``{"monarch": {"spares": 1}}``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The ranks of one attempt, as the controller sends them to every host, and the error for ranks that do not start."""
 

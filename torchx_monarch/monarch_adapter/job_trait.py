@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The base class of a job: the private hooks of Monarch's ``JobTrait`` under names of ours.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Replace functions that a loaded library imports from other libraries, for the calls of this library only.
 

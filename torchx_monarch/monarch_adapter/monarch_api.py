@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The adapter to Monarch 0.7: its names, environment variables and behaviour.
 

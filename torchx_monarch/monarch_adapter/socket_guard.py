@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A guard that restricts Monarch's abstract unix sockets to connections from this user and root.
 

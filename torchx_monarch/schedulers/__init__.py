@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The schedulers' factories, which the entry points register for ``torchx run -s NAME``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Write a root cause to the error file of the caller of ``torchx run --wait`` or ``torchx monarch exec``.
 

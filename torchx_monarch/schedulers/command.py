@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Have the ``torchx`` command report a user's mistake by its message and exit code 1 instead of a traceback.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Detect the distribution ``torchx`` installed instead of, or beside, ``torchx-nightly``: both own the same files."""
 

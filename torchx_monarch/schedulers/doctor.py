@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run the checks of ``torchx monarch doctor``: what is installed, the configuration, and schedulers."""
 

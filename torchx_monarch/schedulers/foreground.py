@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Extend ``torchx run --wait`` and ``--log``: show progress and a summary, return promptly, cancel on a signal.
 

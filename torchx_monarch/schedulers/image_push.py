@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Push the images that were built from workspaces, for backends whose machines pull images from a repository.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Check what is installed: Python, the packages that torchx-monarch needs, its registration with TorchX."""
 

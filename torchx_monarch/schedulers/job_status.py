@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What is known of a job: state, phase, attempt, hosts and ranks, failures, logs, command.
 

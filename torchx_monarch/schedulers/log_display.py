@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Show log lines in ``torchx log`` and ``torchx run --log`` with the short prefix of ``insight.log_lines``.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The TorchX scheduler of all backends: it wraps the commands of submitted apps and describes apps as submitted."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Read run options, of ``-cfg`` and of ``.torchxconfig``; an error names the option, its value and what is allowed."""
 

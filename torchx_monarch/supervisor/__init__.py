@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Keep one replica's process: start, restart and end it, write its output into log files, and read them.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Stop a set of replicas: let them end by themselves, send SIGTERM, send SIGKILL, and then call back."""
 

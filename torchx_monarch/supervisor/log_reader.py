@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Read logs: whole, from and to a time, filtered, or followed until the app has ended."""
 

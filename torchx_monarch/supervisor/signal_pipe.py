@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Receive signals from a pipe, so that an event loop waits for them and for other descriptors together."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Start a process in a clean state: in a new session, with default signals, killed when its parent ends."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Detect host processes that are stopped (SIGSTOP) for longer than their lease.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Read the index of times beside a log, which ``log_writer`` writes while it is read."""
 

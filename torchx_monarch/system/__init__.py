@@ -1,3 +1,2 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Access to the operating system: processes, files and text that other users or ranks may have changed, text output."""

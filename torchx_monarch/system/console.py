@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The stdout and stderr of a host process, to which the host writes its own lines and those of its ranks.
 

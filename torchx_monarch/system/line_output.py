@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Keep the lines of several writers apart in one output, and split lines that are too long to hold.
 

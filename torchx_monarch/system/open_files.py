@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Check the limit on open files: whether it suffices for a host. Say which errors are those of a limit."""
 

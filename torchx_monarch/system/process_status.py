@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Read from /proc what a process is doing, and how it handles a signal, without interrupting it."""
 

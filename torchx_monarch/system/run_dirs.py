@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Make and remove folders that only their owner may enter, some of them for sockets, whose paths must be short."""
 

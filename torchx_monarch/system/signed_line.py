@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Sign a host's result as a line of its log, for backends that can read it from the log alone.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Handle SIGTERM and SIGHUP in a command that waits for a job or a run: it cancels that before it exits.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Escape text from a rank or another user, so that it can neither start a new line nor control a terminal.
 

@@ -1,3 +1,2 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The adapter to TorchX: all uses of TorchX's private names."""

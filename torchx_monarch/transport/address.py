@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The address of replica 0, and explanations of failed connections to it. Used by hosts and by a user's client."""
 

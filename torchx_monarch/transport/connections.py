@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Connections between hosts: listening on an address, connecting to it, and the certificates of both ends.
 

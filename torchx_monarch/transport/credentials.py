@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The certificates of one job. They are created when the job is submitted and are valid for that job only.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The local addresses, interfaces and ports of a host, and the name by which the other hosts dial it."""
 

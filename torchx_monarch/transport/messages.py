@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """JSON messages between the processes of a job, with a size limit and a protocol version in the greeting.
 

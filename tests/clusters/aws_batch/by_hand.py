@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """moto's AWS with the Docker daemon that runs its jobs, for ``python -m tests.clusters``."""
 

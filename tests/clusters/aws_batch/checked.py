@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """moto's answers, and what it is asked, beside AWS's own model: around its application (WSGI)."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """moto's AWS over HTTP, with and without a Docker daemon that runs the jobs."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """AWS's own model of its services, which botocore carries: what may go over the wire, either way.
 

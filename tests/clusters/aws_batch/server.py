@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """``python server.py simple|docker``: moto's AWS on a port of this machine, until its stdin ends. Prints the URL.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """That nothing goes over the wire of the tests that AWS would not say, or would not be asked."""
 

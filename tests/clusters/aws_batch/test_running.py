@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Apps on moto's AWS Batch whose jobs really run, as containers of a Docker daemon of our own."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Apps on AWS Batch as far as moto's is like it: requests, looking, listing, deleting. Jobs succeed at once."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What moto never says: throttling, expired credentials, logs that grow, nodes, jobs that are stuck or start again.
 

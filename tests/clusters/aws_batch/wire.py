@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What AWS answers over HTTP, from a list: throttling, refusals, pages, what moto never says.
 

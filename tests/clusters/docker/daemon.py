@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A Docker daemon of our own, in namespaces of its own, and an image of what is installed on this machine.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Build the image of docker/Dockerfile on the daemon of the tests, which reaches no registry and no index.
 

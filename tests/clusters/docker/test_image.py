@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """An image of docker/Dockerfile runs a job: nothing of this machine is mounted into it."""
 

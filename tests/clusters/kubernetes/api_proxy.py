@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Proxy kube-apiserver 1.20 so that it keeps the fields of Indexed Jobs, which it would drop.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Apps on monarch_kubernetes, through TorchX's Runner here, and through its command in processes of their own."""
 

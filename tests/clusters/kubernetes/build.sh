@@ -1,5 +1,4 @@
 #!/bin/bash
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 #
 # build.sh FOLDER: makes FOLDER with kube-apiserver and kube-controller-manager 1.20.2 and etcd 3.4, from the archive of

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A cluster for tests: a real API server, and stand-ins for what no package of Debian's has (see ``stand_ins.py``).
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Process 1 of a pod of the tests' kubelet: sets up what the pod sees of this machine, and runs the command.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Stand-ins for the controllers of Indexed Jobs, as Kubernetes 1.29 has them, and of Volcano's jobs.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A stand-in for kubelet and the scheduler: one node, whose pods are processes of this machine in namespaces.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A real kube-apiserver with etcd and some of its controllers, built once by ``build.sh``, on ports of 127.0.0.1."""
 

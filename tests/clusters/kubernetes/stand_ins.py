@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run what stands in for a cluster's parts beside the real API server: ``stand_ins.py FOLDER PORT``; SIGTERM ends it.
 

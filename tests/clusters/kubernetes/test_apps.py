@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """monarch_kubernetes on a real API server: apps run, fail, are looked at, cancelled and deleted."""
 

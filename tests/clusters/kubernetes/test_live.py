@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Pods that wait for runs, reached through a forwarded port, and those of a controller script."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """monarch_kubernetes with mode=volcano: Volcano's kind on a real API server, a stand-in for its controller."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What an API server does on a bad day, on a fake of the wire: errors, disconnects, expired lists, broken streams."""
 

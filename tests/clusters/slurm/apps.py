@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Apps on a Slurm cluster, through TorchX's Runner and the scheduler as users have it."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A real Slurm on this machine: munge, mariadb, slurmdbd, slurmctld, and nodes that are namespaces with a slurmd each.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """One cluster for all tests of this folder, and TorchX's Runner on it."""
 

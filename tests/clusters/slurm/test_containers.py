@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Hosts in containers of pyxis, by a stand-in that notes what it is asked for."""
 

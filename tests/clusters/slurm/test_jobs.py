@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Jobs on a real Slurm: they run, fail, are looked at and cancelled."""
 

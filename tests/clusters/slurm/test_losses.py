@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What is lost on a real Slurm, and comes back: hosts, nodes, jobs that go back into the queue."""
 

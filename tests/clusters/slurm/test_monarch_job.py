@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A Monarch client on a login node, and its actors on the nodes of a real Slurm, over mutual TLS."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Code that is brought to the nodes of a Slurm allocation, over TLS, before each run."""
 

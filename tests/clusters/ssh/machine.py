@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """A machine with an OpenSSH server: namespaces, folders, names and users of its own."""
 

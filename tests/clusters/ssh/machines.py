@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Machines with OpenSSH servers on a network, and a client's configuration of ssh that knows them.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Machines that cannot be used: the message names the machine, and nothing is left on the others."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run apps as jobs of AWS Batch, with the run options of the scheduler that TorchX had until August 2026.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run an app as one job of AWS Batch, with boto3's credentials and region."""
 

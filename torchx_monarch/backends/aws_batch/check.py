@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Check an app and its run options against the limits of AWS Batch: refuse it, or warn the user."""
 

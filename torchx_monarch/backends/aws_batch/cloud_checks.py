@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Check the credentials and the job queue for ``torchx monarch doctor``."""
 

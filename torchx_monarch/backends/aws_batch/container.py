@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Render Batch's container properties of a role: resources, devices, mounts, environment."""
 

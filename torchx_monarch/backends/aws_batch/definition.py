@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Read the containers and roles of a job definition, as rendered by ``request`` or as Batch describes it or its job."""
 

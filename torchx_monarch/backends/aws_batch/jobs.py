@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Submit, find, end and remove jobs of AWS Batch, with their job definitions and secrets."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Read the log of one node from CloudWatch: lines, followed through restarts to the job's end, and signed results."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Send requests to AWS through boto3 clients that are created on first use, and explain AWS's errors."""
 

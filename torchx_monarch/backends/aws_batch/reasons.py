@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Describe in one line why a job or a node failed, or what a job waits for, with advice for Batch's known reasons."""
 

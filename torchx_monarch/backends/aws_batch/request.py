@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Render the job definition and the job of an app, as a dry run shows them. Sends no request.
 

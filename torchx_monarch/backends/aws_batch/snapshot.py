@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Convert Batch's descriptions of a job and its nodes to the snapshot of an app. Pure functions.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Read, follow, wait for, cancel and delete the apps of a backend: the same on all of them."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The interface of a backend: what ``schedulers.monarch.MonarchScheduler`` needs to run apps somewhere.
 

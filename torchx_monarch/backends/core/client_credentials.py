@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Store the certificates with which the submitting machine reaches a job over the network (``controller.run_queue``).
 

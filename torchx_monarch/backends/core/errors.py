@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The exceptions of schedulers and backends, which the torchx command shows without a traceback.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Count the retries that an app has left, and delay them, for the backends that restart replicas themselves.
 

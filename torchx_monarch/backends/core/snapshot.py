@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The state of an app at one time, as a backend reads it. ``core.state.reduce`` derives the app's state from it.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Decide an app's state, its root cause, and whether the rest of it must be ended. The rules, for all backends:
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """An app as submitted, and its JSON form: what backends store, so that ``describe`` shows what the user wrote."""
 

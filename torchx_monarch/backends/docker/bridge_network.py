@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Create TorchX's bridge network, which the containers of all apps share, and remove it when no container uses it.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Read the results of hosts that must not be restarted: dockerd restarts them regardless, once; they end with code 0.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Read the log of one container: whole, between two times, or followed through its restarts until the app ends."""
 

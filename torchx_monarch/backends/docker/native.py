@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Make requests to the Docker daemon, and report to the user when it is missing or stops answering."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run apps on a Kubernetes cluster, with core Kubernetes alone (mode ``job``) or through Volcano (mode ``volcano``).
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run apps on a Kubernetes cluster, with TorchX's pods and workspaces.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Check the cluster and the user's rights for ``torchx monarch doctor``."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Render the objects of mode ``job``: an Indexed Job for each role, one headless Service and one Secret for the app.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Read the log of one replica through all of its pods: all lines, a time window, or followed until the app ends."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The names of an app's objects, and the labels and annotations that identify them. Pure functions."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Send plain HTTP requests to the API server with the Kubernetes client's configuration, and explain its errors.
 

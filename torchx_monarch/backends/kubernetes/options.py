@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The run options of the Kubernetes scheduler. Options that TorchX's scheduler has too keep its names."""
 

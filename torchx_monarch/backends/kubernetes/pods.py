@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Render the pod template of a role: TorchX's pod (``role_to_pod``) with the additions that hosts need."""
 

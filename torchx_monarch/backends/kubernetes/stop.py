@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """End an app and, in mode ``job``, keep the logs of its pods; remove an app.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Parse tolerations that are spelled as ``kubectl taint`` spells the taints of nodes: ``KEY=VALUE:EFFECT``."""
 

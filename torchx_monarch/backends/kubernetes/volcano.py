@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Render mode ``volcano``: the job that TorchX's KubernetesScheduler makes for Volcano, with corrections."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run jobs on this machine that outlive the command, the shell and the terminal that started them.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run apps on this machine, under a supervisor that outlives the submitter, and keep their state on disk.
 

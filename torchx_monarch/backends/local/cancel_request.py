@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The request to end an app: cancel.json in its folder, which ``torchx cancel`` writes and the supervisor reads."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Make and remove the folder of an app atomically: other processes see all of it or nothing."""
 

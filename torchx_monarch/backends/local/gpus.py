@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Assign GPUs to replicas: values of CUDA_VISIBLE_DEVICES, in the order of roles and replicas."""
 

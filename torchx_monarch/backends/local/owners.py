@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Record which processes own an app (supervisor.json), and hold a lock on the app's folder while they do.
 

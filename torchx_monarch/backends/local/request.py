@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What the supervisor runs: the content of request.json, which ``torchx run --dryrun`` shows.
 

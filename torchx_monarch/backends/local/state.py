@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Determine the current state of an app: its status file, and whether the app's owners hold its lock."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The record of an app: its state, its replicas, why it ended. The content of status.json.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Submit an app: write its folder, start its supervisor, and wait until that runs."""
 

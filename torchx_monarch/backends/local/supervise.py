@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The script that the supervisor's interpreter runs: ``python -I -S supervise.py <app folder> <pipe> <lock>``.
 

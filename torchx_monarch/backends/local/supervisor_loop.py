@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The supervisor's event loop: start the replicas, watch them, retry, stop, and record the result.
 

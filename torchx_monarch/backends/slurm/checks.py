@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Check Slurm's commands, controller and partition for ``torchx monarch doctor``."""
 

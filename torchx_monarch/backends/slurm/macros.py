@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Substitute TorchX's macros on the nodes, and name the nodes of the replicas 0."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The JSON files of a job's folder as data classes, with their types checked when they are read.
 

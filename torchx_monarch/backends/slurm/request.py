@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The request: shown by a dry run, stored in the job's folder (request.json) and read there by the job.
 

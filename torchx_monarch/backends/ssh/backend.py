@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run apps on machines that are reached over ssh. The machines keep all state; any client with the handle reads it."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What the submitter's state directory keeps of an app: its machines. The handle alone is enough without it."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Names of machines, as ``-cfg hosts=`` has them: ``user@host:port``."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Connections to machines: the system's ssh, with this package's entry (``in_job.entry``) at the other end.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Send workspaces to machines: each machine receives the contents that it does not have from earlier apps."""
 

@@ -1,3 +1,2 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run apps through any other TorchX scheduler, which ``schedulers.wrap`` makes one of this package's."""

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run apps through another TorchX scheduler, which only knows what TorchX's interface says.
 

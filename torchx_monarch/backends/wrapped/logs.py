@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Read the log of a replica through TorchX's ``Scheduler.log_iter``: whichever streams that has."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Store what a wrapped scheduler does not: the app as the user wrote it, and the key of its hosts' results.
 

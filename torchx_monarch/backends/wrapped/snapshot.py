@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Convert what another TorchX scheduler tells of an app to a snapshot. Pure functions."""
 

@@ -1,3 +1,2 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The ranks of one host: the zygote that they are forks of, their processes, environment, output and errors."""

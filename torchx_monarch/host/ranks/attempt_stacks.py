@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Write the stacks of the ranks of an attempt into its folder: ``attempt_N/stacks.txt``.
 

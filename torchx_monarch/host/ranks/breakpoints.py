@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Connect ranks that wait in a breakpoint with their debuggers: each gets a terminal, whose other end is a client's.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Read the use of GPUs by processes of this host: from NVIDIA's driver, through nvidia-ml-py if it is installed."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Write the lines that match torchrun's ``--duplicate-stdout-filters`` or ``--duplicate-stderr-filters`` to a file.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Ask torch's flight recorders in the ranks of a host for dumps and for the state of their collectives.
 

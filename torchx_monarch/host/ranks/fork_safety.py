@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Find out what forbids that ranks are forks of an interpreter: what a fork does not get, or must not share. Find the
 random generators that must be seeded anew in each fork.

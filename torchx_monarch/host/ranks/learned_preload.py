@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Learn on a host which modules a program imports (``-cfg preload=auto``), for the zygote of its next run."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The master endpoint of an attempt: MASTER_ADDR, MASTER_PORT, and the local address that the store listens on."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Reap and end orphan processes of ranks: the host is their subreaper, so they become its children, not PID 1's."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Detect out-of-memory kills on this host from the counters of cgroups and /proc/vmstat.
 

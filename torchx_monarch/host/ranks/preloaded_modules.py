@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Keep the modules that the zygote has imported out of a rank's ``sys.modules`` until its program imports them.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """In a rank: have ``pdb.set_trace``, which ``breakpoint()`` calls by default, wait for a debugger of the job's user.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """In a rank: wait in a breakpoint for a debugger, and be debugged on the terminal that the host opens for it.
 

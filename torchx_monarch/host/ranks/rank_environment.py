@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Build the environment variables of a rank: torchelastic's, from the world of an attempt.
 

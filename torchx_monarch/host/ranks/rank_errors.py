@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Write the torchelastic error file of a rank whose program failed, even if the disk is full.
 

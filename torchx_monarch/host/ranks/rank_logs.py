@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The destinations of the output of a run's ranks on one host: log files, the host's own output, and a run log."""
 

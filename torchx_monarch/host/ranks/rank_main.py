@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The program of a rank: become ``python script.py``, in a fork of the zygote or in an interpreter of its own.
 

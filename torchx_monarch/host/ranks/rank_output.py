@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Copy a rank's stdout or stderr: byte for byte to its log file, in whole prefixed lines to the host's output."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Manage the ranks of one run on one host: launch their attempts, watch and stop them, with exact exit codes.
 

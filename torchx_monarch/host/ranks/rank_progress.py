@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Read what the program of a rank has reported by ``torchx_monarch.progress`` (see ``insight.step_progress``)."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """In a rank: give torch's flight recorders, the last collectives, to the host (see ``flight_recorders``).
 

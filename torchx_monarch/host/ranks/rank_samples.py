@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Sample the ranks of a host: what their processes use, print and report, and the state of their collectives."""
 

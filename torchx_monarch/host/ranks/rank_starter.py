@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Start the processes of a run's ranks: as forks of the host's zygote, or as interpreters of their own."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The file through which a rank, and the children that it forks, give their stacks to the host."""
 

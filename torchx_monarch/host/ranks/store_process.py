@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The process that serves the ranks' TCPStore: a fork of the zygote, so that torch is imported once."""
 

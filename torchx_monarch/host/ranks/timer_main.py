@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Run torchelastic's timer server in a separate process, which ``Watchdog`` starts: the host must not import torch.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What torch tells of a host before there are ranks; ``zygote_main`` runs this file, and calls it in a fork."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Print the versions of Python, torch, CUDA and NCCL as JSON, without importing torch, in the program's interpreter.
 

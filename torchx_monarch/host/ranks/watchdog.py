@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Start torchelastic's watchdog: it kills a rank that lets a timer of ``torch.distributed.elastic.timer`` expire.
 

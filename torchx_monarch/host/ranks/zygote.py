@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Start and control the zygotes of a host (``zygote_main``), of which its ranks and their TCPStore are forks."""
 

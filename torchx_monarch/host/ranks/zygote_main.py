@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The zygote of a host: an interpreter that imports the ranks' modules once, and of which every rank is a fork.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The process of a zygote. That of a batch job starts before the host process has imported most of its modules."""
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """What runs in a Slurm job: the batch step on its first node, and one task on each node. Standard library only.
 

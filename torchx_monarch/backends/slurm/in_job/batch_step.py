@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The batch step: run a step for each role, retry failures, stop steps, record the job's result.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Start the batch step or a task: ``python -I -S entrypoint.py job|task ...``.
 

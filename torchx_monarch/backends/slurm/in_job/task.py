@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """One node's task: run the replica, write its logs and its record, restart it if the retry policy is REPLICA.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The contents of workspaces on a machine, which apps share, and their copies for replicas.
 

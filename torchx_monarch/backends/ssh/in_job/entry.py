@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """Carry out a client's orders on a machine: one JSON object a line on stdin, an answer a line on stdout.
 

@@ -1,4 +1,3 @@
-# Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
 """The replicas on this machine: each an app of the machine's own, as ``backends.local`` keeps it."""
 
