@@ -154,7 +154,7 @@ def test_a_live_allocation_has_actors_with_and_without_a_run(folder: Path, tmp_p
             assert live.job.run_spmd(output="none").exit_code == 0
             assert live.job.status().idle == 0.0
         until(lambda: live.processes[0].poll() is not None, "the end of the idle allocation")
-        assert not alive(found[0][0])
+        until(lambda: not alive(found[0][0]), "the end of the actor")
     finally:
         live.kill()
 
@@ -192,7 +192,9 @@ def test_a_rank_has_the_hosts_of_its_own_job(tmp_path: Path, runner: Runner, sha
     if code:
         assert "code 3" in status.msg
     found = re.search(r"pids (.*)", lines)
-    assert found is not None and not any(alive(int(pid)) for pid in found[1].split())
+    assert found is not None
+    pids = [int(pid) for pid in found[1].split()]
+    until(lambda: not any(map(alive, pids)), "the end of the actors")
 
 
 @pytest.mark.slow
@@ -338,7 +340,7 @@ def test_a_lost_host_takes_its_actors_and_the_next_state_has_those_that_are_left
         assert len(now.split()) == 2 and now.split()[1] not in first
         (tmp_path / "go").touch()
         assert hosts.processes[0].wait(WITHIN) == 0
-        assert not any(alive(int(pid)) for pid in (*first, now.split()[1]))
+        until(lambda: not any(alive(int(pid)) for pid in (*first, now.split()[1])), "the end of the actors")
     finally:
         client.kill()
         client.wait(WITHIN)

@@ -220,10 +220,11 @@ def test_the_ranks_of_a_run_on_an_allocation(folder: Path, script: Callable[[str
 
     def are_there() -> bool:
         stacks = stacks_of(hosts)
-        return len(stacks) == 4 and not any(one.problem for one in stacks.values())
+        if any(one.problem for one in stacks.values()):
+            return False
+        return {rank: functions(one)[-1] for rank, one in stacks.items()} == dict.fromkeys(range(4), "<module>")
 
-    until(are_there, "the stacks of four ranks", every=0.1)
-    assert {rank: functions(one)[-1] for rank, one in stacks_of(hosts).items()} == dict.fromkeys(range(4), "<module>")
+    until(are_there, "four ranks in their program", every=0.1)
     running.cancel()
     stop(hosts)
     for host in (0, 1):

@@ -173,8 +173,12 @@ def test_a_host_without_credentials_says_so(start: Callable[..., Hosts], tmp_pat
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (("--advertise", "127.0.0.9", "--bind", "127.0.0.1"), r"127.0.0.9:\d+: connection refused"),
-        (("--advertise", "no-such-host.invalid"), "the name 'no-such-host.invalid' cannot be resolved"),
+        (
+            ("--advertise", "127.0.0.9", "--bind", "127.0.0.1"),
+            r"cannot be reached .*: 127.0.0.9:\d+: connection refused",
+        ),
+        (("--advertise", "no-such-host.invalid"), "cannot be reached .*: the name 'no-such-host.invalid' cannot be re"),
+        (("--ports", "{port}"), r"no worker loop for actors: cannot start: none of the ports .* \(--ports\) can be op"),
     ],
 )
 def test_a_client_is_told_which_worker_loop_cannot_be_reached(
@@ -189,10 +193,10 @@ def test_a_client_is_told_which_worker_loop_cannot_be_reached(
     go = tmp_path / "go"
     waits = f"until [ -e {go} ]; do sleep 0.1; done"
     first = start(0, does=waits, MONARCH_CREDENTIALS=secret.to_text())
+    options = tuple(word.format(port=port) for word in options)
     second = start(1, *options, does=waits, MONARCH_CREDENTIALS=secret.to_text())
     eventually(lambda: "ranks 2/2" in first.err(0), "the ranks")
-    cannot = rf"host 1 \(\S+, pid \d+\) cannot be reached by replica 0: .*{why}"
-    with attaching(port, client) as link, pytest.raises(RefusedError, match=cannot):
+    with attaching(port, client) as link, pytest.raises(RefusedError, match=f"host 1 .*{why}"):
         link.answer(WITHIN)
     go.touch()
     assert [hosts.wait() for hosts in (first, second)] == [[0], [0]]
@@ -261,18 +265,16 @@ def test_says_what_is_wrong_with_an_option(start: Callable[..., Hosts], port: in
     secret = credentials.create()[0].to_text()
     wrong = {
         ("--bind", "nonsense"): (1, "--bind nonsense: neither an address nor an interface of this machine, which has"),
-        ("--bind", "203.0.113.1"): (1, "no port can be opened on 203.0.113.1: Cannot assign requested address"),
-        ("--ports", f"{port}"): (1, rf"none of the ports {port}-{port} \(--ports\) can be opened on any address: Addr"),
         ("--ports", "5-4"): (2, "--ports: '5-4' is no port and no range of ports such as 26600-26699"),
         ("--peer-timeout", "0"): (2, "--peer-timeout 0: give seconds, 1 to 80000"),
         ("--peer-timeout", "inf"): (2, "--peer-timeout inf: give seconds, 1 to 80000"),
         ("--advertise", "nöde"): (1, "'nöde' is no name that a certificate can hold"),
     }
+    for options, (code, why) in wrong.items():
+        hosts = start(1, *options, MONARCH_CREDENTIALS=secret)
+        assert hosts.processes[1].wait(_SAYS_WITHIN) == code
+        assert re.search(why, hosts.err(1)), hosts.err(1)
     with socket.create_server(("", port)):
-        for options, (code, why) in wrong.items():
-            hosts = start(1, *options, MONARCH_CREDENTIALS=secret)
-            assert hosts.processes[1].wait(_SAYS_WITHIN) == code
-            assert re.search(why, hosts.err(1)), hosts.err(1)
         hosts = start(0, MONARCH_CREDENTIALS=secret)
         assert hosts.processes[0].wait(_SAYS_WITHIN) == 1
         assert f"cannot listen for the other hosts at tls:127.0.0.1:{port}: Address already in use" in hosts.err(0)
