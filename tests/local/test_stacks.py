@@ -220,9 +220,7 @@ def test_the_ranks_of_a_run_on_an_allocation(folder: Path, script: Callable[[str
 
     def are_there() -> bool:
         stacks = stacks_of(hosts)
-        if any(one.problem for one in stacks.values()):
-            return False
-        return {rank: functions(one)[-1] for rank, one in stacks.items()} == dict.fromkeys(range(4), "<module>")
+        return len(stacks) == 4 and all(functions(stack)[-1:] == ["<module>"] for stack in stacks.values())
 
     until(are_there, "four ranks in their program", every=0.1)
     running.cancel()

@@ -20,11 +20,13 @@ def test_takes_two_nodes_and_runs_on_them(apps: Apps, cluster: SlurmCluster) -> 
     apps.adopt(taken.handle)
     apps.until(lambda: apps.status(taken.handle).state is AppState.RUNNING, "the job", taken.handle)
     # Slurm says which node it is; this machine knows it by its address alone.
-    assert Target.of(taken.handle, runner=apps.runner).address.host == "n1"
+    node = Target.of(taken.handle, runner=apps.runner).address.host
     _, kept = client_credentials.kept(NAME, taken.handle.rpartition("/")[2])
     port = kept["trainer"].rpartition(":")[2]
-    job = SPMDJob.attach(taken.handle, address=f"{cluster.address(1)}:{port}", runner=apps.runner)
-    job.wait_ready(60)
-    runs_twice_and_after_a_failure(job, script, ["n1", "n1", "n2", "n2"])
+    address = f"{cluster.address(int(node.removeprefix('n')))}:{port}"
+    job = SPMDJob.attach(taken.handle, address=address, runner=apps.runner)
+    nodes = list(job.wait_ready(60).status().hosts.values())
+    assert nodes[0] == node and len(set(nodes)) == 2
+    runs_twice_and_after_a_failure(job, script, [name for name in nodes for _ in range(2)])
     taken.release()
     apps.wait(taken.handle, AppState.CANCELLED)
