@@ -268,7 +268,7 @@ class Attempts:
 
         The exits may arrive before the report.
         """
-        stopped = [one for one in self.exits.values() if one.stopped_at is not None]
+        stopped = [rank_exit for rank_exit in self.exits.values() if rank_exit.stopped_at is not None]
         if not stopped:
             return
         reason = f"host {stopped[0].replica} has stopped its ranks and not reported why: {stopped[0].describe()}"
@@ -298,20 +298,21 @@ class Attempts:
             cause = root_cause(self.exits.values())
             shown = [
                 {
-                    "rank": one.rank,
-                    "code": one.code,
-                    "started": one.started,
-                    "ended": one.time,
-                    "grouped": one.grouped,
-                    "secondary": one.code != 0 and (not one.failed or (one.is_collateral and one is not cause)),
+                    "rank": rank_exit.rank,
+                    "code": rank_exit.code,
+                    "started": rank_exit.started,
+                    "ended": rank_exit.time,
+                    "grouped": rank_exit.grouped,
+                    "secondary": rank_exit.code != 0
+                    and (not rank_exit.failed or (rank_exit.is_collateral and rank_exit is not cause)),
                 }
-                for _, one in sorted(self.exits.items())
+                for _, rank_exit in sorted(self.exits.items())
             ]
             text = f"the ranks of attempt {self.number + 1} have ended"
             self._reporter.record("attempt_end", text, attempt=self.number, exits=shown)
 
     def _note(self, exited: RanksExited) -> None:
-        self.exits.update({one.rank: one for one in exited.exits})
+        self.exits.update({rank_exit.rank: rank_exit for rank_exit in exited.exits})
 
     def _blame_host_of(self, cause: RankExit, failure: str) -> HostExcluded | None:
         """Count a failure of the ranks for the host of its root cause; return the event that excludes the host.
@@ -321,7 +322,9 @@ class Attempts:
         alike = failed_alike(self.exits.values(), cause)
         if {self.exits[rank].replica for rank in alike} == {host.replica for host in self._hosts.present}:
             return None
-        host = next((each for each in self._hosts.present if each.replica == cause.replica), None)
+        host = next(
+            (registration for registration in self._hosts.present if registration.replica == cause.replica), None
+        )
         return self._gatherer.blame(host, failure) if host is not None else None
 
     def _blame_hosts(self, cause: RankExit | None) -> None:
@@ -332,10 +335,10 @@ class Attempts:
         blamed: list[HostEvent] = []
         if self._options.sizes.can_lose:
             leaves = (HostLost, HostPreempted)
-            blamed = [one for one in self._events.pending if one.replica != 0 and isinstance(one, leaves)]
+            blamed = [event for event in self._events.pending if event.replica != 0 and isinstance(event, leaves)]
         elif cause is None or cause.is_collateral or self._restarts_left:
             # Stop requests first: they end the job.
-            blamed = sorted(self._events.pending, key=lambda one: isinstance(one, HostLost))
+            blamed = sorted(self._events.pending, key=lambda event: isinstance(event, HostLost))
         if blamed:
             raise Interrupted(blamed[0])
 
@@ -354,13 +357,13 @@ def _shown(launched: Iterable[Launched], world: World, hosts: Iterable[Registrat
     names = {host.replica: host.hostname for host in hosts}
     return [
         {
-            "replica": one.replica,
-            "name": names[one.replica],
-            "first_rank": world.first_rank(one.replica),
-            "pids": one.pids,
-            "imported": one.imported,
+            "replica": answer.replica,
+            "name": names[answer.replica],
+            "first_rank": world.first_rank(answer.replica),
+            "pids": answer.pids,
+            "imported": answer.imported,
         }
-        for one in sorted(launched, key=lambda answer: answer.replica)
+        for answer in sorted(launched, key=lambda answer: answer.replica)
     ]
 
 

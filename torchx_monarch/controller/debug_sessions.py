@@ -103,7 +103,9 @@ class DebugSessions:
     async def _list(
         self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        ranks = [{**one.greeting, "attached": one.client is not None} for _, one in sorted(self._ranks.items())]
+        ranks = [
+            {**waiting.greeting, "attached": waiting.client is not None} for _, waiting in sorted(self._ranks.items())
+        ]
         await messages.send(writer, {"type": "breakpoints", "ranks": ranks})
 
     async def _serve_client(

@@ -105,7 +105,7 @@ class HostGatherer:
         self._reporter = reporter
         self._failures = failures or HostFailures(0, 1.0)
         self._members: list[Registration] = []
-        self._told = frozenset[int]()
+        self._reported_spares = frozenset[int]()
         rendezvous.on_idle_change = self._report_idle_change
 
     async def enough(self, wait: float) -> None:
@@ -174,22 +174,22 @@ class HostGatherer:
         name = machine(host, self._registry.registered.values())
         if unfit and self._failures.enabled and name not in self._failures.excluded:
             self._failures.exclude(name)
-            told = f"{name} is excluded: {reason}"
+            message = f"{name} is excluded: {reason}"
         elif not unfit and self._failures.add(name):
-            told = f"{name} is excluded after {self._failures.describe(name)}, the last: {reason}"
+            message = f"{name} is excluded after {self._failures.describe(name)}, the last: {reason}"
         else:
             return None
-        if host.replica in {each.replica for each in self._choose()}:
+        if host.replica in {chosen.replica for chosen in self._choose()}:
             why = "the controller runs there" if host.replica == 0 else "no other host can take its place now"
-            told = f"{told}; it stays, because {why}"
+            message = f"{message}; it stays, because {why}"
         elif host in self._registry.able:
-            return HostExcluded(host.replica, JobResult(1, told, replica=host.replica), host=name)
-        self._reporter.note(HostExcluded.KIND, told, replica=host.replica, host=name)
+            return HostExcluded(host.replica, JobResult(1, message, replica=host.replica), host=name)
+        self._reporter.note(HostExcluded.KIND, message, replica=host.replica, host=name)
         return None
 
     def blame_lost(self, replica: int, reason: str) -> None:
         """Count the loss of a host of the present attempt as its failure."""
-        if host := next((each for each in self._members if each.replica == replica), None):
+        if host := next((member for member in self._members if member.replica == replica), None):
             self.blame(host, reason)
 
     def _report_spares(self) -> None:
@@ -197,10 +197,12 @@ class HostGatherer:
         idle = [host for host in self._registry.able if host not in self._members]
         excluded = self._excluded()
         spares = [host for host in idle if host.replica not in excluded]
-        if self._sizes.spares and frozenset(host.replica for host in spares) != self._told:
-            self._told = frozenset(host.replica for host in spares)
+        if self._sizes.spares and frozenset(host.replica for host in spares) != self._reported_spares:
+            self._reported_spares = frozenset(host.replica for host in spares)
             text = f"spare: {', '.join(host.name for host in spares)}" if spares else "no spare host is left"
-            self._reporter.note("spares", text, replicas=sorted(self._told), hosts=[host.hostname for host in spares])
+            self._reporter.note(
+                "spares", text, replicas=sorted(self._reported_spares), hosts=[host.hostname for host in spares]
+            )
 
     def shortage(self, replaced: bool) -> str:
         """Return why the job cannot go on with the remaining hosts; empty if it can.

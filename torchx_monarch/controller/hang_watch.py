@@ -46,7 +46,7 @@ class HangWatch:
         self._on_hang = on_hang
         self._rests = 0
         self._since = 0.0
-        self._known: Hang | None = None
+        self._reported: Hang | None = None
         self._found_at = 0.0
 
     @contextlib.contextmanager
@@ -66,7 +66,7 @@ class HangWatch:
             attempt: number of the attempt.
         """
         every = max(_SHORTEST, self._hang_after / _LOOKS) if self._hang_after else math.inf
-        self._since, self._known, pause, failure = asyncio.get_running_loop().time(), None, every, ""
+        self._since, self._reported, pause, failure = asyncio.get_running_loop().time(), None, every, ""
         while True:
             await asyncio.sleep(pause)
             if self._rests:
@@ -88,16 +88,16 @@ class HangWatch:
 
     async def _compare(self, hang: Hang | None, attempt: int) -> None:
         """Report a hang that is not known, and the end of the known one."""
-        known, now = self._known, asyncio.get_running_loop().time()
-        if hang is not None and not hang.same_as(known):
+        reported, now = self._reported, asyncio.get_running_loop().time()
+        if hang is not None and not hang.same_as(reported):
             await self._report(hang, attempt)
-            self._found_at = now if known is None else self._found_at
-        if known is not None and hang is None:
-            text = f"hang over: {rank_ranges(known.ranks)} made the others wait for "
-            waited = now - self._found_at + known.seconds
+            self._found_at = now if reported is None else self._found_at
+        if reported is not None and hang is None:
+            text = f"hang over: {rank_ranges(reported.ranks)} made the others wait for "
+            waited = now - self._found_at + reported.seconds
             self._reporter.note("hang_end", f"{text}{waited:.0f} s", attempt=attempt, waited=round(waited, 3))
         # Keep the one that was reported, with the time that its ranks had waited then.
-        self._known = known if hang is not None and hang.same_as(known) else hang
+        self._reported = reported if hang is not None and hang.same_as(reported) else hang
 
     async def _longest_wait(self) -> float:
         answers, missing = await self._hosts.collect(ReadCollectives(details=False), _TIMEOUT)

@@ -35,9 +35,9 @@ def choose(
         (host for host in present if host.replica not in usable), key=lambda host: host.replica not in places
     )
     usable.update((host.replica, host) for host in others[: max(0, fewest - len(usable))])
-    kept = [replica if replica in usable else None for replica in places[:most]]
-    free = sorted(replica for replica in usable if replica not in kept)
-    seats = [*kept, *[None] * (most - len(kept))]
+    taken = [replica if replica in usable else None for replica in places[:most]]
+    free = sorted(replica for replica in usable if replica not in taken)
+    seats = [*taken, *[None] * (most - len(taken))]
     chosen = [free.pop(0) if replica is None and free else replica for replica in seats]
     return [usable[replica] for replica in chosen if replica is not None]
 

@@ -330,9 +330,9 @@ Answer: TypeAlias = _RankAnswer | _LoopAnswer | FactsTaken | RunBegun | RunFinis
 Report: TypeAlias = SignalReceived | RunOutput
 Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
 
-_REQUESTS: dict[str, type[Request]] = {each.__name__: each for each in get_args(Request)}
-_ANSWERS: dict[str, type[Answer]] = {each.__name__: each for each in get_args(Answer)}
-_REPORTS: dict[str, type[Report]] = {each.__name__: each for each in get_args(Report)}
+_REQUESTS: dict[str, type[Request]] = {message_type.__name__: message_type for message_type in get_args(Request)}
+_ANSWERS: dict[str, type[Answer]] = {message_type.__name__: message_type for message_type in get_args(Answer)}
+_REPORTS: dict[str, type[Report]] = {message_type.__name__: message_type for message_type in get_args(Report)}
 
 
 def encode_request(request: Request) -> tuple[str, dict[str, Any]]:

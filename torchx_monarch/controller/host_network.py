@@ -122,6 +122,6 @@ class HostNetwork:
         try:
             await asyncio.gather(*checks)
         finally:
-            for one in checks:
-                one.cancel()
+            for task in checks:
+                task.cancel()
         return wrong

@@ -54,6 +54,6 @@ class HostQueries:
             raise RendezvousError("there are no ranks yet: the hosts are not together")
         answers, missing = await self._hosts.collect(request, timeout)
         for answer in answers:
-            found = [dataclasses.asdict(one) for one in getattr(answer, kind)]
+            found = [dataclasses.asdict(record) for record in getattr(answer, kind)]
             await messages.send(writer, {"type": kind, "replica": answer.replica, kind: found})
-        await messages.send(writer, {"type": "end", "missing": {str(one): why for one, why in missing.items()}})
+        await messages.send(writer, {"type": "end", "missing": {str(replica): why for replica, why in missing.items()}})

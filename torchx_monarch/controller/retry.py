@@ -33,7 +33,7 @@ class SameStep:
         """
         step = cause.step
         if step is None:
-            step = max((one.step for one in exits if one.step is not None), default=None)
+            step = max((rank_exit.step for rank_exit in exits if rank_exit.step is not None), default=None)
         if step is None:
             return ""
         if self._furthest - 1 <= step <= self._furthest:
@@ -47,7 +47,7 @@ class SameStep:
 
 def never_joined(exits: Iterable[RankExit]) -> frozenset[int]:
     """Return the ranks that failed while forming their first process group."""
-    return frozenset(one.rank for one in exits if one.failed and one.joined is False)
+    return frozenset(rank_exit.rank for rank_exit in exits if rank_exit.failed and rank_exit.joined is False)
 
 
 def why_not(

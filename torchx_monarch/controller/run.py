@@ -76,8 +76,8 @@ class Run:
             return ""
         if not self.ranks:
             return f"run {self.number} has started no ranks" if self.result else ""
-        known = f"ranks 0 to {self.ranks - 1}" if self.ranks > 1 else "rank 0 alone"
-        return f"run {self.number} has no rank {rank}; it has {known}"
+        existing = f"ranks 0 to {self.ranks - 1}" if self.ranks > 1 else "rank 0 alone"
+        return f"run {self.number} has no rank {rank}; it has {existing}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the run's state as JSON values for a client."""

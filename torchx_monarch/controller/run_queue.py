@@ -254,10 +254,10 @@ class RunQueue:
         Raises:
             RendezvousError: no such run is known.
         """
-        known = [*self._ended, *self._unended()]
-        if number is None and known:
-            return self.current or known[-1]
-        for run in known:
+        runs = [*self._ended, *self._unended()]
+        if number is None and runs:
+            return self.current or runs[-1]
+        for run in runs:
             if run.number == number:
                 return run
         which = f"run {number!r:.20}" if number is not None else "a run"
@@ -313,9 +313,9 @@ class RunQueue:
                 if why := run.why_no_rank(rank):  # the run was queued when ``feed`` checked the rank
                     await messages.send(writer, {"type": "refused", "reason": why})
                     return
-                kept = [line for line in lines if line.startswith(wanted) or not line.startswith(others)]
-                last = kept[-1] if kept else last
-                writer.write(b"".join(kept))
+                matching = [line for line in lines if line.startswith(wanted) or not line.startswith(others)]
+                last = matching[-1] if matching else last
+                writer.write(b"".join(matching))
                 await writer.drain()
             # The log lacks its last record if the disk was full.
             if run.last_record is not None and not last.startswith(b'{"type":"result"'):
@@ -329,7 +329,7 @@ def _append(run_log: RunLog, record: dict[str, Any]) -> None:
         run_log.append(record)
 
 
-async def _look(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+async def _state(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
     await messages.send(writer, run_queue.state())
 
 
@@ -365,9 +365,9 @@ async def _follow(
 
 
 async def _runs(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
-    known = run_queue.runs()
-    for start in range(0, len(known), 100):  # a message has a maximum length
-        await messages.send(writer, {"type": "runs", "runs": known[start : start + 100], "more": True})
+    runs = run_queue.runs()
+    for start in range(0, len(runs), 100):  # a message has a maximum length
+        await messages.send(writer, {"type": "runs", "runs": runs[start : start + 100], "more": True})
     await messages.send(writer, {"type": "runs", "runs": [], "more": False})
 
 
@@ -388,7 +388,7 @@ async def _end_run(run_queue: RunQueue, greeting: messages.Message, reader: Any,
 
 RunQueue.KINDS.update(
     {
-        "look": _look,
+        "look": _state,
         "touch": _touch,
         "stop": _stop,
         "run": _run,
