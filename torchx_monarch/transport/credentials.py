@@ -186,7 +186,9 @@ def _leaf(
     builder = _builder(name, str(issuer), key, authority.not_valid_after_utc, is_authority=False)
     builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
     if names:
-        builder = builder.add_extension(x509.SubjectAlternativeName([_general_name(one) for one in names]), False)
+        builder = builder.add_extension(
+            x509.SubjectAlternativeName([_general_name(subject) for subject in names]), False
+        )
     return Leaf(_pem(builder.sign(authority_key, hashes.SHA256())), _key_pem(key))
 
 

@@ -63,10 +63,10 @@ def address_of(bind: str) -> str:
     """
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(bind)) if bind else ""
-    known = interfaces()
-    if bind in known:
-        return known[bind]
-    listed = ", ".join(f"{name} ({address})" for name, address in known.items())
+    addresses = interfaces()
+    if bind in addresses:
+        return addresses[bind]
+    listed = ", ".join(f"{name} ({address})" for name, address in addresses.items())
     raise NetworkError(f"--bind {bind}: neither an address nor an interface of this machine, which has {listed}")
 
 
@@ -152,12 +152,12 @@ def bind_port(options: NetworkOptions) -> socket.socket:
     low, high = options.ports or (0, 0)
     for port in range(low, high + 1):
         kind = socket.AF_INET6 if ":" in address else socket.AF_INET
-        one = socket.socket(kind, socket.SOCK_STREAM)
+        sock = socket.socket(kind, socket.SOCK_STREAM)
         try:
-            one.bind((address, port))
-            return one
+            sock.bind((address, port))
+            return sock
         except OSError as error:
-            one.close()
+            sock.close()
             failure = error.strerror
     raise NetworkError(
         f"no port can be opened on {address or 'any address'}: {failure}"
