@@ -64,7 +64,7 @@ def _decoder(hint: Any) -> _Decoder:
     if origin is Annotated:
         return _limited(_decoder(arguments[0]), arguments[1])
     if origin in (typing.Union, types.UnionType):
-        return _union([_decoder(each) for each in arguments], " | ".join(map(_shown, arguments)))
+        return _union([_decoder(argument) for argument in arguments], " | ".join(map(_shown, arguments)))
     if origin is list:
         return _list(_decoder(arguments[0]))
     if origin is tuple:  # JSON has lists only
@@ -103,7 +103,7 @@ def _limited(number: _Decoder, limit: float) -> _Decoder:
 
 
 def _enum(cls: type[enum.Enum]) -> _Decoder:
-    allowed = {each.value: each for each in cls}
+    allowed = {member.value: member for member in cls}
 
     def convert(value: Any, where: _Where) -> Any:
         if isinstance(value, str) and value in allowed:
@@ -129,7 +129,7 @@ def _list(item: _Decoder) -> _Decoder:
     def convert(value: Any, where: _Where) -> Any:
         if not isinstance(value, list):
             raise _wrong(value, where, "a list")
-        return [item(each, (where, index)) for index, each in enumerate(value)]
+        return [item(entry, (where, index)) for index, entry in enumerate(value)]
 
     return convert
 
@@ -138,7 +138,7 @@ def _mapping(item: _Decoder) -> _Decoder:
     def convert(value: Any, where: _Where) -> Any:
         if not isinstance(value, dict):
             raise _wrong(value, where, "an object")
-        return {name: item(each, (where, name)) for name, each in value.items()}
+        return {name: item(entry, (where, name)) for name, entry in value.items()}
 
     return convert
 

@@ -256,7 +256,7 @@ class HostSpec:
             if given is not None:
                 words += [_option(name), given]
             elif flag.repeated:
-                words += [word for each in value for word in (_option(name), escape(each))]
+                words += [word for entry in value for word in (_option(name), escape(entry))]
             elif flag.always or value != _defaults()[name]:
                 words += [_option(name), escape(flag.show(value))]
         return words

@@ -221,8 +221,10 @@ def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
 
     A rank that blames a lost peer is chosen only if no other rank failed.
     """
-    failed = (one for one in exits if one.failed)
-    return min(failed, key=lambda one: (one.is_collateral, one.failed_at, one.rank), default=None)
+    failed = (rank_exit for rank_exit in exits if rank_exit.failed)
+    return min(
+        failed, key=lambda rank_exit: (rank_exit.is_collateral, rank_exit.failed_at, rank_exit.rank), default=None
+    )
 
 
 def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: int) -> str:
@@ -246,11 +248,11 @@ def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: i
 
 def failed_alike(exits: Collection[RankExit], cause: RankExit) -> list[int]:
     """Return the ranks that failed by themselves if there are several and all failed like the root cause; else none."""
-    failed = [one for one in exits if one.failed]
+    failed = [rank_exit for rank_exit in exits if rank_exit.failed]
     if len(failed) < 2 or cause.is_collateral or cause.timer or cause.out_of_memory or cause.hang:
         return []
-    alike = all((one.code, one.message) == (cause.code, cause.message) for one in failed)
-    return sorted(one.rank for one in failed) if alike else []
+    alike = all((rank_exit.code, rank_exit.message) == (cause.code, cause.message) for rank_exit in failed)
+    return sorted(rank_exit.rank for rank_exit in failed) if alike else []
 
 
 def describe_others(exits: Collection[RankExit], cause: RankExit) -> list[str]:
@@ -264,13 +266,13 @@ def describe_others(exits: Collection[RankExit], cause: RankExit) -> list[str]:
     groups: dict[str, tuple[str, list[int]]] = {}
     if failed_alike(exits, cause):
         return []
-    for one in sorted(exits, key=lambda each: each.rank):
-        if one.failed and one.rank != cause.rank:
-            how = describe_code(one.code) + (f": {one_line(one.message)}" if one.message else "")
-            if one.is_collateral:
+    for rank_exit in sorted(exits, key=lambda rank_exit: rank_exit.rank):
+        if rank_exit.failed and rank_exit.rank != cause.rank:
+            how = describe_code(rank_exit.code) + (f": {one_line(rank_exit.message)}" if rank_exit.message else "")
+            if rank_exit.is_collateral:
                 how += " (a consequence)"
-            way = re.sub(r"\d+", "N", how) if one.is_collateral else how
-            groups.setdefault(way, (how, []))[1].append(one.rank)
+            way = re.sub(r"\d+", "N", how) if rank_exit.is_collateral else how
+            groups.setdefault(way, (how, []))[1].append(rank_exit.rank)
     return [f"{_ranks_in_words(ranks)} {how}" for how, ranks in groups.values()]
 
 

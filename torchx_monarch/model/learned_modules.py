@@ -90,7 +90,7 @@ class LearnedModules:
             why: the reason, for people.
         """
         self.dropped[name] = why[:500]
-        self.names = tuple(each for each in self.names if not self._is_dropped(each))
+        self.names = tuple(module for module in self.names if not self._is_dropped(module))
 
     def _is_dropped(self, name: str) -> bool:
         parts = name.split(".")

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, choices: Iterable[str]) -> str:
     """Return the known name that is most like a word; empty if none is near.
 
     A name also counts as near if it only begins like the word: ``--nprocs`` is near ``--nproc-per-node``. Upper and
@@ -15,12 +15,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     Args:
         word: what was typed.
-        known: the names that exist.
+        choices: the names that exist.
     """
     typed = _folded(word)
     whole: dict[str, str] = {}
     beginnings: dict[str, str] = {}
-    for name in known:
+    for name in choices:
         whole.setdefault(_folded(name), name)
         beginnings.setdefault(_folded(name)[: len(typed)], name)
     for names in (whole, beginnings):
@@ -30,23 +30,23 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return ""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return `` Did you mean NAME?``, with a leading blank, for the nearest known name; empty if none is near."""
-    name = nearest(word, known)
+    name = nearest(word, choices)
     return f" Did you mean {name}?" if name else ""
 
 
-def similar(word: str, known: Iterable[str], at_most: int) -> set[str]:
+def similar(word: str, choices: Iterable[str], at_most: int) -> set[str]:
     """Return the known names that are like a word, with the same tolerance for case, ``-`` and ``_``.
 
     Args:
         word: what was typed.
-        known: the names that exist.
+        choices: the names that exist.
         at_most: the number of different names to return at most.
     """
-    folded = {name: _folded(name) for name in known}
+    folded = {name: _folded(name) for name in choices}
     near = difflib.get_close_matches(_folded(word), set(folded.values()), n=at_most)
-    return {name for name, each in folded.items() if each in near}
+    return {name for name, folded_name in folded.items() if folded_name in near}
 
 
 def _folded(name: str) -> str:
