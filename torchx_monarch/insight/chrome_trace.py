@@ -39,7 +39,7 @@ def trace(
     hosts = sorted({(span.role, span.replica or 0) for span in timeline.spans if span.replica is not None})
     processes = {host: _JOB + 1 + at for at, host in enumerate(hosts)}
     events = [*_named("process", _JOB, 0, f"job {name}")]
-    events += [each for at, role in enumerate(roles) for each in _named("thread", _JOB, at, f"role {role}")]
+    events += [event for at, role in enumerate(roles) for event in _named("thread", _JOB, at, f"role {role}")]
     for (role, replica), process in processes.items():
         events += _named("process", process, 0, f"host {role}/{replica}")
         events += _named("thread", process, 0, "import")
@@ -73,10 +73,10 @@ def trace(
         attempt = timeline.spans[span.parent or 0]
         around = timeline.spans[attempt.parent or 0]
         run = around.number if around.kind == "run" else 0
-        for each in (collectives or {}).get((run, attempt.number, span.number), ()):
-            if span.start <= each.called <= span.end:
+        for collective in (collectives or {}).get((run, attempt.number, span.number), ()):
+            if span.start <= collective.called <= span.end:
                 track = (processes[span.role, span.replica or 0], span.number + 1)
-                events.append(_collective(each, span, job.start, track))
+                events.append(_collective(collective, span, job.start, track))
     about = {"start": job.start, "job": name, "from_log": from_log}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
@@ -117,20 +117,25 @@ def _instant(name: str, seconds: float, track: tuple[int, int]) -> dict[str, Any
     return {"name": name, "cat": "moment", "ph": "i", "s": "t", "ts": _micros(seconds, 0.0), **place}
 
 
-def _collective(each: RecordedCollective, rank: Span, start: float, track: tuple[int, int]) -> dict[str, Any]:
+def _collective(collective: RecordedCollective, rank: Span, start: float, track: tuple[int, int]) -> dict[str, Any]:
     """Return a span for a collective whose end is known, or that never ended; else the moment of its call."""
-    begun = _micros(each.called, start)
+    begun = _micros(collective.called, start)
     event = {
-        "name": each.name,
+        "name": collective.name,
         "cat": "collective",
         "ph": "i",
         "s": "t",
         "ts": begun,
         "pid": track[0],
         "tid": track[1],
-        "args": {"group": each.group, "number": each.number, "sizes": each.sizes, "completed": each.has_completed},
+        "args": {
+            "group": collective.group,
+            "number": collective.number,
+            "sizes": collective.sizes,
+            "completed": collective.has_completed,
+        },
     }
-    end = each.completed if each.completed is not None else None if each.has_completed else rank.end
+    end = collective.completed if collective.completed is not None else None if collective.has_completed else rank.end
     if end is not None:
         del event["s"]
         event.update(ph="X", dur=max(0, _micros(min(end, rank.end), start) - begun))

@@ -100,7 +100,7 @@ def have_hosts_met(
         below: as for ``read``.
     """
     found, _ = read(path, below=below)
-    return any(one["kind"] == "hosts" and one.get("role") == role and one["time"] >= since for one in found)
+    return any(event["kind"] == "hosts" and event.get("role") == role and event["time"] >= since for event in found)
 
 
 def _event(line: bytes) -> Event | None:

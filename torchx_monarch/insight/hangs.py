@@ -130,11 +130,11 @@ def diagnose(ranks: Sequence[RankCollectives], hang_after: float, at_most: float
         hang_after: seconds for which a rank must have waited.
         at_most: seconds for which a wait counts at most: those since a pause of the watch.
     """
-    known = _Known((one.rank, one) for one in ranks)
+    by_rank = _CollectivesByRank((collectives.rank, collectives) for collectives in ranks)
     waits = [
-        (min(one.waited(group), at_most), -one.rank, group, group.waiting)
-        for one in ranks
-        for group in one.groups or ()
+        (min(collectives.waited(group), at_most), -collectives.rank, group, group.waiting)
+        for collectives in ranks
+        for group in collectives.groups or ()
         if group.waiting is not None
     ]
     waits = sorted((wait for wait in waits if wait[0] >= hang_after), key=lambda wait: wait[:2], reverse=True)
@@ -144,12 +144,12 @@ def diagnose(ranks: Sequence[RankCollectives], hang_after: float, at_most: float
     for of_group in by_group.values():
         # Of ranks that wait in several collectives of a group, the first collective is the one that is behind.
         _, _, group, collective = min(of_group, key=lambda wait: wait[3].number)
-        if hang := _of_group(known, group, collective, of_group[0][0]):
+        if hang := _of_group(by_rank, group, collective, of_group[0][0]):
             return hang
     return None
 
 
-class _Known(dict[int, RankCollectives]):
+class _CollectivesByRank(dict[int, RankCollectives]):
     """The ranks by their number. Which of them miss a collective is found once: thousands may wait for the same."""
 
     def __init__(self, ranks: Iterable[tuple[int, RankCollectives]]) -> None:
@@ -165,37 +165,37 @@ class _Known(dict[int, RankCollectives]):
         return self._missing[key]
 
 
-def _of_group(known: _Known, group: GroupStatus, collective: Collective, seconds: float) -> Hang | None:
+def _of_group(by_rank: _CollectivesByRank, group: GroupStatus, collective: Collective, seconds: float) -> Hang | None:
     """Return the hang in a collective; None if all ranks of the group have called it."""
 
     def hang(fault: Fault, ranks: Collection[int], called: str = "") -> Hang:
-        waiting = _waiting(known, group, collective.number)
+        waiting = _waiting(by_rank, group, collective.number)
         return Hang(fault, tuple(sorted(ranks)), waiting, group.name, collective, seconds, called)
 
     culprits: dict[int, tuple[GroupStatus, Collective]] = {}
-    _find_culprits(known, group, collective, culprits, {(group.name, collective.number)})
-    if silent := [rank for rank in culprits if rank in known and known[rank].groups is None]:
+    _find_culprits(by_rank, group, collective, culprits, {(group.name, collective.number)})
+    if silent := [rank for rank in culprits if rank in by_rank and by_rank[rank].groups is None]:
         return hang(Fault.SILENT, silent)
-    if different := _mismatch(known, group, collective.number):
+    if different := _mismatch(by_rank, group, collective.number):
         ranks, called, collective = different
         return hang(Fault.MISMATCH, ranks, called)
-    missing = known.missing(group, collective.number)
+    missing = by_rank.missing(group, collective.number)
     if not culprits:
-        return hang(Fault.ORDER, missing, _waits_of(known, missing)) if missing else None
+        return hang(Fault.ORDER, missing, _waits_of(by_rank, missing)) if missing else None
     here = sorted(culprits.keys() & set(missing))
     if not here:
         # The ranks that are behind wait for one of another group.
         group, collective = next(iter(culprits.values()))
         here = [rank for rank, (other, _) in culprits.items() if other.name == group.name]
-    if ended := [rank for rank in here if rank not in known]:
+    if ended := [rank for rank in here if rank not in by_rank]:
         return hang(Fault.ENDED, ended)
-    if without := [rank for rank in here if _status(known, rank, group.name) is None]:
+    if without := [rank for rank in here if _status(by_rank, rank, group.name) is None]:
         return hang(Fault.NO_GROUP, without)
     return hang(Fault.MISSING, here)
 
 
 def _find_culprits(
-    known: _Known,
+    by_rank: _CollectivesByRank,
     group: GroupStatus,
     collective: Collective,
     found: dict[int, tuple[GroupStatus, Collective]],
@@ -204,7 +204,7 @@ def _find_culprits(
     """Find the ranks that keep others waiting and wait for no rank themselves; a circle of ranks has none.
 
     Args:
-        known: the ranks.
+        by_rank: the ranks.
         group: a process group.
         collective: a collective of the group that has not completed.
         found: gets these ranks, each with the collective that it owes.
@@ -213,11 +213,11 @@ def _find_culprits(
 
     def steps(group: GroupStatus, collective: Collective) -> Iterator[tuple[GroupStatus, Collective]]:
         """Yield the collectives in which ranks wait that the collective lacks."""
-        for rank in known.missing(group, collective.number):
+        for rank in by_rank.missing(group, collective.number):
             owed = [
                 (other, other.waiting)
-                for other in (known[rank].groups if rank in known else None) or ()
-                if other.waiting is not None and known.missing(other, other.waiting.number)
+                for other in (by_rank[rank].groups if rank in by_rank else None) or ()
+                if other.waiting is not None and by_rank.missing(other, other.waiting.number)
             ]
             if not owed:
                 found.setdefault(rank, (group, collective))
@@ -234,28 +234,30 @@ def _find_culprits(
             path.append(steps(*step))
 
 
-def _status(known: _Known, rank: int, name: str) -> GroupStatus | None:
-    groups = known[rank].groups if rank in known else None
+def _status(by_rank: _CollectivesByRank, rank: int, name: str) -> GroupStatus | None:
+    groups = by_rank[rank].groups if rank in by_rank else None
     return next((group for group in groups or () if group.name == name), None)
 
 
-def _waiting(known: _Known, group: GroupStatus, number: int) -> tuple[int, ...]:
-    statuses = {rank: _status(known, rank, group.name) for rank in group.members}
-    return tuple(rank for rank, one in statuses.items() if one and one.waiting and one.waiting.number == number)
+def _waiting(by_rank: _CollectivesByRank, group: GroupStatus, number: int) -> tuple[int, ...]:
+    statuses = {rank: _status(by_rank, rank, group.name) for rank in group.members}
+    return tuple(
+        rank for rank, status in statuses.items() if status and status.waiting and status.waiting.number == number
+    )
 
 
-def _waits_of(known: _Known, ranks: Sequence[int]) -> str:
+def _waits_of(by_rank: _CollectivesByRank, ranks: Sequence[int]) -> str:
     """Say in which collectives ranks wait: ``rank 1 waits in gloo:all_reduce, number 1 of group 2``."""
     waits = [
         f"rank {rank} waits in {_show(group.waiting)}, number {group.waiting.number} of group {_cut(group.name)}"
         for rank in ranks
-        for group in known[rank].groups or ()
+        for group in by_rank[rank].groups or ()
         if group.waiting is not None
     ]
     return ", ".join(waits[:_MAX_PLACES])
 
 
-def _mismatch(known: _Known, group: GroupStatus, number: int) -> tuple[list[int], str, Collective] | None:
+def _mismatch(by_rank: _CollectivesByRank, group: GroupStatus, number: int) -> tuple[list[int], str, Collective] | None:
     """Return the fewest ranks that have called another collective than the others as one of the same number.
 
     Returns:
@@ -263,11 +265,11 @@ def _mismatch(known: _Known, group: GroupStatus, number: int) -> tuple[list[int]
     """
     ways: dict[str, list[tuple[int, Collective]]] = {}
     for rank in group.members:
-        status = _status(known, rank, group.name)
+        status = _status(by_rank, rank, group.name)
         called = [] if status is None else [*([status.waiting] if status.waiting else []), *status.recent]
-        if (one := next((each for each in called if each.number == number), None)) is not None:
-            shapes = _shapes(one) if one.name.rpartition(":")[2] in _EQUAL_SHAPES else ""
-            ways.setdefault(f"{_show(one)} {shapes}".rstrip(), []).append((rank, one))
+        if (collective := next((recorded for recorded in called if recorded.number == number), None)) is not None:
+            shapes = _shapes(collective) if collective.name.rpartition(":")[2] in _EQUAL_SHAPES else ""
+            ways.setdefault(f"{_show(collective)} {shapes}".rstrip(), []).append((rank, collective))
     if len(ways) < 2:
         return None
     # Of two ways with as many ranks that of rank 0, or of the lowest rank, counts as the right one.
@@ -296,12 +298,12 @@ def describe_places(ranks: Collection[int], stacks: Sequence[ProcessStacks]) -> 
         stacks: stacks of these and other ranks.
     """
     places = []
-    for one in stacks:
-        if one.rank in ranks and not one.child:
-            frames = one.threads[0].frames if one.threads else ()
-            place = f"is at {frames[0]}" if frames else "is in no Python function" if one.threads else ""
-            if one.problem:
-                place = f"{place}; {one.problem}" if place else one.problem
-            places.append(f"rank {one.rank} (host {one.replica}, pid {one.pid}): {place}")
+    for process in stacks:
+        if process.rank in ranks and not process.child:
+            frames = process.threads[0].frames if process.threads else ()
+            place = f"is at {frames[0]}" if frames else "is in no Python function" if process.threads else ""
+            if process.problem:
+                place = f"{place}; {process.problem}" if place else process.problem
+            places.append(f"rank {process.rank} (host {process.replica}, pid {process.pid}): {place}")
     shown = sorted(places)[:_MAX_PLACES]
     return one_line("; ".join([*shown, *([f"{len(places) - len(shown)} more"] if len(places) > len(shown) else [])]))

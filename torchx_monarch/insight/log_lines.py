@@ -161,13 +161,13 @@ def _pattern(template: str, role_name: str) -> str:
         "hostname": r"\S*?",
     }
     pattern, position = "", 0
-    for each in Template.pattern.finditer(template):
-        pattern += re.escape(template[position : each.start()])
-        name = each["named"] or each["braced"]
-        pattern += "\\$" if each["escaped"] else values.get(name or "", re.escape(each[0]))
+    for placeholder in Template.pattern.finditer(template):
+        pattern += re.escape(template[position : placeholder.start()])
+        name = placeholder["named"] or placeholder["braced"]
+        pattern += "\\$" if placeholder["escaped"] else values.get(name or "", re.escape(placeholder[0]))
         if name in ("rank", "local_rank"):
             values[name] = f"(?P={name})"
-        position = each.end()
+        position = placeholder.end()
     return pattern + re.escape(template[position:])
 
 

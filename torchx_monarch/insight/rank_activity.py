@@ -54,36 +54,38 @@ def activity(samples: Iterable[RankSample], before: Iterable[RankSample]) -> lis
         samples: the present samples.
         before: earlier samples of the same ranks, as far as there are any.
     """
-    ordered = sorted(samples, key=lambda one: one.rank)
-    present = {(one.rank, one.attempt, one.host, one.pid) for one in ordered}
-    past_ones = {key: one for one in before if (key := (one.rank, one.attempt, one.host, one.pid)) in present}
+    ordered = sorted(samples, key=lambda sample: sample.rank)
+    present = {(sample.rank, sample.attempt, sample.host, sample.pid) for sample in ordered}
+    past_ones = {
+        key: sample for sample in before if (key := (sample.rank, sample.attempt, sample.host, sample.pid)) in present
+    }
     # A rank reads its recorder only now and then: the earlier sample may tell what the present one does not.
     late = lateness([*past_ones.values(), *ordered])
     found = []
-    for one in ordered:
-        past = past_ones.get((one.rank, one.attempt, one.host, one.pid))
-        seconds = one.time - past.time if past is not None else 0.0
+    for sample in ordered:
+        past = past_ones.get((sample.rank, sample.attempt, sample.host, sample.pid))
+        seconds = sample.time - past.time if past is not None else 0.0
         cpu = rate = None
-        if past is not None and seconds > 0 and one.state != "ended":
-            cpu = max(0.0, one.cpu_seconds - past.cpu_seconds) / seconds
-            if one.groups and past.groups:
-                rate = max(0, one.collectives - past.collectives) / seconds
+        if past is not None and seconds > 0 and sample.state != "ended":
+            cpu = max(0.0, sample.cpu_seconds - past.cpu_seconds) / seconds
+            if sample.groups and past.groups:
+                rate = max(0, sample.collectives - past.collectives) / seconds
         found.append(
             RankActivity(
-                rank=one.rank,
-                replica=one.replica,
-                host=one.host,
-                pid=one.pid,
-                state=one.state,
+                rank=sample.rank,
+                replica=sample.replica,
+                host=sample.host,
+                pid=sample.pid,
+                state=sample.state,
                 cpu=cpu,
-                rss_bytes=one.rss_bytes,
-                devices=one.devices,
+                rss_bytes=sample.rss_bytes,
+                devices=sample.devices,
                 collectives_per_second=rate,
-                late_by=late.get(one.rank),
-                last_output=one.last_output,
-                last_line=one.last_line,
-                progress=one.progress,
-                seconds_left=one.progress.seconds_left(one.time) if one.progress is not None else None,
+                late_by=late.get(sample.rank),
+                last_output=sample.last_output,
+                last_line=sample.last_line,
+                progress=sample.progress,
+                seconds_left=sample.progress.seconds_left(sample.time) if sample.progress is not None else None,
             )
         )
     return found
@@ -98,21 +100,21 @@ def lateness(samples: Iterable[RankSample]) -> dict[int, float]:
         samples: one or more samples of each rank.
     """
     called: dict[GroupStatus, dict[int, dict[int, Collective]]] = {}
-    for one in samples:
-        for group in one.groups:
+    for sample in samples:
+        for group in sample.groups:
             if len(group.members) > 1:
                 named = GroupStatus(group.name, group.ranks, 0, 0)
                 ranks = called.setdefault(named, {})
-                ranks.setdefault(one.rank, {}).update({each.number: each for each in group.recent})
+                ranks.setdefault(sample.rank, {}).update({collective.number: collective for collective in group.recent})
     found: dict[int, float] = {}
     for named, ranks in called.items():
         if set(ranks) != set(named.members):
             continue
-        common = set.intersection(*(set(each) for each in ranks.values()))
+        common = set.intersection(*(set(collectives) for collectives in ranks.values()))
         if not common:
             continue
-        first = {number: min(each[number].called for each in ranks.values()) for number in common}
-        for rank, each in ranks.items():
-            mean = sum(each[number].called - first[number] for number in common) / len(common)
+        first = {number: min(collectives[number].called for collectives in ranks.values()) for number in common}
+        for rank, collectives in ranks.items():
+            mean = sum(collectives[number].called - first[number] for number in common) / len(common)
             found[rank] = max(found.get(rank, 0.0), mean)
     return found

@@ -62,30 +62,30 @@ def rows(samples: Iterable[RankSample], before: Iterable[RankSample] = ()) -> li
         samples: the present samples.
         before: earlier samples, of which rates follow; none for the first look.
     """
-    earlier = {(one.host, one.pid): one for one in before}
-    ordered = sorted(samples, key=lambda one: one.rank)
+    earlier = {(sample.host, sample.pid): sample for sample in before}
+    ordered = sorted(samples, key=lambda sample: sample.rank)
     late = _late(ordered)
     found = []
-    for one in ordered:
-        past = earlier.get((one.host, one.pid))
-        seconds = one.time - past.time if past is not None and past.attempt == one.attempt else 0.0
+    for sample in ordered:
+        past = earlier.get((sample.host, sample.pid))
+        seconds = sample.time - past.time if past is not None and past.attempt == sample.attempt else 0.0
         cpu = rate = None
         if past is not None and seconds > 0:
-            cpu = max(0.0, one.cpu_seconds - past.cpu_seconds) / seconds
-            rate = max(0, one.collectives - past.collectives) / seconds if one.groups else None
+            cpu = max(0.0, sample.cpu_seconds - past.cpu_seconds) / seconds
+            rate = max(0, sample.collectives - past.collectives) / seconds if sample.groups else None
         found.append(
             Row(
-                (one.rank,),
-                one.host,
-                one.pid,
-                one.state,
+                (sample.rank,),
+                sample.host,
+                sample.pid,
+                sample.state,
                 cpu,
-                one.rss_bytes,
-                sum(device.memory_bytes for device in one.devices) if one.devices else None,
-                sum(device.busy for device in one.devices) / len(one.devices) if one.devices else None,
+                sample.rss_bytes,
+                sum(device.memory_bytes for device in sample.devices) if sample.devices else None,
+                sum(device.busy for device in sample.devices) / len(sample.devices) if sample.devices else None,
                 rate,
-                late.get(one.rank),
-                one.last_line,
+                late.get(sample.rank),
+                sample.last_line,
             )
         )
     return found
@@ -166,18 +166,18 @@ def show_seconds(seconds: float) -> str:
 def _late(samples: Sequence[RankSample]) -> dict[int, float]:
     """Return for how long other ranks have waited in a collective for each rank that has not called it."""
     waits: dict[tuple[str, str], dict[int, float]] = {}
-    for one in samples:
-        for group in one.groups:
+    for sample in samples:
+        for group in sample.groups:
             if group.waiting is not None and group.waiting.called:
                 longest = waits.setdefault((group.name, group.ranks), {})
-                waited = max(0.0, one.time - group.waiting.called)
+                waited = max(0.0, sample.time - group.waiting.called)
                 longest[group.waiting.number] = max(longest.get(group.waiting.number, 0.0), waited)
     found: dict[int, float] = {}
-    for one in samples:
-        for group in one.groups:  # ranks of a group wait in few different collectives
+    for sample in samples:
+        for group in sample.groups:  # ranks of a group wait in few different collectives
             for number, waited in waits.get((group.name, group.ranks), {}).items():
                 if number > group.enqueued:
-                    found[one.rank] = max(found.get(one.rank, 0.0), waited)
+                    found[sample.rank] = max(found.get(sample.rank, 0.0), waited)
     return found
 
 

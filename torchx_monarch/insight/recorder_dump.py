@@ -131,4 +131,4 @@ def _sizes(value: object) -> str:
     if not isinstance(value, list):
         return ""
     shapes = [shape for shape in value[:8] if isinstance(shape, list) and len(shape) <= 16]
-    return " ".join(str(shape) for shape in shapes if all(isinstance(one, int) and abs(one) < 1 << 63 for one in shape))
+    return " ".join(str(shape) for shape in shapes if all(isinstance(dim, int) and abs(dim) < 1 << 63 for dim in shape))

@@ -49,14 +49,14 @@ def curves(moments: Sequence[SampledMoment], job: Span) -> list[Curve]:
         moments: the history of the ranks of one role, the oldest moment first.
         job: the whole job.
     """
-    kept = [moment for moment in moments if job.start <= moment.time <= job.end and moment.ranks]
-    kept = kept[:: len(kept) // _POINTS + 1]
-    if len(kept) < 2:
+    plotted = [moment for moment in moments if job.start <= moment.time <= job.end and moment.ranks]
+    plotted = plotted[:: len(plotted) // _POINTS + 1]
+    if len(plotted) < 2:
         return []
-    memory = [{rank.rank: rank.rss_bytes / _GIB for rank in moment.ranks} for moment in kept]
-    devices = [{rank.rank: rank.device_bytes / _GIB for rank in moment.ranks} for moment in kept]
+    memory = [{rank.rank: rank.rss_bytes / _GIB for rank in moment.ranks} for moment in plotted]
+    devices = [{rank.rank: rank.device_bytes / _GIB for rank in moment.ranks} for moment in plotted]
     busy: list[_Values] = [{}]
-    for before, after in itertools.pairwise(kept):
+    for before, after in itertools.pairwise(plotted):
         spent = {rank.rank: rank.cpu_seconds for rank in before.ranks} if before.attempt == after.attempt else {}
         past = after.time - before.time
         busy.append(
@@ -67,9 +67,9 @@ def curves(moments: Sequence[SampledMoment], job: Span) -> list[Curve]:
             }
         )
     found = [
-        _curve("memory of a rank", memory, kept, job, lambda most: f"{most:.2f} GiB"),
-        _curve("processors in use by a rank", busy, kept, job, lambda most: f"{most:.2f}"),
-        _curve("GPU memory of a rank", devices, kept, job, lambda most: f"{most:.2f} GiB"),
+        _curve("memory of a rank", memory, plotted, job, lambda most: f"{most:.2f} GiB"),
+        _curve("processors in use by a rank", busy, plotted, job, lambda most: f"{most:.2f}"),
+        _curve("GPU memory of a rank", devices, plotted, job, lambda most: f"{most:.2f} GiB"),
     ]
     return [curve for curve in found if curve is not None]
 
@@ -78,14 +78,17 @@ def _curve(
     name: str, values: Sequence[_Values], moments: Sequence[SampledMoment], job: Span, show: Callable[[float], str]
 ) -> Curve | None:
     """Return a curve; None if there is nothing but zeros."""
-    most = max((value for each in values for value in each.values()), default=0.0)
+    most = max((value for by_rank in values for value in by_rank.values()), default=0.0)
     if not most:
         return None
-    ranks = sorted({rank for each in values for rank in each})
+    ranks = sorted({rank for by_rank in values for rank in by_rank})
     if len(ranks) > _LINES:
         names = ["lowest", "middle", "highest"]
-        ordered = [sorted(each.values()) for each in values]
-        values = [{0: each[0], 1: each[len(each) // 2], 2: each[-1]} if each else {} for each in ordered]
+        ordered = [sorted(by_rank.values()) for by_rank in values]
+        values = [
+            {0: ascending[0], 1: ascending[len(ascending) // 2], 2: ascending[-1]} if ascending else {}
+            for ascending in ordered
+        ]
         ranks = [0, 1, 2]
     else:
         names = [f"rank {rank}" for rank in ranks]
@@ -93,12 +96,12 @@ def _curve(
     for colour, (rank, title) in enumerate(zip(ranks, names, strict=True)):
         parts: list[list[str]] = [[]]
         attempt = None
-        for each, moment in zip(values, moments, strict=True):
-            if attempt != moment.attempt or rank not in each:
+        for by_rank, moment in zip(values, moments, strict=True):
+            if attempt != moment.attempt or rank not in by_rank:
                 parts.append([])
             attempt = moment.attempt
-            if rank in each:
+            if rank in by_rank:
                 x = WIDTH * (moment.time - job.start) / (job.seconds or 1.0)
-                parts[-1].append(f"{x:.1f},{HEIGHT * (1 - each[rank] / most):.1f}")
+                parts[-1].append(f"{x:.1f},{HEIGHT * (1 - by_rank[rank] / most):.1f}")
         lines.append(Line(title, colour, [" ".join(part) for part in parts if len(part) > 1]))
     return Curve(name, show(most), lines)

@@ -95,8 +95,10 @@ def picture(timeline: Timeline) -> Picture:
     for role in roles:
         prefix = f"{role} " if len(roles) > 1 else ""
         bars = [_bar(span, job, _style(span.name)) for span in timeline.of_kind("phase", role)]
-        failures = [one for one in timeline.moments if one.kind in ("failure", "hang") and one.role in ("", role)]
-        marks = [_mark(one.time, job, f"{one.kind}: {one.text}") for one in failures]
+        failures = [
+            moment for moment in timeline.moments if moment.kind in ("failure", "hang") and moment.role in ("", role)
+        ]
+        marks = [_mark(failure.time, job, f"{failure.kind}: {failure.text}") for failure in failures]
         rows.append(_row(f"{prefix}phases", [*bars, *marks]))
         if runs := timeline.of_kind("run", role):
             rows.append(_row(f"{prefix}runs", [_bar(span, job, _outcome(span)) for span in runs]))
@@ -113,7 +115,11 @@ def shares(timeline: Timeline, role: str) -> list[Share]:
     for span in timeline.of_kind("phase", role):
         seconds[span.name] += span.seconds
     whole = timeline.job.seconds or 1.0
-    return [Share(name, _style(name), PHASES[name], each, 100 * each / whole) for name, each in seconds.items() if each]
+    return [
+        Share(name, _style(name), PHASES[name], duration, 100 * duration / whole)
+        for name, duration in seconds.items()
+        if duration
+    ]
 
 
 def _hosts(timeline: Timeline, role: str, prefix: str) -> list[BarRow]:

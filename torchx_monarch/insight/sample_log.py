@@ -55,15 +55,20 @@ class SampleLog:
 
     def append(self, samples: Iterable[RankSample]) -> None:
         """Offer a moment. Ranks that have ended are left out; what cannot be written is lost."""
-        ranks = sorted((one for one in samples if one.state != "ended"), key=lambda one: one.rank)
+        ranks = sorted((sample for sample in samples if sample.state != "ended"), key=lambda sample: sample.rank)
         if not ranks:
             return
         self._offered += 1
         if self._offered % self._stride:
             return
         uses = [
-            [one.rank, round(one.cpu_seconds, 2), one.rss_bytes, sum(device.memory_bytes for device in one.devices)]
-            for one in ranks
+            [
+                sample.rank,
+                round(sample.cpu_seconds, 2),
+                sample.rss_bytes,
+                sum(device.memory_bytes for device in sample.devices),
+            ]
+            for sample in ranks
         ]
         line = json.dumps({"time": round(ranks[0].time, 2), "attempt": ranks[0].attempt, "ranks": uses}) + "\n"
         try:

@@ -102,7 +102,7 @@ def parse_faulthandler(text: str, own_files: Iterable[str] = ()) -> tuple[Thread
             number = 0 if found[2] == "???" else int(found[2])
             frames.append(Frame(one_line(found[1], _MAX_NAME), number, one_line(found[3], _MAX_NAME)))
             threads[-1] = dataclasses.replace(threads[-1], frames=tuple(frames))
-    return tuple(dataclasses.replace(one, frames=_without(own, one.frames)) for one in reversed(threads))
+    return tuple(dataclasses.replace(thread, frames=_without(own, thread.frames)) for thread in reversed(threads))
 
 
 def _without(own: frozenset[str], frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
@@ -171,7 +171,7 @@ class StackGroup:
 def group(stacks: Iterable[ProcessStacks]) -> list[StackGroup]:
     """Group equal stacks: those of the ranks' main threads first, the rarest of them first."""
     found: dict[tuple[int, str, tuple[Frame, ...], str], list[ProcessStacks]] = {}
-    for process in sorted(stacks, key=lambda one: (one.rank, one.child, one.pid)):
+    for process in sorted(stacks, key=lambda process: (process.rank, process.child, process.pid)):
         prefix = f"{process.child}, " if process.child else ""
         if not process.threads:
             key = (1 if process.child else 0, f"{prefix}main thread", (), process.problem)
@@ -185,10 +185,10 @@ def group(stacks: Iterable[ProcessStacks]) -> list[StackGroup]:
                 continue  # a thread that is in no Python function tells nothing
             found.setdefault((*order, thread.frames, problem), []).append(process)
     groups = [
-        (order, StackGroup(what, tuple(sorted({one.rank for one in alike})), tuple(alike), frames, problem))
+        (order, StackGroup(what, tuple(sorted({member.rank for member in alike})), tuple(alike), frames, problem))
         for (order, what, frames, problem), alike in found.items()
     ]
-    return [one for _, one in sorted(groups, key=lambda each: (each[0], len(each[1].ranks), each[1].ranks))]
+    return [stack for _, stack in sorted(groups, key=lambda pair: (pair[0], len(pair[1].ranks), pair[1].ranks))]
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:
@@ -200,12 +200,14 @@ def rank_ranges(ranks: Sequence[int]) -> str:
 def render(stacks: Iterable[ProcessStacks]) -> list[str]:
     """Return the lines that show the groups of stacks to a person."""
     lines = []
-    for one in group(stacks):
-        many = "" if len(one.processes) == len(one.ranks) else f" ({len(one.processes)} of them)"
-        where = f" (host {one.processes[0].replica}, pid {one.processes[0].pid})" if len(one.processes) == 1 else many
-        text = f": {one.problem}" if one.problem else ""
-        lines.append(one_line(f"{rank_ranges(one.ranks)}{where}: {one.what}{text}"))
-        lines += [f"    {one_line(str(frame))}" for frame in one.frames]
-        if not one.frames and not one.problem:
+    for stack in group(stacks):
+        many = "" if len(stack.processes) == len(stack.ranks) else f" ({len(stack.processes)} of them)"
+        where = (
+            f" (host {stack.processes[0].replica}, pid {stack.processes[0].pid})" if len(stack.processes) == 1 else many
+        )
+        text = f": {stack.problem}" if stack.problem else ""
+        lines.append(one_line(f"{rank_ranges(stack.ranks)}{where}: {stack.what}{text}"))
+        lines += [f"    {one_line(str(frame))}" for frame in stack.frames]
+        if not stack.frames and not stack.problem:
             lines.append("    (in no Python function)")
     return lines

@@ -222,7 +222,7 @@ def _add_role(spans: list[Span], happened: Sequence[Event], role: str, live: boo
         if start == end and name != "ranks":
             continue
         if name == "ranks":
-            around = next((top + 1 + at for at, one in enumerate(runs) if one.start <= start < one.end), top)
+            around = next((top + 1 + at for at, run in enumerate(runs) if run.start <= start < run.end), top)
             number = _attempt_number(happened, spans, around, role, start, end)
             attempt = len(spans)
             spans.append(Span("attempt", f"attempt {number}", start, end, around, role, number))
@@ -284,7 +284,7 @@ def _attempt_number(
             number = _number(event.get("attempt"))
             if number is not None:
                 return number + 1
-    return 1 + sum(one.kind == "attempt" and one.role == role and one.parent == around for one in spans)
+    return 1 + sum(span.kind == "attempt" and span.role == role and span.parent == around for span in spans)
 
 
 def _add_hosts(spans: list[Span], happened: Sequence[Event], role: str, top: int) -> None:
@@ -304,7 +304,7 @@ def _add_hosts(spans: list[Span], happened: Sequence[Event], role: str, top: int
                 times = _times(host.get("imported"))
                 if times is not None and (replica, times[0]) not in imports:
                     imports.add((replica, times[0]))
-                    start, end = (_within(spans[top], one) for one in times)
+                    start, end = (_within(spans[top], time) for time in times)
                     spans.append(Span("import", "import of torch", start, end, top, role, replica, replica))
                 first = _number(host.get("first_rank")) or 0
                 for local, pid in enumerate(_list(host.get("pids"))):
@@ -314,14 +314,14 @@ def _add_hosts(spans: list[Span], happened: Sequence[Event], role: str, top: int
                     name = f"rank {number}"
                     spans.append(Span("rank", name, start, end, around, role, number, replica, _number(pid)))
         elif event["kind"] == "attempt_end":
-            for each in _list(event.get("exits")):
-                if not isinstance(each, Mapping):
+            for rank_exit in _list(event.get("exits")):
+                if not isinstance(rank_exit, Mapping):
                     continue
-                rank, code = _number(each.get("rank")), _number(each.get("code"))
-                times = _times((each.get("started"), each.get("ended")))
+                rank, code = _number(rank_exit.get("rank")), _number(rank_exit.get("code"))
+                times = _times((rank_exit.get("started"), rank_exit.get("ended")))
                 if rank is not None and rank in latest and times is not None:
-                    start, end = (_within(spans[around], one) for one in times)
-                    secondary, formed = each.get("secondary") is True, each.get("grouped")
+                    start, end = (_within(spans[around], time) for time in times)
+                    secondary, formed = rank_exit.get("secondary") is True, rank_exit.get("grouped")
                     grouped = float(formed) if isinstance(formed, (int, float)) and start <= formed <= end else None
                     spans[latest[rank]] = dataclasses.replace(
                         spans[latest[rank]], start=start, end=end, code=code, secondary=secondary, grouped=grouped
@@ -360,7 +360,7 @@ def _number(value: object) -> int | None:
 
 def _times(value: object) -> tuple[float, float] | None:
     """Return a pair of times in their order; None if a value is something else."""
-    found = [each for each in _list(value) if isinstance(each, (int, float)) and 0 < each < 1e11]
+    found = [time for time in _list(value) if isinstance(time, (int, float)) and 0 < time < 1e11]
     return (found[0], max(found)) if len(found) == 2 else None
 
 

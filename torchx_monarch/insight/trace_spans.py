@@ -69,8 +69,8 @@ def reduce(kind: str, time: float, seconds: float | None, fields: Mapping[str, o
     event.update({name: fields[name] for name in _SENT if isinstance(fields.get(name), (int, float))})
     hosts = fields.get("hosts")
     if isinstance(hosts, (list, tuple)):
-        known = [host for host in hosts if isinstance(host, Mapping)]
-        event["hosts"] = [{name: host.get(name) for name in ("replica", "imported")} for host in known]
+        mappings = [host for host in hosts if isinstance(host, Mapping)]
+        event["hosts"] = [{name: host.get(name) for name in ("replica", "imported")} for host in mappings]
     return event
 
 
