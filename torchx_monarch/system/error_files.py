@@ -132,11 +132,11 @@ def known_fields(data: dict[str, Any], traceback_bytes: int = TRACEBACK_BYTES) -
         data: the JSON object.
         traceback_bytes: the maximum size of the traceback, in bytes of JSON.
     """
-    kept = _scalars(data)
+    fields = _scalars(data)
     message = data.get("message")
     if not isinstance(message, dict):
-        return kept
-    kept["message"] = inner = _scalars(message)
+        return fields
+    fields["message"] = inner = _scalars(message)
     extra = message.get("extraInfo")
     if isinstance(extra, dict):
         inner["extraInfo"] = {**_scalars(extra)}
@@ -145,7 +145,7 @@ def known_fields(data: dict[str, Any], traceback_bytes: int = TRACEBACK_BYTES) -
             if len(callstack) > traceback_bytes:
                 callstack = _without_libraries(callstack)
             inner["extraInfo"]["py_callstack"] = _end(printable(callstack[-traceback_bytes:]), traceback_bytes)
-    return kept
+    return fields
 
 
 _SHORT = (
@@ -155,14 +155,14 @@ _SHORT = (
 
 
 def _scalars(data: dict[str, Any]) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in ("message", *_SHORT):
         value = data.get(name)
         if isinstance(value, str):
-            kept[name] = _beginning(printable(value[:MESSAGE_BYTES]), MESSAGE_BYTES)
+            fields[name] = _beginning(printable(value[:MESSAGE_BYTES]), MESSAGE_BYTES)
         elif isinstance(value, bool) or isinstance(value, (int, float)) and abs(value) < 1e15 and math.isfinite(value):
-            kept[name] = value
-    return kept
+            fields[name] = value
+    return fields
 
 
 def path_in_library(path: str) -> str:
@@ -173,20 +173,20 @@ def path_in_library(path: str) -> str:
 
 def _without_libraries(callstack: str) -> str:
     """Leave out the frames of libraries that are followed by another frame."""
-    kept, pending = list[str](), list[str]()
+    lines, pending = list[str](), list[str]()
     for line in callstack.splitlines(keepends=True):
         is_frame = line.startswith('  File "')
         if is_frame and pending:
-            kept += ["  ...\n"] if kept[-1:] != ["  ...\n"] else []
+            lines += ["  ...\n"] if lines[-1:] != ["  ...\n"] else []
             pending = []
         if is_frame and path_in_library(line.split('"')[1]):
             pending = [line]
         elif pending and line.startswith("    "):
             pending.append(line)
         else:
-            kept += [*pending, line]
+            lines += [*pending, line]
             pending = []
-    return "".join([*kept, *pending])
+    return "".join([*lines, *pending])
 
 
 def _beginning(text: str, limit: int) -> str:

@@ -64,7 +64,7 @@ def blocking(pid: int, signum: int) -> set[int]:
     """Return the threads of a process that block a signal. A thread that executes its handler blocks it, too."""
     bit = 1 << signum - 1
     found = ((thread, status(pid, thread)) for thread in threads(pid))
-    return {thread for thread, one in found if one is not None and one.blocked & bit}
+    return {thread for thread, thread_status in found if thread_status is not None and thread_status.blocked & bit}
 
 
 def waits_in(pid: int) -> str:

@@ -337,7 +337,7 @@ def reap(on_exit: Callable[[int, int], None] = lambda pid, code: None) -> bool:
 def dead_children() -> set[int]:
     """Return the children of this process that have ended and have not been collected."""
     found = (process(pid) for pid in _pids())
-    return {one.pid for one in found if one is not None and one.parent == os.getpid() and one.state in "ZX"}
+    return {child.pid for child in found if child is not None and child.parent == os.getpid() and child.state in "ZX"}
 
 
 def kill_descendants(job: str) -> list[int]:

@@ -71,10 +71,10 @@ class Termination:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Raise ``Signalled``, or record the signal while signals are held back."""
-        for each in _CANCEL_SIGNALS:  # a closed terminal sends SIGHUP twice, and systemd SIGTERM and SIGHUP
-            if signal.getsignal(each) is self:
+        for signum in _CANCEL_SIGNALS:  # a closed terminal sends SIGHUP twice, and systemd SIGTERM and SIGHUP
+            if signal.getsignal(signum) is self:
                 # Not SIG_IGN: Python reports an error for a pending signal that is ignored meanwhile.
-                signal.signal(each, lambda *_: None)
+                signal.signal(signum, lambda *_: None)
         if not self._is_held:
             raise Signalled(number)
         self._pending = number
