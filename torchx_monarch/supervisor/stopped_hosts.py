@@ -24,11 +24,11 @@ class StoppedHosts:
 
     def __init__(self, lease: float, every: float) -> None:
         # One check more than the lease: the leases of the other hosts expire first, and these hosts report more.
-        self._looks = int(lease / every) + 1
+        self._checks = int(lease / every) + 1
         self._every = every
         self._found: dict[int, int] = {}
 
-    def look(self, replicas: Iterable[int]) -> dict[int, str]:
+    def check(self, replicas: Iterable[int]) -> dict[int, str]:
         """Check all hosts once.
 
         Args:
@@ -43,7 +43,7 @@ class StoppedHosts:
         expired: dict[int, str] = {}
         for replica, found in hosts.items():
             for host in found:
-                if (stopped_checks := self._found.get(host, 0)) > self._looks:
+                if (stopped_checks := self._found.get(host, 0)) > self._checks:
                     seconds = stopped_checks * self._every
                     expired[replica] = f"its host (pid {host}) does not answer: stopped (SIGSTOP) for {seconds:g} s"
         return expired

@@ -204,7 +204,7 @@ class SupervisorLoop:
         if self._outcome is None:
             ending = {replica for graceful_stop in self._graceful_stops for replica in graceful_stop.scope}
             living = {r.record.pid: r for r in self._all if r.alive and r.record.pid is not None and r not in ending}
-            for pid, why in self._stopped.look(living).items():
+            for pid, why in self._stopped.check(living).items():
                 living[pid].kill(why)
             self.at(time.monotonic() + _LOOK_EVERY, self._look_for_stopped)
 

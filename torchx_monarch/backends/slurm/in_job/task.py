@@ -105,7 +105,7 @@ class Task:
         """Kill a host that has been stopped for too long. A job that Slurm suspends has its tasks stopped as well."""
         pid = self._replica.record.pid
         if self._replica.alive and pid is not None and self._graceful_stop is None:
-            for why in self._stopped.look([pid]).values():
+            for why in self._stopped.check([pid]).values():
                 self._replica.kill(why)
         self.at(time.monotonic() + _CHECK_STOPPED_EVERY, self._look_for_stopped)
 
