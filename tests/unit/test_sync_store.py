@@ -37,9 +37,9 @@ def pieces(root: Path, tree: Tree, digests: list[str]) -> Iterator[bytes]:
 def send(root: Path, store: CodeStore) -> Tree:
     """What client and host do, without anything in between."""
     tree = tree_of(root)
-    if store.known(tree.hash) is None:
-        last = store.known(next(reversed(store._trees), ""))
-        assert Tree.decode(tree.encode()) == Tree.decode(tree.encode(last), store.known) == tree
+    if store.find_tree(tree.hash) is None:
+        last = store.find_tree(next(reversed(store._trees), ""))
+        assert Tree.decode(tree.encode()) == Tree.decode(tree.encode(last), store.find_tree) == tree
         for piece in pieces(root, tree, store.expect(tree)):
             store.take(piece)
         assert store.complete() == tree.hash
@@ -209,7 +209,7 @@ def test_a_run_keeps_its_folder_and_old_ones_go(tmp_path: Path, store: CodeStore
     for number in range(store_module._TREES + 4):
         write(root, {"a.py": f"new {number}"})
         store.release(store.acquire(send(root, store).hash))
-    assert store.known(first.hash) is None
+    assert store.find_tree(first.hash) is None
     with pytest.raises(StoreError, match="must be sent again"):
         store.acquire(first.hash)
     kept = [name for name in os.listdir(tmp_path / "store") if len(name) == 64]
@@ -270,7 +270,7 @@ def test_what_is_torn_changes_nothing(tmp_path: Path, store: CodeStore) -> None:
     with pytest.raises(StoreError, match="not complete"):
         store.complete()
     store.cancel_transfer()
-    assert store.known(tree.hash) is None and not list((tmp_path / "store").glob("*.part"))
+    assert store.find_tree(tree.hash) is None and not list((tmp_path / "store").glob("*.part"))
     send(root, store)
     assert held(store.acquire(tree.hash)) == tree
 
@@ -407,7 +407,7 @@ def test_code_that_a_run_has_changed_in_the_store_is_sent_again(
         change(stored)
         with pytest.raises(StoreError, match=f"a program has changed it: {stored}: the code must be sent again"):
             use()
-        assert store.known(tree.hash) is None
+        assert store.find_tree(tree.hash) is None
         send(root, store)
     path = store.acquire(tree.hash)
     assert held(path) == tree

@@ -47,7 +47,7 @@ class CodeStore:
 
     # -- receive a tree ------------------------------------------------------------------------------------------------
 
-    def known(self, tree_hash: str) -> Tree | None:
+    def find_tree(self, tree_hash: str) -> Tree | None:
         """Return a tree; None unless the store has it with all of its contents."""
         with self._lock:
             return self._trees.get(tree_hash)
@@ -120,7 +120,7 @@ class CodeStore:
         Raises:
             StoreError: the store does not have it.
         """
-        tree = self.known(tree_hash)
+        tree = self.find_tree(tree_hash)
         if tree is None:
             raise StoreError(f"the code {brief(tree_hash)} is not on this host (any more): it must be sent again")
         return tree
@@ -153,8 +153,10 @@ class CodeStore:
         """
         with self._lock, self._as_store_error("make"):
             tree = self.tree(tree_hash)
-            own = [each for each in self._folders if each.workspace == workspace]
-            folder = next((each for each in own if each.tree == tree_hash and each.users), None)
+            own = [work_folder for work_folder in self._folders if work_folder.workspace == workspace]
+            folder = next(
+                (work_folder for work_folder in own if work_folder.tree == tree_hash and work_folder.users), None
+            )
             if folder is None:
                 folder = self._choose_folder(tree_hash, workspace)
                 is_held = folder.tree == tree_hash
@@ -177,8 +179,8 @@ class CodeStore:
 
     def _choose_folder(self, tree_hash: str, workspace: str) -> WorkFolder:
         """Choose an unused folder of a workspace: one that holds the tree, else the last one used, else a new one."""
-        idle = [each for each in self._folders if not each.users and each.workspace == workspace]
-        chosen = next((each for each in idle if each.tree == tree_hash), idle[-1] if idle else None)
+        idle = [folder for folder in self._folders if not folder.users and folder.workspace == workspace]
+        chosen = next((folder for folder in idle if folder.tree == tree_hash), idle[-1] if idle else None)
         if chosen is None:
             self._made += 1
             chosen = WorkFolder(os.path.join(self._folder, f"new-{self._made}"), workspace)
@@ -190,7 +192,8 @@ class CodeStore:
 
     def _name(self, folder: WorkFolder, name: str) -> None:
         path = os.path.join(self._folder, name)
-        if any(each.path == path for each in self._folders if each is not folder):  # the same tree, another workspace
+        # The same tree, another workspace.
+        if any(other.path == path for other in self._folders if other is not folder):
             path = f"{path}-{self._made}"
         if folder.path != path:
             if os.path.lexists(path):  # left by an aborted run
@@ -206,7 +209,7 @@ class CodeStore:
         for old in list(self._trees)[:-_TREES]:
             if old not in used:
                 del self._trees[old]
-        idle = [each for each in self._folders if not each.users]
+        idle = [folder for folder in self._folders if not folder.users]
         for folder in idle[:-1]:
             if not folder.has_outputs():
                 run_dirs.remove_tree(folder.path)

@@ -97,12 +97,12 @@ class Tree:
         return zlib.compress(json.dumps(values, separators=(",", ":")).encode(), 1)
 
     @classmethod
-    def decode(cls, data: bytes, known: Callable[[str], Tree | None] = lambda base: None) -> Tree:
+    def decode(cls, data: bytes, find_base: Callable[[str], Tree | None] = lambda base: None) -> Tree:
         """Deserialise a tree from untrusted bytes.
 
         Args:
             data: the bytes that ``encode`` returned.
-            known: called with the hash of the base tree; returns the tree, or None if it is unknown.
+            find_base: called with the hash of the base tree; returns the tree, or None if it is unknown.
 
         Raises:
             TreeError: the bytes are not a tree, the base tree is unknown, or a path is not inside the workspace.
@@ -121,7 +121,7 @@ class Tree:
             raise TreeError("what a tree lacks of another is a list")
         entries: dict[str, Entry] = {}
         if base := values.get("base"):
-            if (before := known(str(base))) is None:
+            if (before := find_base(str(base))) is None:
                 raise TreeError(f"a tree that differs from {brief(str(base))}, which is not here")
             entries.update(before.entries)
             for path in values.get("gone", ()):

@@ -61,7 +61,7 @@ class Limits:
     entries: int = MAX_ENTRIES
 
 
-Known = tuple[int, int, int, int, str]
+CachedFile = tuple[int, int, int, int, str]
 """Cached values of a file: size in bytes, mtime and ctime in nanoseconds, inode number, digest."""
 
 
@@ -75,7 +75,7 @@ class StatCache:
         left_out: paths that the rules ignore; a folder's path ends in ``/``.
     """
 
-    files: dict[str, Known] = dataclasses.field(default_factory=dict)
+    files: dict[str, CachedFile] = dataclasses.field(default_factory=dict)
     rules: dict[str, str] = dataclasses.field(default_factory=dict)
     left_out: set[str] = dataclasses.field(default_factory=set)
 
@@ -93,7 +93,7 @@ class StatCache:
             values: Any = safe_files.read_json(path, limit=_MAX_CACHE_BYTES, below=_state_dir(path))
             if values["version"] == _VERSION and values["root"] == root:
                 return cls(
-                    {name: _known(each) for name, each in values["files"].items()},
+                    {name: _cached_file(fields) for name, fields in values["files"].items()},
                     dict(values["rules"].items()),
                     set(values["left_out"]),
                 )
@@ -120,7 +120,7 @@ def _state_dir(path: str) -> str:
     return os.path.dirname(os.path.dirname(path))
 
 
-def _known(values: Any) -> Known:
+def _cached_file(values: Any) -> CachedFile:
     """Return cached values of a file as read from JSON.
 
     Raises:
@@ -148,16 +148,16 @@ def scan(root: str, memory: StatCache, limits: Limits = Limits()) -> Tree:
         raise ScanError(f"the workspace {root} is no folder")
     before: Tree | None = None
     for _ in range(_PASSES):
-        one = _Pass(root, memory, limits)
+        scan_pass = _Pass(root, memory, limits)
         try:
-            tree = one.run()
+            tree = scan_pass.run()
         except OSError as error:
             raise ScanError(
                 f"cannot read {error.filename} of the workspace: {error.strerror}; what is not for the hosts can be "
                 "named in .torchxignore or .gitignore"
             ) from None
-        memory.files, memory.rules, memory.left_out = one.files, one.rules, one.left_out
-        if not one.read or tree == before:
+        memory.files, memory.rules, memory.left_out = scan_pass.files, scan_pass.rules, scan_pass.left_out
+        if not scan_pass.read or tree == before:
             break
         before = tree
     return tree
@@ -173,7 +173,7 @@ class _Pass:
 
     def __init__(self, root: str, memory: StatCache, limits: Limits) -> None:
         self.read = 0
-        self.files: dict[str, Known] = {}
+        self.files: dict[str, CachedFile] = {}
         self.rules: dict[str, str] = {}
         self.left_out: set[str] = set()
         self._root = root
@@ -195,22 +195,22 @@ class _Pass:
             except FileNotFoundError:
                 self.read += 1
                 continue
-            if any(each.name == GIT_IGNORE for each in inside):
+            if any(entry.name == GIT_IGNORE for entry in inside):
                 rules = rules.below(self._root, folder)
             self.rules[folder] = rules.digest
             # Matching patterns is slow: skip it for paths that the cache has under the same rules.
-            known = self._memory.rules.get(folder) == rules.digest
+            same_rules = self._memory.rules.get(folder) == rules.digest
             empty = True
-            for each in inside:
-                path = f"{folder}/{each.name}" if folder else each.name
-                if known and path in self._memory.files and self._reuse_cached(path, each):
+            for entry in inside:
+                path = f"{folder}/{entry.name}" if folder else entry.name
+                if same_rules and path in self._memory.files and self._reuse_cached(path, entry):
                     empty = False
                     continue
                 below = rules
-                is_folder = each.is_dir(follow_symlinks=False)
+                is_folder = entry.is_dir(follow_symlinks=False)
                 name = f"{path}/" if is_folder else path
-                left_out = known and name in self._memory.left_out
-                if not left_out and (is_folder or not known or path not in self._memory.files):
+                left_out = same_rules and name in self._memory.left_out
+                if not left_out and (is_folder or not same_rules or path not in self._memory.files):
                     left_out, below = rules.leave_out(path, is_folder)
                 if left_out:
                     self.left_out.add(name)
@@ -219,7 +219,7 @@ class _Pass:
                 if is_folder:
                     folders.append((path, below))
                 else:
-                    self._note(path, each)
+                    self._note(path, entry)
             if empty and folder:
                 self._entries[folder] = Entry(FOLDER, "", 0)
             if len(self._entries) + len(self._found) > self._limits.entries:

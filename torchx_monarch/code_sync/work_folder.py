@@ -259,6 +259,6 @@ def _forget_bytecode(source: str) -> None:
     stem, extension = os.path.splitext(name)
     if extension == ".py":
         with contextlib.suppress(OSError):
-            for each in os.listdir(os.path.join(folder, BYTECODE)):
-                if each.startswith(f"{stem}."):
-                    os.unlink(os.path.join(folder, BYTECODE, each))
+            for file_name in os.listdir(os.path.join(folder, BYTECODE)):
+                if file_name.startswith(f"{stem}."):
+                    os.unlink(os.path.join(folder, BYTECODE, file_name))

@@ -86,7 +86,7 @@ class HostCode:
 
     def has(self, tree_hash: str) -> bool:
         """Return whether a tree is on this host."""
-        return self._store.known(tree_hash) is not None
+        return self._store.find_tree(tree_hash) is not None
 
     async def fetch(self, tree_hash: str, connect: Connect) -> None:
         """Get a tree from the leader, unless it is on this host.
@@ -129,7 +129,7 @@ class HostCode:
         """Send a tree to another host, after its greeting ``code``."""
         try:
             tree = self._store.tree(str(greeting.get("tree")))
-            encoded = await asyncio.to_thread(tree.encode, self._store.known(str(greeting.get("base"))))
+            encoded = await asyncio.to_thread(tree.encode, self._store.find_tree(str(greeting.get("base"))))
             await _send(writer, (encoded[at : at + FRAME] for at in range(0, len(encoded), FRAME)))
             answer = await messages.receive(reader, _SILENCE)
             bits = int(str((answer or {}).get("missing")), 16)
@@ -186,7 +186,7 @@ class HostCode:
     def _expect(self, text: bytes, tree_hash: str) -> str:
         if len(text) > MAX_TREE:
             raise SyncError(f"a tree of more than {MAX_TREE} bytes")
-        tree = Tree.decode(text, self._store.known)
+        tree = Tree.decode(text, self._store.find_tree)
         if tree.hash != tree_hash:
             raise SyncError(f"a tree of the hash {tree.hash} came as {tree_hash}")
         missing = set(self._store.expect(tree))
@@ -196,14 +196,14 @@ class HostCode:
 async def probe(path: str, text: str) -> bool:
     """Return whether this host sees a file with a text."""
 
-    def look() -> bool:
+    def sees_text() -> bool:
         try:
             with open(safe_files.open_file(path, any_owner=True), encoding="utf-8") as file:
                 return file.read(1000) == text
         except (OSError, ValueError):
             return False
 
-    return await asyncio.to_thread(look)
+    return await asyncio.to_thread(sees_text)
 
 
 async def _receive_frames(reader: asyncio.StreamReader, take: Callable[[bytes], object]) -> None:
