@@ -69,8 +69,8 @@ def _versions(run: RunSpec) -> tuple[dict[str, str], str]:
         )
         if done.returncode == 0:
             # The last line: what a sitecustomize of the user's prints precedes it.
-            told = json.loads(done.stdout.strip().splitlines()[-1])
-            return {**{str(name): str(value) for name, value in told.items()}, **found}, ""
+            versions = json.loads(done.stdout.strip().splitlines()[-1])
+            return {**{str(name): str(value) for name, value in versions.items()}, **found}, ""
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     except subprocess.TimeoutExpired:
         reason = f"no answer in {_TIMEOUT:g} s"
@@ -123,25 +123,25 @@ def held_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
         return ()
     query = ["nvidia-smi", "--query-gpu=index,uuid,memory.used,memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
-    return parse_gpus(told, environ.get("CUDA_VISIBLE_DEVICES"))
+    return parse_gpus(output, environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def parse_gpus(told: str, visible: str | None) -> tuple[str, ...]:
+def parse_gpus(output: str, visible: str | None) -> tuple[str, ...]:
     """Return a text for each GPU with memory in use.
 
     Args:
-        told: the output of nvidia-smi: index, UUID, MiB in use, MiB in all.
+        output: the output of nvidia-smi: index, UUID, MiB in use, MiB in all.
         visible: CUDA_VISIBLE_DEVICES; None for all GPUs.
     """
     held = []
-    chosen = None if visible is None else [each.strip() for each in visible.split(",")]
-    for line in told.splitlines():
+    chosen = None if visible is None else [device.strip() for device in visible.split(",")]
+    for line in output.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) != 4 or not fields[2].isdigit() or int(fields[2]) < _GPU_HELD:
             continue
-        if chosen is None or fields[0] in chosen or any(each and fields[1].startswith(each) for each in chosen):
+        if chosen is None or fields[0] in chosen or any(device and fields[1].startswith(device) for device in chosen):
             held.append(f"GPU {fields[0]}: {fields[2]} of {fields[3]} MiB are in use")
     return tuple(held)

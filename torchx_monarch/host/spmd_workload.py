@@ -139,8 +139,8 @@ class SpmdWorkload:
             return Attempts(options, hosts, control.gatherer, events, reporter, hang_watch, first_output, preflight)
 
         # Only where a command finds it again: beside the events of the job.
-        kept = "MONARCH_EVENTS" in self._host.environ and self._host.log_dir
-        log = SampleLog(os.path.join(self._host.log_dir, NAME)) if kept else None
+        samples_are_stored = "MONARCH_EVENTS" in self._host.environ and self._host.log_dir
+        log = SampleLog(os.path.join(self._host.log_dir, NAME)) if samples_are_stored else None
         return SpmdWork(session, hosts, events, new_attempts, SampleRecorder(hosts, log))
 
     # -- requests of the controller ------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class SpmdWorkload:
             return StacksTaken(replica, tuple(await pool.stacks(request.rank, request.native, request.kept_as)))
         if isinstance(request, ReadCollectives):
             ranks = await pool.collectives()
-            longest = max((one.longest_wait for one in ranks), default=0.0)
+            longest = max((rank.longest_wait for rank in ranks), default=0.0)
             return CollectivesRead(replica, longest, tuple(ranks) if request.details else ())
         if isinstance(request, SampleRanks):
             return RanksSampled(replica, tuple(await pool.samples(request.groups)))

@@ -138,8 +138,8 @@ class Breakpoints:
             try:
                 terminal = _Pty(near, pid)
                 terminal.resize(request)
-                told = {"terminal": os.ttyname(far), "kind": str(request.get("kind"))[:100]}
-                await messages.send(rank[1], told)
+                answer = {"terminal": os.ttyname(far), "kind": str(request.get("kind"))[:100]}
+                await messages.send(rank[1], answer)
                 if not await asyncio.wait_for(ended, _LAUNCH_TIMEOUT):
                     os.close(near)
                     return _ENDED

@@ -48,7 +48,9 @@ def _use(nvml: Any, families: Mapping[int, Collection[int]]) -> dict[int, tuple[
     found: dict[int, list[DeviceUse]] = {}
     for index in range(nvml.nvmlDeviceGetCount()):
         device = nvml.nvmlDeviceGetHandleByIndex(index)
-        used = {one.pid: one.usedGpuMemory or 0 for one in nvml.nvmlDeviceGetComputeRunningProcesses(device)}
+        used = {
+            process.pid: process.usedGpuMemory or 0 for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)
+        }
         owners = {root: [pid for pid in family if pid in used] for root, family in families.items()}
         if not any(owners.values()):
             continue

@@ -52,7 +52,7 @@ class FilteredFile:
         self._goes_on = not text.endswith(b"\n")
         lines = text.removesuffix(b"\n").split(b"\n") if text else []
         ended = (line + b"\n" for line in lines)
-        wanted = [self._prefix + line for line in ended if any(each in line for each in self._texts)]
+        wanted = [self._prefix + line for line in ended if any(filter_text in line for filter_text in self._texts)]
         if wanted:
             self.writers[0].write(self._file, b"".join(wanted))
 

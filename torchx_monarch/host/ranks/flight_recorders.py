@@ -104,11 +104,11 @@ class FlightRecorders:
             pids: process ids of the ranks. Those without a process group are left out.
         """
         asked = [self._ranks[pid] for pid in pids if pid in self._ranks]
-        for one in asked:
-            one.stored.clear()
-            one.writer.write(DUMP)
+        for connection in asked:
+            connection.stored.clear()
+            connection.writer.write(DUMP)
         if asked:
-            waiting = [asyncio.ensure_future(one.stored.wait()) for one in asked]
+            waiting = [asyncio.ensure_future(connection.stored.wait()) for connection in asked]
             _, late = await asyncio.wait(waiting, timeout=_TIMEOUT)
             for task in late:
                 task.cancel()
@@ -205,12 +205,13 @@ def _limited(group: GroupStatus) -> GroupStatus:
     return dataclasses.replace(group, name=group.name[:_MAX_NAME], waiting=waiting, recent=recent)
 
 
-def _limited_collective(one: Collective) -> Collective:
+def _limited_collective(collective: Collective) -> Collective:
     if not all(
-        0 <= number < _MAX_NUMBER for number in (one.number, one.called, *(n for size in one.sizes for n in size))
+        0 <= number < _MAX_NUMBER
+        for number in (collective.number, collective.called, *(n for size in collective.sizes for n in size))
     ):
         raise DecodeError("a collective has a number out of range")
-    return dataclasses.replace(one, name=one.name[:_MAX_NAME])
+    return dataclasses.replace(collective, name=collective.name[:_MAX_NAME])
 
 
 async def _read(reader: asyncio.StreamReader, size: int) -> bytes:

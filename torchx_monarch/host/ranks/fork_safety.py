@@ -46,7 +46,7 @@ class Resources:
         now = Resources(self._fork)
         if why := now.tracer():
             return f"{why} since the import of {module}"
-        if named := [one.name for one in threading.enumerate() if one is not threading.main_thread()]:
+        if named := [running.name for running in threading.enumerate() if running is not threading.main_thread()]:
             return f"{module} runs a thread ({named[0]})"
         if now._threads > self._threads:
             # numpy's OpenBLAS, for one, ends its threads before every fork and starts them again when it needs them.
@@ -111,15 +111,19 @@ class Generators:
         _set_functions(*self._original)
         made, numpy = list(self._made), sys.modules.get("numpy.random")
         kinds = (numpy.BitGenerator, numpy.SeedSequence) if numpy else ()
-        found = [each for each in gc.get_objects() if issubclass(type(each), kinds)] if kinds else []
+        found = [source for source in gc.get_objects() if issubclass(type(source), kinds)] if kinds else []
         # An entropy that a module gives may be a list.
-        found = [each for each in found if str(getattr(getattr(each, "_seed_seq", each), "entropy", "")) in self._drawn]
+        found = [
+            source
+            for source in found
+            if str(getattr(getattr(source, "_seed_seq", source), "entropy", "")) in self._drawn
+        ]
 
         def renew() -> None:
             for generator in made:
                 random.Random.seed(generator)
-            for each in found:
-                each.__init__()
+            for source in found:
+                source.__init__()
 
         return renew
 

@@ -44,22 +44,22 @@ class InstalledModules:
             roots.append(site.getusersitepackages())
         self._places = _folders(*roots, *map(os.path.realpath, roots))
         self.times = times_of(self._places)
-        given = [each for each in (*os.environ.get("PYTHONPATH", "").split(os.pathsep), folder) if each]
-        self._own = tuple(each for each in _folders(*map(os.path.realpath, given)) if each.startswith(self._places))
+        given = [path for path in (*os.environ.get("PYTHONPATH", "").split(os.pathsep), folder) if path]
+        self._own = tuple(path for path in _folders(*map(os.path.realpath, given)) if path.startswith(self._places))
         standard = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
         self._standard = _folders(*standard, *map(os.path.realpath, standard))
 
-    def imported_since(self, known: set[str]) -> list[str]:
+    def imported_since(self, before: set[str]) -> list[str]:
         """Return the names of installed modules that have been imported, in the order of import.
 
         It looks at the paths alone, in a fraction of a millisecond: ``offers`` makes sure before an import.
 
         Args:
-            known: names of modules to leave out.
+            before: names of modules to leave out.
         """
         found = []
         for name, module in list(sys.modules.items()):
-            if name not in known:
+            if name not in before:
                 # Attributes of a lazy module may import others.
                 spec = getattr(module, "__dict__", {}).get("__spec__")
                 if getattr(spec, "name", None) == name and self._holds(getattr(spec, "origin", None)):
@@ -122,13 +122,13 @@ def import_ahead(
             if wrong or name in sys.modules or not installed.offers(name):
                 continue
             begin(name)
-            known = set(sys.modules)
+            before = set(sys.modules)
             try:
                 importlib.import_module(name)
             except Exception as error:
                 wrong = f"it cannot be imported before the program: {type(error).__name__}: {error}"
                 continue
-            new = [each for each in sys.modules if each not in known]
+            new = [module for module in sys.modules if module not in before]
             # Packages set defaults for others, such as KMP_INIT_AT_FORK, as they do in the program.
             read = [
                 name for name in sorted({*reads}) if name in _OF_A_RANK or os.environ.get(name) == environ.get(name)
@@ -142,9 +142,9 @@ def import_ahead(
                 wrong = "it sets a signal handler when it is imported"
             elif file := installed.foreign(new):
                 wrong = f"it imports {file}, which is not an installed module"
-            elif taken := sorted({each.partition(".")[0] for each in new} & own):
+            elif taken := sorted({module.partition(".")[0] for module in new} & own):
                 wrong = f"it imports {taken[0]}, and so does the program from its own folder"
-    ahead = sorted({each.partition(".")[0] for each in sys.modules if each not in first})
+    ahead = sorted({module.partition(".")[0] for module in sys.modules if module not in first})
     return {"wrong": wrong, "ahead": ahead, "times": installed.times}
 
 
@@ -156,7 +156,7 @@ def report_at_end(path: str, installed: InstalledModules) -> Callable[[], None]:
         path: the file to write.
         installed: the installed modules.
     """
-    known, own_pid, environ = set(sys.modules), os.getpid(), dict(os.environ)
+    before, own_pid, environ = set(sys.modules), os.getpid(), dict(os.environ)
 
     def report() -> None:
         if os.getpid() != own_pid:  # a fork of the program
@@ -165,7 +165,7 @@ def report_at_end(path: str, installed: InstalledModules) -> Callable[[], None]:
             with open(f"{path}.tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 names = environ.keys() | os.environ.keys()
                 changed = sorted(name for name in names if environ.get(name) != os.environ.get(name))
-                file.write(json.dumps({"modules": installed.imported_since(known), "variables": changed}))
+                file.write(json.dumps({"modules": installed.imported_since(before), "variables": changed}))
             os.replace(f"{path}.tmp", path)
 
     return report
@@ -180,7 +180,7 @@ def names_in(folder: str) -> set[str]:
     with contextlib.suppress(OSError):
         for entry in os.listdir(folder or os.devnull):
             name, dot, suffix = entry.partition(".")
-            inits = (os.path.join(folder, entry, f"__init__{each}") for each in suffixes)
+            inits = (os.path.join(folder, entry, f"__init__{module_suffix}") for module_suffix in suffixes)
             if (f".{suffix}" in suffixes) if dot else any(map(os.path.exists, inits)):
                 names.add(name)
     return names

@@ -76,12 +76,12 @@ class LearnedPreload:
     def _store(self) -> None:
         if self._stored is None:
             return
-        kept = self._stored.read()  # another host of this machine may have written it meanwhile
+        stored = self._stored.read()  # another host of this machine may have written it meanwhile
         for name, why in self.modules.dropped.items():
-            kept.drop(name, why)
-        kept.learn([*self.modules.names], [*self.modules.variables])
+            stored.drop(name, why)
+        stored.learn([*self.modules.names], [*self.modules.variables])
         try:
-            self._stored.write(kept)
+            self._stored.write(stored)
         except OSError as error:
             self._say(f"learned preload: cannot keep what was learned: {error.strerror}: {error.filename}")
 

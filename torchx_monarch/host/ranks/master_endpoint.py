@@ -65,7 +65,7 @@ class MasterEndpoint:
             found = await asyncio.get_running_loop().getaddrinfo(address, None, type=socket.SOCK_STREAM)
         except OSError as error:
             raise EndpointError(f"{option} cannot be resolved: {error.strerror}") from None
-        resolved = sorted(found, key=lambda one: one[0] != socket.AF_INET)
+        resolved = sorted(found, key=lambda info: info[0] != socket.AF_INET)
         return cls(address, port, str(resolved[0][4][0]), option)
 
     def refusal(self, error: OSError) -> EndpointError:

@@ -29,7 +29,7 @@ class OutOfMemory:
         self._root = root
         self._cgroups = _own_cgroups(root)
         self._counter = next(
-            (each / name for each in self._cgroups for name in _COUNTERS if _count(each / name) is not None), None
+            (cgroup / name for cgroup in self._cgroups for name in _COUNTERS if _count(cgroup / name) is not None), None
         )
         self._kills_before, self._machine_before = self._kills()
 
@@ -64,7 +64,7 @@ class OutOfMemory:
 
     def _limit(self) -> int:
         """Return the lowest limit of the cgroup and its parents, in bytes; 0 for no limit."""
-        limits = [_number(each / name) for each in self._cgroups for name in _LIMITS]
+        limits = [_number(cgroup / name) for cgroup in self._cgroups for name in _LIMITS]
         return min((limit for limit in limits if 0 < limit < _NO_LIMIT), default=0)
 
 
@@ -86,7 +86,7 @@ def _own_cgroups(root: Path) -> list[Path]:
         return []
     here = top / path.strip("/")
     around = [here, *here.parents]
-    return [each for each in around[: around.index(top) + 1] if each.is_dir()]
+    return [folder for folder in around[: around.index(top) + 1] if folder.is_dir()]
 
 
 def _count(path: Path) -> int | None:

@@ -67,11 +67,11 @@ class PreloadedModules:
     @contextlib.contextmanager
     def importing(self, name: str) -> Iterator[None]:
         """Record what the import of a module, the body of a ``with`` statement, brings."""
-        known = set(sys.modules)
+        before = set(sys.modules)
         yield
-        brought = [each for each in sys.modules if each not in known]
+        brought = [module for module in sys.modules if module not in before]
         if name == "torch" and "tqdm" in brought:
-            _leave_tqdm_to_program([sys.modules[each] for each in brought])
+            _leave_tqdm_to_program([sys.modules[module] for module in brought])
         self._brought[name.partition(".")[0]] = brought
 
     def hide(self) -> None:
@@ -108,9 +108,9 @@ class PreloadedModules:
         name, module.__spec__ = module.__spec__.name, module.__spec__.loader_state
         top = name.partition(".")[0]
         brought = {*self._brought.get(top, ())}
-        shown = [each for each in self._hidden if each in brought or each.partition(".")[0] == top]
-        for each in shown:
-            sys.modules.setdefault(each, self._hidden.pop(each))
+        shown = [hidden for hidden in self._hidden if hidden in brought or hidden.partition(".")[0] == top]
+        for hidden in shown:
+            sys.modules.setdefault(hidden, self._hidden.pop(hidden))
         if not self._hidden:
             sys.meta_path.remove(self)
         self._renew(shown)

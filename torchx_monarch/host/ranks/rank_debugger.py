@@ -58,8 +58,8 @@ def _attached(frame: FrameType, host: str, own_files: Collection[str]) -> _Debug
         if not answer:
             link.close()
             return None
-        told = json.loads(answer)
-        terminal = _Terminal(told["terminal"], told["kind"])
+        message = json.loads(answer)
+        terminal = _Terminal(message["terminal"], message["kind"])
         link.sendall(b"+")
     except OSError as error:
         link.close()
@@ -103,7 +103,7 @@ class _Terminal:
         for stream in streams[1:]:
             with contextlib.suppress(Exception):  # of a stream of the program's
                 stream.flush()
-        kept = [_duplicate(number) for number in (0, 1)]
+        copies = [_duplicate(number) for number in (0, 1)]
         os.environ["TERM"] = self._kind
         try:
             for number in (0, 1):
@@ -114,7 +114,7 @@ class _Terminal:
         finally:
             sys.stdout.flush()
             sys.stdin, sys.stdout, sys.stderr = streams
-            for number, copy in enumerate(kept):
+            for number, copy in enumerate(copies):
                 if copy is None:
                     os.close(number)
                 else:

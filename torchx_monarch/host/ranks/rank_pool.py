@@ -288,8 +288,8 @@ class RankPool:
             native: whether py-spy reads them as well.
             kept_as: title under which they are also written into the folder of the attempt; empty for not.
         """
-        ranks = [each for each in self._ranks if rank in (None, each.rank)]
-        asked = [(each.rank, each.process) for each in ranks]
+        ranks = [own_rank for own_rank in self._ranks if rank in (None, own_rank.rank)]
+        asked = [(own_rank.rank, own_rank.process) for own_rank in ranks]
         taken = await take_stacks(asked, self._replica, self._marker, _STACKS_TIMEOUT, native)
         if kept_as and ranks and ranks[0].directory is not None:
             self._stacks.add(ranks[0].directory.parent, taken, kept_as)
@@ -299,13 +299,13 @@ class RankPool:
         """Return the state of the collectives of the ranks that run now."""
         ranks = self._ranks
         answers = await self._recorders.status(
-            [each.process.pid for each in ranks if not each.process.ended.is_set()], _COLLECTIVES_TIMEOUT
+            [rank.process.pid for rank in ranks if not rank.process.ended.is_set()], _COLLECTIVES_TIMEOUT
         )
         now = time.time()
         return [
-            RankCollectives(each.rank, now, answers.get(each.process.pid))
-            for each in ranks
-            if not each.process.ended.is_set()
+            RankCollectives(rank.rank, now, answers.get(rank.process.pid))
+            for rank in ranks
+            if not rank.process.ended.is_set()
         ]
 
     async def samples(self, groups: bool) -> list[RankSample]:
@@ -315,8 +315,8 @@ class RankPool:
             groups: whether they are asked for the state of their collectives.
         """
         asked = [
-            SampledRank(one.rank, one.local_rank, self.attempt, one.started, one.process, one.directory)
-            for one in self._ranks
+            SampledRank(rank.rank, rank.local_rank, self.attempt, rank.started, rank.process, rank.directory)
+            for rank in self._ranks
         ]
         return await self._sampler.take(asked, groups)
 
@@ -340,8 +340,8 @@ class RankPool:
         """Write stacks and last collectives of ranks into the folder of their attempt, before they get a signal."""
         running = [rank for rank in ranks if not rank.process.ended.is_set()]
         if running and running[0].directory is not None:
-            folder, processes_of = running[0].directory.parent, [(one.rank, one.process) for one in running]
-            collecting = asyncio.ensure_future(self._recorders.collect([one.process.pid for one in running]))
+            folder, processes_of = running[0].directory.parent, [(rank.rank, rank.process) for rank in running]
+            collecting = asyncio.ensure_future(self._recorders.collect([rank.process.pid for rank in running]))
             await self._stacks.write(folder, processes_of, number)
             await collecting
 
@@ -418,7 +418,7 @@ class RankPool:
         if error is None and process.returncode > 0:
             last_line = process.stderr.last_line or process.stdout.last_line
         killed = process.returncode == -signal.SIGKILL and rank.stopped_at is None
-        told = self._recorders.failed(process.pid)
+        reported = self._recorders.failed(process.pid)
         exit = RankExit(
             rank=rank.rank,
             local_rank=rank.local_rank,
@@ -435,10 +435,10 @@ class RankPool:
             out_of_memory=self._memory.evidence() if killed else "",
             step=progress.step if progress is not None else None,
             grouped=self._recorders.grouped(process.pid),
-            told_failure=told[0] if told else None,
+            told_failure=reported[0] if reported else None,
             last_output=one_line(last_line.decode(errors="replace"), _LONGEST_LINE),
         )
         if exit.failed and rank.stopped_at is not None and exit.code < 0:
             # The signal hit an interpreter that was exiting; after an exception, its exit code would have been 1.
-            return dataclasses.replace(exit, code=told[1] if told else 1)
+            return dataclasses.replace(exit, code=reported[1] if reported else 1)
         return exit

@@ -74,8 +74,8 @@ def parse(data: bytes) -> Progress | None:
         found = decode(Progress, safe_files.parse_json(text.decode()))
     except (DecodeError, ValueError):
         return None
-    steps = [one for one in (found.step, found.total, found.checkpoint, found.first_step) if one is not None]
-    if not all(0 <= one < MAX_STEP for one in (*steps, found.time, found.first_time)):
+    steps = [step for step in (found.step, found.total, found.checkpoint, found.first_step) if step is not None]
+    if not all(0 <= number < MAX_STEP for number in (*steps, found.time, found.first_time)):
         return None
     names = list(found.metrics)[:MAX_METRICS]
     return dataclasses.replace(found, metrics={one_line(name[:MAX_NAME]): found.metrics[name] for name in names})

@@ -143,14 +143,14 @@ class _Recorder:
         self._dumps = dumps
         self._status: dict[str, Any] = {}
         self._read_status: dict[str, Any] = {}  # when the collectives were read
-        self._known: dict[str, tuple[str, dict[str, Any]]] = {}  # by group: key in ``pg_status``, and the state
+        self._states: dict[str, tuple[str, dict[str, Any]]] = {}  # by group: key in ``pg_status``, and the state
         self._next_read = 0.0
 
     def read(self, collectives: bool) -> dict[str, Any]:
         """Return the recorder, with or without collectives. Without them it takes 10 µs, with 2000 of them 20 ms."""
         # Without the stack of each collective: torch 2.13 imports torch._inductor for them, which takes seconds.
         found = [pickle.loads(dump(includeCollectives=collectives, includeStackTraces=False)) for dump in self._dumps]
-        return max(found, key=lambda one: len(one.get("pg_status", ())))
+        return max(found, key=lambda recorder: len(recorder.get("pg_status", ())))
 
     def update(self) -> None:
         """Read what has changed."""
@@ -162,9 +162,9 @@ class _Recorder:
 
     def state(self, group: str) -> dict[str, Any]:
         """Return the state of a group's collectives at the time of ``update``."""
-        if group not in self._known:
+        if group not in self._states:
             return {"enqueued": 0, "completed": 0}
-        key, state = self._known[group]
+        key, state = self._states[group]
         now, before = self._status.get(key, {}), self._read_status.get(key, {})
         if now == before:
             return state
@@ -189,7 +189,7 @@ class _Recorder:
             unfinished = entries[retired[-1] + 1 if retired else 0 :]
             waiting = unfinished[0] if unfinished else None
             enqueued = max(entry["collective_seq_id"] for entry in entries)
-            self._known[name] = (
+            self._states[name] = (
                 key,
                 {
                     "enqueued": enqueued,
@@ -221,10 +221,10 @@ class _RecordedGroups:
             world, found = self._c10d._world, []
             for group, name in list(world.pg_names.items()):
                 ranks, used = format_ranks(world.pg_group_ranks.get(group, ())), self._used_by(group)
-                for each in used:
+                for backend in used:
                     # The collectives of each backend of a group have numbers of their own.
-                    shown = str(name) if len(used) == 1 else f"{name} ({each})"
-                    found.append({"name": shown, "ranks": ranks, **self._recorders[each].state(str(name))})
+                    shown = str(name) if len(used) == 1 else f"{name} ({backend})"
+                    found.append({"name": shown, "ranks": ranks, **self._recorders[backend].state(str(name))})
             return json.dumps(found[:MAX_GROUPS]).encode()
         except Exception:  # of a torch whose recorder is another one
             return b"[]"

@@ -81,14 +81,14 @@ class RankSampler:
             ranks: the ranks.
             groups: whether they are asked for the state of their collectives.
         """
-        running = [one.process.pid for one in ranks if not one.process.ended.is_set()]
+        running = [rank.process.pid for rank in ranks if not rank.process.ended.is_set()]
         asking = asyncio.ensure_future(self._recorders.status(running if groups else (), _TIMEOUT))
         # In a thread: NVIDIA's driver may take a while, and so may /proc and the disk.
         samples = await asyncio.get_running_loop().run_in_executor(None, self._measure, ranks, running)
         statuses = await asking
         for place, sample in enumerate(samples):
-            told = tuple(_shortened(number, group) for number, group in enumerate(statuses.get(sample.pid, ())))
-            samples[place] = dataclasses.replace(sample, groups=told)
+            shortened = tuple(_shortened(number, group) for number, group in enumerate(statuses.get(sample.pid, ())))
+            samples[place] = dataclasses.replace(sample, groups=shortened)
         return samples
 
     def _measure(self, ranks: Sequence[SampledRank], running: Sequence[int]) -> list[RankSample]:
@@ -98,41 +98,45 @@ class RankSampler:
         devices = self._devices.use(families)
         now = time.time()
         return [
-            self._of(one, now, families.get(one.process.pid, []), devices.get(one.process.pid, ())) for one in ranks
+            self._of(rank, now, families.get(rank.process.pid, []), devices.get(rank.process.pid, ())) for rank in ranks
         ]
 
-    def _of(self, one: SampledRank, now: float, family: Sequence[int], devices: tuple[DeviceUse, ...]) -> RankSample:
+    def _of(self, rank: SampledRank, now: float, family: Sequence[int], devices: tuple[DeviceUse, ...]) -> RankSample:
         """Return the sample of a rank without its groups.
 
         Args:
-            one: the rank.
+            rank: the rank.
             now: the time of the sample.
             family: its process and the running processes that it has started; none if it has ended.
             devices: the GPUs that these use.
         """
-        process, status = one.process, process_status.status(one.process.pid) if family else None
+        process, status = rank.process, process_status.status(rank.process.pid) if family else None
         state = "ended" if status is None else _STATES.get(status.state, "running")
         uses = [use for pid in family if (use := process_status.use(pid)) is not None]
         last = max(process.stdout, process.stderr, key=lambda output: output.last_at)
         return RankSample(
             time=now,
-            rank=one.rank,
-            local_rank=one.local_rank,
+            rank=rank.rank,
+            local_rank=rank.local_rank,
             replica=self._replica,
             host=self._hostname,
             pid=process.pid,
-            attempt=one.attempt,
+            attempt=rank.attempt,
             state=state,
-            started=one.started,
+            started=rank.started,
             cpu_seconds=sum(use.cpu_seconds for use in uses),
             rss_bytes=sum(use.rss_bytes for use in uses),
             last_output=last.last_at or None,
             last_line=one_line(last.last_line.decode(errors="replace"))[:_MAX_LINE],
-            progress=rank_progress.read(one.directory),
+            progress=rank_progress.read(rank.directory),
             devices=devices,
         )
 
 
 def _shortened(place: int, group: GroupStatus) -> GroupStatus:
-    recent = tuple(dataclasses.replace(one, sizes=()) for one in group.recent) if place < _GROUPS_WITH_RECENT else ()
+    recent = (
+        tuple(dataclasses.replace(collective, sizes=()) for collective in group.recent)
+        if place < _GROUPS_WITH_RECENT
+        else ()
+    )
     return dataclasses.replace(group, recent=recent)

@@ -56,11 +56,11 @@ async def take_stacks(
     ranks = [(rank, process) for rank, process in ranks if not process.ended.is_set()]
     limit = min(SIZE, _BYTES_IN_ALL // max(1, len(ranks)))
     takers = [_Taker(rank, replica, process, time.monotonic() + timeout, limit) for rank, process in ranks]
-    found = [one for taken in await asyncio.gather(*(each.take(marker) for each in takers)) for one in taken]
+    found = [stacks for taken in await asyncio.gather(*(taker.take(marker) for taker in takers)) for stacks in taken]
     if not native:
         return found
     loop = asyncio.get_running_loop()
-    return list(await asyncio.gather(*(loop.run_in_executor(None, _with_native, one) for one in found)))
+    return list(await asyncio.gather(*(loop.run_in_executor(None, _with_native, stacks) for stacks in found)))
 
 
 class _Taker:
@@ -86,7 +86,7 @@ class _Taker:
                     found.append(await self._of(pid, one_line(status.name) or "?"))
         finally:
             self._file.lock.release()
-        return [one for one in found if one is not None]
+        return [stacks for stacks in found if stacks is not None]
 
     def _result(self, pid: int, child: str, threads: tuple[ThreadStack, ...] = (), problem: str = "") -> ProcessStacks:
         return ProcessStacks(self._rank, self._replica, pid, child, threads, problem)

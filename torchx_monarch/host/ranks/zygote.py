@@ -40,7 +40,7 @@ If the zygote may open few files, fewer are forked at once."""
 _FILES_OF_ZYGOTE = 24
 """Open files of a zygote beside those of an order."""
 
-_KEPT = 3
+_MAX_ZYGOTES = 3
 """Zygotes that a live allocation keeps for later runs with other interpreters, modules or early variables."""
 
 
@@ -305,12 +305,12 @@ class Zygotes:
     @property
     def ready(self) -> bool:
         """Whether a zygote has imported its modules."""
-        return any(one.ready for one in self._zygotes)
+        return any(zygote.ready for zygote in self._zygotes)
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the zygotes."""
-        return [one.pid for one in self._zygotes]
+        return [zygote.pid for zygote in self._zygotes]
 
     def fitting(self, run: RunSpec, count: int) -> Zygote:
         """Return a zygote for a run; start one if there is none, or if it has ended.
@@ -329,11 +329,11 @@ class Zygotes:
             python = run.zygote_command(run.command.program_of(0))[0]
             reason = f"cannot start the Python interpreter {python!r}: {error.strerror}{open_files.hint(error)}"
             raise LaunchError(reason) from None
-        others = [one for one in self._zygotes if one is not zygote]
-        dropped = [one for one in others if one.ended or one in others[: len(others) + 1 - _KEPT]]
-        for one in dropped:
-            one.close()
-        self._zygotes = [*(one for one in others if one not in dropped), zygote]
+        others = [other for other in self._zygotes if other is not zygote]
+        dropped = [other for other in others if other.ended or other in others[: len(others) + 1 - _MAX_ZYGOTES]]
+        for other in dropped:
+            other.close()
+        self._zygotes = [*(other for other in others if other not in dropped), zygote]
         return zygote
 
     def _start(self, run: RunSpec, count: int) -> ZygoteProcess:
@@ -347,12 +347,12 @@ class Zygotes:
     def find(self, run: RunSpec, count: int) -> Zygote | None:
         """Return the running zygote for a run (see ``fitting``); None if there is none."""
         signature = run.signature(count)
-        return next((one for one in self._zygotes if one.signature == signature and not one.ended), None)
+        return next((zygote for zygote in self._zygotes if zygote.signature == signature and not zygote.ended), None)
 
     def discard(self, zygote: Zygote) -> None:
         """End a zygote of which no more ranks are to be forks."""
         zygote.close()
-        self._zygotes = [one for one in self._zygotes if one is not zygote]
+        self._zygotes = [other for other in self._zygotes if other is not zygote]
 
     def bare(self, run: RunSpec, count: int) -> Zygote:
         """Return a zygote without modules, for ranks with interpreters of their own.

@@ -39,7 +39,7 @@ class ZygoteProcess:
 
     def __init__(self, run: RunSpec, count: int, umask: int = -1) -> None:
         # The program and its folder are not known on an allocation before a run.
-        program, known = run.command.program_of(0), run.cwd is None
+        program, is_program_known = run.command.program_of(0), run.cwd is None
         self.signature = run.signature(count)
         self.channel, far_end = socket.socketpair()
         self.started = time.time()
@@ -61,7 +61,7 @@ class ZygoteProcess:
             except OSError:
                 self.channel.close()
                 raise
-        mode, target = (program.mode, program.target) if known else ("exec", "")
+        mode, target = (program.mode, program.target) if is_program_known else ("exec", "")
         order: dict[str, object] = {"op": "import", "mode": mode, "target": target, "modules": run.preload}
         if run.learned is not None:
             order.update(learned=run.learned, variables=run.variables, folder=run.program_folder(program))
