@@ -47,7 +47,7 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
     there = Target(Address("tls", machines.address(0), PORT), "trainer", text)
     client = Client(there)
     with machines.entered(2):  # neither host's machine
-        eventually(lambda: (status := client.dialled.look()) and status.ready, "the mesh")
+        eventually(lambda: (status := client.dialled.ask_status()) and status.ready, "the mesh")
         for length in (0, 100_000):  # a request may be longer than a line
             result = client.run_spmd(output="store", env={"LONG": length * "x"})
             said = {rank: one.stdout for rank, one in result.output.items()}

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _stop_hosts(args: argparse.Namespace) -> None:
     hosts = hosts_of(args)
-    status = hosts.look()
+    status = hosts.ask_status()
     if status is None:
         hosts.release()  # unreachable hosts may still be queued: the scheduler can cancel them
     elif status.message:

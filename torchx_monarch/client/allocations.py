@@ -47,10 +47,10 @@ def list_allocations() -> Iterator[AllocationInfo]:
     found = [(handle, role) for handle, roles in [*_local_apps(), *_remote_apps()] for role in roles]
     # All at once: each that is silent takes `_PATIENCE`.
     with ThreadPoolExecutor(_MAX_ASKED) as threads:
-        yield from filter(None, threads.map(lambda one: _look(*one), found))
+        yield from filter(None, threads.map(lambda app_role: _ask_allocation(*app_role), found))
 
 
-def _look(handle: str, role: str) -> AllocationInfo | None:
+def _ask_allocation(handle: str, role: str) -> AllocationInfo | None:
     """Ask replica 0 of a role; return None if it does not answer, or is not of an allocation."""
     with contextlib.suppress(UnreachableError, RefusedError):
         answer = ask(Target.of(handle, role), {"type": "look"}, _PATIENCE)
@@ -74,7 +74,7 @@ def _local_apps() -> list[tuple[str, list[str]]]:
             request = local_request.load(state_files.app_paths(app_id))
         if request is None or not os.path.isdir(request.run_dir):
             continue
-        roles = [one.name for one in request.roles if one.spec.workload is WorkloadKind.SESSION]
+        roles = [role.name for role in request.roles if role.spec.workload is WorkloadKind.SESSION]
         if roles:
             found.append((f"monarch_local://torchx/{app_id}", roles))
     return found

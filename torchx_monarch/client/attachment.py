@@ -195,7 +195,7 @@ class _Client:
         address = attachment.address
         if not address.networked:
             return "", []
-        self._jobs = {each: app for each, app in self._jobs.items() if each.is_open}
+        self._jobs = {connections: app for connections, app in self._jobs.items() if connections.is_open}
         for other in set(self._jobs.values()) - {handle}:
             raise ClientError(
                 f"this process is a client of {other}, and Monarch has one certificate for each process: kill() that "

@@ -66,7 +66,7 @@ def list_breakpoints(hosts: Hosts) -> list[Breakpoint]:
     """
     answer = hosts.ask({"type": "breakpoints"}, wait=False)
     try:
-        return [decode(Breakpoint, one) for one in answer.get("ranks") or ()]
+        return [decode(Breakpoint, rank) for rank in answer.get("ranks") or ()]
     except DecodeError as error:
         raise UnreachableError(f"not the breakpoints of a job: {error}") from None
 

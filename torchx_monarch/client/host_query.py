@@ -36,6 +36,6 @@ def query(
             if answer.get("type") == "end":
                 return found, {str(replica): str(why) for replica, why in dict(answer.get("missing") or {}).items()}
             try:
-                found += [decode(kind, one) for one in answer.get(str(greeting["type"])) or ()]
+                found += [decode(kind, value) for value in answer.get(str(greeting["type"])) or ()]
             except DecodeError as error:
                 raise UnreachableError(f"{target.address}: not the {greeting['type']} of a rank: {error}") from None

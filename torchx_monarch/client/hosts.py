@@ -180,7 +180,7 @@ class Hosts:
         self._released = True
         self._scheduler_asked = -_ASK_SCHEDULER_EVERY
 
-    def look(self) -> AllocationStatus | None:
+    def ask_status(self) -> AllocationStatus | None:
         """Ask replica 0 for the state of the allocation; return None if it cannot be reached or is ending."""
         try:
             answer = ask(self.target, {"type": "look"})
@@ -207,7 +207,7 @@ class Hosts:
 
     def status(self) -> AllocationStatus:
         """Return the state of the allocation, from replica 0 or, if that cannot be reached, from the scheduler."""
-        if (status := self.look()) is not None:
+        if (status := self.ask_status()) is not None:
             return status
         state, message = self._ask_scheduler() if not self._address else ("UNKNOWN", "")
         return AllocationStatus(state, message=message or str(self._unreached))
@@ -274,7 +274,7 @@ class Hosts:
         """
         started, pause, said = time.monotonic(), _POLL, ""
         while True:
-            status = self.look()
+            status = self.ask_status()
             self._was_reached = self._was_reached or status is not None
             if status is not None and status.message:
                 raise AllocationError(status.message)

@@ -38,4 +38,4 @@ def samples_at(target: Target, timeout: float = _ANSWER_TIMEOUT) -> tuple[list[R
         RefusedError: it refuses the request: the hosts are not together.
     """
     samples, missing = query(target, {"type": "samples"}, RankSample, timeout)
-    return sorted(samples, key=lambda one: one.rank), missing
+    return sorted(samples, key=lambda sample: sample.rank), missing

@@ -86,7 +86,7 @@ class RunResult:
     @property
     def exit_codes(self) -> dict[int, int]:
         """The exit code of each rank, by global rank."""
-        return {rank: one.exit_code for rank, one in self.ranks.items()}
+        return {rank: result.exit_code for rank, result in self.ranks.items()}
 
 
 class RunInfo(TypedDict):

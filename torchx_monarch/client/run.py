@@ -178,8 +178,8 @@ class Collector:
                 self._attempts = record["count"]
             elif kind == "result":
                 texts = {
-                    rank: RankOutput("".join(one["stdout"]), "".join(one["stderr"]))
-                    for rank, one in sorted(self._texts.items())
+                    rank: RankOutput("".join(streams["stdout"]), "".join(streams["stderr"]))
+                    for rank, streams in sorted(self._texts.items())
                 }
                 return run_result(record, self._exits, self._attempts, texts)
         raise UnreachableError(f"run {records.run} is looked at no longer")

@@ -101,12 +101,12 @@ def follow_run(hosts: Hosts, run: int | None) -> RunRecords:
     try:
         return Records.of(hosts, {"type": "follow", "run": run})
     except AllocationError as error:
-        kept = _kept_logs(hosts, error)
-        number = max(kept, default=0) if run is None else run
-        if number not in kept:
-            known = ", ".join(map(str, kept)) or "none"
-            raise RefusedError(f"run {run if run is not None else ''} is not kept; those kept are: {known}") from None
-        return KeptRecords(number, kept[number])
+        logs = _kept_logs(hosts, error)
+        number = max(logs, default=0) if run is None else run
+        if number not in logs:
+            numbers = ", ".join(map(str, logs)) or "none"
+            raise RefusedError(f"run {run if run is not None else ''} is not kept; those kept are: {numbers}") from None
+        return KeptRecords(number, logs[number])
 
 
 def ask_runs(hosts: Hosts) -> list[RunInfo]:

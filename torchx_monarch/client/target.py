@@ -56,22 +56,22 @@ class Target:
         from torchx.specs import parse_app_handle
 
         scheduler, _, app_id = parse_app_handle(handle)
-        credentials, kept = client_credentials.kept(scheduler, app_id)
+        credentials, addresses = client_credentials.kept(scheduler, app_id)
         if address:
-            return cls(_given(address, kept, role), role, credentials, given=True)
-        if not kept:
+            return cls(_given(address, addresses, role), role, credentials, given=True)
+        if not addresses:
             return cls(_on_this_machine(handle, app_id, role), role)
-        role = role or next(iter(kept))
-        if role not in kept:
-            known = ", ".join(kept)
-            raise UnreachableError(f"{handle} has no role {role!r} with hosts of ours; it has {known}", final=True)
-        there = _parsed(kept[role], f"the address in {client_credentials.path(scheduler, app_id)}")
+        role = role or next(iter(addresses))
+        if role not in addresses:
+            roles = ", ".join(addresses)
+            raise UnreachableError(f"{handle} has no role {role!r} with hosts of ours; it has {roles}", final=True)
+        there = _parsed(addresses[role], f"the address in {client_credentials.path(scheduler, app_id)}")
         where = Address(there.scheme, _host(handle, app_id, role, there.host, runner), there.port)
         return cls(where, role, credentials)
 
 
-def _given(address: str, kept: dict[str, str], role: str) -> Address:
-    scheme = kept.get(role or next(iter(kept), ""), "tls:").partition(":")[0]
+def _given(address: str, addresses: dict[str, str], role: str) -> Address:
+    scheme = addresses.get(role or next(iter(addresses), ""), "tls:").partition(":")[0]
     full = address if address.startswith(("unix:", "tls:", "insecure-tcp:")) else f"{scheme}:{address}"
     return _parsed(full, "address")
 
@@ -96,7 +96,7 @@ def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
             "one elsewhere. The command that submits a job stores it there",
             final=True,
         )
-    names = [one.name for one in request.roles]
+    names = [request_role.name for request_role in request.roles]
     if role and role not in names:
         raise UnreachableError(f"{handle} has no role {role!r}; it has {', '.join(names)}", final=True)
     index = names.index(role) if role else 0
@@ -117,14 +117,14 @@ def _request(app_id: str) -> LocalRequest | None:
         raise UnreachableError(f"it is not known where the hosts of {app_id} listen: {error}") from None
 
 
-def _host(handle: str, app_id: str, role: str, known: str, runner: Runner | None) -> str:
-    """Return the hostname of a role's replica 0: ``known``, or the scheduler's answer if ``known`` starts with ``@``.
+def _host(handle: str, app_id: str, role: str, stored_host: str, runner: Runner | None) -> str:
+    """Return the hostname of a role's replica 0: ``stored_host``, or the scheduler's answer if that starts with ``@``.
 
     Raises:
         UnreachableError: the scheduler does not know the host yet.
     """
-    if not known.startswith("@"):
-        return known
+    if not stored_host.startswith("@"):
+        return stored_host
     with _asked(handle, runner) as apps:
         host: str = apps.address(app_id, role)
     if not host:

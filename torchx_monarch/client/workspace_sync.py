@@ -96,7 +96,7 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode = "auto") -> S
             if when == "auto" and _is_shared(link, root):
                 return SyncResult(_hash_of(root), root, seconds=time.monotonic() - began)
             try:
-                tree = look(root)
+                tree = scan_workspace(root)
                 sent = _send(link, root, tree)
             except ScanError as error:
                 raise CodeError(f"{error} (or run without bringing the code: sync='never')") from None
@@ -127,7 +127,7 @@ def current_workspace() -> str | None:
     return None if is_home_or_root(current) else current
 
 
-def look(root: str) -> Tree:
+def scan_workspace(root: str) -> Tree:
     """Scan a workspace, and update its stat cache in the state directory.
 
     Raises:
@@ -136,13 +136,13 @@ def look(root: str) -> Tree:
     from torchx_monarch.code_sync.scan import StatCache, scan
 
     name = hashlib.sha256(os.fsencode(root)).hexdigest()[:32]
-    kept = os.path.join(state_files.state_dir(), "sync", f"{name}.json")
-    memory = _stat_caches.get(kept) or _stat_caches.setdefault(kept, StatCache.load(kept, root))
+    cache_path = os.path.join(state_files.state_dir(), "sync", f"{name}.json")
+    memory = _stat_caches.get(cache_path) or _stat_caches.setdefault(cache_path, StatCache.load(cache_path, root))
     before = memory.files, memory.rules, memory.left_out
     tree = scan(root, memory)
     much = len(memory.files.items() ^ before[0].items()) > _SAVE_THRESHOLD
     if much or (memory.rules, memory.left_out) != before[1:]:
-        memory.save(kept, root)
+        memory.save(cache_path, root)
     return tree
 
 
@@ -151,7 +151,7 @@ def _hash_of(root: str) -> str:
     from torchx_monarch.code_sync.scan import ScanError
 
     try:
-        return look(root).hash if root not in _unscannable else ""
+        return scan_workspace(root).hash if root not in _unscannable else ""
     except ScanError:
         _unscannable.add(root)
         return ""
