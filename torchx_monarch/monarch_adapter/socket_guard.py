@@ -47,7 +47,7 @@ _PROOF_TIMEOUT = 5.0
 _CREDENTIALS = struct.Struct("=3i")
 
 # Keeps the callbacks alive: the library calls them until the process ends.
-_kept: list[Any] = []
+_callbacks: list[Any] = []
 
 _proofs: dict[bytes, threading.Event] = {}
 """The connections of the proof by the name of their own end; the event is set when the guard has seen one."""
@@ -174,7 +174,7 @@ def _replacement(name: str) -> int:
         return -1
 
     callback = prototype(accept)
-    _kept.append(callback)
+    _callbacks.append(callback)
     address = ctypes.cast(callback, ctypes.c_void_p).value
     assert address is not None
     return address
