@@ -38,13 +38,13 @@ def test_is_for_its_owner_alone_until_the_app_is_deleted() -> None:
     finally:
         os.umask(before)
     path = Path(client_credentials.path("monarch_batch", "queue:app/1"))
-    assert client_credentials.kept("monarch_batch", "queue:app/1") == (text, {"r": "tls:@HOST:1"})
+    assert client_credentials.load("monarch_batch", "queue:app/1") == (text, {"r": "tls:@HOST:1"})
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in list(path.parents)[:2])
     client_credentials.forget("monarch_batch", "queue:app/1")
     client_credentials.forget("monarch_batch", "queue:app/1")
     assert not path.exists()
-    assert client_credentials.kept("monarch_batch", "queue:app/1") == ("", {})
+    assert client_credentials.load("monarch_batch", "queue:app/1") == ("", {})
 
 
 def test_a_stray_file_hides_no_app(caplog: pytest.LogCaptureFixture) -> None:
@@ -57,7 +57,7 @@ def test_a_stray_file_hides_no_app(caplog: pytest.LogCaptureFixture) -> None:
     linked = clients / "monarch_slurm"
     linked.rename(clients.parent / "elsewhere")
     linked.symlink_to(clients.parent / "elsewhere")
-    assert client_credentials.known() == [("monarch_batch", "7"), ("monarch_ssh", "7")]
+    assert client_credentials.stored_apps() == [("monarch_batch", "7"), ("monarch_ssh", "7")]
     assert f"{linked} is a symbolic link" in caplog.text
     client_credentials.forget("monarch_slurm", "7")
     assert (clients.parent / "elsewhere" / "7").exists()

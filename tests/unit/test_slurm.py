@@ -200,7 +200,7 @@ def test_missing_commands_are_named(runner: Runner, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(ComponentValidationException, match="'sbatch' is not on the PATH.*slurm-client"):
         runner.run(app(), "monarch_slurm")
-    assert folder.known() == {}
+    assert folder.job_folders() == {}
     with pytest.raises(RuntimeError, match="'scontrol' is not on the PATH"):
         runner.status("monarch_slurm://torchx/1")
     assert runner.status("monarch_slurm://torchx/nonsense") is None
@@ -223,7 +223,7 @@ def test_ctrl_c_while_sbatch_answers_leaves_nothing(
     finally:
         signal.signal(signal.SIGINT, handler)
     assert (tmp_path / "cancelled").read_text() == "7\n"
-    assert folder.known() == {} and list((tmp_path / "jobs").iterdir()) == []
+    assert folder.job_folders() == {} and list((tmp_path / "jobs").iterdir()) == []
 
 
 def test_hosts_meet_at_the_node_of_replica_0() -> None:
@@ -247,7 +247,7 @@ def test_scontrol_is_read() -> None:
     first, second = native.parse_scontrol(COMPONENTS)
     assert (first.leader, second.leader, second.job_id) == ("15", "15", "16")
     assert (first.nodes, second.nodes, first.restarts, first.state) == ("n[1-2]", "n3", 2, "RUNNING")
-    noted = folder.noted(first.comment)
+    noted = folder.folder_of_comment(first.comment)
     assert noted is not None
     assert noted.root == "/a b/c"
     (killed,) = native.parse_scontrol(KILLED)
@@ -345,9 +345,9 @@ def test_deleted_jobs_stay_deleted_while_slurm_remembers_them() -> None:
     assert "/a-b-c-" in paths.root
     os.makedirs(paths.root)
     folder.link_id("7", paths.root)
-    assert set(folder.known()) == {"7"}
+    assert set(folder.job_folders()) == {"7"}
     folder.delete("7", paths)
-    assert folder.known() == {}
+    assert folder.job_folders() == {}
     assert folder.find("7") is None
     assert snapshot.is_deleted("7", paths, [job("COMPLETED")])
     assert snapshot.is_deleted("7", paths, [job("COMPLETING")])
@@ -373,9 +373,9 @@ def test_folders_of_jobs_that_ended_long_ago_are_removed(monkeypatch: pytest.Mon
     job_folder("3", 15, False)
     folder.remove(job_folder("4", 15, True).root)
     prune.prune()
-    assert set(folder.known()) == {"2", "3"}
+    assert set(folder.job_folders()) == {"2", "3"}
     assert len(os.listdir(folder.jobs_dir())) == 2
     assert set(os.listdir(folder.ids_dir())) == {"2", "3"}
     monkeypatch.setenv("MONARCH_KEEP_DAYS", "12")
     prune.prune()
-    assert set(folder.known()) == {"3"}
+    assert set(folder.job_folders()) == {"3"}

@@ -114,7 +114,7 @@ class Apps:
         role = Role("r", image="", entrypoint="sh", args=["x.sh"], num_replicas=2, max_retries=1)
         for name in ("one", "ended"):
             runner.run(AppDef(name, [role], {"team": "a"}), "monarch_slurm")
-        self.folders = folder.known()
+        self.folders = folder.job_folders()
         assert set(self.folders) == {ONE, ENDED}
         self._fill(self.folders[ONE])
         events.append(self.folders[ONE].events, "rank_restart", "rank 0 failed", seconds=1.5, rank=0)

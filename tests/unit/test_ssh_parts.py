@@ -29,12 +29,12 @@ from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import gpus, owners, state
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
-from torchx_monarch.backends.ssh import known, native, workspace
+from torchx_monarch.backends.ssh import layouts, native, workspace
 from torchx_monarch.backends.ssh.backend import SshBackend
 from torchx_monarch.backends.ssh.in_job import entry, replicas
 from torchx_monarch.backends.ssh.in_job.code import Code
 from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
-from torchx_monarch.backends.ssh.known import Layout
+from torchx_monarch.backends.ssh.layouts import Layout
 from torchx_monarch.backends.ssh.machine_name import MachineName, parse_hosts
 from torchx_monarch.backends.ssh.native import MachineConnection, Machines, SshError
 from torchx_monarch.backends.ssh.request import SshRequest
@@ -291,13 +291,13 @@ def test_another_users_list_of_machines(tmp_path: Path, caplog: pytest.LogCaptur
     folder.parent.mkdir()
     folder.symlink_to(tmp_path)
     with pytest.raises(OSError, match=f"{folder} is a symbolic link"):
-        known.keep("x@a", Layout([["a"]]))
+        layouts.keep("x@a", Layout([["a"]]))
     with pytest.raises(StateAccessError, match=f"{folder} is a symbolic link"):
-        known.app_ids()
+        layouts.app_ids()
     (tmp_path / "x").write_text("")
-    assert known.kept("x") is None
+    assert layouts.load("x") is None
     assert f"{folder} is a symbolic link" in caplog.text
-    known.forget("x")
+    layouts.forget("x")
     assert (tmp_path / "x").exists()
 
 
@@ -412,7 +412,7 @@ def test_a_damaged_file_of_a_replica_is_named_and_costs_no_other_app(
     monkeypatch.setattr(Machines, "ask", ask)
     submitted = SubmittedApp(app("true"), [RoleSpec("trainer")])
     for app_id in ("sound-1@a", "broken-1@a"):
-        known.keep(app_id, known.Layout([["a"]]))
+        layouts.keep(app_id, layouts.Layout([["a"]]))
         paths = state_files.app_paths(folder_name(app_id, 0, 0))
         os.makedirs(paths.root)
         request.addfinalizer(partial(os.close, owners.lock(paths)))

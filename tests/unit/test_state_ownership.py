@@ -296,9 +296,9 @@ def test_a_job_folder_elsewhere_is_used(tmp_path: Path) -> None:
     os.makedirs(job.root)
     Path(job.script).write_text("#!/bin/sh\n")
     folder.link_id("7", job.root)
-    assert folder.known() == {"7": job}
+    assert folder.job_folders() == {"7": job}
     folder.delete("7", job)
-    assert folder.known() == {} and content(tmp_path / "jobs") == []
+    assert folder.job_folders() == {} and content(tmp_path / "jobs") == []
 
 
 @pytest.mark.usefixtures("forgetful_slurm")

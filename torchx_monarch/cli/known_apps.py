@@ -48,7 +48,7 @@ def known_apps() -> list[KnownApp]:
     with contextlib.suppress(OSError):
         for app_id in state_files.app_ids():
             found.append(_app(LOCAL, app_id, state_files.app_paths(app_id).app))
-    for scheduler, app_id in client_credentials.known():
+    for scheduler, app_id in client_credentials.stored_apps():
         found.append(_app(scheduler, app_id, client_credentials.path(scheduler, app_id)))
     return sorted(found, key=lambda app: (app.submitted, app.app_id), reverse=True)
 
@@ -66,5 +66,5 @@ def _app(scheduler: str, app_id: str, file: str) -> KnownApp:
 
 def used_schedulers() -> list[str]:
     """Return the names of the schedulers that have run an app of this machine's records, the local one first."""
-    names = {scheduler for scheduler, _ in client_credentials.known()}
+    names = {scheduler for scheduler, _ in client_credentials.stored_apps()}
     return [LOCAL, *sorted(names - {LOCAL})]

@@ -82,6 +82,6 @@ def _local_apps() -> list[tuple[str, list[str]]]:
 
 def _remote_apps() -> list[tuple[str, list[str]]]:
     return [
-        (f"{scheduler}://torchx/{app_id}", list(client_credentials.kept(scheduler, app_id)[1]))
-        for scheduler, app_id in client_credentials.known()
+        (f"{scheduler}://torchx/{app_id}", list(client_credentials.load(scheduler, app_id)[1]))
+        for scheduler, app_id in client_credentials.stored_apps()
     ]

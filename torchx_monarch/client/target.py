@@ -56,7 +56,7 @@ class Target:
         from torchx.specs import parse_app_handle
 
         scheduler, _, app_id = parse_app_handle(handle)
-        credentials, addresses = client_credentials.kept(scheduler, app_id)
+        credentials, addresses = client_credentials.load(scheduler, app_id)
         if address:
             return cls(_given(address, addresses, role), role, credentials, given=True)
         if not addresses:

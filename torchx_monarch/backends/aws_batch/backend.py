@@ -137,14 +137,14 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         """
         if app.is_forgotten:
             raise UserError(f"there is no log of {app.app_id}: {snapshot.FORGOTTEN}")
-        index = [(one.role, one.id) for one in app.replicas].index((role, replica))
+        index = [(node.role, node.id) for node in app.replicas].index((role, replica))
 
-        def look() -> tuple[list[tuple[str, str]], bool]:
+        def poll() -> tuple[list[tuple[str, str]], bool]:
             now = query.latest() if query.follow else app
             found = snapshot.streams(now.job, now.nodes.get(index, {})) if now else []
             return found, not query.follow or query.has_ended()
 
-        return logs.lines(self._aws, look, since=query.since, until=query.until, tail=query.tail, follow=query.follow)
+        return logs.lines(self._aws, poll, since=query.since, until=query.until, tail=query.tail, follow=query.follow)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ def _warn_of_unawaited(roles: Sequence[RoleSpec]) -> None:
     Only host processes wait for another role. So these are the roles without hosts, or all if the first has no hosts.
     """
     main, *others = roles
-    ended = [one.name for one in others if not (one.runs_hosts and main.runs_hosts) and not one.sidecar]
+    ended = [other.name for other in others if not (other.runs_hosts and main.runs_hosts) and not other.sidecar]
     if ended:
         _log.warning(
             "AWS Batch ends role %s when the first role, %s, has ended: only roles of torchrun or Python commands wait "

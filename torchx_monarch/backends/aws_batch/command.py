@@ -37,8 +37,8 @@ def render(role: Role, app_id: str, first: int) -> tuple[list[str], dict[str, st
         UserError: a variable's name is reserved by Batch, or no shell can set it though its value uses the replica
             number.
     """
-    known = role.num_replicas == 1
-    values = macros.Values(img_root="", app_id=app_id, replica_id="0" if known else _UNKNOWN, rank0_env=RANK0)
+    is_single = role.num_replicas == 1
+    values = macros.Values(img_root="", app_id=app_id, replica_id="0" if is_single else _UNKNOWN, rank0_env=RANK0)
     filled = values.apply(role)
     words, env = [filled.entrypoint, *filled.args], dict(filled.env)
     for name in env:

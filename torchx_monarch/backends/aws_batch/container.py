@@ -123,7 +123,7 @@ def ulimits(texts: list[str]) -> list[dict[str, Any]]:
         UserError: a text has another form.
     """
     found = []
-    for text in filter(None, (each.strip() for each in texts)):
+    for text in filter(None, (ulimit.strip() for ulimit in texts)):
         parts = text.split(":")
         try:
             name, soft, hard = parts[0], int(parts[1]), int(parts[2])

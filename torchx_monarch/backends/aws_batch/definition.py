@@ -23,20 +23,24 @@ _DEFAULT_LOG_GROUP = "/aws/batch/job"
 def containers_of(job: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the container properties of each role."""
     if nodes := job.get("nodeProperties"):
-        return [each["container"] for each in nodes["nodeRangeProperties"]]
+        return [node_range["container"] for node_range in nodes["nodeRangeProperties"]]
     single = job.get("containerProperties") or job.get("container")
     return [single] if single else []
 
 
 def result_key(job: Mapping[str, Any]) -> str:
     """Return the key with which the hosts of a job sign their results; empty if none runs hosts."""
-    environments = [_environment(each) for each in containers_of(job)]
+    environments = [_environment(properties) for properties in containers_of(job)]
     return next((env[KEY_VARIABLE] for env in environments if KEY_VARIABLE in env), "")
 
 
 def secrets_of(job: Mapping[str, Any]) -> list[str]:
     """Return the ARNs of the secrets that were made for the credentials of a job's hosts."""
-    given = [(each["name"], each["valueFrom"]) for one in containers_of(job) for each in one.get("secrets", ())]
+    given = [
+        (secret["name"], secret["valueFrom"])
+        for properties in containers_of(job)
+        for secret in properties.get("secrets", ())
+    ]
     return [arn for name, arn in given if name == CREDENTIALS and f":{SECRET_PREFIX}" in arn]
 
 
@@ -52,7 +56,9 @@ def roles_of(job: Mapping[str, Any]) -> list[Role]:
     if not nodes:
         return [_role(properties, 1) for properties in containers_of(job) or [{}]]
     ranges = nodes["nodeRangeProperties"]
-    return [_role(each["container"], _count(each["targetNodes"], nodes["numNodes"])) for each in ranges]
+    return [
+        _role(node_range["container"], _count(node_range["targetNodes"], nodes["numNodes"])) for node_range in ranges
+    ]
 
 
 def _count(target: str, nodes: int) -> int:
@@ -76,7 +82,7 @@ def _role(properties: Mapping[str, Any], replicas: int) -> Role:
 
 
 def _environment(properties: Mapping[str, Any]) -> dict[str, str]:
-    return {each["name"]: each.get("value", "") for each in properties.get("environment", ())}
+    return {variable["name"]: variable.get("value", "") for variable in properties.get("environment", ())}
 
 
 def _resource(properties: Mapping[str, Any]) -> Resource:
@@ -84,6 +90,9 @@ def _resource(properties: Mapping[str, Any]) -> Resource:
 
     Batch may return the older fields ``vcpus`` and ``memory`` instead of ``resourceRequirements``.
     """
-    known = {"VCPU": int(properties.get("vcpus", -1)), "MEMORY": int(properties.get("memory", -1))}
-    known |= {each["type"]: int(float(each["value"])) for each in properties.get("resourceRequirements", ())}
-    return Resource(cpu=known["VCPU"], gpu=known.get("GPU", 0), memMB=known["MEMORY"])
+    amounts = {"VCPU": int(properties.get("vcpus", -1)), "MEMORY": int(properties.get("memory", -1))}
+    amounts |= {
+        requirement["type"]: int(float(requirement["value"]))
+        for requirement in properties.get("resourceRequirements", ())
+    }
+    return Resource(cpu=amounts["VCPU"], gpu=amounts.get("GPU", 0), memMB=amounts["MEMORY"])

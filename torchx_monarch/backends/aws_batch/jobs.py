@@ -68,9 +68,9 @@ class Jobs:
             return None
         if app_id not in self._ids:
             by_name = [{"name": "JOB_NAME", "values": [name]}]
-            for each in self._summaries(queue, by_name):
-                if each["jobName"] == name:  # the filter ignores case
-                    self._ids[app_id] = each["jobId"]
+            for summary in self._summaries(queue, by_name):
+                if summary["jobName"] == name:  # the filter ignores case
+                    self._ids[app_id] = summary["jobId"]
         if app_id not in self._ids:
             return next(iter(self._definitions(app_id)), None)
         found = self._described([self._ids[app_id]])
@@ -98,10 +98,11 @@ class Jobs:
         # Without a filter, ListJobs returns running jobs only.
         ever = [{"name": "AFTER_CREATED_AT", "values": ["1"]}]
         ids = [
-            each["jobId"]
-            for each in self._summaries(queue, ever)
+            summary["jobId"]
+            for summary in self._summaries(queue, ever)
             # This scheduler gives each job a definition of the same name. Other jobs need no DescribeJobs.
-            if f"job-definition/{each['jobName']}:" in each.get("jobDefinition", f"job-definition/{each['jobName']}:")
+            if f"job-definition/{summary['jobName']}:"
+            in summary.get("jobDefinition", f"job-definition/{summary['jobName']}:")
         ]
         for job in self._described(ids):
             tags = job.get("tags", {})
@@ -146,8 +147,8 @@ class Jobs:
         if not re.fullmatch(r"[\w-]+", name, re.ASCII):
             return []
         pages = self._aws.pages("batch", "DescribeJobDefinitions", jobDefinitionName=name, status="ACTIVE")
-        found = [each for page in pages for each in page["jobDefinitions"]]
-        return [each for each in found if request.TAG_VERSION in each.get("tags", {})]
+        found = [definition for page in pages for definition in page["jobDefinitions"]]
+        return [definition for definition in found if request.TAG_VERSION in definition.get("tags", {})]
 
     def _quietly(self, service: str, operation: str, **arguments: Any) -> None:
         """Send a request; log a warning if it fails."""

@@ -33,13 +33,13 @@ Poll = Callable[[], tuple[list[tuple[str, str]], bool]]
 
 
 def lines(
-    aws: Aws, look: Poll, *, since: datetime | None, until: datetime | None, tail: int = 0, follow: bool
+    aws: Aws, poll: Poll, *, since: datetime | None, until: datetime | None, tail: int = 0, follow: bool
 ) -> Iterator[TimedLine]:
     """Yield the lines.
 
     Args:
         aws: sends the requests.
-        look: called before each poll.
+        poll: called before each poll.
         since: omit lines written before this time; None for no limit. A time without a zone is local time.
         until: omit lines written after this time; None for no limit.
         tail: how many of each attempt's last lines to yield at least; 0 for all.
@@ -56,7 +56,7 @@ def lines(
     at, token, ended_at = 0, "", 0.0
     while True:
         try:
-            found, ended = look()
+            found, ended = poll()
             # Ask before reading: every line written before the end is then still read.
             ended_at = ended_at or (time.monotonic() if ended else 0.0)
             last = not follow or (ended_at > 0 and time.monotonic() >= ended_at + _DELAY)

@@ -54,10 +54,12 @@ def failure(node: Mapping[str, Any], job: Mapping[str, Any]) -> str:
     """Return how a node of a job failed: its exit code and the reasons that Batch and ECS give."""
     container = container_of(node)
     given = (container.get("reason"), node.get("statusReason"), job.get("statusReason"))
-    reasons = [one for one in dict.fromkeys(map(str, filter(None, given))) if not one.startswith(_GENERIC_REASONS)]
+    reasons = [
+        reason for reason in dict.fromkeys(map(str, filter(None, given))) if not reason.startswith(_GENERIC_REASONS)
+    ]
     code = container.get("exitCode")
     ended = [describe_shell_code(code)] if code else []
-    return ": ".join([*ended, *(with_hint(one, container) for one in reasons)]) or "failed"
+    return ": ".join([*ended, *(with_hint(reason, container) for reason in reasons)]) or "failed"
 
 
 def with_hint(reason: str, container: Mapping[str, Any]) -> str:
@@ -67,7 +69,11 @@ def with_hint(reason: str, container: Mapping[str, Any]) -> str:
         reason: Batch's or ECS's reason.
         container: the container that it is about; may be empty.
     """
-    given = [each["value"] for each in container.get("resourceRequirements", ()) if each["type"] == "MEMORY"]
+    given = [
+        requirement["value"]
+        for requirement in container.get("resourceRequirements", ())
+        if requirement["type"] == "MEMORY"
+    ]
     memory = given[0] if given else container.get("memory", "?")
     hint = next((text for start, text in _HINTS if reason.startswith(start)), "")
     return f"{reason.rstrip('.')} ({hint.format(memory=memory)})" if hint else reason

@@ -112,7 +112,8 @@ def app_snapshot(
         roles,
         app=app,
         created=job.get("createdAt", 0) / 1000,
-        started=min(filter(None, (one.get("startedAt") for one in [*job.get("attempts", ()), job])), default=0) / 1000,
+        started=min(filter(None, (attempt.get("startedAt") for attempt in [*job.get("attempts", ()), job])), default=0)
+        / 1000,
         native=replace(_outcome(job, nodes), time=job.get("stoppedAt", 0) / 1000),
         # Batch ends a job with its main node, and may restart it; it would not restart a job that a request has ended.
         is_supervised=True,

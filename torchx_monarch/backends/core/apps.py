@@ -119,7 +119,9 @@ class Apps(Generic[S]):
         if found is None:
             raise UserError(f"there is no app {app_id!r} of {self._scheduler}")
         app, status = found
-        check_replica(app_id, {one.spec.name: len(one.replicas) for one in app.roles}, role, replica)
+        check_replica(
+            app_id, {role_snapshot.spec.name: len(role_snapshot.replicas) for role_snapshot in app.roles}, role, replica
+        )
         query = self._query(app_id, since, until, stream, 0, follow and not status.state.is_terminal)
         return matching((line.text for line in self._backend.read_log(app, role, replica, query)), regex)
 
@@ -246,7 +248,7 @@ class Apps(Generic[S]):
     def address(self, app_id: str, role: str) -> str:
         """Return the address or host name of a role's replica 0 for clients; empty if it is not known (yet)."""
         app = self._snapshot(app_id, brief=True)
-        replicas = [one for one in (app.replicas if app else ()) if one.role == role and one.id == 0]
+        replicas = [replica for replica in (app.replicas if app else ()) if replica.role == role and replica.id == 0]
         return (replicas[0].address or replicas[0].hostname) if replicas else ""
 
     def events_path(self, app_id: str) -> Path | None:

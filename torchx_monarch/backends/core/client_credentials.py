@@ -55,7 +55,7 @@ def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str,
     state_files.write_json(where, asdict(stored), below=state_files.state_dir())
 
 
-def kept(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
+def load(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
     """Return the credentials and addresses that ``keep`` has stored; empty if nothing usable is stored."""
     try:
         found = state_files.load(_StoredCredentials, path(scheduler, app_id), state_files.state_dir())
@@ -73,7 +73,7 @@ def name_of(scheduler: str, app_id: str) -> str:
     return ""
 
 
-def known() -> list[tuple[str, str]]:
+def stored_apps() -> list[tuple[str, str]]:
     """List all stored apps as pairs of scheduler and app id; warn of folders that belong to another user."""
     root = os.path.join(state_files.state_dir(), _FOLDER)
     found = []

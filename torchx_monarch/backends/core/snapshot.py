@@ -164,7 +164,7 @@ class RoleSnapshot:
     def _failed_ids(self) -> set[int]:
         # A host whose record was removed has failed: the other hosts wait for it. Another program may have ended well,
         # and so has a host if another one has: a host succeeds only when the whole role has.
-        waits = self.spec.runs_hosts and not any(one.state is State.SUCCEEDED for one in self.replicas)
+        waits = self.spec.runs_hosts and not any(replica.state is State.SUCCEEDED for replica in self.replicas)
         lost = {State.FAILED, State.UNKNOWN} if waits else {State.FAILED}
         return {replica.id for replica in self.replicas if replica.state in lost}
 
@@ -172,13 +172,13 @@ class RoleSnapshot:
     def failures(self) -> list[ReplicaSnapshot]:
         """The replicas that have failed for good; empty while the role tolerates their failure."""
         failed = self._failed_ids()
-        return [] if self.spec.tolerates(failed) else [one for one in self.replicas if one.id in failed]
+        return [] if self.spec.tolerates(failed) else [replica for replica in self.replicas if replica.id in failed]
 
     @property
     def stuck(self) -> list[ReplicaSnapshot]:
         """The replicas that cannot be started, unless the role has enough others and spare hosts."""
-        stuck = [one for one in self.replicas if one.is_stuck]
-        needless = self.spec.spares and self.spec.tolerates(self._failed_ids() | {one.id for one in stuck})
+        stuck = [replica for replica in self.replicas if replica.is_stuck]
+        needless = self.spec.spares and self.spec.tolerates(self._failed_ids() | {replica.id for replica in stuck})
         return [] if needless else stuck
 
     @property
@@ -189,13 +189,15 @@ class RoleSnapshot:
             return True
         failed = self._failed_ids()
         ended = (State.SUCCEEDED, State.UNKNOWN)
-        succeeded = {one.id for one in self.replicas if one.state in ended} - failed
-        return any(one.state is not State.UNKNOWN for one in self.replicas) and self.spec.succeeded(succeeded, failed)
+        succeeded = {replica.id for replica in self.replicas if replica.state in ended} - failed
+        return any(replica.state is not State.UNKNOWN for replica in self.replicas) and self.spec.succeeded(
+            succeeded, failed
+        )
 
     @property
     def is_open(self) -> bool:
         """Whether the backend's controller may still run replicas: not if all have ended and only its status lags."""
-        return self.is_active and not all(one.state in (State.SUCCEEDED, State.FAILED) for one in self.replicas)
+        return self.is_active and not all(replica.state in (State.SUCCEEDED, State.FAILED) for replica in self.replicas)
 
 
 @dataclass(frozen=True)

@@ -87,14 +87,16 @@ def reduce(app: AppSnapshot) -> AppStatus:
 
 def _from_replicas(app: AppSnapshot) -> AppStatus:
     """Decide the state of an app from its replicas, whatever the backend's own controller says of the app."""
-    failures = sorted((one for role in app.roles for one in role.failures), key=lambda one: one.distance)
+    failures = sorted(
+        (replica for role in app.roles for replica in role.failures), key=lambda replica: replica.distance
+    )
     outcome, cause = _decide(app, failures)
-    alive = [one for one in app.replicas if one.is_alive]
+    alive = [replica for replica in app.replicas if replica.is_alive]
     active = any(role.is_active for role in app.roles)
     if outcome is None:
-        running = any(one.state is State.RUNNING for one in app.replicas)
+        running = any(replica.state is State.RUNNING for replica in app.replicas)
         return AppStatus(State.RUNNING if running else State.PENDING, _with_notes(_waiting(app), app))
-    left = any(not one.is_stopping for one in alive) or any(role.is_open for role in app.roles)
+    left = any(not replica.is_stopping for replica in alive) or any(role.is_open for role in app.roles)
     is_cancelled = app.ending is not None and app.ending.state is State.CANCELLED
     is_stop_due = left and not app.is_supervised and not is_cancelled
     hint = "it has succeeded; `torchx cancel` ends what still runs" if is_stop_due else ""
@@ -125,8 +127,8 @@ def _decide(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> tuple[Outc
     if ending is not None and ending.state is State.FAILED:
         return replace(ending, message=ending.message or (cause.failure if cause else "")), cause
     if awaited_roles and all(role.has_succeeded for role in awaited_roles):
-        decided = max((one.ended for role in awaited_roles for one in role.replicas), default=0.0)
-        if not any(one.ended < decided for one in failures):
+        decided = max((replica.ended for role in awaited_roles for replica in role.replicas), default=0.0)
+        if not any(replica.ended < decided for replica in failures):
             return Outcome(State.SUCCEEDED, time=decided), None
     if ending is not None:
         return ending, None
@@ -135,11 +137,11 @@ def _decide(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> tuple[Outc
     broken = next((role for role in app.roles if role.finished is State.FAILED and not role.has_succeeded), None)
     if broken is not None:
         return Outcome(State.FAILED, f"role {broken.spec.name} failed: {broken.reason}"), None
-    stuck = next((one for role in app.roles for one in role.stuck), None)
+    stuck = next((replica for role in app.roles for replica in role.stuck), None)
     if stuck is not None:
         return Outcome(State.FAILED, f"replica {stuck.name} cannot start: {stuck.waiting}"), None
-    idle = not any(one.is_alive for one in app.replicas) and not any(role.is_active for role in app.roles)
-    if idle and any(one.started or one.ended or one.state is State.UNKNOWN for one in app.replicas):
+    idle = not any(replica.is_alive for replica in app.replicas) and not any(role.is_active for role in app.roles)
+    if idle and any(replica.started or replica.ended or replica.state is State.UNKNOWN for replica in app.replicas):
         return Outcome(State.FAILED), None  # the exit codes of some replicas are lost
     return None, None
 
@@ -152,20 +154,20 @@ def root_cause(failed: Sequence[ReplicaSnapshot]) -> tuple[ReplicaSnapshot | Non
         the replica, because a killed replica leaves none, or only a substitute that a backend has made of its exit
         code. Empty if no replica has left one.
     """
-    ordered = sorted(failed, key=lambda one: one.distance)
-    errors = [one.error for one in ordered if one.error]
+    ordered = sorted(failed, key=lambda replica: replica.distance)
+    errors = [replica.error for replica in ordered if replica.error]
     written = (error for error in errors if HostResult.from_text(error).names_cause)
     return (ordered[0] if ordered else None), next(written, errors[0] if errors else "")
 
 
 def _error(app: AppSnapshot) -> str:
-    decisive = [one for role in app.roles for one in role.failures]
-    return root_cause(decisive or [one for one in app.replicas if one.state is State.FAILED])[1]
+    decisive = [replica for role in app.roles for replica in role.failures]
+    return root_cause(decisive or [replica for replica in app.replicas if replica.state is State.FAILED])[1]
 
 
 def _waiting(app: AppSnapshot) -> str:
     """Describe in one line what the first waiting replica, or else a role, waits for; empty if none waits."""
-    waiting = [one for one in app.replicas if one.waiting]
+    waiting = [replica for replica in app.replicas if replica.waiting]
     if waiting:
         more = f" (and {len(waiting) - 1} more replicas wait)" if len(waiting) > 1 else ""
         return f"replica {waiting[0].name}: {waiting[0].waiting}{more}"

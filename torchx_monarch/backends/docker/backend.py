@@ -110,8 +110,12 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         made: list[Container] = []
         try:
             bridge_network.ensure(daemon.client)
-            for one in request.containers:
-                made.append(daemon.create(one.image, one.command, complete(one, submitted, packed, credentials)))
+            for container in request.containers:
+                made.append(
+                    daemon.create(
+                        container.image, container.command, complete(container, submitted, packed, credentials)
+                    )
+                )
             map_concurrently(daemon.start, made)
             if daemon.cancelled(request.app_id) and (app := self.snapshot(request.app_id, brief=True)):
                 self.stop(app, Outcome(State.CANCELLED), None)  # cancelled while containers were created
@@ -157,7 +161,10 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         """
         name = f"{role}/{replica}"
         if name not in app.containers:
-            removed = any(one.name == name and one.state is State.UNKNOWN for one in app.replicas)
+            removed = any(
+                replica_snapshot.name == name and replica_snapshot.state is State.UNKNOWN
+                for replica_snapshot in app.replicas
+            )
             raise UserError(describe_removed(name) if removed else f"replica {name} has no container yet")
         return native.while_answering(logs.lines(app.containers[name], query))
 
@@ -168,7 +175,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         """Begin to stop the containers that run or are restarted; record a cancel on the daemon."""
         if outcome.state is State.CANCELLED:
             self._daemon.mark_cancelled(app.app_id)
-        names = [one.name for one in app.replicas if one.is_alive]
+        names = [replica.name for replica in app.replicas if replica.is_alive]
         left = [app.containers[name] for name in names if name in app.containers]
         if grace == 0:
             map_concurrently(native.kill, left)
@@ -180,7 +187,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
 
         def stop() -> None:
             with contextlib.suppress(DaemonError), answering():
-                map_concurrently(lambda one: native.stop(one, grace + HOST_EXTRA), containers)
+                map_concurrently(lambda container: native.stop(container, grace + HOST_EXTRA), containers)
 
         running = self._stopping.get(app_id)
         if running is None or not running.is_alive():

@@ -52,5 +52,5 @@ def remove_unused(client: DockerClient) -> None:
 
 def _all(client: DockerClient) -> list[Any]:
     """Return the networks with TorchX's name, eldest first."""
-    found = [each for each in client.networks.list(names=[NETWORK]) if each.name == NETWORK]
-    return sorted(found, key=lambda each: (each.attrs["Created"], each.id))
+    found = [network for network in client.networks.list(names=[NETWORK]) if network.name == NETWORK]
+    return sorted(found, key=lambda network: (network.attrs["Created"], network.id))

@@ -81,15 +81,15 @@ def explained(error: DockerException) -> str:
     return str(getattr(error, "explanation", None) or error)
 
 
-def map_concurrently(action: Callable[[T], R], each: Sequence[T]) -> list[R]:
+def map_concurrently(action: Callable[[T], R], arguments: Sequence[T]) -> list[R]:
     """Return the results of ``action``, in order; raise the first error, in that order, after all calls have ended.
 
     dockerd takes as long for one container as for many in parallel.
     """
-    if not each:
+    if not arguments:
         return []
-    with ThreadPoolExecutor(min(len(each), _AT_A_TIME), thread_name_prefix="docker") as pool:
-        futures = [pool.submit(action, one) for one in each]
+    with ThreadPoolExecutor(min(len(arguments), _AT_A_TIME), thread_name_prefix="docker") as pool:
+        futures = [pool.submit(action, argument) for argument in arguments]
     return [future.result() for future in futures]
 
 
@@ -136,7 +136,7 @@ class Daemon:
         """
         label = f"{LABEL_CANCELLED}={app_id}" if app_id else LABEL_CANCELLED
         volumes = self.client.volumes.list(filters={"label": label})
-        return {each.attrs["Labels"][LABEL_CANCELLED]: seconds(each.attrs["CreatedAt"]) for each in volumes}
+        return {volume.attrs["Labels"][LABEL_CANCELLED]: seconds(volume.attrs["CreatedAt"]) for volume in volumes}
 
     def mark_cancelled(self, app_id: str) -> None:
         """Mark an app as cancelled; a second call keeps the time of the first."""

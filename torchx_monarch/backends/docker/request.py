@@ -99,7 +99,7 @@ def _adapt(job: DockerJob, app: AppDef, options: DockerOpts, environ: Mapping[st
             if variable not in given[role]:
                 env.pop(variable, None)  # set by copy_env, if submitted from within another job
         env[_RANK0] = names[app.roles[0].name][0]
-        env |= {replica0_variable(index): names[each.name][0] for index, each in enumerate(app.roles)}
+        env |= {replica0_variable(index): names[app_role.name][0] for index, app_role in enumerate(app.roles)}
         # The name keeps replicas apart even if they all mount one folder of this machine as their /tmp.
         env.setdefault("MONARCH_LOG_DIR", f"/tmp/torchx-monarch/{name}")
         env.setdefault(EVENTS, f"{env['MONARCH_LOG_DIR']}/events.jsonl")
@@ -111,7 +111,7 @@ def _adapt(job: DockerJob, app: AppDef, options: DockerOpts, environ: Mapping[st
         # TorchX uses docker-py's subclasses of dict here, with which `torchx run --dryrun --json` fails.
         for key in ("mounts", "device_requests"):
             if key in container.kwargs:
-                container.kwargs[key] = [dict(each) for each in container.kwargs[key]]
+                container.kwargs[key] = [dict(entry) for entry in container.kwargs[key]]
 
 
 def host_names(app_id: str, roles: Mapping[str, int]) -> dict[str, list[str]]:
@@ -144,12 +144,14 @@ def _give_gpus(containers: Sequence[DockerContainer], app: AppDef, environ: Mapp
     TorchX requests a number of GPUs, and dockerd gives the same first ones to every container (torchx#104).
     """
     wanted = [(role.num_replicas, role.resource.gpu) for role in app.roles]
-    if sum(replicas for replicas, each in wanted if each > 0) < 2:
+    if sum(replicas for replicas, gpu_count in wanted if gpu_count > 0) < 2:
         return
     assigned = gpus.assign(wanted, gpus.devices(environ))
     if assigned is None:
         return
-    for container, devices in zip(containers, [each for role in assigned for each in role], strict=True):
+    for container, devices in zip(
+        containers, [replica_devices for role in assigned for replica_devices in role], strict=True
+    ):
         if devices is not None:
             container.kwargs["device_requests"] = [
                 DeviceRequest(device_ids=devices.split(","), capabilities=[["compute", "utility"]])

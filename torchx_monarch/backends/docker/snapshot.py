@@ -57,32 +57,40 @@ def build(
     """
     labels = containers[0].labels
     submitted = SubmittedApp.unpack(labels[request.LABEL_APP], f"the label {request.LABEL_APP} of {app_id}")
-    places = {(one.labels[LABEL_ROLE_NAME], int(one.labels[LABEL_REPLICA_ID])): one for one in containers}
+    places = {
+        (container.labels[LABEL_ROLE_NAME], int(container.labels[LABEL_REPLICA_ID])): container
+        for container in containers
+    }
     # All containers are created before the first one starts: until then, those that are missing may be yet to come.
-    began = any(seconds(one.attrs["State"]["StartedAt"]) for one in containers)
+    began = any(seconds(container.attrs["State"]["StartedAt"]) for container in containers)
     missing = [(spec, index) for spec in submitted.roles for index in range(spec.replicas)]
     missing = [(spec, index) for spec, index in missing if (spec.name, index) not in places]
     is_host_lost = began and any(spec.runs_hosts for spec, _ in missing)
     found = [
-        replica_of(one.attrs, results.get(str(one.id)), is_cancelled=cancelled > 0, is_host_lost=is_host_lost)
-        for one in containers
+        replica_of(
+            container.attrs, results.get(str(container.id)), is_cancelled=cancelled > 0, is_host_lost=is_host_lost
+        )
+        for container in containers
     ]
     pending = State.CANCELLED if cancelled else State.PENDING
     absent = [_removed(spec, index) if began else ReplicaSnapshot(spec.name, index, pending) for spec, index in missing]
-    created = min(seconds(one.attrs["Created"]) for one in containers)
-    replicas = sorted([*found, *absent], key=lambda one: one.id)
+    created = min(seconds(container.attrs["Created"]) for container in containers)
+    replicas = sorted([*found, *absent], key=lambda replica: replica.id)
     return DockerSnapshot(
         app_id=app_id,
         name=submitted.app.name,
-        roles=[RoleSnapshot(spec, [one for one in replicas if one.role == spec.name]) for spec in submitted.roles],
+        roles=[
+            RoleSnapshot(spec, [replica for replica in replicas if replica.role == spec.name])
+            for spec in submitted.roles
+        ],
         app=submitted.app,
         created=created,
         # Of a container that was restarted, dockerd knows the latest start alone; the first followed its creation.
-        started=created if any(one.restarts for one in found) else 0.0,
+        started=created if any(replica.restarts for replica in found) else 0.0,
         grace=float(labels[request.LABEL_GRACE]),
         ending=Outcome(State.CANCELLED, time=cancelled) if cancelled else None,
-        notes=_notes([one for one in absent if one.state is State.UNKNOWN]),
-        containers={f"{role}/{index}": one for (role, index), one in places.items()},
+        notes=_notes([replica for replica in absent if replica.state is State.UNKNOWN]),
+        containers={f"{role}/{index}": container for (role, index), container in places.items()},
     )
 
 
@@ -144,6 +152,6 @@ def describe_removed(replica: str) -> str:
 
 def _notes(removed: Sequence[ReplicaSnapshot]) -> list[str]:
     """Describe the removed replicas; empty without any. The first one is a host if there is one."""
-    ordered = sorted(removed, key=lambda one: not one.failure)
-    notes = [describe_removed(one.name) for one in ordered[:1]]
+    ordered = sorted(removed, key=lambda replica: not replica.failure)
+    notes = [describe_removed(replica.name) for replica in ordered[:1]]
     return notes if len(ordered) < 2 else [*notes, f"{len(ordered) - 1} more were removed"]

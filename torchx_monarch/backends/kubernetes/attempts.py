@@ -87,11 +87,13 @@ class Attempt:
     def of(cls, pod: Object) -> Attempt:
         """Read a pod object."""
         metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status") or {}
-        conditions = {one["type"]: one for one in status.get("conditions") or ()}
+        conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
         name = spec["containers"][0].get("name", "")
         # A pod overlay may have added further containers.
         statuses = status.get("containerStatuses") or ()
-        container: Object = next((one for one in statuses if one.get("name") == name), {})
+        container: Object = next(
+            (container_status for container_status in statuses if container_status.get("name") == name), {}
+        )
         state, before = container.get("state") or {}, (container.get("lastState") or {}).get("terminated") or {}
         waits, terminated = state.get("waiting") or {}, state.get("terminated") or {}
         started = seconds(status.get("startTime") or "")
@@ -103,7 +105,7 @@ class Attempt:
             waiting = f"{waits['reason']}: {waits.get('message', '')}"
             stuck = started or seconds(metadata["creationTimestamp"])
         phase = status.get("phase") or "Pending"
-        result, earlier = (_result(each, spec) for each in (terminated, before))
+        result, earlier = (_result(termination, spec) for termination in (terminated, before))
         deleting = "deletionTimestamp" in metadata
         disruption = _disruption(status, conditions)
         return cls(
@@ -138,13 +140,13 @@ def _result(terminated: Object, spec: Object) -> HostResult:
 
 
 def _runs_host(spec: Object) -> bool:
-    return any(each["name"] == TERMINATION_VARIABLE for each in spec["containers"][0].get("env") or ())
+    return any(variable["name"] == TERMINATION_VARIABLE for variable in spec["containers"][0].get("env") or ())
 
 
 def _ended(conditions: Mapping[str, Object], phase: str) -> float:
     if phase not in ("Succeeded", "Failed"):
         return 0.0
-    return max((seconds(one.get("lastTransitionTime") or "") for one in conditions.values()), default=0.0)
+    return max((seconds(condition.get("lastTransitionTime") or "") for condition in conditions.values()), default=0.0)
 
 
 def _disruption(status: Object, conditions: Mapping[str, Object]) -> str:

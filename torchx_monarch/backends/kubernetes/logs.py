@@ -44,20 +44,20 @@ def lines(
     while True:
         # Ask before reading: every line written before the end is then still read.
         final = not query.follow or query.has_ended() or (last is not None and api.server_time * 1e9 > last + _LATE)
-        for one in attempts():
-            if one.pod in over:
+        for attempt in attempts():
+            if attempt.pod in over:
                 continue
-            start = max(first, read.get(one.pod, -1) + 1)
+            start = max(first, read.get(attempt.pod, -1) + 1)
             # The log of a silent pod that is followed would not end at `last`.
-            live = query.follow and last is None and not final and one.lives
-            tail = 0 if one.pod in read else query.tail
-            for stamp, text in _of_pod(api, f"{path}/{one.pod}/log", one.container, start, live, tail):
+            live = query.follow and last is None and not final and attempt.lives
+            tail = 0 if attempt.pod in read else query.tail
+            for stamp, text in _of_pod(api, f"{path}/{attempt.pod}/log", attempt.container, start, live, tail):
                 if last is not None and stamp > last:
                     return
-                read[one.pod] = stamp
+                read[attempt.pod] = stamp
                 yield TimedLine(stamp / 1e9, text)
-            if not one.lives:
-                over.add(one.pod)
+            if not attempt.lives:
+                over.add(attempt.pod)
         if final:
             return
         time.sleep(_POLL)

@@ -144,7 +144,7 @@ class Api:
                 continue
             # The API server omits apiVersion and kind on the objects of a list.
             kind = {"apiVersion": page.get("apiVersion"), "kind": str(page.get("kind", "")).removesuffix("List")}
-            found += [{**kind, **one} for one in page.get("items") or ()]
+            found += [{**kind, **resource} for resource in page.get("items") or ()]
             further = (page.get("metadata") or {}).get("continue")
             if not further:
                 return found
@@ -294,18 +294,18 @@ class Api:
 
     def _credentials(self) -> dict[str, str]:
         found = {}
-        for one in self._configuration.auth_settings().values():  # auth_settings() renews expired tokens
-            if one.get("in") == "header" and one.get("value"):
-                if not one["value"].isprintable():
+        for setting in self._configuration.auth_settings().values():  # auth_settings() renews expired tokens
+            if setting.get("in") == "header" and setting.get("value"):
+                if not setting["value"].isprintable():
                     raise KubernetesError("the token of the kubeconfig holds a line end or the like, and can be none")
-                found[one["key"]] = one["value"]
+                found[setting["key"]] = setting["value"]
         return found
 
     def _refused(self, method: str, path: str, answer: urllib3.BaseHTTPResponse) -> KubernetesError:
         status, reason, said = answer.status, "", ""
         with contextlib.suppress(ValueError, AttributeError, urllib3.exceptions.HTTPError):
-            told = json.loads(answer.data)
-            reason, said = told.get("reason") or "", told.get("message") or ""
+            body = json.loads(answer.data)
+            reason, said = body.get("reason") or "", body.get("message") or ""
         answer.release_conn()
         if status == 401:
             said = f"{said or 'Unauthorized'}: the credentials of the kubeconfig are not, or no longer, good there"

@@ -70,7 +70,7 @@ def find_all(api: Api, namespace: str) -> list[AppObjects]:
             name = record["metadata"]["name"]
             its_jobs = jobs.get(name, []) if mode == "job" else []
             found.append(AppObjects(mode, namespace, record, its_jobs, pods.get(name, [])))
-    return sorted(found, key=lambda one: str(one.record["metadata"]["creationTimestamp"]), reverse=True)
+    return sorted(found, key=lambda app: str(app.record["metadata"]["creationTimestamp"]), reverse=True)
 
 
 def has_volcano(api: Api) -> bool:
@@ -94,7 +94,9 @@ def with_refusals(api: Api, app: AppObjects) -> AppObjects:
     found = {}
     for job in app.jobs:
         uid = job["metadata"]["uid"]
-        ended = any(one.get("status") == "True" for one in (job.get("status") or {}).get("conditions") or ())
+        ended = any(
+            condition.get("status") == "True" for condition in (job.get("status") or {}).get("conditions") or ()
+        )
         if uid in have or ended or job["spec"].get("suspend"):
             continue
         wanted = f"involvedObject.uid={uid},reason=FailedCreate"
@@ -105,17 +107,19 @@ def with_refusals(api: Api, app: AppObjects) -> AppObjects:
                 raise
             return app
         if events:
-            last = max(events, key=lambda one: str(one.get("lastTimestamp") or one["metadata"]["creationTimestamp"]))
+            last = max(
+                events, key=lambda event: str(event.get("lastTimestamp") or event["metadata"]["creationTimestamp"])
+            )
             found[uid] = f"gets no pods: {str(last.get('message', '')).removeprefix('Error creating: ')}"
     return replace(app, refusals=found)
 
 
-def _is_record(one: Object) -> bool:
-    return names.ANNOTATION_APP in (one["metadata"].get("annotations") or {})
+def _is_record(resource: Object) -> bool:
+    return names.ANNOTATION_APP in (resource["metadata"].get("annotations") or {})
 
 
 def _by_app(objects: Iterable[Object]) -> dict[str, list[Object]]:
     found: dict[str, list[Object]] = {}
-    for one in objects:
-        found.setdefault(one["metadata"]["labels"][names.LABEL_APP], []).append(one)
+    for resource in objects:
+        found.setdefault(resource["metadata"]["labels"][names.LABEL_APP], []).append(resource)
     return found

@@ -126,15 +126,17 @@ def finish(pod: Object, index: int, runs_hosts: bool, context: PodContext) -> No
     # Kubernetes expands $(NAME) and turns $$ into $. TorchX does not escape the user's own text against this.
     container["command"] = [_escaped(word) for word in container.get("command", ())]
     added = _variables(runs_hosts, context)
-    names = {one["name"] for one in added}
-    kept = [dict(one) for one in container.get("env", ()) if one["name"] not in names]
-    for one in kept:
-        if "value" in one:
-            if one["name"] == _HANDLE:
+    names = {variable["name"] for variable in added}
+    own_variables = [dict(variable) for variable in container.get("env", ()) if variable["name"] not in names]
+    for variable in own_variables:
+        if "value" in variable:
+            if variable["name"] == _HANDLE:
                 # TorchX omits the namespace, and no app has that handle.
-                one["value"] = one["value"].replace(f"/{context.app_id}", f"/{context.namespace}:{context.app_id}")
-            one["value"] = _escaped(one["value"])
-    container["env"] = [*added, *kept]
+                variable["value"] = variable["value"].replace(
+                    f"/{context.app_id}", f"/{context.namespace}:{context.app_id}"
+                )
+            variable["value"] = _escaped(variable["value"])
+    container["env"] = [*added, *own_variables]
 
 
 def _exclude_nodes(spec: Object, nodes: Sequence[str]) -> None:

@@ -63,7 +63,7 @@ def with_credentials(objects: Iterable[Object], credentials: str) -> list[Object
     """Return the objects with the credentials in the app's Secret; the arguments are not changed."""
     without = {SECRET_KEY: _NO_CREDENTIALS}
     data = {"stringData": {SECRET_KEY: credentials}}
-    return [{**one, **data} if one.get("stringData") == without else one for one in objects]
+    return [{**resource, **data} if resource.get("stringData") == without else resource for resource in objects]
 
 
 def collection(api_version: str, kind: str, namespace: str) -> str:
@@ -71,21 +71,21 @@ def collection(api_version: str, kind: str, namespace: str) -> str:
     return _PATHS[api_version, kind].format(namespace=namespace)
 
 
-def collection_of(one: Object, namespace: str) -> str:
+def collection_of(resource: Object, namespace: str) -> str:
     """Return the URL path of the collection that an object belongs to."""
-    return collection(one["apiVersion"], one["kind"], namespace)
+    return collection(resource["apiVersion"], resource["kind"], namespace)
 
 
-def path_of(one: Object, namespace: str) -> str:
+def path_of(resource: Object, namespace: str) -> str:
     """Return the URL path of an existing object."""
-    return f"{collection_of(one, namespace)}/{one['metadata']['name']}"
+    return f"{collection_of(resource, namespace)}/{resource['metadata']['name']}"
 
 
-def owner(one: Object) -> Object:
+def owner(resource: Object) -> Object:
     """Return an owner reference to an existing object. Kubernetes deletes an object after the last of its owners."""
     return {
-        "apiVersion": one["apiVersion"],
-        "kind": one["kind"],
-        "name": one["metadata"]["name"],
-        "uid": one["metadata"]["uid"],
+        "apiVersion": resource["apiVersion"],
+        "kind": resource["kind"],
+        "name": resource["metadata"]["name"],
+        "uid": resource["metadata"]["uid"],
     }

@@ -86,14 +86,18 @@ def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
         else:
             status = job_status(job, objects.refusals)
         replicas = []
-        for number, each in enumerate(_attempts(objects.pods, index, spec.replicas)):
-            attempts[spec.name, number] = each
-            replicas.append(replica(spec, number, each, status, objects, now - float(options["pull_timeout"])))
+        for number, replica_attempts in enumerate(_attempts(objects.pods, index, spec.replicas)):
+            attempts[spec.name, number] = replica_attempts
+            replicas.append(
+                replica(spec, number, replica_attempts, status, objects, now - float(options["pull_timeout"]))
+            )
         roles.append(RoleSnapshot(spec, replicas, status.is_active, status.finished, status.reason))
     ending = _ending(annotations)
     if native is not None and native.state is State.CANCELLED and ending is not None:
         native = ending  # ``stop`` has aborted the job
-    elif native is not None and any(one.failure or one.waiting for role in roles for one in role.replicas):
+    elif native is not None and any(
+        replica_snapshot.failure or replica_snapshot.waiting for role in roles for replica_snapshot in role.replicas
+    ):
         native = Outcome(native.state)  # a pod's reason is more exact than Volcano's
     return KubernetesSnapshot(
         app_id=app_id,
@@ -101,7 +105,7 @@ def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
         roles=roles,
         app=submitted.app,
         created=seconds(metadata["creationTimestamp"]),
-        started=min((pod.started for each in attempts.values() for pod in each if pod.started), default=0.0),
+        started=min((pod.started for pods in attempts.values() for pod in pods if pod.started), default=0.0),
         grace=float(options["grace"]),
         native=native,
         ending=ending,
@@ -124,7 +128,7 @@ def replica(
         stuck_before: a pod that could not be started since before this time, in seconds since the epoch, is stuck.
     """
     last = attempts[-1] if attempts else None
-    living = [one for one in attempts if one.lives]
+    living = [attempt for attempt in attempts if attempt.lives]
     state = _replica_state(spec, index, last, job)
     failed = state is State.FAILED
     return ReplicaSnapshot(
@@ -137,12 +141,12 @@ def replica(
         ended=last.ended if last else 0.0,
         exit_code=last.exit_code if last else None,
         restarts=max(0, len(attempts) - 1),
-        rank_restarts=sum(one.rank_restarts for one in attempts),
+        rank_restarts=sum(attempt.rank_restarts for attempt in attempts),
         failure=f"replica {spec.name}/{index} {last.failure if last else 'failed; its pod is gone'}" if failed else "",
         error=last.error if failed and last else "",
         waiting=last.waiting if last else "",
         is_stuck=last is not None and 0 < last.stuck_since < stuck_before,
-        is_stopping=bool(living) and all(one.stopping or one.deleting for one in living),
+        is_stopping=bool(living) and all(attempt.stopping or attempt.deleting for attempt in living),
         is_error_lost=failed and last is None,
         was_stopped=last is not None and last.was_deleted,
         lingers=state.is_terminal and bool(living),
@@ -172,7 +176,11 @@ def job_status(job: Object | None, refusals: Mapping[str, str]) -> JobReport:
     if job is None:
         return JobReport(False)
     status = job.get("status") or {}
-    true = {one["type"]: one for one in status.get("conditions") or () if one.get("status") == "True"}
+    true = {
+        condition["type"]: condition
+        for condition in status.get("conditions") or ()
+        if condition.get("status") == "True"
+    }
     finished, reason = None, ""
     if "Complete" in true:
         finished = State.SUCCEEDED
@@ -220,8 +228,8 @@ def _attempts(pods: Sequence[Object], role: int, replicas: int) -> list[list[Att
         index, number = _place(pod)
         if index == role and 0 <= number < replicas:
             found[number].append(Attempt.of(pod))
-    for each in found:
-        each.sort(key=lambda one: (one.created, one.lives))
+    for replica_attempts in found:
+        replica_attempts.sort(key=lambda attempt: (attempt.created, attempt.lives))
     return found
 
 

@@ -31,8 +31,8 @@ def stop(api: Api, app: KubernetesSnapshot, outcome: Outcome) -> None:
     Raises:
         KubernetesError: the record, a Job or a pod cannot be changed. The call can be repeated.
     """
-    noted = app.ending or outcome
-    note = json.dumps({"state": noted.state.name, "msg": noted.message, "time": noted.time or time.time()})
+    ending = app.ending or outcome
+    note = json.dumps({"state": ending.state.name, "msg": ending.message, "time": ending.time or time.time()})
     metadata: Object = {"annotations": {names.ANNOTATION_ENDED: note}}
     record = path_of(app.objects.record, app.objects.namespace)
     if app.objects.mode == "volcano":
@@ -81,15 +81,16 @@ def _stop_pods(api: Api, namespace: str, name: str) -> None:
     """End the running pods of an app by a deadline; delete its pending pods, which have no log."""
     path = collection("v1", "Pod", namespace)
     for pod in api.items(path, f"{names.LABEL_APP}={name}"):
-        one = Attempt.of(pod)
-        if not one.lives or one.stopping or one.deleting:
+        attempt = Attempt.of(pod)
+        if not attempt.lives or attempt.stopping or attempt.deleting:
             continue
         try:
-            if one.phase == "Pending":
-                api.delete(f"{path}/{one.pod}")
+            if attempt.phase == "Pending":
+                api.delete(f"{path}/{attempt.pod}")
             else:
-                api.patch(f"{path}/{one.pod}", {"spec": {"activeDeadlineSeconds": DEADLINE}})
+                api.patch(f"{path}/{attempt.pod}", {"spec": {"activeDeadlineSeconds": DEADLINE}})
         except KubernetesError as error:
             if error.status != 403:
                 raise
-            api.delete(f"{path}/{one.pod}")  # a user without the right to patch pods may have the right to delete them
+            # A user without the right to patch pods may have the right to delete them.
+            api.delete(f"{path}/{attempt.pod}")

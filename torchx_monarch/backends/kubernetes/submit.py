@@ -32,8 +32,8 @@ def validate(api: Api, request: KubernetesRequest) -> None:
     Raises:
         KubernetesError: the cluster would refuse an object.
     """
-    for one in request.objects:
-        _check_kept(one, api.create(collection_of(one, request.namespace), one, dry_run=True))
+    for resource in request.objects:
+        _check_kept(resource, api.create(collection_of(resource, request.namespace), resource, dry_run=True))
 
 
 def submit(api: Api, request: KubernetesRequest, credentials: str) -> None:
@@ -52,19 +52,19 @@ def submit(api: Api, request: KubernetesRequest, credentials: str) -> None:
     made: list[Object] = []
     doubtful: list[Object] = []
     try:
-        for one in with_credentials(request.objects, credentials):
+        for resource in with_credentials(request.objects, credentials):
             jobs = [owner(job) for job in made if job["kind"] == "Job"]
-            if jobs and one["kind"] != "Job":
-                one = {**one, "metadata": {**one["metadata"], "ownerReferences": jobs}}
-            doubtful = [one]
-            made.append(api.create(collection_of(one, request.namespace), one))
+            if jobs and resource["kind"] != "Job":
+                resource = {**resource, "metadata": {**resource["metadata"], "ownerReferences": jobs}}
+            doubtful = [resource]
+            made.append(api.create(collection_of(resource, request.namespace), resource))
             doubtful.clear()
-            _check_kept(one, made[-1])
+            _check_kept(resource, made[-1])
         owners = [owner(job) for job in made if job["kind"] == "Job"]
         # The record, made first, comes last: by it an app is found whose Secret has no owner yet.
-        for one in reversed(made):
-            if one["kind"] != "Job" and not one["metadata"].get("ownerReferences"):
-                api.patch(path_of(one, request.namespace), {"metadata": {"ownerReferences": owners}})
+        for resource in reversed(made):
+            if resource["kind"] != "Job" and not resource["metadata"].get("ownerReferences"):
+                api.patch(path_of(resource, request.namespace), {"metadata": {"ownerReferences": owners}})
     except BaseException as error:
         # With a 4xx status the object was not created, and an object of that name may belong to another app.
         if isinstance(error, KubernetesError) and 400 <= error.status < 500:
@@ -78,25 +78,25 @@ def submit(api: Api, request: KubernetesRequest, credentials: str) -> None:
 
 def _remove(api: Api, objects: Sequence[Object], namespace: str) -> None:
     """Delete the objects of a failed submission; log a warning for each object that cannot be deleted."""
-    for one in objects:
+    for resource in objects:
         try:
-            api.delete(path_of(one, namespace))
+            api.delete(path_of(resource, namespace))
         except KubernetesError as error:
-            what = f"{one['kind'].lower()} {one['metadata']['name']} --namespace {namespace}"
+            what = f"{resource['kind'].lower()} {resource['metadata']['name']} --namespace {namespace}"
             _log.warning("not removed, to be done by `kubectl delete %s`: %s", what, error)
 
 
-def _check_kept(sent: Object, kept: Object) -> None:
+def _check_kept(sent: Object, stored: Object) -> None:
     """Check that the server has kept the fields of a Job that this package needs.
 
     Args:
         sent: the object in the request.
-        kept: the object in the answer.
+        stored: the object in the answer.
 
     Raises:
         KubernetesError: the server has dropped a field.
     """
-    dropped = [key for key in _NEEDED if key in sent.get("spec", {}) and key not in kept.get("spec", {})]
+    dropped = [key for key in _NEEDED if key in sent.get("spec", {}) and key not in stored.get("spec", {})]
     if dropped:
         raise KubernetesError(
             f"the cluster does not know {' and '.join(dropped)} of a Job: mode=job needs Kubernetes 1.29 or later"

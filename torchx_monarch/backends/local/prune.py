@@ -56,7 +56,7 @@ def prune(apps: str, *, days: float | None = None, newest: int | None = None) ->
                 if record is not None and record.terminal and record.ended is not None:
                     ended.append((record.ended, paths))
     newest = keep_apps() if newest is None else newest
-    ended.sort(key=lambda each: each[0], reverse=True)
+    ended.sort(key=lambda ended_app: ended_app[0], reverse=True)
     removed = []
     for rank, (end, paths) in enumerate(ended):
         if (rank >= newest or end < oldest_end) and not owners.are_alive(paths):

@@ -74,11 +74,11 @@ def _role(role: Role, spec: RoleSpec, app_id: str) -> RoleRequest:
 
 def _give_gpus(app: AppDef, roles: list[RoleRequest], assign_gpus: bool, environ: Mapping[str, str]) -> None:
     wanted = [(role.num_replicas, role.resource.gpu) for role in app.roles]
-    total = sum(replicas * max(each, 0) for replicas, each in wanted)
+    total = sum(replicas * max(gpu_count, 0) for replicas, gpu_count in wanted)
     if total == 0:
         return
     if not assign_gpus:
-        if sum(replicas for replicas, each in wanted if each > 0) > 1:
+        if sum(replicas for replicas, gpu_count in wanted if gpu_count > 0) > 1:
             _log.warning(
                 "several replicas of this app ask for GPUs, and all of them will see all GPUs of this machine. "
                 "Set the run option auto_set_cuda_visible_devices=True to divide the GPUs between them."

@@ -36,15 +36,15 @@ def request_stop(paths: state_files.AppPaths, grace: float | None) -> None:
     """
     owning = owners.load(paths)
     found = [owning.supervisor, owning.keeper] if owning is not None else []
-    found = [one for one in found if processes.identity(one.pid) == one]
+    found = [process for process in found if processes.identity(process.pid) == process]
     try:
         cancel_request.write(paths, CancelRequest(grace))
     except OSError:  # a full disk, or a folder of that name: a running supervisor ends the app nevertheless
         if not found:
             raise
-    for each in found:  # the keeper ignores SIGTERM
-        processes.send(each, signal.SIGTERM)
-        processes.send(each, signal.SIGCONT)  # a stopped process handles SIGTERM only after it
+    for process in found:  # the keeper ignores SIGTERM
+        processes.send(process, signal.SIGTERM)
+        processes.send(process, signal.SIGCONT)  # a stopped process handles SIGTERM only after it
     if not owners.are_alive(paths):
         kill_rest(paths)
 

@@ -295,7 +295,7 @@ class SupervisorLoop:
             outcome = reduce(self._snapshot()).outcome
             if outcome is None or outcome.state is not State.SUCCEEDED:
                 return
-            if any(one.alive and one.spec.spares for one in self._all) and not spares_had_time:
+            if any(replica.alive and replica.spec.spares for replica in self._all) and not spares_had_time:
                 self.at(time.monotonic() + SETTLE, lambda: self._end_if_succeeded(spares_had_time=True))
             else:
                 self._end(State.SUCCEEDED, "")
@@ -304,9 +304,9 @@ class SupervisorLoop:
         """Return the state of the app, in which a host that was killed after its role had succeeded has succeeded."""
         roles = []
         for request, replicas in zip(self._request.roles, self._roles, strict=True):
-            states = [State.SUCCEEDED if one in self._surplus else one.record.state for one in replicas]
-            each = [one.snapshot(state) for one, state in zip(replicas, states, strict=True)]
-            roles.append(RoleSnapshot(request.spec, each))
+            states = [State.SUCCEEDED if replica in self._surplus else replica.record.state for replica in replicas]
+            snapshots = [replica.snapshot(state) for replica, state in zip(replicas, states, strict=True)]
+            roles.append(RoleSnapshot(request.spec, snapshots))
         return AppSnapshot(self._request.app_id, self._request.name, roles, grace=self._request.grace)
 
     def _stop_late_hosts(self, first: Replica) -> None:
@@ -340,7 +340,7 @@ class SupervisorLoop:
     def _on_failure(self, replica: Replica) -> None:
         index, spec = replica.role_index, replica.spec
         siblings = self._roles[index]
-        failed = {one.record.id for one in siblings if one in self._given_up} | {replica.record.id}
+        failed = {sibling.record.id for sibling in siblings if sibling in self._given_up} | {replica.record.id}
         spare = not replica.final and spec.tolerates(failed)
         if spec.runs_hosts and any(sibling.succeeded for sibling in siblings):
             # Hosts exit with 0 once all ranks of their role have: this host was killed after that.
@@ -450,9 +450,13 @@ class SupervisorLoop:
         if state is State.FAILED:
             # The first replica to fail may only have lost another one, whose failure was reported later.
             no_room = bool(folder.describe_full_disk(self._paths))
-            failed = [one for one in self._all if one.record.state is State.FAILED and one not in self._given_up]
-            each = [one.snapshot(State.FAILED, one.read_error() or "", no_room) for one in failed]
-            cause, error = root_cause(each)
+            failed = [
+                replica
+                for replica in self._all
+                if replica.record.state is State.FAILED and replica not in self._given_up
+            ]
+            snapshots = [replica.snapshot(State.FAILED, replica.read_error() or "", no_room) for replica in failed]
+            cause, error = root_cause(snapshots)
             message = cause.failure if cause is not None else message
         notes = [message] if message else []
         if left := processes.kill_descendants(self._request.job):

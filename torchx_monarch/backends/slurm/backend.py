@@ -165,37 +165,37 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> SlurmSnapshot | None:
         """Read the state of an app; return None if no app of this scheduler has this id."""
-        job = snapshot.look(app_id)
+        job = snapshot.state_of(app_id)
         return snapshot.of_app(app_id, job, brief=brief) if job else None
 
     def snapshots(self, options: Cfg) -> list[SlurmSnapshot]:
         """Read the states of the apps of this state directory and of this user's other apps that Slurm remembers."""
         live = {job.leader: [job] for job in native.listed_jobs()}
-        known = folder.known()
+        folders = folder.job_folders()
         for app_id, jobs in live.items():
-            noted = folder.noted(jobs[0].comment)
-            if noted is not None and not snapshot.is_deleted(app_id, noted, jobs):
-                known[app_id] = noted
-        lost = [app_id for app_id in known if app_id not in live and not job_state.has_recorded_end(known[app_id])]
+            job_folder = folder.folder_of_comment(jobs[0].comment)
+            if job_folder is not None and not snapshot.is_deleted(app_id, job_folder, jobs):
+                folders[app_id] = job_folder
+        lost = [app_id for app_id in folders if app_id not in live and not job_state.has_recorded_end(folders[app_id])]
         recorded = native.recorded_jobs(lost)
 
         def read(app_id: str) -> SlurmSnapshot:
             components = live.get(app_id) or recorded.get(app_id, [])[:1]
-            state = job_state.of_job(known[app_id], components)
-            app = submitted_app.load(known[app_id].app, known[app_id].trusted)
+            state = job_state.of_job(folders[app_id], components)
+            app = submitted_app.load(folders[app_id].app, folders[app_id].trusted)
             name = app.app.name if app else components[0].name if components else ""
             return SlurmSnapshot(
                 app_id=app_id,
                 name=name,
                 roles=[],
                 app=app.app if app else None,
-                created=known[app_id].submitted,
+                created=folders[app_id].submitted,
                 started=snapshot.first_start(state),
                 native=state.outcome,
                 job=state,
             )
 
-        return read_undamaged(sorted(known, key=int, reverse=True), read)
+        return read_undamaged(sorted(folders, key=int, reverse=True), read)
 
     def read_log(
         self, app: SlurmSnapshot, role: str, replica: int, query: LogQuery[SlurmSnapshot]
@@ -223,13 +223,13 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
 
     def events_path(self, app_id: str) -> Path | None:
         """Return the path of the app's events file; None if this state directory does not know its folder."""
-        known = folder.find(app_id)
-        return Path(known.events) if known else None
+        paths = folder.find(app_id)
+        return Path(paths.events) if paths else None
 
     def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
         """Return the folder of a replica's logs; None if this state directory does not know the app's folder."""
-        known = folder.find(app_id)
-        return Path(known.replica_logs(role, replica)) if known else None
+        paths = folder.find(app_id)
+        return Path(paths.replica_logs(role, replica)) if paths else None
 
     def still_runs(self, app: SlurmSnapshot) -> bool:
         """Return whether Slurm reports that the app runs, whatever its files say."""
@@ -246,13 +246,13 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
     def has_ended(self, app_id: str) -> bool:
         """Return whether an app has ended or does not exist; at most every 5 s, or 0.5 s once its record says so."""
         now = time.monotonic()
-        known = folder.find(app_id)
-        is_recorded = known is not None and job_state.has_recorded_end(known)
+        paths = folder.find(app_id)
+        is_recorded = paths is not None and job_state.has_recorded_end(paths)
         if now < self._asked.get(app_id, -_ASK_EVERY) + (_ASK_AFTER_END if is_recorded else _ASK_EVERY):
             return False
         self._asked[app_id] = now
         with contextlib.suppress(SlurmError, state_files.DamagedFileError):
-            job = snapshot.look(app_id)
+            job = snapshot.state_of(app_id)
             return job is None or not job.is_live
         return False
 

@@ -33,9 +33,9 @@ def check_slurm(options: SlurmOpts | None) -> Iterator[CheckResult]:
     if missing:
         return
     version = native.run(["sinfo", "--version"], _TIMEOUT).stdout.strip()
-    told = native.run(["scontrol", "ping"], _TIMEOUT)
-    up = told.returncode == 0 and " UP" in told.stdout.upper()
-    answer = (told.stdout + told.stderr).strip().replace("\n", ", ")
+    ping = native.run(["scontrol", "ping"], _TIMEOUT)
+    up = ping.returncode == 0 and " UP" in ping.stdout.upper()
+    answer = (ping.stdout + ping.stderr).strip().replace("\n", ", ")
     yield check(
         "slurmctld",
         ": ".join(filter(None, (version, answer))),
@@ -78,15 +78,15 @@ def _check_partition(partition: str | None) -> CheckResult:
         partition: its name; None for Slurm's default.
     """
     which = ["--partition", partition] if partition else []
-    told = native.run(["sinfo", "--noheader", "--format=%P %a %D", *which], _TIMEOUT)
-    if told.returncode:
-        return check("partition", partition or "", fail=f"sinfo refuses: {told.stderr.strip()}")
-    rows = [fields for fields in map(str.split, told.stdout.splitlines()) if len(fields) == 3]
+    sinfo = native.run(["sinfo", "--noheader", "--format=%P %a %D", *which], _TIMEOUT)
+    if sinfo.returncode:
+        return check("partition", partition or "", fail=f"sinfo refuses: {sinfo.stderr.strip()}")
+    rows = [fields for fields in map(str.split, sinfo.stdout.splitlines()) if len(fields) == 3]
     if not partition:
         rows = [fields for fields in rows if fields[0].endswith("*")]
     if not rows:
-        known = "there is no such partition" if partition else "Slurm has no default partition"
-        return check("partition", partition or "", fail=f"{known}; `sinfo` lists them, -cfg partition=NAME takes one")
+        reason = "there is no such partition" if partition else "Slurm has no default partition"
+        return check("partition", partition or "", fail=f"{reason}; `sinfo` lists them, -cfg partition=NAME takes one")
     name, state, nodes = rows[0][0].rstrip("*"), rows[0][1], sum(int(row[2]) for row in rows if row[2].isdigit())
     advice = "" if state == "up" else "it starts no jobs; name another in -cfg partition"
     return check("partition", f"{name}, {state}, {nodes} nodes", fail=advice)

@@ -162,7 +162,7 @@ def is_removed(app_id: str, folder: JobFolder) -> bool:
     return _links(app_id).get(app_id) == folder.root and not os.path.isdir(folder.root)
 
 
-def known() -> dict[str, JobFolder]:
+def job_folders() -> dict[str, JobFolder]:
     """Return the folders of the jobs submitted with this state directory, by job id, without deleted ones.
 
     Raises:
@@ -248,7 +248,7 @@ def _check_job_folder(root: str) -> None:
         raise safe_files.UnsafeFileError(root, f"is not the folder of a job of yours: {error.strerror}") from None
 
 
-def noted(comment: str) -> JobFolder | None:
+def folder_of_comment(comment: str) -> JobFolder | None:
     """Return the folder that a job's comment names; None if another program submitted the job."""
     _, mark, path = comment.partition(MARK)
     return JobFolder(path.strip()) if mark and path.strip() else None

@@ -56,7 +56,7 @@ class JobState:
         If job.json says that the app has ended but Slurm reports that it runs, the job is about to exit or the file is
         wrong.
         """
-        return not self.state.is_terminal or any(one.is_live for one in self.components)
+        return not self.state.is_terminal or any(component.is_live for component in self.components)
 
 
 def of_job(folder: JobFolder, components: list[Job]) -> JobState:
@@ -78,7 +78,7 @@ def of_job(folder: JobFolder, components: list[Job]) -> JobState:
     elif outcome.state is State.RUNNING and not os.path.isdir(folder.root):
         message = f"its folder {folder.root} was removed or is not on this machine: details and logs are missing"
     outcome = Outcome(outcome.state, message, time=_end_time(outcome.state, record))
-    nodes = [one.nodes for one in components if one.nodes] or (record.nodes if record else [])
+    nodes = [component.nodes for component in components if component.nodes] or (record.nodes if record else [])
     return JobState(folder, outcome, nodes, components, record)
 
 

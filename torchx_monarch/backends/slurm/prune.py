@@ -28,7 +28,7 @@ def prune() -> None:
         OSError, StateAccessError: the state directory must not or cannot be used.
     """
     oldest = time.time() - state_files.keep_days() * 86400
-    ids = {paths.root: app_id for app_id, paths in folder.known().items()}
+    ids = {paths.root: app_id for app_id, paths in folder.job_folders().items()}
     asked = 0
     for root in _older(folder.jobs_dir(), oldest):
         paths = JobFolder(root)
@@ -36,7 +36,7 @@ def prune() -> None:
         if not ended and root in ids and asked < _ASKED:
             asked += 1
             with contextlib.suppress(SlurmError, state_files.DamagedFileError):
-                job = snapshot.look(ids[root])
+                job = snapshot.state_of(ids[root])
                 is_mine = job is not None and job.folder.root == root and not job.other_user
                 ended = job is not None and is_mine and job.state.is_terminal
         if ended:
@@ -54,8 +54,8 @@ def _older(path: str, than: float) -> list[str]:
         OSError: the folder must not or cannot be read (``state_files.names_in``).
     """
     found = []
-    for each in sorted(os.path.join(path, name) for name in state_files.names_in(path)):
+    for entry in sorted(os.path.join(path, name) for name in state_files.names_in(path)):
         with contextlib.suppress(FileNotFoundError):
-            if os.stat(each, follow_symlinks=False).st_mtime < than:
-                found.append(each)
+            if os.stat(entry, follow_symlinks=False).st_mtime < than:
+                found.append(entry)
     return found

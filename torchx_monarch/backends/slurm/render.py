@@ -110,7 +110,9 @@ def _gres(role: Role, app: AppDef, cfg: SlurmOpts) -> str | None:
     """Return the ``gres`` of a role: the run option for roles that ask for GPUs (for all roles if none does), else its
     number of GPUs; None for no GPUs."""
     gpus = 0 if role.resource == NULL_RESOURCE else max(role.resource.gpu, 0)
-    if cfg.gres and (gpus or not any(one.resource != NULL_RESOURCE and one.resource.gpu > 0 for one in app.roles)):
+    if cfg.gres and (
+        gpus or not any(app_role.resource != NULL_RESOURCE and app_role.resource.gpu > 0 for app_role in app.roles)
+    ):
         return cfg.gres
     return f"gpu:{gpus}" if gpus else None
 

@@ -133,8 +133,8 @@ class SlurmRequest:
 
     def step_options(self, role: int) -> dict[str, str | None]:
         """Return the srun options of the step of the role of this index, by name without dashes."""
-        one = self.roles[role]
-        return {**one.srun, **(one.container.options(self.folder) if one.container else {})}
+        role_request = self.roles[role]
+        return {**role_request.srun, **(role_request.container.options(self.folder) if role_request.container else {})}
 
     @property
     def starter(self) -> list[str]:

@@ -33,7 +33,7 @@ class SlurmSnapshot(AppSnapshot):
 # -- the state of the job ----------------------------------------------------------------------------------------------
 
 
-def look(app_id: str) -> JobState | None:
+def state_of(app_id: str) -> JobState | None:
     """Return the state of an app; None if no app of this scheduler has this id.
 
     Args:
@@ -53,7 +53,7 @@ def look(app_id: str) -> JobState | None:
         components = []  # the records in its folder have the final state
     if components:
         # Slurm reuses job ids, and clusters may share a home directory: the job's comment takes precedence.
-        folder = folders.noted(components[0].comment) or folder
+        folder = folders.folder_of_comment(components[0].comment) or folder
     if folder is None or components and is_deleted(app_id, folder, components):
         return None
     other_user = next((job.other_user for job in components if job.other_user), "")
@@ -97,7 +97,11 @@ def of_app(app_id: str, job: JobState, *, brief: bool) -> SlurmSnapshot:
             raise
     # Without app.json, each component of the job is shown as a role.
     components = job.components
-    specs = app.roles if app else [RoleSpec(f"{one.name}-{k}" if k else one.name) for k, one in enumerate(components)]
+    specs = (
+        app.roles
+        if app
+        else [RoleSpec(f"{component.name}-{k}" if k else component.name) for k, component in enumerate(components)]
+    )
     roles = [RoleSnapshot(spec, _replicas(job, spec, index, brief)) for index, spec in enumerate(specs)]
     name = app.app.name if app else components[0].name if components else app_id
     restarts = None

@@ -21,9 +21,9 @@ from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.ssh import known, workspace
+from torchx_monarch.backends.ssh import layouts, workspace
 from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
-from torchx_monarch.backends.ssh.known import Layout
+from torchx_monarch.backends.ssh.layouts import Layout
 from torchx_monarch.backends.ssh.machine_name import MachineName, parse_hosts
 from torchx_monarch.backends.ssh.native import MachineConnection, Machines, RefusedOrderError, SshError, concurrently
 from torchx_monarch.backends.ssh.options import SshOpts
@@ -69,8 +69,8 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             return
         for name in parse_hosts(options.hosts):
             try:
-                told = self._machines.ask(name, options.python, options.setup, "hello")
-                yield check(name, f"{told['hostname']}, {told['python']}")
+                answer = self._machines.ask(name, options.python, options.setup, "hello")
+                yield check(name, f"{answer['hostname']}, {answer['python']}")
             except SshError as error:
                 yield check(name, "no", fail=error.reason)
 
@@ -88,7 +88,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         Raises:
             SubmitError: a machine cannot be reached or refuses; nothing is left on the others.
         """
-        if known.kept(request.app_id) is not None:  # the same dry run is submitted again
+        if layouts.load(request.app_id) is not None:  # the same dry run is submitted again
             request = request.renamed()
         layout = Layout(request.machines, request.python, request.setup)
         with contextlib.ExitStack() as stack:
@@ -101,15 +101,18 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             connections: dict[str, MachineConnection] = {}
             try:
                 connections |= dict(zip(layout.names, _all(concurrently(connect, layout.names)), strict=True))
-                told = dict(zip(connections, _all(concurrently(_hello, connections.values())), strict=True))
-                addresses = {name: str(told[name]["address"]) for name in told}
-                known.keep(request.app_id, layout)
+                answers = dict(zip(connections, _all(concurrently(_hello, connections.values())), strict=True))
+                addresses = {name: str(answers[name]["address"]) for name in answers}
+                layouts.keep(request.app_id, layout)
                 self._start(request, submitted, credentials, connections, addresses)
-                _all(concurrently(lambda one: one.ask("confirm"), connections.values()))
+                _all(concurrently(lambda connection: connection.ask("confirm"), connections.values()))
             except BaseException as error:
-                known.forget(request.app_id)
+                layouts.forget(request.app_id)
                 # They would do it by themselves when the connection ends; the caller is to find nothing left.
-                concurrently(lambda one: one.ask("give_up"), [one for one in connections.values() if one.is_open])
+                concurrently(
+                    lambda connection: connection.ask("give_up"),
+                    [connection for connection in connections.values() if connection.is_open],
+                )
                 if isinstance(error, (SshError, OSError)):
                     raise SubmitError(f"the app was not started: {error}") from None
                 raise
@@ -144,8 +147,8 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
                 places.append(asdict(place))
                 gpus.append(request.gpus[role])
                 workspaces.append(hashes[role])
-            each = {"names": names, "requests": requests, "places": places, "gpus": gpus, "workspaces": workspaces}
-            connections[name].ask("start", **each, app=app)
+            fields = {"names": names, "requests": requests, "places": places, "gpus": gpus, "workspaces": workspaces}
+            connections[name].ask("start", **fields, app=app)
 
         _all(concurrently(start, connections))
 
@@ -161,7 +164,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             SshError: that machine cannot be reached.
             DamagedFileError: a file of the app on it is damaged.
         """
-        layout = known.kept(app_id)
+        layout = layouts.load(app_id)
         if layout is not None:
             return layout
         head = app_id.partition("@")[2]
@@ -190,10 +193,10 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
 
         def read(machine: str) -> dict[tuple[int, int], Found]:
             names = [folder_name(app_id, role, k) for role, k in places[machine]]
-            told = self._ask(layout, machine, "read", names=names, brief=brief)
+            reply = self._ask(layout, machine, "read", names=names, brief=brief)
             answers = {}
-            for (role, k), one in zip(places[machine], told["replicas"], strict=True):
-                if found := Found.of(one, told["hostname"]):
+            for (role, k), replica in zip(places[machine], reply["replicas"], strict=True):
+                if found := Found.of(replica, reply["hostname"]):
                     answers[role, k] = found
             return answers
 
@@ -219,8 +222,8 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         """
         chosen = SshOpts.from_cfg(self.run_opts().resolve(dict(options)))
         machines = {name: (chosen.python, chosen.setup) for name in parse_hosts(chosen.hosts)}
-        for app_id in known.app_ids():
-            layout = known.kept(app_id)
+        for app_id in layouts.app_ids():
+            layout = layouts.load(app_id)
             for name in layout.names if layout else ():
                 machines.setdefault(name, (layout.python, layout.setup))  # type: ignore[union-attr]
 
@@ -233,8 +236,8 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             if isinstance(answer, SshError):
                 lost[name] = answer
                 continue
-            for one in read_undamaged(answer["replicas"], partial(Found.of, hostname=answer["hostname"])):
-                apps.setdefault(one.place.app_id, {})[one.place.role, one.place.replica] = one
+            for found in read_undamaged(answer["replicas"], partial(Found.of, hostname=answer["hostname"])):
+                apps.setdefault(found.place.app_id, {})[found.place.role, found.place.replica] = found
         if lost and not apps and len(lost) == len(machines):
             raise next(iter(lost.values()))
 
@@ -248,7 +251,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
     def read_log(self, app: SshSnapshot, role: str, replica: int, query: LogQuery[SshSnapshot]) -> Iterator[TimedLine]:
         """Yield lines of a replica's log; a log that is followed goes on when its machine has come back."""
         place = app.place
-        index = [one.spec.name for one in app.roles].index(role)
+        index = [role_snapshot.spec.name for role_snapshot in app.roles].index(role)
         machine = place.machines[index][replica]
         fields = {
             "name": folder_name(app.app_id, index, replica),
@@ -305,18 +308,18 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         lost = self._order_all(app, "remove")
         if lost:
             raise lost[0]
-        known.forget(app.app_id)
+        layouts.forget(app.app_id)
 
     def _order_all(self, app: SshSnapshot, order: str, **fields: Any) -> list[SshError]:
         place = app.place
         layout = Layout(place.machines, place.python, place.setup)
         places = by_machine(place.machines)
 
-        def one(machine: str) -> None:
+        def send_order(machine: str) -> None:
             names = [folder_name(app.app_id, role, k) for role, k in places[machine]]
             self._ask(layout, machine, order, names=names, **fields)
 
-        lost = [each for each in concurrently(one, places) if isinstance(each, SshError)]
+        lost = [result for result in concurrently(send_order, places) if isinstance(result, SshError)]
         if len(lost) == len(places):
             raise lost[0]
         return lost
@@ -328,7 +331,7 @@ def _hello(connection: MachineConnection) -> Any:
 
 def _all(results: Sequence[Any]) -> list[Any]:
     """Return the results; raise the first SshError among them."""
-    for one in results:
-        if isinstance(one, SshError):
-            raise one
+    for result in results:
+        if isinstance(result, SshError):
+            raise result
     return list(results)

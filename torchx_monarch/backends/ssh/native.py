@@ -146,7 +146,7 @@ class MachineConnection:
             fields: of the order.
         """
         self._send(json.dumps({"order": order, **fields}, separators=(",", ":")).encode() + b"\n")
-        told = False
+        is_end_sent = False
         while True:
             line = self._line(None, pause=1.0)
             if line:
@@ -154,8 +154,8 @@ class MachineConnection:
                 if answer is None:
                     return
                 yield from answer
-            elif has_ended is not None and not told and has_ended():
-                told = True
+            elif has_ended is not None and not is_end_sent and has_ended():
+                is_end_sent = True
                 self._send(b'{"order":"ended"}\n')
 
     def _answer(self, line: bytes) -> Any:
@@ -334,13 +334,13 @@ def concurrently(call: Callable[[T], R], items: Iterable[T]) -> list[R | SshErro
     """Call a function for each item at once; return results and SshErrors in their order."""
     todo = list(items)
 
-    def one(item: T) -> R | SshError:
+    def result_of(item: T) -> R | SshError:
         try:
             return call(item)
         except SshError as error:
             return error
 
     if len(todo) < 2:
-        return [one(item) for item in todo]
+        return [result_of(item) for item in todo]
     with ThreadPoolExecutor(min(32, len(todo))) as pool:
-        return list(pool.map(one, todo))
+        return list(pool.map(result_of, todo))

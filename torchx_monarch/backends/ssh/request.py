@@ -73,12 +73,12 @@ class SshRequest:
         spec = self.roles[role].spec
         # The machine restarts its replica alone, whatever happens to others: hosts end and begin again together.
         alone = replace(spec, replicas=1, min_replicas=None, sidecar=False)
-        one = self.roles[role].replicas[k]
-        env = {RANK0_HOST: addresses[0], **one.env}
-        env |= {replica0_variable(index): each for index, each in enumerate(addresses)}
+        replica = self.roles[role].replicas[k]
+        env = {RANK0_HOST: addresses[0], **replica.env}
+        env |= {replica0_variable(index): address for index, address in enumerate(addresses)}
         if spec.runs_hosts and credentials:
             env[CREDENTIALS] = credentials
-        roles = [RoleRequest(alone, [replace(one, env=env)], first=k)]
+        roles = [RoleRequest(alone, [replace(replica, env=env)], first=k)]
         return LocalRequest(name, self.name, roles, grace=self.grace, lease=self.lease, networked=True)
 
 

@@ -81,25 +81,25 @@ def build(app_id: str, found: Mapping[tuple[int, int], Found], lost: Mapping[str
     first = next(iter(found.values()))
     place = first.place
     submitted = SubmittedApp.unpack(place.packed, f"the place.json of {app_id} on {first.hostname}")
-    living = any(not one.record.terminal for one in found.values())
+    living = any(not replica.record.terminal for replica in found.values())
     roles = []
     for index, (spec, machines) in enumerate(zip(submitted.roles, place.machines, strict=True)):
         replicas = []
         for k, machine in enumerate(machines):
-            one = found.get((index, k))
-            if one is not None:
-                replicas.append(_replica(spec.name, k, one))
+            replica = found.get((index, k))
+            if replica is not None:
+                replicas.append(_replica(spec.name, k, replica))
             else:
                 replicas.append(_absent(spec, k, machine, lost.get(machine), living))
         roles.append(RoleSnapshot(spec, replicas))
-    endings = sorted((one.ending for one in found.values() if one.ending), key=lambda one: one.time)
+    endings = sorted((replica.ending for replica in found.values() if replica.ending), key=lambda ending: ending.time)
     return SshSnapshot(
         app_id=app_id,
         name=submitted.app.name,
         roles=roles,
         app=submitted.app,
         created=place.created,
-        started=min((one.record.started for one in found.values() if one.record.started), default=0.0),
+        started=min((replica.record.started for replica in found.values() if replica.record.started), default=0.0),
         grace=place.grace,
         ending=Outcome(endings[0].state, endings[0].message, time=endings[0].time) if endings else None,
         notes=[f"{error}" for error in lost.values()],
@@ -109,23 +109,23 @@ def build(app_id: str, found: Mapping[tuple[int, int], Found], lost: Mapping[str
 
 def _replica(role: str, k: int, found: Found) -> ReplicaSnapshot:
     record = found.record
-    one = record.roles[0].replicas[0] if record.roles and record.roles[0].replicas else None
+    replica_record = record.roles[0].replicas[0] if record.roles and record.roles[0].replicas else None
     ended = record.ended or 0.0
     more: dict[str, Any] = {
         "hostname": found.hostname,
         "address": found.place.address if not record.terminal else "",
-        "started": (one.started if one else None) or 0.0,
+        "started": (replica_record.started if replica_record else None) or 0.0,
         "restarts": record.restarts,
         "rank_restarts": found.rank_restarts,
     }
     if not record.terminal:
-        starting = one is None or one.state is State.PENDING
+        starting = replica_record is None or replica_record.state is State.PENDING
         state = State.PENDING if starting else State.RUNNING
         return ReplicaSnapshot(role, k, state, is_stopping=found.ending is not None, **more)
-    if one is None or (record.state is State.CANCELLED and not one.started):
+    if replica_record is None or (record.state is State.CANCELLED and not replica_record.started):
         return ReplicaSnapshot(role, k, State.CANCELLED, ended=ended, **more)
-    more["ended"] = one.ended or ended
-    if record.state is State.SUCCEEDED or one.state is State.SUCCEEDED:
+    more["ended"] = replica_record.ended or ended
+    if record.state is State.SUCCEEDED or replica_record.state is State.SUCCEEDED:
         return ReplicaSnapshot(role, k, State.SUCCEEDED, exit_code=0, **more)
     message = record.msg
     if "rebooted" in message or "were killed" in message:
@@ -134,9 +134,9 @@ def _replica(role: str, k: int, found: Found) -> ReplicaSnapshot:
         role,
         k,
         State.FAILED,
-        exit_code=one.exit_code,
+        exit_code=replica_record.exit_code,
         failure=message,
-        error=one.error or "",
+        error=replica_record.error or "",
         was_stopped=record.state is State.CANCELLED,
         **more,
     )

@@ -78,8 +78,8 @@ def send(
         SshError: a machine cannot store it.
     """
     hashes = [""] * len(workspaces)
-    for projects in {tuple(one.items()): one for one in workspaces if one}.values():
-        roles = [index for index, one in enumerate(workspaces) if one == projects]
+    for projects in {tuple(workspace.items()): workspace for workspace in workspaces if workspace}.values():
+        roles = [index for index, workspace in enumerate(workspaces) if workspace == projects]
         names = dict.fromkeys(name for index in roles for name in machines[index])
         sent = _send(projects, [connections[name] for name in names])
         for index in roles:
@@ -100,7 +100,7 @@ def _send(projects: Mapping[str, str], connections: Sequence[MachineConnection])
             except ChangedError as error:
                 changing = error
                 continue
-            lost = next((one for one in results if isinstance(one, SshError)), None)
+            lost = next((result for result in results if isinstance(result, SshError)), None)
             if lost is not None:
                 raise lost
             return tree.hash
@@ -126,12 +126,12 @@ def _scan(root: str) -> Tree:
     from torchx_monarch.code_sync.scan import StatCache, scan
 
     name = hashlib.sha256(os.fsencode(root)).hexdigest()[:32]
-    kept = os.path.join(state_files.state_dir(), "sync", f"{name}.json")
-    memory = StatCache.load(kept, root)
+    cache_path = os.path.join(state_files.state_dir(), "sync", f"{name}.json")
+    memory = StatCache.load(cache_path, root)
     before = memory.files, memory.rules, memory.left_out
     tree = scan(root, memory)
     if (memory.files, memory.rules, memory.left_out) != before:
-        memory.save(kept, root)
+        memory.save(cache_path, root)
     return tree
 
 

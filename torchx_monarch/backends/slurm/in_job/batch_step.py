@@ -269,7 +269,9 @@ class BatchStep:
         every = {
             replica: records.read_task(self._paths, role.name, replica) for replica in replicas or range(role.replicas)
         }
-        return {replica: one for replica, one in every.items() if one is not None and one.job_restart == now}
+        return {
+            replica: record for replica, record in every.items() if record is not None and record.job_restart == now
+        }
 
     def _end_intolerable(self) -> None:
         """Stop the steps in which more replicas have failed than their role tolerates, and which would go on.
@@ -284,7 +286,7 @@ class BatchStep:
             if name in self._met or not (role.runs_hosts or role.is_elastic):
                 continue
             latest = self._latest(role)
-            failed = {replica for replica, one in latest.items() if one.state is State.FAILED}
+            failed = {replica for replica, record in latest.items() if record.state is State.FAILED}
             if role.runs_hosts and self._have_met(name, latest.get(0)):
                 self._met.add(name)
             elif not role.tolerates(failed):
@@ -330,7 +332,9 @@ class BatchStep:
 
     def _container_failure(self, role: RoleSpec) -> str:
         """Return the end of a message about a role's failure: none of its containers has started; empty if one has."""
-        container = next(one.container for one in self._request.roles if one.name == role.name)
+        container = next(
+            role_request.container for role_request in self._request.roles if role_request.name == role.name
+        )
         if container is None or self._latest(role):
             return ""
         said = last_error(self._paths.job_log)
@@ -348,7 +352,7 @@ class BatchStep:
         places = [(role.name, replica) for role in self._specs.values() for replica in range(role.replicas)]
         until = time.monotonic() + self._request.grace + _STOP_EXTRA
         for place in places:
-            while (one := records.read_task(self._paths, *place)) and one.state is State.RUNNING:
+            while (record := records.read_task(self._paths, *place)) and record.state is State.RUNNING:
                 if time.monotonic() > until:
                     return
                 time.sleep(0.2)

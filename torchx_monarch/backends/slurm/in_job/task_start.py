@@ -64,7 +64,7 @@ class StartedTask:
         self.job = f"slurm:{self.app_id}:{os.path.basename(path)}"
         # The replica gets the nodes of the replicas 0 only, not the node lists.
         nodes = [os.environ.pop(macros.nodes_variable(index)) for index in range(len(self.request["roles"]))]
-        first = {replica0_variable(index): macros.first_node(each) for index, each in enumerate(nodes)}
+        first = {replica0_variable(index): macros.first_node(node_list) for index, node_list in enumerate(nodes)}
         self.environ = {
             **os.environ,
             **first,

@@ -71,8 +71,8 @@ class OrderServer:
 
     def read(self, names: list[str] | None = None, brief: bool = True) -> Any:
         """Return the places and records of replicas; of all without names."""
-        known = replicas.names() if names is None else names
-        return {"hostname": os.uname().nodename, "replicas": [replicas.read(name, brief) for name in known]}
+        chosen = replicas.names() if names is None else names
+        return {"hostname": os.uname().nodename, "replicas": [replicas.read(name, brief) for name in chosen]}
 
     def stop(self, names: list[str], ending: Any, grace: float | None) -> Any:
         """Begin to end replicas."""
@@ -146,8 +146,8 @@ def main() -> None:
             try:
                 answer = getattr(entry, order.pop("order"))(**order)
                 if isinstance(answer, Iterator):
-                    for each in answer:
-                        print(json.dumps({"answer": each}), file=out, flush=True)
+                    for part in answer:
+                        print(json.dumps({"answer": part}), file=out, flush=True)
                     answer = None
                 text = json.dumps({"answer": answer})
             except Exception as error:

@@ -137,7 +137,7 @@ def _free_gpus(count: int, path: str) -> list[str]:
         record = state.current_state(paths)
         if record is not None and not record.terminal:
             taken.update(_gpus_of(paths))
-    free = [one for one in every if one not in taken]
+    free = [gpu for gpu in every if gpu not in taken]
     if len(free) < count:
         raise SubmitError(
             f"the replica asks for {count} of this machine's {len(every)} GPUs, and {len(free)} are free; other jobs "

@@ -52,7 +52,7 @@ def keep(app_id: str, layout: Layout) -> None:
     state_files.write_json(_path(app_id), asdict(layout), below=state_files.state_dir())
 
 
-def kept(app_id: str) -> Layout | None:
+def load(app_id: str) -> Layout | None:
     """Return where an app runs; None if that is not stored, or must not be used."""
     try:
         return state_files.load(Layout, _path(app_id), state_files.state_dir())
