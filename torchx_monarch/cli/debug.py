@@ -30,10 +30,12 @@ def run(args: argparse.Namespace) -> None:
     Exit with ``UNAVAILABLE`` if none waits.
     """
     hosts = hosts_of(args)
-    found = [one for one in list_breakpoints(hosts) if args.rank in (None, one.rank)]
-    waiting = [one for one in found if not one.attached]
+    found = [
+        rank_breakpoint for rank_breakpoint in list_breakpoints(hosts) if args.rank in (None, rank_breakpoint.rank)
+    ]
+    waiting = [rank_breakpoint for rank_breakpoint in found if not rank_breakpoint.attached]
     if args.json:
-        print_json({"breakpoints": [dataclasses.asdict(one) for one in found]})
+        print_json({"breakpoints": [dataclasses.asdict(rank_breakpoint) for rank_breakpoint in found]})
         return
     if args.rank is None and len(waiting) != 1:
         _print(found)
@@ -51,7 +53,13 @@ def run(args: argparse.Namespace) -> None:
 def _print(found: list[Breakpoint]) -> None:
     if found:
         rows = [
-            [str(one.rank), str(one.pid), f"{one.file}:{one.line}", one.function, "yes" if one.attached else "no"]
-            for one in found
+            [
+                str(rank_breakpoint.rank),
+                str(rank_breakpoint.pid),
+                f"{rank_breakpoint.file}:{rank_breakpoint.line}",
+                rank_breakpoint.function,
+                "yes" if rank_breakpoint.attached else "no",
+            ]
+            for rank_breakpoint in found
         ]
         print_table(["rank", "pid", "at", "in", "attached"], [[one_line(cell, 300) for cell in row] for row in rows])

@@ -65,7 +65,7 @@ def resolve(word: str) -> str:
     for found in (
         [app for app in apps if app.app_id == word],
         [app for app in apps if word in app.words],
-        [app for app in apps if any(each.startswith(word) for each in app.words)] if word else [],
+        [app for app in apps if any(app_word.startswith(word) for app_word in app.words)] if word else [],
     ):
         if len(found) == 1:
             return found[0].handle
@@ -86,8 +86,8 @@ def check_local(handle: str) -> None:
     from torchx_monarch.cli.known_apps import LOCAL, known_apps
 
     app_id = handle.rpartition("/")[2]
-    known = ((app.scheduler, app.app_id) for app in known_apps())
-    if handle.startswith(f"{LOCAL}://") and (LOCAL, app_id) not in known:
+    stored_apps = ((app.scheduler, app.app_id) for app in known_apps())
+    if handle.startswith(f"{LOCAL}://") and (LOCAL, app_id) not in stored_apps:
         raise unknown(handle)
 
 
@@ -97,7 +97,7 @@ def unknown(word: str) -> HandleError:
     from torchx_monarch.model.spelling import similar
 
     apps = known_apps()
-    alike = similar(word.rpartition("/")[2], {each for app in apps for each in app.words}, _CANDIDATES)
+    alike = similar(word.rpartition("/")[2], {app_word for app in apps for app_word in app.words}, _CANDIDATES)
     near = [f"  {one_line(app.handle)}" for app in apps if app.words & alike]
     text = f"there is no app {one_line(word)!r}"
     if near:

@@ -86,22 +86,22 @@ def _report(path: Path, scheduler: str, written: list[str]) -> None:
 def _warn_of_other_files(path: Path, scheduler: str) -> None:
     """Say so if TorchX reads another file instead of the written one, or before it."""
     try:
-        files = [Path(each) for each in config.find_configs()]
+        files = [Path(file) for file in config.find_configs()]
     except FileNotFoundError as error:  # TORCHXCONFIG
         say(str(error))
         return
     if os.environ.get("TORCHXCONFIG") is not None and path not in files:
         say("TORCHXCONFIG is set, so TorchX does not read the files of folders; unset it, or write into its file")
         return
-    for each in files:
-        if each.resolve() == path.resolve():
+    for file in files:
+        if file.resolve() == path.resolve():
             return
         try:
-            value = next(filter(None, (value_of(each.read_text(), section, _KEY) for section in _SECTIONS)), scheduler)
+            value = next(filter(None, (value_of(file.read_text(), section, _KEY) for section in _SECTIONS)), scheduler)
         except (OSError, ValueError):
             continue
         if value != scheduler:
-            say(f"{each} comes first for TorchX, and names {one_line(value)}; change it there")
+            say(f"{file} comes first for TorchX, and names {one_line(value)}; change it there")
 
 
 def _refuse(message: str) -> NoReturn:

@@ -24,8 +24,8 @@ def of_job(status: JobStatus, timeline: Timeline, job: str) -> list[Family]:
     """
     label = {"job": job}
     state = Family(f"{PREFIX}job_state", "1 for the state of the job, 0 for all others")
-    for each in State:
-        state.add({**label, "state": each.value}, int(each.value == status.state))
+    for job_state in State:
+        state.add({**label, "state": job_state.value}, int(job_state.value == status.state))
     found = [state]
     for name, text, value in (
         ("job_submitted_timestamp_seconds", "when the job was submitted", status.submitted),

@@ -62,7 +62,7 @@ def _ranks(text: str) -> list[range]:
 
 
 def _is_among(rank: int | None, ranks: list[range]) -> bool:
-    return rank is not None and any(rank in each for each in ranks)
+    return rank is not None and any(rank in rank_range for rank_range in ranks)
 
 
 def _count(text: str) -> int:
@@ -91,14 +91,14 @@ def run(args: argparse.Namespace) -> None:
         if args.tail is not None:
             last = deque(maxlen=args.tail)
         named, written = args.rank is None, False
-        for each in merged:
-            if last is not None and (each is None or each[1].time > began):
-                for one in last:
-                    printer.show(*one)
+        for merged_line in merged:
+            if last is not None and (merged_line is None or merged_line[1].time > began):
+                for tail_line in last:
+                    printer.show(*tail_line)
                 last = None
-            if each is None:
+            if merged_line is None:
                 continue
-            source, line = each
+            source, line = merged_line
             parsed = printer.parse(source, line)
             named, written = named or parsed.rank is not None, written or not parsed.is_of_host
             if args.rank is not None and not _is_among(parsed.rank, args.rank):
@@ -107,8 +107,8 @@ def run(args: argparse.Namespace) -> None:
                 last.append((source, line, parsed))
             else:
                 printer.show(source, line, parsed)
-        for one in last or ():
-            printer.show(*one)
+        for tail_line in last or ():
+            printer.show(*tail_line)
     if not named and not written:
         say("no rank has written a line to this log")
     elif not named:
@@ -137,10 +137,10 @@ def _check_ranks(args: argparse.Namespace, counts: Sequence[int | None]) -> None
     Raises:
         UserError: there is no such rank.
     """
-    last, most = max(each[-1] for each in args.rank), max(filter(None, counts), default=0)
+    last, most = max(rank_range[-1] for rank_range in args.rank), max(filter(None, counts), default=0)
     if None not in counts and last >= most:
-        known = f"ranks 0 to {most - 1}" if most > 1 else "rank 0 alone"
-        raise UserError(f"{args.handle} has no rank {last}; it has {known}")
+        existing = f"ranks 0 to {most - 1}" if most > 1 else "rank 0 alone"
+        raise UserError(f"{args.handle} has no rank {last}; it has {existing}")
 
 
 def _merged(
@@ -149,11 +149,11 @@ def _merged(
     """Return the lines of the replicas of some roles."""
     tail = args.tail + 1 if args.tail is not None and args.rank is None else 0
     logs = {
-        (one.role, one.id): _readable(
-            scheduler.apps.replica_log(app, one.role, one.id, since=args.since, tail=tail, follow=follow)
+        (replica.role, replica.id): _readable(
+            scheduler.apps.replica_log(app, replica.role, replica.id, since=args.since, tail=tail, follow=follow)
         )
-        for one in app.replicas
-        if one.role in roles
+        for replica in app.replicas
+        if replica.role in roles
     }
     return LogMerge(logs, follow)
 
@@ -178,7 +178,9 @@ class _Printer:
     def __init__(self, app: AppSnapshot, timestamps: bool, as_json: bool) -> None:
         self._timestamps = timestamps
         self._as_json = as_json
-        self._parsers = {(one.role, one.id): parser_of(app, one.role, one.id) for one in app.replicas}
+        self._parsers = {
+            (replica.role, replica.id): parser_of(app, replica.role, replica.id) for replica in app.replicas
+        }
         self._several_roles = len(app.roles) > 1
         self._several = len(app.replicas) > 1
         self._is_terminal, self._is_coloured = is_terminal(sys.stdout), is_coloured(sys.stdout)

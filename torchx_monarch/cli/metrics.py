@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     if not history.status.has_ended:
         families += _of_ranks(history, app_id, args.per_rank)
     if args.json:
-        shown = json.dumps({"metrics": [one.to_json() for one in families if one.values]}, indent=1) + "\n"
+        shown = json.dumps({"metrics": [family.to_json() for family in families if family.values]}, indent=1) + "\n"
     else:
         shown = render(families)
     if args.output is None:

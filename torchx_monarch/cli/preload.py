@@ -25,27 +25,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print or clear what was learned."""
     folder = os.path.join(state_files.state_dir(), "learned")
-    found = [one for one in LearnedFile.all_in(folder) if args.app in (None, one.app)]
+    found = [file for file in LearnedFile.all_in(folder) if args.app in (None, file.app)]
     if args.clear:
-        for one in found:
+        for file in found:
             try:
-                one.remove()
+                file.remove()
             except OSError as error:
-                say(f"cannot remove {one.path}: {error.strerror}")
+                say(f"cannot remove {file.path}: {error.strerror}")
                 sys.exit(1)
         if args.json:
-            print_json([{"app": one.app, "role": one.role, "program": one.program} for one in found])
+            print_json([{"app": file.app, "role": file.role, "program": file.program} for file in found])
         return
-    modules = [(one, one.read()) for one in found]
+    modules = [(file, file.read()) for file in found]
     if args.json:
-        fields = [{"app": one.app, "role": one.role, "program": one.program, **vars(each)} for one, each in modules]
+        fields = [
+            {"app": file.app, "role": file.role, "program": file.program, **vars(content)} for file, content in modules
+        ]
         print_json(fields)
         return
     rows = []
-    for one, each in modules:
-        packages = ", ".join(sorted({name.partition(".")[0] for name in each.names}))
-        rows.append([*map(one_line, (one.app, one.role, one.program)), str(len(each.names)), packages])
+    for file, content in modules:
+        packages = ", ".join(sorted({name.partition(".")[0] for name in content.names}))
+        rows.append([*map(one_line, (file.app, file.role, file.program)), str(len(content.names)), packages])
     print_table(["APP", "ROLE", "PROGRAM", "MODULES", "OF"], rows)
-    for one, each in modules:
-        for name, why in each.dropped.items():
-            print(f"{one_line(one.app)}: {name} is not imported ahead: {one_line(why)}")
+    for file, content in modules:
+        for name, why in content.dropped.items():
+            print(f"{one_line(file.app)}: {name} is not imported ahead: {one_line(why)}")

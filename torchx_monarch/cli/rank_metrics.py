@@ -28,31 +28,31 @@ def of_ranks(roles: Mapping[str, Sequence[RankSample]], job: str, per_rank: bool
     ]
     states = Family(f"{PREFIX}ranks", "number of ranks in a state")
     for labels, ranks in groups:
-        for state, count in sorted(Counter(one.state for one in ranks).items()):
+        for state, count in sorted(Counter(rank.state for rank in ranks).items()):
             states.add({**labels, "state": state}, count)
     found = [states]
     for name, text, value in _OF_RANKS:
         total, single = Family(f"{PREFIX}{name}", f"{text}, of all ranks"), Family(f"{PREFIX}rank_{name}", text)
         combine = max if name.endswith("_timestamp_seconds") else sum
         for labels, ranks in groups:
-            known = [(one, number) for one in ranks if (number := value(one)) is not None]
-            if known:
-                total.add(labels, combine(number for _, number in known))
-            for one, number in known:
-                single.add({**labels, "rank": str(one.rank), "host": one.host}, number)
+            measured = [(rank, number) for rank in ranks if (number := value(rank)) is not None]
+            if measured:
+                total.add(labels, combine(number for _, number in measured))
+            for rank, number in measured:
+                single.add({**labels, "rank": str(rank.rank), "host": rank.host}, number)
         found += [total, single] if per_rank else [total]
     return found
 
 
 _OF_RANKS: tuple[tuple[str, str, Callable[[RankSample], float | None]], ...] = (
-    ("cpu_seconds_total", "processor time of the ranks and their children", lambda one: one.cpu_seconds),
-    ("resident_memory_bytes", "resident memory of the ranks and their children", lambda one: one.rss_bytes),
-    ("collectives_total", "collectives that the ranks called", lambda one: one.collectives if one.groups else None),
+    ("cpu_seconds_total", "processor time of the ranks and their children", lambda rank: rank.cpu_seconds),
+    ("resident_memory_bytes", "resident memory of the ranks and their children", lambda rank: rank.rss_bytes),
+    ("collectives_total", "collectives that the ranks called", lambda rank: rank.collectives if rank.groups else None),
     (
         "gpu_memory_bytes",
         "memory that the ranks have on GPUs",
-        lambda one: sum(device.memory_bytes for device in one.devices) if one.devices else None,
+        lambda rank: sum(device.memory_bytes for device in rank.devices) if rank.devices else None,
     ),
-    ("last_output_timestamp_seconds", "when the ranks printed something last", lambda one: one.last_output),
+    ("last_output_timestamp_seconds", "when the ranks printed something last", lambda rank: rank.last_output),
 )
 """Name, meaning and value of the metrics that each rank has; None for a value that is not known."""

@@ -84,7 +84,9 @@ def page_of(history: JobHistory) -> Page:
         ],
         runs=drawn.of_kind("run")[-_MOST_RUNS:],
         curves=list(_curves(history)),
-        moments=[one for one in drawn.moments if one.kind not in ("output", "result", "ended")][-_MOST_MOMENTS:],
+        moments=[moment for moment in drawn.moments if moment.kind not in ("output", "result", "ended")][
+            -_MOST_MOMENTS:
+        ],
         ranks=ranks[:_MOST_RANKS],
         ranks_left_out=max(0, len(ranks) - _MOST_RANKS),
         stacks=read_stacks(status.log_folder),
@@ -100,8 +102,8 @@ def _facts(history: JobHistory) -> Iterator[tuple[str, str]]:
         yield "hosts", size + (f" (world size {status.ranks})" if status.ranks is not None else "")
     if status.spares:
         yield "spares", one_line(", ".join(status.spares))
-    for each in status.excluded:
-        yield "excluded", one_line(each.message)
+    for exclusion in status.excluded:
+        yield "excluded", one_line(exclusion.message)
     for title, when in (("submitted", status.submitted), ("started", status.started), ("ended", status.ended)):
         if when is not None:
             yield title, _date(when)

@@ -26,7 +26,7 @@ class SampledRanks:
         self._handle = handle
         self._last: list[RankSample] = []
 
-    def look(self, role: str) -> list[RankActivity] | None:
+    def sample(self, role: str) -> list[RankActivity] | None:
         """Return what each rank of a role does; None if the hosts cannot be reached or there are no ranks.
 
         The first look takes ``_APART`` seconds.

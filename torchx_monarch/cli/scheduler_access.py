@@ -36,7 +36,7 @@ def opened(name: str) -> Iterator[MonarchScheduler]:
     from torchx.schedulers import get_scheduler_factories
 
     factories = get_scheduler_factories()
-    ours = ", ".join(sorted(each for each in factories if each.startswith("monarch_")))
+    ours = ", ".join(sorted(scheduler_name for scheduler_name in factories if scheduler_name.startswith("monarch_")))
     if name not in factories:
         raise UserError(f"there is no scheduler {name!r}; those of torchx-monarch are {ours}")
     scheduler = factories[name]("torchx")

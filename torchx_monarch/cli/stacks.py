@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the stacks; exit with ``UNAVAILABLE`` if a host has not answered, or no rank runs."""
     stacks, missing = ask_stacks(hosts_of(args), args.rank, args.native)
     if args.json:
-        print_json({"stacks": [dataclasses.asdict(one) for one in stacks], "missing": missing})
+        print_json({"stacks": [dataclasses.asdict(stack) for stack in stacks], "missing": missing})
     else:
         print("".join(f"{line}\n" for line in render(stacks)), end="")
     for replica, why in missing.items():

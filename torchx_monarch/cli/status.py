@@ -127,7 +127,7 @@ def _look(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: SampledR
     first = next((role.spec for role in app.roles if role.spec.workload in _WITH_RANKS), None)
     if built.phase != "running" or first is None:
         return built
-    return replace(built, activity=ranks.look(first.name))
+    return replace(built, activity=ranks.sample(first.name))
 
 
 def _ends_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[list[TimedLine]]:
@@ -138,7 +138,7 @@ def _ends_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[list[Ti
             return list(deque(scheduler.apps.replica_log(app, replica.role, replica.id, tail=_TAIL), maxlen=_TAIL))
         return []
 
-    replicas = [one for one in app.replicas if one.started or one.state is State.RUNNING][:_MOST_LOGS]
+    replicas = [replica for replica in app.replicas if replica.started or replica.state is State.RUNNING][:_MOST_LOGS]
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         return list(pool.map(end_of, replicas))
 

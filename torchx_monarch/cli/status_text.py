@@ -51,8 +51,8 @@ def _facts(status: JobStatus, now: float) -> Iterator[tuple[str, str]]:
         yield "hosts", size + (f" (world size {status.ranks})" if status.ranks is not None else "")
     if status.spares:
         yield "spares", one_line(", ".join(status.spares))
-    for each in status.excluded:
-        yield "excluded", one_line(each.message)
+    for exclusion in status.excluded:
+        yield "excluded", one_line(exclusion.message)
     if status.last_failure is not None:
         ago = f"{show_duration(now - status.last_failure.time)} ago: " if status.last_failure.time else ""
         yield "last failure", ago + status.last_failure.message
@@ -61,7 +61,7 @@ def _facts(status: JobStatus, now: float) -> Iterator[tuple[str, str]]:
         yield "hang", ago + status.hang.message
     if status.from_log:
         yield "source", "what the ranks do, and how they failed, is from the log, which ranks can write to"
-    printed = [one.last_output for one in status.activity or () if one.last_output is not None]
+    printed = [rank.last_output for rank in status.activity or () if rank.last_output is not None]
     if last := max(printed, default=status.last_output):
         yield "last output", f"{show_duration(now - last)} ago"
     yield from _activity(status.activity or ())
@@ -75,32 +75,32 @@ def _facts(status: JobStatus, now: float) -> Iterator[tuple[str, str]]:
 
 def _activity(ranks: Sequence[RankActivity]) -> Iterator[tuple[str, str]]:
     """Yield three facts at most, for any number of ranks."""
-    reported = [one for one in ranks if one.progress is not None]
+    reported = [rank for rank in ranks if rank.progress is not None]
     if reported:
-        yield "progress", _progress(min(reported, key=lambda one: one.progress.step if one.progress else 0))
-    if rates := [one.collectives_per_second for one in ranks if one.collectives_per_second is not None]:
+        yield "progress", _progress(min(reported, key=lambda rank: rank.progress.step if rank.progress else 0))
+    if rates := [rank.collectives_per_second for rank in ranks if rank.collectives_per_second is not None]:
         text = f"{_range(rates, '{:.1f}')} a second"
-        if late := [one for one in ranks if (one.late_by or 0.0) >= _LATE]:
-            last = max(late, key=lambda one: one.late_by or 0.0)
+        if late := [rank for rank in ranks if (rank.late_by or 0.0) >= _LATE]:
+            last = max(late, key=lambda rank: rank.late_by or 0.0)
             text += f"; rank {last.rank} calls them last, {_short(last.late_by or 0.0)} after the first"
         yield "collectives", text
-    running = [one for one in ranks if one.state != "ended"]
+    running = [rank for rank in ranks if rank.state != "ended"]
     if running:
-        parts = [f"memory {_range([one.rss_bytes / (1 << 30) for one in running], '{:.2f}')} GiB"]
-        if cpus := [one.cpu for one in running if one.cpu is not None]:
+        parts = [f"memory {_range([rank.rss_bytes / (1 << 30) for rank in running], '{:.2f}')} GiB"]
+        if cpus := [rank.cpu for rank in running if rank.cpu is not None]:
             parts.insert(0, f"CPU {_range(cpus, '{:.2f}')} cores")
-        if busy := [device.busy * 100 for one in running for device in one.devices]:
+        if busy := [device.busy * 100 for rank in running for device in rank.devices]:
             parts.append(f"GPU {_range(busy, '{:.0f}')} %")
-        odd = [f"rank {one.rank} is {one.state}" for one in ranks if one.state not in ("running", "ended")]
+        odd = [f"rank {rank.rank} is {rank.state}" for rank in ranks if rank.state not in ("running", "ended")]
         yield "each rank", "; ".join([", ".join(parts), *odd[:_ODD], *(["…"] if len(odd) > _ODD else [])])
 
 
-def _progress(one: RankActivity) -> str:
-    progress = one.progress
+def _progress(rank: RankActivity) -> str:
+    progress = rank.progress
     assert progress is not None
     parts = [f"step {progress.step}" + (f" of {progress.total}" if progress.total is not None else "")]
-    if one.seconds_left is not None:
-        parts.append(f"{show_duration(one.seconds_left)} left")
+    if rank.seconds_left is not None:
+        parts.append(f"{show_duration(rank.seconds_left)} left")
     if progress.checkpoint is not None:
         parts.append(f"checkpoint of step {progress.checkpoint}")
     parts += [f"{name} {value:.4g}" for name, value in progress.metrics.items()]

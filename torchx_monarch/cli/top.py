@@ -131,7 +131,7 @@ def _show(args: argparse.Namespace, interval: float) -> View:
     """Show the job on the whole screen, and return what was shown last."""
     looks: queue.SimpleQueue[View | BaseException] = queue.SimpleQueue()
 
-    def look() -> None:
+    def read_views() -> None:
         try:
             for view in views(args, interval):
                 looks.put(view)
@@ -139,7 +139,7 @@ def _show(args: argparse.Namespace, interval: float) -> View:
             looks.put(error)
 
     # A daemon: q ends the command also while a host does not answer.
-    threading.Thread(target=look, daemon=True).start()
+    threading.Thread(target=read_views, daemon=True).start()
     view = _next(looks, None)
     first, by_host, drawn = 0, args.by_host, None
     with TerminalScreen() as terminal:

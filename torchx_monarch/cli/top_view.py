@@ -59,7 +59,7 @@ def head(view: View) -> list[str]:
         lines.append(f"hang: {status.hang.message}")
     if status.last_failure is not None and not status.has_ended:
         lines.append(f"last failure: {status.last_failure.message}")
-    lines += [each.message for each in status.excluded]
+    lines += [exclusion.message for exclusion in status.excluded]
     lines += [f"host {replica}: {why}" for replica, why in view.missing.items()]
     lines.append("" if status.has_ended else view.problem)
     return [one_line(line) for line in lines if line]

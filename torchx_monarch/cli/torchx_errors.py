@@ -61,8 +61,8 @@ def explain(error: BaseException) -> str:
         return f"{error}.{_handle_like(str(error).partition(' ')[0])} `torchx monarch ls` lists handles"
     if isinstance(error, UnknownSchedulerException):
         found = re.search(r"backend: (\S+) does", str(error))
-        name, known = found[1] if found else "of this name", list(get_scheduler_factories())
-        return f"there is no scheduler {name}.{did_you_mean(name, known)} Schedulers are: {', '.join(known)}"
+        name, schedulers = found[1] if found else "of this name", list(get_scheduler_factories())
+        return f"there is no scheduler {name}.{did_you_mean(name, schedulers)} Schedulers are: {', '.join(schedulers)}"
     package = (getattr(error, "name", "") if isinstance(error, ModuleNotFoundError) else type(error).__module__) or ""
     default = get_default_scheduler_name()
     if package.partition(".")[0] in _OF_DOCKER and getattr(_options(error), "scheduler", "") == default:

@@ -66,7 +66,11 @@ def _checked(args: argparse.Namespace) -> list[str]:
     from torchx_monarch.command.component_arguments import ComponentArgumentError, component_arguments
 
     parameters = inspect.signature(function).parameters.values()
-    options = {each.name: each.annotation for each in parameters if each.kind is not each.VAR_POSITIONAL}
+    options = {
+        parameter.name: parameter.annotation
+        for parameter in parameters
+        if parameter.kind is not parameter.VAR_POSITIONAL
+    }
     try:
         parsed = component_arguments(component, words, options, program=len(options) < len(parameters))
     except ComponentArgumentError as error:
