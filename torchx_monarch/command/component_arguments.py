@@ -139,7 +139,7 @@ def _option(component: str, word: str, options: Mapping[str, object]) -> tuple[s
 
 def _unknown(component: str, flag: str, options: Mapping[str, object]) -> str:
     spelled = flag[:2] + flag[2:].replace("_", "-")
-    option = next((each for each in OPTIONS if spelled in each.flags), None)
+    option = next((torchrun_option for torchrun_option in OPTIONS if spelled in torchrun_option.flags), None)
     if option is not None and "nproc" in options:
         return f"{component}: {_instead(option, flag)}"
     if option is not None and option.dest in _BY_J and "j" in options:

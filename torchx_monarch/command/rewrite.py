@@ -270,7 +270,9 @@ def _find_in_string(role: Role, string: int) -> _RankCommand | None:
             "role can execute one. Make a role of each, or leave it to one torchrun to start the other."
         )
     replicas = role.num_replicas
-    if any((one.kind, one.fewest(replicas)) != (other.kind, other.fewest(replicas)) for (_, one), (_, other) in pairs):
+    if any(
+        (first.kind, first.fewest(replicas)) != (other.kind, other.fewest(replicas)) for (_, first), (_, other) in pairs
+    ):
         raise CommandError(
             f"role {role.name!r}: the torchrun commands in the string of `{role.entrypoint} -c` need different numbers "
             "of hosts. Give them the same --nnodes."
@@ -282,7 +284,7 @@ def _find_in_string(role: Role, string: int) -> _RankCommand | None:
                 "role runs one. Put the loop into the script, or submit one job for each turn."
             )
     command = found[0][1]
-    if len({each.ranks_per_host for _, each in found}) > 1:
+    if len({found_command.ranks_per_host for _, found_command in found}) > 1:
         unexpanded = command.options.unexpanded | {"nproc_per_node"}
         command = replace(command, options=replace(command.options, unexpanded=unexpanded))
     return _RankCommand(command, string, tuple(simple.words[0].start for simple, _ in found))

@@ -69,7 +69,10 @@ class SimpleCommand:
     def excludes(self, other: SimpleCommand) -> bool:
         """Return whether the shell executes at most one of this command and another one."""
         own, others = dict(self.branches), dict(other.branches)
-        return any(own[each] != others[each] and own[each] and others[each] for each in own.keys() & others.keys())
+        return any(
+            own[statement] != others[statement] and own[statement] and others[statement]
+            for statement in own.keys() & others.keys()
+        )
 
 
 def command_string(entrypoint: str, args: Sequence[str]) -> int | None:

@@ -140,8 +140,8 @@ def _interval(text: str) -> float:
 
 def _rendezvous_backend(text: str) -> str:
     # The backends of torch (_register_default_handlers). Third-party backends work only within torchelastic's agent.
-    if text not in (known := ("static", "c10d", "etcd", "etcd-v2")):
-        raise ValueError(f"use one of {', '.join(known)}, or leave it out: {_MESH}")
+    if text not in (backends := ("static", "c10d", "etcd", "etcd-v2")):
+        raise ValueError(f"use one of {', '.join(backends)}, or leave it out: {_MESH}")
     return text
 
 
@@ -199,7 +199,9 @@ class Option:
     @functools.cached_property
     def flags(self) -> tuple[str, ...]:
         """Its spellings, in torchrun's order: torchrun takes ``_`` for each ``-`` within a name as well."""
-        spellings = (each for name in self.names.split() for each in (name, name[:2] + name[2:].replace("-", "_")))
+        spellings = (
+            spelling for name in self.names.split() for spelling in (name, name[:2] + name[2:].replace("-", "_"))
+        )
         return tuple(dict.fromkeys(spellings))
 
     @functools.cached_property
