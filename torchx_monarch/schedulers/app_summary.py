@@ -43,7 +43,7 @@ def summary_of(handle: str, app: AppSnapshot, status: AppStatus, submitted: floa
     replica = ""
     if status.cause is not None:
         role = status.cause.role
-        ids = {one.id for one in app.replicas if one.role == role}
+        ids = {replica_snapshot.id for replica_snapshot in app.replicas if replica_snapshot.role == role}
         replica = f"/{role}/{result.replica if result.replica in ids else status.cause.id}"
     return Summary(
         status.state.value,

@@ -113,7 +113,7 @@ def _texts(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
-        return [_texts(each) for each in value]
+        return [_texts(nested) for nested in value]
     if isinstance(value, dict):
-        return {one_line(name): _texts(each) for name, each in value.items()}
+        return {one_line(name): _texts(nested) for name, nested in value.items()}
     return value

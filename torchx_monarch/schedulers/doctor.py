@@ -167,11 +167,11 @@ def check_usable(name: str, timeout: float) -> Iterable[CheckResult]:
             scheduler.inner.close()
 
     results = run_groups({name: place}, timeout)
-    wrong = next((each for each in results if each.level == "fail"), None)
+    wrong = next((result for result in results if result.level == "fail"), None)
     if wrong is not None:
         yield check(name, wrong.value, warn=f"cannot be used: {wrong.advice}")
         return
-    yield check(name, ", ".join(each.value for each in results) or "can be used")
+    yield check(name, ", ".join(result.value for result in results) or "can be used")
 
 
 def _load_configuration(scheduler: str, values: dict[str, CfgVal]) -> Sequence[str]:
@@ -186,7 +186,7 @@ def _load_configuration(scheduler: str, values: dict[str, CfgVal]) -> Sequence[s
 def _create(name: str) -> tuple[MonarchScheduler | None, CheckResult]:
     """Create a scheduler of this package; return None and a failed check if that is impossible."""
     factories = get_scheduler_factories()
-    ours = ", ".join(sorted(each for each in factories if each.startswith("monarch_")))
+    ours = ", ".join(sorted(scheduler_name for scheduler_name in factories if scheduler_name.startswith("monarch_")))
     if name not in factories:
         hint = did_you_mean(name, list(factories))
         advice = f"there is none of this name.{hint} Those of torchx-monarch are {ours}"

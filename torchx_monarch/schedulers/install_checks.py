@@ -90,7 +90,7 @@ def in_range(version: str, versions: str) -> bool:
         versions: the range, such as ``>=29,!=37.0.2``; empty for any.
     """
     release = _release(version)
-    for clause in filter(None, (each.strip() for each in versions.split(","))):
+    for clause in filter(None, (part.strip() for part in versions.split(","))):
         found = re.fullmatch(r"(>=|<=|==|!=|>|<)\s*([\d.]+)", clause)
         if found and not _COMPARE[found[1]](release, _release(found[2])):
             return False
@@ -149,7 +149,7 @@ def _not_installed(name: str) -> str:
 def _release(version: str) -> tuple[int, ...]:
     """Return the numbers of a release, without zeros at the end: (2, 13) of ``2.13.0+cpu``."""
     found = re.match(r"\d+(\.\d+)*", version.strip())
-    numbers = [int(each) for each in found[0].split(".")] if found else []
+    numbers = [int(number) for number in found[0].split(".")] if found else []
     while numbers and not numbers[-1]:
         numbers.pop()
     return tuple(numbers)

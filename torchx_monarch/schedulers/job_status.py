@@ -250,7 +250,7 @@ def build(
     now = time.time() if now is None else now
     commands = _commands(app.app) if app.app is not None else []
     ended = _ended(app, status) if status.state.is_terminal else None
-    started = app.started or min((one.started for one in app.replicas if one.started), default=None)
+    started = app.started or min((replica.started for replica in app.replicas if replica.started), default=None)
     since = started or app.created or None
     attempt, attempts = _attempt(happened, commands)
     return JobStatus(
@@ -269,7 +269,9 @@ def build(
         restarts=count_restarts(app),
         hosts=_hosts(app, happened),
         spares=() if status.state.is_terminal else _spares(happened),
-        excluded=[Failure(each["time"], one_line(each["message"])) for each in happened if each["kind"] == "excluded"],
+        excluded=[
+            Failure(event["time"], one_line(event["message"])) for event in happened if event["kind"] == "excluded"
+        ],
         ranks=_ranks(app, happened, commands),
         last_failure=_last_failure(happened),
         hang=_hang(happened),
@@ -315,7 +317,7 @@ def in_one_line(status: JobStatus, now: float | None = None) -> str:
         parts.append(f"{status.ranks} ranks on {status.hosts} host{'s' if status.hosts > 1 else ''}")
     if status.spares:
         parts.append(f"spare: {', '.join(status.spares)}")
-    parts += [each.message for each in status.excluded[-1:]]
+    parts += [exclusion.message for exclusion in status.excluded[-1:]]
     if status.hang is not None:
         parts.append(f"hang: {status.hang.message}")
     if status.last_failure is not None:
@@ -340,19 +342,19 @@ def _phase(status: AppStatus, happened: Sequence[Event], live: LiveState | None)
         return "queued"
     if live is not None and live.ready:
         return "running" if live.run is not None else "ready"
-    return next((_PHASE_AFTER[each["kind"]] for each in reversed(happened) if each["kind"] in _PHASE_AFTER), None)
+    return next((_PHASE_AFTER[event["kind"]] for event in reversed(happened) if event["kind"] in _PHASE_AFTER), None)
 
 
 def _ended(app: AppSnapshot, status: AppStatus) -> float | None:
     decided = status.outcome.time if status.outcome is not None else 0.0
-    return max([decided, *(one.ended for one in app.replicas)], default=0.0) or None
+    return max([decided, *(replica.ended for replica in app.replicas)], default=0.0) or None
 
 
 def _exit_code(app: AppSnapshot, status: AppStatus) -> int | None:
     if status.state is not State.FAILED:
         return 0 if status.state is State.SUCCEEDED else None
     code = HostResult.from_text(status.error).code
-    cause = status.cause or root_cause([one for one in app.replicas if one.state is State.FAILED])[0]
+    cause = status.cause or root_cause([replica for replica in app.replicas if replica.state is State.FAILED])[0]
     if code is None and cause is not None:
         code = cause.exit_code
     return None if code is None else shell_code(code)
@@ -363,20 +365,20 @@ def _attempt(happened: Sequence[Event], commands: _Commands) -> tuple[int | None
     first = next((command for _, command in commands if command is not None and command.kind == "torchrun"), None)
     attempts = first.options.max_restarts + 1 if first is not None else None
     # A run, and a restart of the hosts, begin to count anew.
-    begun = max((at for at, each in enumerate(happened) if each["kind"] in _COUNTED_FROM), default=0)
-    seen = [each for each in happened[begun:] if each["kind"] in ("ranks", "rank_restart")]
+    begun = max((at for at, event in enumerate(happened) if event["kind"] in _COUNTED_FROM), default=0)
+    seen = [event for event in happened[begun:] if event["kind"] in ("ranks", "rank_restart")]
     # A restart on a spare host, in the place of a lost one, is none of those that are allowed.
-    attempt = 1 + sum(bool(_RESTART.match(each["message"])) for each in seen) if seen else None
-    for each in seen:
-        if found := _RESTART.match(each["message"]):
+    attempt = 1 + sum(bool(_RESTART.match(event["message"])) for event in seen) if seen else None
+    for event in seen:
+        if found := _RESTART.match(event["message"]):
             attempts = int(found[1]) + 1
     return attempt, attempts
 
 
 def _hosts(app: AppSnapshot, happened: Sequence[Event]) -> int | None:
     """Return the number of hosts of the last attempt; before it, what was asked for, without spare hosts."""
-    gathered = [each for each in happened if each["kind"] == "hosts"]
-    formed = {each.get("role"): int(found[1]) for each in gathered if (found := _HOSTS.match(each["message"]))}
+    gathered = [event for event in happened if event["kind"] == "hosts"]
+    formed = {event.get("role"): int(found[1]) for event in gathered if (found := _HOSTS.match(event["message"]))}
     asked = {role.spec.name: len(role.replicas) - role.spec.spares for role in app.roles}
     if len(asked) == 1 and None in formed:  # the lines of a log do not name the role
         formed = dict.fromkeys(asked, formed[None])
@@ -386,16 +388,16 @@ def _hosts(app: AppSnapshot, happened: Sequence[Event]) -> int | None:
 
 def _spares(happened: Sequence[Event]) -> list[str]:
     """Return the names of the spare hosts of all roles."""
-    latest = {each.get("role"): each["message"] for each in happened if each["kind"] == "spares"}
+    latest = {event.get("role"): event["message"] for event in happened if event["kind"] == "spares"}
     return [one_line(name) for message in latest.values() for name in _SPARE_HOST.findall(message)]
 
 
 def _ranks(app: AppSnapshot, happened: Sequence[Event], commands: _Commands) -> int | None:
     """Return the number of ranks that were started last; before that, what the commands ask for."""
     started: dict[Any, int] = {}
-    for each in happened:
-        if each["kind"] == "ranks" and (found := _RANKS.match(each["message"])):
-            started[each.get("role")] = int(found[1])
+    for event in happened:
+        if event["kind"] == "ranks" and (found := _RANKS.match(event["message"])):
+            started[event.get("role")] = int(found[1])
     if started:
         return sum(started.values())
     asked = [_ranks_asked(replicas, command) for replicas, command in commands]
@@ -416,8 +418,8 @@ def most_ranks(app: AppSnapshot, role_name: str, happened: Sequence[Event]) -> i
         role_name: name of the role.
         happened: the events of the app.
     """
-    ranks = [each for each in happened if each["kind"] == "ranks" and each.get("role") == role_name]
-    counts = [int(found[1]) for each in ranks if (found := _RANKS.match(each["message"]))]
+    ranks = [event for event in happened if event["kind"] == "ranks" and event.get("role") == role_name]
+    counts = [int(found[1]) for event in ranks if (found := _RANKS.match(event["message"]))]
     roles = [role for role in (app.app.roles if app.app is not None else ()) if role.name == role_name]
     counts += filter(None, [_ranks_asked(role.num_replicas, rank_command(role)) for role in roles])
     return max(counts, default=None)
@@ -426,23 +428,23 @@ def most_ranks(app: AppSnapshot, role_name: str, happened: Sequence[Event]) -> i
 def _last_failure(happened: Sequence[Event]) -> Failure | None:
     last: Failure | None = None
     failed: list[Event] = []  # since the last start
-    for each in happened:
-        if each["kind"] in _STARTS:
+    for event in happened:
+        if event["kind"] in _STARTS:
             failed = []
-        elif each["kind"] in _RESTARTS:
-            found = _RESTART.match(each["message"])
-            cause = each if found else min(failed, key=lambda one: _FAILURES.index(one["kind"]), default=each)
+        elif event["kind"] in _RESTARTS:
+            found = _RESTART.match(event["message"])
+            cause = event if found else min(failed, key=lambda failure: _FAILURES.index(failure["kind"]), default=event)
             text = found[2] if found else cause["message"].removeprefix("FAILED: ")
             last = Failure(cause["time"], one_line(text))
-        elif each["kind"] in _FAILURES and not each.get("stopped") and each.get("exit_code", each.get("code")) != 0:
-            failed.append(each)
-            if each["kind"] in ("failure", "preempted"):
-                last = Failure(each["time"], one_line(each["message"]))
+        elif event["kind"] in _FAILURES and not event.get("stopped") and event.get("exit_code", event.get("code")) != 0:
+            failed.append(event)
+            if event["kind"] in ("failure", "preempted"):
+                last = Failure(event["time"], one_line(event["message"]))
     return last
 
 
 def _hang(happened: Sequence[Event]) -> Failure | None:
-    last = next((each for each in reversed(happened) if each["kind"] in ("hang", *_HANG_ENDS)), None)
+    last = next((event for event in reversed(happened) if event["kind"] in ("hang", *_HANG_ENDS)), None)
     if last is None or last["kind"] != "hang":
         return None
     return Failure(last["time"], one_line(last["message"]).removeprefix("hang: "))

@@ -90,8 +90,10 @@ class LogDisplay:
 def parser_of(app: AppSnapshot, role_name: str, replica: int) -> LineParser:
     """Return the parser of the lines of a replica. Each run on a live allocation has its own prefix: none is known."""
     written = app.app.roles if app.app is not None else ()
-    role = next((one for one in written if one.name == role_name), None)
-    spec = next((one.spec for one in app.roles if one.spec.name == role_name), RoleSpec(role_name))
+    role = next((app_role for app_role in written if app_role.name == role_name), None)
+    spec = next(
+        (role_snapshot.spec for role_snapshot in app.roles if role_snapshot.spec.name == role_name), RoleSpec(role_name)
+    )
     command = rank_command(role) if role is not None else None
     if role is None or command is None or command.kind != "torchrun" or command.options.tee == Streams():
         return LineParser(stamped=spec.stamped)

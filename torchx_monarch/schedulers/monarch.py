@@ -339,7 +339,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def list(self, cfg: Cfg | None = None) -> list[ListAppResponse]:
         """List the backend's apps, the newest first."""
-        return [summarize(*each) for each in self.apps.list(cfg or {})]
+        return [summarize(*listed_app) for listed_app in self.apps.list(cfg or {})]
 
     def log_iter(
         self,

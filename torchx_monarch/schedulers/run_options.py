@@ -51,9 +51,13 @@ class CheckedRunopts(runopts):  # type: ignore[misc]
 
     def __init__(self, options: runopts, section: Mapping[str, str]) -> None:
         super().__init__()
-        self._needs_value = {name: each.default for name, each in options if each.default is not None}
-        for name, each in options:
-            put_option(self, name, _NamedOption(each.default, each.opt_type, each.is_required, each.help, name))
+        self._needs_value = {name: run_option.default for name, run_option in options if run_option.default is not None}
+        for name, run_option in options:
+            put_option(
+                self,
+                name,
+                _NamedOption(run_option.default, run_option.opt_type, run_option.is_required, run_option.help, name),
+            )
         for given, value in section.items():
             option = self.get(given)
             if option is not None:
