@@ -77,7 +77,7 @@ class SPMDError(TorchXMonarchError, RuntimeError):
     def __init__(self, result: RunResult) -> None:
         self.result = result
         self.root_cause: RankResult | None = None if result.cause is None else result.ranks.get(result.cause)
-        self.failed_ranks: list[int] = [rank for rank, one in result.ranks.items() if one.failed]
+        self.failed_ranks: list[int] = [rank for rank, rank_result in result.ranks.items() if rank_result.failed]
         self.tracebacks: dict[int, str] = {
             rank: result.ranks[rank].traceback for rank in self.failed_ranks if result.ranks[rank].traceback
         }
