@@ -14,8 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
 from importlib import metadata
 from typing import TypeAlias
 
@@ -43,33 +42,26 @@ after a client that ends as soon as ``HostMesh.shutdown()`` returns."""
 Member: TypeAlias = tuple[Registration, str]
 """A host, and the address of its worker loop."""
 
-Attached = AbstractAsyncContextManager[tuple[Sequence[Member], Awaitable[None]]]
-"""A context within which a client is attached: the hosts, and an awaitable that is done when none of their worker loops
-runs any more."""
-
-Say = Callable[[str], Awaitable[object]]
-"""Sends a message of this type to the client."""
-
 
 class MeshClients:
-    """Serve the greeting ``attach`` (see ``Rendezvous.clients``).
+    """Serve the greeting ``attach`` (see ``Rendezvous.clients``). Each client gets worker loops of its own.
 
     Args:
+        hosts: the hosts of the present attempt.
         network: connections of this host.
         credentials: value of ``env_names.CREDENTIALS``; empty without TLS.
-        attach: returns the context within which a client is attached, which waits until the hosts are together, sends
-            ``attaching`` then, and raises ``RendezvousError`` to refuse the client.
+        reporter: writes progress lines.
+        session: the runs of the hosts, which do not count as idle while a client is attached.
     """
 
     def __init__(
-        self,
-        network: HostNetwork,
-        credentials: str,
-        attach: Callable[[Say], Attached],
+        self, hosts: JobHosts, network: HostNetwork, credentials: str, reporter: Reporter, session: Session
     ) -> None:
+        self._hosts = hosts
         self._network = network
         self._credentials = credentials
-        self._attach = attach
+        self._reporter = reporter
+        self._session = session
 
     async def serve(
         self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -83,7 +75,7 @@ class MeshClients:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > _MAX_NAMES:
             raise RendezvousError(f"names of a client are a list of at most {_MAX_NAMES} texts")
         leaf = self._leaf(names) if self._network.identity is not None else None
-        attached = asyncio.ensure_future(self._serve(leaf, writer))
+        attached = asyncio.ensure_future(self._attach(leaf, writer))
         gone = asyncio.ensure_future(reader.read())
         try:
             await asyncio.wait([gone, attached], return_when=asyncio.FIRST_COMPLETED)
@@ -92,13 +84,6 @@ class MeshClients:
             attached.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await attached
-
-    async def _serve(self, leaf: dict[str, str] | None, writer: asyncio.StreamWriter) -> None:
-        async with self._attach(lambda kind: messages.send(writer, {"type": kind})) as (members, ended):
-            hosts = [{"replica": host.replica, "address": address, "name": host.name} for host, address in members]
-            answer = {"type": "attached", "hosts": hosts, "leaf": leaf, "monarch": metadata.version("torchmonarch")}
-            await messages.send(writer, answer)
-            await ended
 
     def _leaf(self, names: Sequence[str]) -> dict[str, str]:
         from torchx_monarch.transport.credentials import CredentialsError, HostCredentials
@@ -110,52 +95,36 @@ class MeshClients:
             raise RendezvousError(str(error)) from None
         return {**dataclasses.asdict(leaf), "authority": credentials.authority}
 
-
-class RankHosts:
-    """Start worker loops for clients on the hosts that execute ranks. Each client gets loops of its own.
-
-    Args:
-        hosts: the hosts of the present attempt.
-        network: connections of this host.
-        reporter: writes progress lines.
-        session: the runs of the hosts, which do not count as idle while a client is attached.
-    """
-
-    def __init__(
-        self,
-        hosts: JobHosts,
-        network: HostNetwork,
-        reporter: Reporter,
-        session: Session,
-    ) -> None:
-        self._hosts = hosts
-        self._network = network
-        self._reporter = reporter
-        self._session = session
-
-    @contextlib.asynccontextmanager
-    async def attach(self, say: Say) -> AsyncIterator[tuple[Sequence[Member], Awaitable[None]]]:
-        """Start worker loops on the hosts of the present attempt; end them on exit (see ``MeshClients``)."""
+    async def _attach(self, leaf: dict[str, str] | None, writer: asyncio.StreamWriter) -> None:
+        """Start worker loops on the hosts of the present attempt, and return when all of them have ended."""
         await self._hosts.formed.wait()
-        await say("attaching")
+        await messages.send(writer, {"type": "attaching"})
         with self._session.in_use():
             while True:
                 reformed, token = self._hosts.reformed, secrets.token_hex(8)
                 # The end of this request ends the worker loops, also where this leader is lost.
                 with self._hosts.call(RunWorkerLoop(token)) as running:
-                    members = await self._ready(token, running)
-                    if members:
-                        self._reporter.line(f"a Monarch client has attached to {len(members)} hosts")
-                        ended = asyncio.ensure_future(self._ended(running, len(members), say))
-                        try:
-                            yield members, asyncio.shield(ended)
-                        finally:
-                            self._reporter.line("a Monarch client has detached")
-                            if self._session.ends_with_mesh:
-                                await asyncio.wait([ended], timeout=_SHUT_DOWN_WITHIN)
-                            ended.cancel()
+                    if members := await self._ready(token, running):
+                        await self._stay_attached(members, running, leaf, writer)
                         return
                 await reformed.wait()
+
+    async def _stay_attached(
+        self, members: Sequence[Member], running: HostCall, leaf: dict[str, str] | None, writer: asyncio.StreamWriter
+    ) -> None:
+        """Send a client the addresses of its worker loops, and wait until all of them have ended."""
+        self._reporter.line(f"a Monarch client has attached to {len(members)} hosts")
+        ended = asyncio.ensure_future(self._ended(running, len(members), writer))
+        try:
+            hosts = [{"replica": host.replica, "address": address, "name": host.name} for host, address in members]
+            answer = {"type": "attached", "hosts": hosts, "leaf": leaf, "monarch": metadata.version("torchmonarch")}
+            await messages.send(writer, answer)
+            await asyncio.shield(ended)
+        finally:
+            self._reporter.line("a Monarch client has detached")
+            if self._session.ends_with_mesh:
+                await asyncio.wait([ended], timeout=_SHUT_DOWN_WITHIN)
+            ended.cancel()
 
     async def _ready(self, token: str, running: HostCall) -> Sequence[Member]:
         """Wait for the worker loops; return the hosts, or none if one of them is lost."""
@@ -175,7 +144,7 @@ class RankHosts:
             raise RendezvousError(next(iter(wrong.values())))
         return members
 
-    async def _ended(self, running: HostCall, count: int, say: Say) -> None:
+    async def _ended(self, running: HostCall, count: int, writer: asyncio.StreamWriter) -> None:
         """Wait until all worker loops of a client have ended."""
         shut_down = False
         for _ in range(count):
@@ -183,6 +152,6 @@ class RankHosts:
             if isinstance(answer, WorkerLoopEnded) and answer.reason:
                 self._reporter.line(f"the worker loop of host {replica} {answer.reason}")
                 shut_down |= answer.shut_down
-            await say("changed")
+            await messages.send(writer, {"type": "changed"})
         if shut_down:
             self._session.mesh_shut_down()

@@ -37,7 +37,7 @@ from torchx_monarch.controller.host_messages import (
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_queries import HostQueries
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.mesh_clients import MeshClients, RankHosts
+from torchx_monarch.controller.mesh_clients import MeshClients
 from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.controller.sample_recorder import SampleRecorder
 from torchx_monarch.controller.spmd_work import Session, SpmdWork
@@ -129,8 +129,7 @@ class SpmdWorkload:
         control.rendezvous.clients.update(sessions.clients)
         self._host.connector = control.rendezvous.connect
         session = self.runs.session(control, hosts)
-        mesh = RankHosts(hosts, control.network, reporter, session)
-        clients = MeshClients(control.network, self._host.environ.get(CREDENTIALS, ""), mesh.attach)
+        clients = MeshClients(hosts, control.network, self._host.environ.get(CREDENTIALS, ""), reporter, session)
         control.rendezvous.clients["attach"] = clients.serve
         first_output = self.runs.first_output
 
