@@ -25,7 +25,7 @@ from torchx_monarch.model.job_result import JobResult, RankExit
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.system.console import Console, WriterThread
 
-OPTIONS = JobOptions("id", 0, 0, (), 0, NodeRange(2, 2, 0.2), 1.0, 1.0, "", "", 0.05, 0.05, "")
+OPTIONS = JobOptions("id", 0, 0, (), 0, NodeRange(2, 2, 0.2), 1.0, 1.0, "", "", 0.05, 0.05)
 PREEMPTED = HostPreempted(1, JobResult(143, "preempted", stopped=True, replica=1))
 
 

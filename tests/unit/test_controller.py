@@ -54,7 +54,7 @@ class Job:
         self._steps = list(steps)
         reporter = Reporter(Console(2), None, "trainer")
         self.gatherer = HostGatherer(sizes, self.rendezvous, reporter, HostFailures(2, 60.0))
-        options = JobOptions("id", 0, replacements, (), 0, sizes, 1.0, 1.0, "", "", 0.05, 0.05, "")
+        options = JobOptions("id", 0, replacements, (), 0, sizes, 1.0, 1.0, "", "", 0.05, 0.05)
         self.controller = Controller(options, self.rendezvous, reporter, self.gatherer, cast(SpmdWork, self))
         self.register(range(replicas))
 

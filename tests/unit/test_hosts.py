@@ -36,7 +36,7 @@ from torchx_monarch.transport.address import Address
 
 REPLICAS = 3
 HOSTS = [Registration(replica, f"node{replica}", 7, 1) for replica in range(REPLICAS)]
-OPTIONS = JobOptions("id", 1, 0, (), 0, NodeRange(3, 3, 1.0), 1.0, 1.0, "node0", "", 0.05, 0.05, "")
+OPTIONS = JobOptions("id", 1, 0, (), 0, NodeRange(3, 3, 1.0), 1.0, 1.0, "node0", "", 0.05, 0.05)
 
 
 class Replica:

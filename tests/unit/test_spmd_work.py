@@ -41,7 +41,7 @@ from torchx_monarch.transport.connections import Address
 
 HOSTS = [Registration(0, "node0", 1, 1), Registration(1, "node1", 1, 1, attempt=1)]
 FIXED = NodeRange(2, 2, 1.0)
-OPTIONS = JobOptions("id", 1, 0, (), 0, FIXED, 1.0, 1.0, "node0", "", 0.05, 0.05, "")
+OPTIONS = JobOptions("id", 1, 0, (), 0, FIXED, 1.0, 1.0, "node0", "", 0.05, 0.05)
 REFUSED = Refused(1, "host 1 (node1)", "cannot write the ranks' logs", 1)
 
 

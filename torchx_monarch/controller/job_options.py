@@ -29,7 +29,6 @@ class JobOptions:
         store_bind: local address on which rank 0's store listens, unless the user names one; empty for all.
         report_timeout: seconds to wait for a host's own report after it has refused a request.
         lease: seconds to wait for that report if a host may be silent, but not gone.
-        monarch_log: path of Monarch's log, for messages.
         hang_after: seconds for which ranks wait in a collective until that counts as a hang; 0 for never.
         on_hang: what to do about ranks that hang: ``observe``, ``restart`` or ``fail``.
         preload: modules that each host imports once for all of its ranks, for messages; empty for none.
@@ -49,7 +48,6 @@ class JobOptions:
     store_bind: str
     report_timeout: float
     lease: float
-    monarch_log: str
     hang_after: float = 0.0
     on_hang: str = ON_HANG[0]
     preload: tuple[str, ...] = ()
@@ -67,7 +65,7 @@ class JobOptions:
             command: the role's command; None if it cannot be parsed.
             node_range: number of hosts on which the role runs.
             network: network connections of the host.
-            more: the other attributes: ``run_id``, ``first_log_attempt``, ``grace`` and ``monarch_log``.
+            more: the other attributes: ``run_id``, ``first_log_attempt`` and ``grace``.
         """
         return cls(
             max_restarts=command.options.max_restarts if command else 0,

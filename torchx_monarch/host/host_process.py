@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 import socket
@@ -60,8 +59,8 @@ class HostProcess:
 
     def __init__(self, options: HostSpec, environ: Mapping[str, str], workload: Callable[[Host], SpmdWorkload]) -> None:
         environ = dict(environ)
-        os.environ.pop(CREDENTIALS, None)  # Monarch's processes inherit this environment
-        # Monarch and its processes print to descriptors 1 and 2, which `_redirect_own_output` makes a log file.
+        os.environ.pop(CREDENTIALS, None)  # what this process starts may inherit its environment
+        # What this process prints itself, such as a traceback, goes to a log file (`_redirect_own_output`).
         stdout = Console(os.dup(1))
         stderr = Console(os.dup(2), stdout)
         self._run_dir = environ.get("MONARCH_RUN_DIR") or run_dirs.new_run_dir()
@@ -104,7 +103,7 @@ class HostProcess:
             result = JobResult(
                 1, f"internal error of the host process: {type(error).__name__}: {error}{open_files.hint(error)}"
             )
-            host.reporter.line(f"{result.reason}; see {host.monarch_log}")
+            host.reporter.line(f"{result.reason}; see {host.own_log}")
         await self._report_and_exit(result)
         raise AssertionError("unreachable")
 
@@ -132,7 +131,7 @@ class HostProcess:
         if folder:
             run_dirs.remove_tree(folder)
         WriterThread.finish()
-        # Joining Monarch's threads can take seconds, and they have no work left.
+        # Joining the threads of the executor can take seconds, and they have no work left.
         os._exit((result.code or 0) if exit_code is None else exit_code)
 
     async def _job(self) -> JobResult:
@@ -159,19 +158,14 @@ class HostProcess:
             credentials = host.environ.get(CREDENTIALS, "")
             network_options = NetworkOptions.of(options)
             network = HostNetwork.setup(
-                rendezvous,
-                advertised,
-                network_options,
-                credentials,
-                host.sockets,
-                options.replica == 0,
+                rendezvous, advertised, network_options, credentials, host.sockets, options.replica == 0
             )
             if not error:
                 await self._workload.connect(network)
         except ValueError as failure:
             return self._conclude(JobResult(1, f"host {options.replica}: {failure}"))
-        registration = Registration(options.replica, host.hostname, os.getpid(), nproc, error, code)
-        registration = dataclasses.replace(registration, machine=host.environ.get("MONARCH_NODE", ""))
+        machine = host.environ.get("MONARCH_NODE", "")
+        registration = Registration(options.replica, host.hostname, os.getpid(), nproc, error, code, machine=machine)
         self._registration = registration
         sizes = NodeRange.of(self._runs.command, options.world, options.host_timeout, options.spares)
         if options.replica == 0:
@@ -183,7 +177,7 @@ class HostProcess:
     def _redirect_own_output(self) -> None:
         try:
             os.makedirs(self._host.log_dir, mode=0o700, exist_ok=True)
-            log = safe_files.open_log(self._host.monarch_log)
+            log = safe_files.open_log(self._host.own_log)
         except OSError:
             log = os.open(os.devnull, os.O_WRONLY)  # creating the ranks' logs will report what is wrong with the folder
         os.dup2(log, 1)
@@ -241,7 +235,6 @@ class HostProcess:
             run_id=host.run_id(runs.command),
             first_log_attempt=runs.first_log_attempt(sizes),
             grace=host.grace,
-            monarch_log=host.monarch_log,
         )
         failures = HostFailures(options.exclude_after, options.exclude_window)
         gatherer = HostGatherer(sizes, rendezvous, host.reporter, failures)
@@ -254,7 +247,7 @@ class HostProcess:
             if options.replicas > 1 or runs.listens or roles.server is not None:
                 return self._conclude(JobResult(1, str(error)))
             # The job needs nobody else; but no client can ask for its stacks.
-            print(f"no client can connect to this host: {error}", file=sys.stderr, flush=True)  # Monarch's log
+            print(f"no client can connect to this host: {error}", file=sys.stderr, flush=True)  # this process's own log
         rendezvous.register(registration)
         await coordinator.begin(options.host_timeout)
         result = await coordinator.await_others(await controller.run(), options.host_timeout)

@@ -33,7 +33,7 @@ class Host:
         options: command line of the host process.
         environ: environment in which the backend started it, and in which its ranks start.
         hostname: name of the machine.
-        stdout: the stdout of the host process before Monarch's output is redirected to a file.
+        stdout: the stdout with which the host process was started.
         stderr: its stderr.
         log_dir: folder of its logs.
         reporter: writes progress lines and events.
@@ -60,8 +60,8 @@ class Host:
     connector: Connect | None = None
 
     @property
-    def monarch_log(self) -> str:
-        """The file to which Monarch and its processes print."""
+    def own_log(self) -> str:
+        """The file with what the host process itself prints, such as the traceback of an error."""
         return os.path.join(self.log_dir, "monarch.log")
 
     @property
@@ -114,7 +114,7 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class Control:
-    """The parts of a controller with which a workload makes its ``Work``.
+    """The parts of a controller with which a workload makes its ``SpmdWork``.
 
     Attributes:
         rendezvous: the rendezvous at which the hosts register.

@@ -97,7 +97,7 @@ def start_worker(
         lease: seconds for which a host may be silent until it counts as lost.
         on_shutdown: called, from a thread, when a client has shut the host mesh down.
     """
-    keep_monarch_log_private(os.environ)  # the stderr of a host process is a file in the job's folder
+    keep_monarch_log_private(os.environ)  # to stderr, which the host process copies to its own
     for name, value in {**_TUNING, **_patience(lease)}.items():
         os.environ.setdefault(name, value)
     if tls is not None:
