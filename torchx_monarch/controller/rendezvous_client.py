@@ -72,8 +72,7 @@ async def handshake(
     pause, why, handshake_timeout = _RETRY_EVERY, "", connections.FIRST_HANDSHAKE_TIMEOUT
     while time.monotonic() < started + timeout:
         try:
-            reader, writer = await connections.connect(address, identity, peer_timeout, handshake_timeout)
-            await messages.send(writer, {**greeting, "version": messages.VERSION})
+            reader, writer = await connections.greet(address, greeting, identity, peer_timeout, handshake_timeout)
             try:
                 answer = await messages.receive(reader, _ANSWER_TIMEOUT)
             except messages.ProtocolError as error:

@@ -97,14 +97,11 @@ class AttachRelay:
             try:
                 address = await self._address_of(role, until - loop.time())
                 identity, peer_timeout = self._network.identity, self._host.options.peer_timeout
-                reader, writer = await connections.connect(address, identity, peer_timeout)
+                return await connections.greet(address, greeting, identity, peer_timeout)
             except ConnectError as error:
                 if loop.time() > until:
                     raise ConnectError(f"role {role}: {error}, after {timeout:g} s (--host-timeout)") from None
-                await asyncio.sleep(_RETRY_EVERY)
-            else:
-                await messages.send(writer, {**greeting, "version": messages.VERSION})
-                return reader, writer
+            await asyncio.sleep(_RETRY_EVERY)
 
     async def _address_of(self, role: str, timeout: float) -> Address:
         where, roles = self._others[role], self._host.roles

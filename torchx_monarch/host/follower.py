@@ -94,9 +94,7 @@ class Follower:
             left = max(1.0, until - time.monotonic())
 
             async def connect(greeting: messages.Message) -> Streams:
-                reader, writer = await connections.connect(where, network.identity, peer_timeout)
-                await messages.send(writer, {**greeting, "version": messages.VERSION})
-                return reader, writer
+                return await connections.greet(where, greeting, network.identity, peer_timeout)
 
             self._host.connector = connect
             return await RendezvousClient.join(where, registration, left, network.identity, peer_timeout, failed, lease)

@@ -32,7 +32,7 @@ from torchx_monarch.transport.streams import open_streams
 if TYPE_CHECKING:
     from torchx_monarch.transport.credentials import HostCredentials
 
-__all__ = ["Address", "AddressError", "ConnectError", "Identity", "connect", "explain", "is_client", "listen"]
+__all__ = ["Address", "AddressError", "ConnectError", "Identity", "connect", "explain", "greet", "is_client", "listen"]
 
 FIRST_HANDSHAKE_TIMEOUT = 3.0
 """Seconds for the TLS handshake of the first try. A waiting host can then soon report that there is no answer."""
@@ -198,6 +198,22 @@ async def connect(
     except (OSError, asyncio.TimeoutError, ValueError, OverflowError) as error:
         raise explain(error, address) from None
     watch_peer(writer, peer_timeout)
+    return reader, writer
+
+
+async def greet(
+    address: Address,
+    greeting: messages.Message,
+    identity: Identity | None,
+    peer_timeout: float,
+    handshake_timeout: float = LATER_HANDSHAKE_TIMEOUT,
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to the address of replica 0 and send a greeting, to which the protocol's version is added.
+
+    The other arguments and the exceptions are those of ``connect``.
+    """
+    reader, writer = await connect(address, identity, peer_timeout, handshake_timeout)
+    await messages.send(writer, {**greeting, "version": messages.VERSION})
     return reader, writer
 
 
