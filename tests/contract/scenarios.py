@@ -44,11 +44,11 @@ BACKENDS = ("local", "docker", "slurm", "ssh", "kubernetes", "aws_batch")
 """The columns: the folders of tests/clusters, and tests/local/test_contract.py."""
 
 WIRES = {
-    "real": "tested real",
-    "api-server": "tested on a real API server, with stand-ins for nodes and controllers",
-    "moto+docker": "tested on a fake wire (moto, containers in a real dockerd)",
-    "stub": "tested with a stub of the plugin, which checks the options",
-    "fake": "tested on a fake wire",
+    "real": "real",
+    "api-server": "API server",
+    "moto+docker": "moto",
+    "stub": "stub",
+    "fake": "fake wire",
 }
 """How the table names a test's ``wire``. Where tests of one cell differ, the first of these counts."""
 

@@ -19,7 +19,7 @@ def test_a_cell_is_what_was_tested_or_the_reason() -> None:
     tested[REST[0]].add("real")
     cells = table.column(tested, {FIRST: "there is none", REST[0]: "a part is impossible"})
     assert cells[FIRST] == "not possible, because there is none"
-    assert (cells[REST[0]], cells[REST[1]], cells[REST[-1]]) == ("tested real", "tested on a fake wire", "not tested")
+    assert (cells[REST[0]], cells[REST[1]], cells[REST[-1]]) == ("real", "fake wire", "not tested")
 
 
 def test_the_contract_has_a_test_of_each_scenario() -> None:
@@ -30,7 +30,7 @@ def test_the_contract_has_a_test_of_each_scenario() -> None:
 
 def test_columns_are_replaced_and_others_stay() -> None:
     page = "before\n<!-- table: begin -->\n<!-- table: end -->\nafter\n"
-    every = {name: "tested real" for name in SCENARIOS}
+    every = {name: "real" for name in SCENARIOS}
     page = table.written(page, {"slurm": every})
     page = table.written(page, {"docker": every, "slurm": {**every, FIRST: "not possible, because (a, b)"}})
     assert page.startswith("before\n") and page.endswith("after\n")
