@@ -16,7 +16,7 @@ from torchx.specs import AppDef, AppState, AppStatus, Role
 
 from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import owners
+from torchx_monarch.backends.local import state
 from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.system import processes
@@ -83,8 +83,8 @@ class Detached:
     def paths(self, app_id: str) -> state_files.AppPaths:
         return state_files.app_paths(app_id)
 
-    def watchers(self, app_id: str) -> owners.Owners:
-        watchers = owners.load(self.paths(app_id))
+    def watchers(self, app_id: str) -> state.Owners:
+        watchers = state.load(self.paths(app_id))
         assert watchers is not None
         return watchers
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.contract.place import Place, left_to_others
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import owners, submit
+from torchx_monarch.backends.local import state, submit
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.schedulers import monarch_local
 
@@ -38,7 +38,7 @@ class LocalPlace(Place):
 
     def _host(self, handle: str, replica: int) -> int:
         """Return the pid of a replica's host."""
-        owning = owners.load(state_files.app_paths(handle.rpartition("/")[2]))
+        owning = state.load(state_files.app_paths(handle.rpartition("/")[2]))
         assert owning is not None
         (host,) = [
             one.pid

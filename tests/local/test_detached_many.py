@@ -15,8 +15,8 @@ from torchx.specs import AppDef, AppState
 
 from tests.local.detached import NAME, Detached, all_fresh, sh
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import owners
-from torchx_monarch.backends.local.prune import prune
+from torchx_monarch.backends.local import state
+from torchx_monarch.backends.local.folder import prune
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.records import ReplicaRecord
@@ -84,7 +84,7 @@ def test_pruning(apps: Detached, eventually: Eventually, monkeypatch: pytest.Mon
     old_app("old-kept", now - 13 * day)
     old_app("old-gone", now - 15 * day)
     old_app("old-running", now - 99 * day, state=State.RUNNING)
-    lock = owners.lock(state_files.app_paths("old-running"))
+    lock = state.lock(state_files.app_paths("old-running"))
     trash = Path(state_files.apps_dir(), ".trash-1-x")
     trash.mkdir()
     os.utime(trash, (0, 0))

@@ -21,7 +21,7 @@ from tests.local.detached import Detached, all_fresh, lives, pid_in, py, sh, sta
 from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import BackendError, SubmitError
-from torchx_monarch.backends.local import prune, request, submit
+from torchx_monarch.backends.local import folder, request, submit
 
 Eventually = Callable[..., object]
 
@@ -213,7 +213,7 @@ def test_a_reboot(apps: Detached, eventually: Eventually) -> None:
     app_id = make_unended(apps, eventually)
     assert [str(a.state) for a in apps.scheduler.list()] == ["FAILED"]
     assert apps.status(app_id).msg.endswith(f"were killed, or {os.uname().nodename} was rebooted")
-    assert prune.prune(state_files.apps_dir(), newest=0) == [app_id]
+    assert folder.prune(state_files.apps_dir(), newest=0) == [app_id]
 
 
 def test_another_machine_whose_locks_are_not_seen(apps: Detached, eventually: Eventually) -> None:
@@ -224,7 +224,7 @@ def test_another_machine_whose_locks_are_not_seen(apps: Detached, eventually: Ev
     assert status.roles[0].replicas[0].hostname == "elsewhere"
     with pytest.raises(RuntimeError, match="runs on elsewhere, which cannot be seen from here: cancel it there"):
         apps.scheduler.cancel(app_id)
-    assert prune.prune(state_files.apps_dir(), newest=0) == []
+    assert folder.prune(state_files.apps_dir(), newest=0) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")

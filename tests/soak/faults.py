@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.soak.jobs import Job
 from tests.soak.plans import Fault
-from torchx_monarch.backends.local import owners
+from torchx_monarch.backends.local import state
 from torchx_monarch.system import processes
 
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP, "freeze": signal.SIGSTOP}
@@ -100,7 +100,7 @@ def targets(job: Job, kind: str) -> list[int]:
     """The living processes of one kind, in the order of their pids."""
     if kind == "submitter":
         return [job.submitter.pid] if job.submitter is not None and job.submitter.poll() is None else []
-    who = owners.load(job.paths) if job.app_id else None
+    who = state.load(job.paths) if job.app_id else None
     if who is None:
         return []
     watchers = {"keeper": who.keeper.pid, "supervisor": who.supervisor.pid}

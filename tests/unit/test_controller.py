@@ -12,8 +12,7 @@ import pytest
 
 from tests.waits import WITHIN
 from torchx_monarch.controller.controller import Controller
-from torchx_monarch.controller.elastic import HostGatherer, NodeRange, listed
-from torchx_monarch.controller.host_choice import HostFailures
+from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange, listed
 from torchx_monarch.controller.host_events import (
     HostEvent,
     HostExcluded,
@@ -26,7 +25,7 @@ from torchx_monarch.controller.host_events import (
 )
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.controller.spmd_work import SpmdWork
+from torchx_monarch.controller.session import SpmdWork
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration

@@ -29,7 +29,7 @@ from torchx.specs import (
 from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local import gpus, owners, render
+from torchx_monarch.backends.local import gpus, render, state
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.insight import events
@@ -272,10 +272,10 @@ def test_this_process() -> None:
 
 def test_watchers_are_read_as_they_were_written() -> None:
     me = processes.ProcessIdentity(7, 8)
-    written = owners.Owners("here", me, processes.ProcessIdentity(9, 10))
+    written = state.Owners("here", me, processes.ProcessIdentity(9, 10))
     data = json.loads(json.dumps(written.to_json()))
     assert data["keeper"] == {"pid": 7, "start": 8}  # the form of files that are on disks
-    assert codec.decode(owners.Owners, data) == written
+    assert codec.decode(state.Owners, data) == written
 
 
 def test_json_files_are_replaced_whole(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_the_supervisor_side_imports_the_standard_library_only() -> None:
 
     code = (
         "import sys; sys.path.append(sys.argv[1]); import torchx_monarch.backends.local.supervisor, "
-        "torchx_monarch.backends.local.prune; print(*sys.modules)"
+        "torchx_monarch.backends.local.folder; print(*sys.modules)"
     )
     root = Path(state_files.__file__).parents[3]
     done = subprocess.run(

@@ -25,7 +25,7 @@ from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.docker import host_files, host_results, native, request, snapshot
+from torchx_monarch.backends.docker import host_results, native, request, snapshot
 from torchx_monarch.backends.docker.host_results import HostResults
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot
 from torchx_monarch.model.host_result import HostResult
@@ -315,11 +315,11 @@ def test_a_container_becomes_a_replica() -> None:
 
 
 def test_the_last_line_of_a_host_without_an_error_file_is_shown_as_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_files, "read_file", lambda *args: "")
-    monkeypatch.setattr(host_files, "last_line", lambda container: "[monarch] FAILED: \x1b[2Jhost 7")
-    (replica,) = host_files.add_files(build([spec("main", hosts=True)], one("main", code=3))).replicas
+    monkeypatch.setattr(host_results, "read_file", lambda *args: "")
+    monkeypatch.setattr(host_results, "last_line", lambda container: "[monarch] FAILED: \x1b[2Jhost 7")
+    (replica,) = host_results.add_files(build([spec("main", hosts=True)], one("main", code=3))).replicas
     assert replica.failure == r"replica main/0 exited with code 3; its last output: [monarch] FAILED: \x1b[2Jhost 7"
-    (killed,) = host_files.add_files(build([spec("main", hosts=True)], one("main", code=137))).replicas
+    (killed,) = host_results.add_files(build([spec("main", hosts=True)], one("main", code=137))).replicas
     assert killed.failure == "replica main/0 was killed by signal 9 (SIGKILL)"
 
 

@@ -17,14 +17,12 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.backends.aws_batch.cloud_checks import check_cloud
-from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
-from torchx_monarch.backends.docker.checks import check_daemon
-from torchx_monarch.backends.kubernetes.checks import check_cluster
+from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, check_cloud
+from torchx_monarch.backends.docker.backend import check_daemon
+from torchx_monarch.backends.kubernetes.backend import check_cluster
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.slurm import native
-from torchx_monarch.backends.slurm.checks import check_slurm
-from torchx_monarch.backends.slurm.options import SlurmOpts
+from torchx_monarch.backends.slurm.options import SlurmOpts, check_slurm
 from torchx_monarch.cli import doctor as command
 from torchx_monarch.model.check_result import CheckResult, check
 from torchx_monarch.schedulers import doctor, install_checks

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchx_monarch.backends.kubernetes.attempts import Attempt
+from torchx_monarch.backends.kubernetes.snapshot import Attempt
 from torchx_monarch.host.ranks import rank_errors
 from torchx_monarch.insight.progress import Reporter, write_result
 from torchx_monarch.model.host_result import HostResult, no_retry_reason

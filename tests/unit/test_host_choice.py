@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
-from torchx_monarch.controller.host_choice import HostFailures, choose, machine
+from torchx_monarch.controller.elastic import HostFailures, choose, machine
 from torchx_monarch.model.registration import Registration
 
 

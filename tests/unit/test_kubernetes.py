@@ -35,13 +35,12 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnap
 from torchx_monarch.backends.core.state import AppStatus, count_restarts, reduce
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.kubernetes import attempts, logs, names, snapshot
-from torchx_monarch.backends.kubernetes.attempts import Attempt
+from torchx_monarch.backends.kubernetes import logs, names, snapshot
 from torchx_monarch.backends.kubernetes.backend import KubernetesBackend
 from torchx_monarch.backends.kubernetes.native import Api
 from torchx_monarch.backends.kubernetes.objects import AppObjects
 from torchx_monarch.backends.kubernetes.request import with_credentials
-from torchx_monarch.backends.kubernetes.snapshot import JobReport
+from torchx_monarch.backends.kubernetes.snapshot import Attempt, JobReport
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -636,7 +635,7 @@ def test_reading_sends_no_change_whatever_the_clock(
     monkeypatch: pytest.MonkeyPatch, skew: float, second: dict[str, str] | None, message: str
 ) -> None:
     """Of an image that could not be pulled 10 s ago, and of a host that has failed 1 s ago."""
-    now = attempts.seconds("2026-11-20T10:00:10Z")
+    now = snapshot.seconds("2026-11-20T10:00:10Z")
     monkeypatch.setattr(time, "time", lambda: now + skew)
     waits = {"containerStatuses": [{"name": "main", "state": {"waiting": second}}]}
     pods = [labelled(0, phase="Running"), labelled(1, **waits) if second else labelled(1, phase="Failed", **ended(1))]

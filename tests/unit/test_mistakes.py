@@ -20,8 +20,8 @@ from torchx.specs import AppDef, InvalidRunConfigException, Role, runopts
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import Capabilities
 from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.backends.core.options import check_replica, matching
 from torchx_monarch.backends.core.state import AppStatus
-from torchx_monarch.backends.core.validation import check_replica, matching
 from torchx_monarch.cli import torchx_errors
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_local

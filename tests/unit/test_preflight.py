@@ -14,7 +14,6 @@ from typing import Any, cast
 import pytest
 
 from torchx_monarch.command.command import parse
-from torchx_monarch.controller.host_comparison import Problem, compare
 from torchx_monarch.controller.host_messages import (
     FactsTaken,
     TakeFacts,
@@ -24,7 +23,7 @@ from torchx_monarch.controller.host_messages import (
     encode_request,
 )
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.preflight import Preflight, clock_offset
+from torchx_monarch.controller.preflight import Preflight, Problem, clock_offset, compare
 from torchx_monarch.host.preflight import parse_gpus, take_facts
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.insight.progress import Reporter

@@ -25,7 +25,7 @@ from torchx.specs.finder import ComponentValidationException
 
 from tests.waits import WITHIN
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.backends.slurm import checks, native, records
+from torchx_monarch.backends.slurm import native, options, records
 from torchx_monarch.backends.slurm.container import Container, Mount, last_error
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.native import SlurmError
@@ -153,9 +153,9 @@ def test_clusters_without_pyxis_are_told_before_submission(monkeypatch: pytest.M
 
     monkeypatch.setattr(native, "run", run)
     with pytest.raises(SlurmError, match="cannot run -cfg container=pyxis: .* pyxis is not installed"):
-        checks.check_pyxis()
+        options.check_pyxis()
     help_text = "--container-image=X"
-    checks.check_pyxis()
+    options.check_pyxis()
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from torchx_monarch.controller.attempts import Attempts
-from torchx_monarch.controller.elastic import HostGatherer, NodeRange
+from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
-from torchx_monarch.controller.host_choice import HostFailures
 from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, RunEndRequested, StopRequested
 from torchx_monarch.controller.host_messages import (
     Answer,
@@ -30,9 +29,9 @@ from torchx_monarch.controller.host_messages import (
 from torchx_monarch.controller.host_requests import HostRequests
 from torchx_monarch.controller.hosts import HostRefused, JobHosts
 from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.rank_queries import SampleRecorder
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.controller.sample_recorder import SampleRecorder
-from torchx_monarch.controller.spmd_work import Session, SpmdWork
+from torchx_monarch.controller.session import Session, SpmdWork
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult, RankExit
 from torchx_monarch.model.registration import Registration

@@ -27,17 +27,17 @@ from torchx_monarch.backends.core.errors import BackendError, StateAccessError, 
 from torchx_monarch.backends.core.snapshot import RoleSnapshot
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local import gpus, owners, state
+from torchx_monarch.backends.local import gpus, state
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
-from torchx_monarch.backends.ssh import layouts, native, workspace
+from torchx_monarch.backends.ssh import native, workspace
+from torchx_monarch.backends.ssh import request as ssh_request
 from torchx_monarch.backends.ssh.backend import SshBackend
 from torchx_monarch.backends.ssh.in_job import entry, replicas
-from torchx_monarch.backends.ssh.in_job.code import Code
+from torchx_monarch.backends.ssh.in_job.replicas import Code
 from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
-from torchx_monarch.backends.ssh.layouts import Layout
-from torchx_monarch.backends.ssh.machine_name import MachineName, parse_hosts
 from torchx_monarch.backends.ssh.native import MachineConnection, Machines, SshError
-from torchx_monarch.backends.ssh.request import SshRequest
+from torchx_monarch.backends.ssh.options import MachineName, parse_hosts
+from torchx_monarch.backends.ssh.request import Layout, SshRequest
 from torchx_monarch.backends.ssh.snapshot import Found, SshSnapshot, build
 from torchx_monarch.client.workspace_sync import current_workspace
 from torchx_monarch.code_sync.manifest import Tree
@@ -291,13 +291,13 @@ def test_another_users_list_of_machines(tmp_path: Path, caplog: pytest.LogCaptur
     folder.parent.mkdir()
     folder.symlink_to(tmp_path)
     with pytest.raises(OSError, match=f"{folder} is a symbolic link"):
-        layouts.keep("x@a", Layout([["a"]]))
+        ssh_request.store_layout("x@a", Layout([["a"]]))
     with pytest.raises(StateAccessError, match=f"{folder} is a symbolic link"):
-        layouts.app_ids()
+        ssh_request.app_ids()
     (tmp_path / "x").write_text("")
-    assert layouts.load("x") is None
+    assert ssh_request.load_layout("x") is None
     assert f"{folder} is a symbolic link" in caplog.text
-    layouts.forget("x")
+    ssh_request.forget_layout("x")
     assert (tmp_path / "x").exists()
 
 
@@ -412,10 +412,10 @@ def test_a_damaged_file_of_a_replica_is_named_and_costs_no_other_app(
     monkeypatch.setattr(Machines, "ask", ask)
     submitted = SubmittedApp(app("true"), [RoleSpec("trainer")])
     for app_id in ("sound-1@a", "broken-1@a"):
-        layouts.keep(app_id, layouts.Layout([["a"]]))
+        ssh_request.store_layout(app_id, ssh_request.Layout([["a"]]))
         paths = state_files.app_paths(folder_name(app_id, 0, 0))
         os.makedirs(paths.root)
-        request.addfinalizer(partial(os.close, owners.lock(paths)))
+        request.addfinalizer(partial(os.close, state.lock(paths)))
         place = Place(app_id, 0, 0, 100.0, 5.0, [["a"]], "", "", submitted.pack())
         state_files.write_json(f"{paths.root}/place.json", asdict(place))
         role = RoleRecord("trainer", [ReplicaRecord(0, State.RUNNING)])

@@ -13,9 +13,8 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, Role
 
 from torchx_monarch.backends.core.apps import Apps
-from torchx_monarch.backends.core.retries import RetryBudget
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
-from torchx_monarch.backends.core.state import SETTLE, AppStatus, count_restarts, reduce
+from torchx_monarch.backends.core.state import SETTLE, AppStatus, RetryBudget, count_restarts, reduce
 from torchx_monarch.command.rewrite import hold
 from torchx_monarch.components import controller
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind

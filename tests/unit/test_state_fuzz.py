@@ -34,7 +34,8 @@ from tests.waits import WITHIN
 from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local import owners, prune, status, submit
+from torchx_monarch.backends.local import state, status, submit
+from torchx_monarch.backends.local.folder import prune
 from torchx_monarch.backends.local.render import render
 from torchx_monarch.cli import exit_codes, main
 from torchx_monarch.cli.run_output import _to_json, summary_of
@@ -164,7 +165,7 @@ class RunningApp:
     def _fill(self) -> None:
         mine, supervisor = processes.identity(os.getpid()), processes.identity(self._process.pid)
         assert mine is not None and supervisor is not None
-        who = owners.Owners(os.uname().nodename, supervisor, supervisor)
+        who = state.Owners(os.uname().nodename, supervisor, supervisor)
         state_files.write_json(self.paths.supervisor, who.to_json())
         state_files.write_json(self.paths.cancel, {"grace": 1.5})
         lines = [json.dumps({"time": 1000.0 + at, **event}) for at, event in enumerate(EVENTS)]
@@ -258,7 +259,7 @@ def ask_everything(app: RunningApp, changed: str = "") -> None:
     list(list_allocations())
     with contextlib.suppress(UnreachableError):
         Target.of(app.handle)
-    prune.prune(os.path.dirname(app.paths.root))
+    prune(os.path.dirname(app.paths.root))
 
 
 def ask_command(app: RunningApp, words: str) -> bool:
@@ -315,7 +316,7 @@ def test_an_app_whose_supervisor_lives_can_be_cancelled_whatever_its_status_says
     path = Path(app.paths.status)
     try:
         path.write_text(json.dumps({**json.loads(app.files[path]), "state": "SUCCEEDED", "ended": 1e9}))
-        assert prune.prune(os.path.dirname(app.paths.root)) == []
+        assert prune(os.path.dirname(app.paths.root)) == []
         app.scheduler.cancel(app.app_id)
         assert app.told()
     finally:

@@ -17,7 +17,8 @@ from torchx.specs import AppDef, AppState, Role
 from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, StateDirError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local import prune, status, submit
+from torchx_monarch.backends.local import folder as local_folder
+from torchx_monarch.backends.local import status, submit
 from torchx_monarch.backends.local.render import render
 from torchx_monarch.backends.slurm import folder, records
 from torchx_monarch.insight import events
@@ -187,11 +188,11 @@ def test_how_many_apps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
     names = [app("a", ended=now - age).app_id for age in range(4)]
     monkeypatch.setenv("MONARCH_KEEP_APPS", "some")
-    assert prune.prune(state_files.apps_dir()) == []
+    assert local_folder.prune(state_files.apps_dir()) == []
     monkeypatch.setenv("MONARCH_KEEP_APPS", "3")
-    assert prune.prune(state_files.apps_dir()) == [names[3]]
+    assert local_folder.prune(state_files.apps_dir()) == [names[3]]
     monkeypatch.setenv("MONARCH_KEEP_APPS", "0")
-    assert sorted(prune.prune(state_files.apps_dir())) == sorted(names[:3])
+    assert sorted(local_folder.prune(state_files.apps_dir())) == sorted(names[:3])
 
 
 # -- monarch_slurm -----------------------------------------------------------------------------------------------------

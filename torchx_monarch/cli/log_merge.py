@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.backends.core.backend import TimedLine
 
 PATIENCE = 0.5
 """Seconds that lines of other logs wait for a log that is followed and silent."""

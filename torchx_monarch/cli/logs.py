@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from torchx_monarch.backends.core.backend import TimedLine
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot
-from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli.handles import add_handle, unknown
 from torchx_monarch.cli.json_output import add_json, print_record
 from torchx_monarch.cli.log_merge import LogMerge

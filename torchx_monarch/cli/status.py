@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from torchx_monarch.backends.core.backend import TimedLine
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot
-from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli.handles import add_handle, unknown
 from torchx_monarch.cli.json_output import add_json, print_json, print_record
 from torchx_monarch.cli.sampled_ranks import SampledRanks

@@ -64,12 +64,6 @@ class Attempts:
         exits: exits of the ranks of the present attempt, by rank.
 
     Args:
-        options: options of the run.
-        hosts: the hosts, which are asked.
-        gatherer: gathers the hosts.
-        events: the events that interrupt the controller.
-        reporter: writes progress lines and events.
-        hang_watch: finds ranks that hang.
         first_output: set when a rank of this host has printed something; None if that is not reported.
         preflight: checks the hosts before the first attempt on them; None for no check.
     """
@@ -120,9 +114,6 @@ class Attempts:
 
     async def run(self, hosts: list[Registration]) -> JobResult:
         """Run attempts until one has succeeded or no other may help; return the result.
-
-        Args:
-            hosts: the hosts of the mesh.
 
         Raises:
             Interrupted: an event is pending; the ranks still run.

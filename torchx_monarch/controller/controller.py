@@ -16,22 +16,14 @@ from torchx_monarch.controller.host_events import (
 )
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.controller.spmd_work import SpmdWork
+from torchx_monarch.controller.session import SpmdWork
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 
 
 class Controller:
-    """Run a job on the hosts of its role: the one consumer of ``HostEvents``.
-
-    Args:
-        options: options of the job.
-        rendezvous: the rendezvous at which the hosts register.
-        reporter: writes progress lines and events.
-        gatherer: gathers the hosts.
-        work: what the hosts do.
-    """
+    """Run a job on the hosts of its role: the one consumer of ``HostEvents``."""
 
     def __init__(
         self,

@@ -53,8 +53,6 @@ class DebugSessions:
         clients: the handlers, by the kind of the greeting.
 
     Args:
-        command: the command that attaches to a rank, without its number.
-        say: called with a progress line.
         rest: returns a context within which ranks that wait for others are no hang.
     """
 

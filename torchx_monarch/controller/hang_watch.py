@@ -33,8 +33,6 @@ class HangWatch:
     """Find ranks that hang, report them, and say whether they are to be stopped.
 
     Args:
-        hosts: the hosts, which are asked.
-        reporter: writes progress lines and events.
         hang_after: seconds for which ranks wait in a collective until that counts as a hang; 0 not to watch.
         on_hang: ``observe``, ``restart`` or ``fail``.
     """
@@ -60,11 +58,7 @@ class HangWatch:
             self._since = asyncio.get_running_loop().time()
 
     async def run(self, attempt: int) -> Hang:
-        """Watch the ranks of an attempt until this task is cancelled; return a hang because of which they must end.
-
-        Args:
-            attempt: number of the attempt.
-        """
+        """Watch the ranks of an attempt until this task is cancelled; return a hang because of which they must end."""
         every = max(_SHORTEST, self._hang_after / _LOOKS) if self._hang_after else math.inf
         self._since, self._reported, pause, failure = asyncio.get_running_loop().time(), None, every, ""
         while True:

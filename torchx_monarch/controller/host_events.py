@@ -135,10 +135,6 @@ class HostEvents:
     async def interrupt(self, awaitable: Awaitable[T], wanted: Callable[[HostEvent], bool] = lambda event: True) -> T:
         """Await something.
 
-        Args:
-            awaitable: what to await; cancelled by an event.
-            wanted: which events interrupt it.
-
         Raises:
             Interrupted: an event is pending, or arrives, before the awaitable is done.
         """
@@ -157,8 +153,6 @@ def signalled(host: Registration, number: int, announced: bool | None) -> HostPr
     """Return the event of a host that received a signal.
 
     Args:
-        host: the host.
-        number: the signal.
         announced: whether the backend announced the signal (``MONARCH_STOP_FILE``). A SIGTERM that the backend did not
             announce is a preemption. None for a backend that cannot announce signals: its SIGTERM counts as a
             preemption, but may be a cancellation.

@@ -59,7 +59,6 @@ class HostNetwork:
         Args:
             rendezvous: address on which replica 0 listens.
             advertised: the result of ``local_addresses.advertised``.
-            options: the user's network options.
             credentials: value of ``env_names.CREDENTIALS``; empty if it is not set.
             folder: folder for sockets and keys; mode 0700.
             first: whether this is replica 0.
@@ -91,9 +90,6 @@ class HostNetwork:
         """Find the hosts whose worker loop cannot be reached or, under TLS, does not prove the host's identity.
 
         Monarch itself does not report a failed handshake: it would time out after a minute, without a reason.
-
-        Args:
-            members: the hosts to check, and the addresses of their worker loops.
 
         Returns:
             The reason for each such host, by replica, in a text that names the host; empty if all can be reached.

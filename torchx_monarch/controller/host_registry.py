@@ -15,9 +15,6 @@ class HostRegistry:
     Attributes:
         registered: their registrations, by replica.
         formed: whether an attempt has been formed.
-
-    Args:
-        replicas: number of replicas of the role.
     """
 
     def __init__(self, replicas: int) -> None:

@@ -54,11 +54,7 @@ class HostCall:
 
 
 class HostRequests:
-    """Send requests to hosts, on the leader.
-
-    Args:
-        writers: the connection of each registered host, by replica.
-    """
+    """Send requests to hosts, on the leader."""
 
     def __init__(self, writers: Mapping[int, asyncio.StreamWriter]) -> None:
         self._writers = writers
@@ -73,8 +69,6 @@ class HostRequests:
         """Send a request to hosts, and do not wait: a host that reads slowly delays no other.
 
         Args:
-            request: the request.
-            replicas: the hosts that are to answer.
             local: the one of them that is not sent the request, because it is this process.
         """
         call = HostCall(next(self._numbers), replicas)
@@ -117,7 +111,6 @@ class HostResponder:
     """Execute the requests of the leader, on every other host.
 
     Args:
-        writer: writer of the connection to the leader.
         handler: executes a request; it must not raise.
     """
 

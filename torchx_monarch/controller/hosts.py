@@ -47,13 +47,6 @@ class JobHosts:
         running: replicas of the hosts whose ranks may run: those that are not known to be lost.
         formed: set when there are hosts.
         reformed: set, and replaced, when the hosts of the next attempt are there.
-
-    Args:
-        options: options of the job.
-        requests: sends requests to the other hosts.
-        events: the events that interrupt the controller.
-        reporter: writes progress lines and events.
-        own_host: executes requests to the leader's own host.
     """
 
     def __init__(
@@ -107,7 +100,6 @@ class JobHosts:
         """Send a request to every host and yield the answers as they arrive.
 
         Args:
-            request: the request.
             timeout: seconds for all answers; None for no limit: the leases of the hosts limit the wait for lost ones.
 
         Raises:
@@ -153,7 +145,6 @@ class JobHosts:
         """Send a request to every host; return the answers, and why a host has not answered, by replica.
 
         Args:
-            request: the request.
             timeout: seconds for all answers.
         """
         found: list[Any] = []
@@ -179,9 +170,7 @@ class JobHosts:
         A host that has lost the leader stops its ranks by itself. The ranks of a host that is gone are gone too.
 
         Args:
-            number: the signal for the ranks; SIGKILL follows after the grace period.
             grace: seconds from the signal to SIGKILL.
-            note: called with the answer of each host.
         """
         if not self.present:
             return

@@ -61,10 +61,7 @@ class JobOptions:
         """Derive the options from those of replica 0's host.
 
         Args:
-            options: options of the host.
             command: the role's command; None if it cannot be parsed.
-            node_range: number of hosts on which the role runs.
-            network: network connections of the host.
             more: the other attributes: ``run_id``, ``first_log_attempt`` and ``grace``.
         """
         return cls(

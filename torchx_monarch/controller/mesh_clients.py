@@ -23,7 +23,7 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_requests import HostCall
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import RendezvousError
-from torchx_monarch.controller.spmd_work import Session
+from torchx_monarch.controller.session import Session
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import messages
@@ -47,10 +47,7 @@ class MeshClients:
     """Serve the greeting ``attach`` (see ``Rendezvous.clients``). Each client gets worker loops of its own.
 
     Args:
-        hosts: the hosts of the present attempt.
-        network: connections of this host.
         credentials: value of ``env_names.CREDENTIALS``; empty without TLS.
-        reporter: writes progress lines.
         session: the runs of the hosts, which do not count as idle while a client is attached.
     """
 

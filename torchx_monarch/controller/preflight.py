@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from torchx_monarch.controller.host_comparison import compare
 from torchx_monarch.controller.host_messages import FactsTaken, TakeFacts
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.progress import Reporter
@@ -14,6 +18,15 @@ from torchx_monarch.model.registration import Registration
 from torchx_monarch.system.untrusted_text import one_line
 
 _LINE = 600
+
+MAX_OFFSET = 1.0
+"""Seconds by which the clock of a host may differ from replica 0's."""
+
+_LITTLE_SHARED = 16 << 20
+
+_FEW_FILES = 1024
+
+_ABSENT = os.strerror(errno.ENOENT)
 
 
 class Preflight:
@@ -24,8 +37,6 @@ class Preflight:
 
     Args:
         mode: ``on`` to fail the run if something is wrong, ``warn`` to report it, ``off`` to check nothing.
-        hosts: the hosts, which are asked.
-        reporter: writes progress lines and events.
     """
 
     def __init__(self, mode: str, hosts: JobHosts, reporter: Reporter) -> None:
@@ -73,12 +84,95 @@ def clock_offset(facts: HostFacts, sent: float, received: float) -> float:
     """Return the least seconds by which a host's clock is ahead of this one; negative if behind, 0 if it may agree.
 
     The host read its clock after it had taken the facts, and before the answer arrived.
-
-    Args:
-        facts: the facts of the host.
-        sent: when the request was sent.
-        received: when the answer arrived.
     """
     if facts.clock > received:
         return facts.clock - received
     return min(0.0, facts.clock - (sent + facts.taken))
+
+
+class Problem(NamedTuple):
+    """A difference between hosts, or a deficiency of one.
+
+    Attributes:
+        replicas: the replicas of the hosts that differ or are unfit, replica 0 first.
+        text: which hosts these are, what is wrong and how to fix it, in one line.
+    """
+
+    replicas: Sequence[int]
+    text: str
+
+
+def compare(
+    names: Mapping[int, str], facts: Mapping[int, HostFacts], offsets: Mapping[int, float]
+) -> Iterator[Problem]:
+    """Yield a problem for each difference or deficiency; none if all is well.
+
+    Args:
+        facts: the facts of each host, by its replica, that of replica 0 first.
+        offsets: the least seconds by which the clock of a host is ahead of replica 0's; negative if it is behind.
+    """
+    for name in sorted({name for host in facts.values() for name in host.versions}):
+        values = {replica: host.versions.get(name, "none") for replica, host in facts.items() if not host.problem}
+        yield from _differences(names, values, name, f"install the same {name} on all hosts")
+    yield from _of_programs(names, facts)
+    yield from _of_paths(names, facts)
+    for replica, offset in offsets.items():
+        if abs(offset) > MAX_OFFSET:
+            how = f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} replica 0's"
+            yield Problem([replica], f"the clock of {names[replica]} is {how}; run an NTP client on all hosts")
+    for replica, host in facts.items():
+        for text in _deficiencies(names[replica], host):
+            yield Problem([replica], text)
+
+
+def _deficiencies(name: str, host: HostFacts) -> Iterator[str]:
+    if host.problem:
+        yield f"{name}: the program's interpreter tells no versions: {host.problem}; run it there by hand"
+    if 0 <= host.shared_memory < _LITTLE_SHARED:
+        free = f"{host.shared_memory >> 20} MiB of shared memory free (/dev/shm)"
+        yield f"{name} has {free}; remove files there, or give the container more (--shm-size)"
+    if 0 <= host.open_files < _FEW_FILES:
+        yield f"{name} lets a rank open {host.open_files} files; raise the limit (ulimit -n 65536)"
+    for gpu in host.gpus:
+        yield f"{name}: {gpu} by other processes; end them (nvidia-smi lists them), or take another host"
+
+
+def _differences(names: Mapping[int, str], values: Mapping[int, str], what: str, advice: str) -> Iterator[Problem]:
+    """Yield a problem for each value that differs from that of most hosts; that of the first host if it is a tie."""
+    usual = Counter(values.values()).most_common(1)[0][0] if values else ""  # of equal counts, the first to be seen
+    others = [names[replica] for replica, value in values.items() if value == usual]
+    for value in dict.fromkeys(values.values()):
+        if value != usual:
+            replicas = [replica for replica in values if values[replica] == value]
+            hosts = _listed([names[replica] for replica in replicas])
+            verb = "has" if len(replicas) == 1 else "have"
+            yield Problem(replicas, f"{hosts} {verb} {what} {value}, and {_listed(others)} {usual}; {advice}")
+
+
+def _of_programs(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[Problem]:
+    files = {replica: host.program for replica, host in facts.items() if host.program is not None}
+    if len({file.digest for file in files.values()}) > 1:
+        shown = {
+            replica: f"{file.path} of {file.size} bytes (SHA-256 {file.digest[:12]})" for replica, file in files.items()
+        }
+        advice = "copy the same file to all hosts, or put it on a shared disk"
+        yield from _differences(names, shown, "the program", advice)
+
+
+def _of_paths(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[Problem]:
+    """Yield a problem for each path that some host cannot read; one that exists nowhere disturbs no program."""
+    for path in dict.fromkeys(path for host in facts.values() for path in host.paths):
+        reasons = {replica: host.paths.get(path, "") for replica, host in facts.items()}
+        if all(reason == _ABSENT for reason in reasons.values()):
+            continue
+        for reason in dict.fromkeys(filter(None, reasons.values())):
+            replicas = [replica for replica in reasons if reasons[replica] == reason]
+            hosts = _listed([names[replica] for replica in replicas])
+            yield Problem(replicas, f"{hosts} cannot read {path}: {reason}; mount it there, or fix its permissions")
+
+
+def _listed(hosts: Sequence[str]) -> str:
+    """Return the names of hosts, shortened if there are many."""
+    if len(hosts) > 4:
+        return f"{', '.join(hosts[:3])} and {len(hosts) - 3} more"
+    return " and ".join(filter(None, (", ".join(hosts[:-1]), hosts[-1])))

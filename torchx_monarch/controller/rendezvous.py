@@ -89,14 +89,11 @@ class Rendezvous:
         on_output: called with a host and the output of its ranks, on a live allocation; None elsewhere.
 
     Args:
-        address: address to listen on.
-        replicas: number of replicas of the role.
         identity: this host's certificate; None without TLS.
         bind: local IP address to listen on; empty for all.
         peer_timeout: seconds without an answer from a machine after which the kernel breaks its connection.
         lease: seconds of silence after which a host counts as lost.
         fewest: minimum number of hosts that the job needs; None for all.
-        spares: number of spare hosts, which the job does not need.
         say: called with a line for the job's log; None for no lines.
     """
 

@@ -53,14 +53,9 @@ async def handshake(
 
     Args:
         address: address on which replica 0 listens.
-        greeting: the greeting, without the version.
-        expected: type of the expected answer.
         timeout: seconds for all tries together.
         identity: this host's certificate; None without TLS.
         peer_timeout: seconds without an answer from replica 0's machine after which the kernel breaks the connection.
-        on_failure: called with the error of each failed try.
-        aim: start of the error message for a time-out.
-        refused: start of the error message for a refusal.
 
     Returns:
         The answer, and the reader and writer of the connection.
@@ -150,12 +145,10 @@ class RendezvousClient:
 
         Args:
             address: address on which replica 0 listens.
-            host: registration of this host.
             timeout: seconds for all tries together.
             identity: this host's certificate; None without TLS.
             peer_timeout: seconds without an answer from replica 0's machine after which the kernel breaks the
                 connection.
-            on_failure: called with the error of each failed try.
             lease: seconds of silence, after the registration, after which replica 0 counts as lost.
 
         Raises:

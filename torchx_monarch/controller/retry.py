@@ -27,7 +27,6 @@ class SameStep:
         """Return why the ranks must not be restarted after a failure; empty if they may be.
 
         Args:
-            exits: exits of the ranks.
             cause: exit of the rank that is the root cause. Its step counts, or the furthest if it has reported none.
             limit: number of failures in a row at one step after which the ranks are not restarted; 0 for any number.
         """
@@ -60,11 +59,9 @@ def why_not(
     """Return why the ranks must not be restarted; empty if they may be.
 
     Args:
-        cause: exit of the rank that is the root cause.
         failed_now: the result of ``never_joined`` for this attempt.
         failed_before: the result of ``never_joined`` for the previous attempt.
         retry_on: exit codes, as a shell reports them, after which ranks are restarted; empty for any.
-        on_hang: what to do about ranks that hang.
     """
     if cause.hang:
         return "" if on_hang == "restart" else f"the ranks hung (on_hang={on_hang})"

@@ -139,9 +139,7 @@ class Roles:
         """Derive the roles from a host's options and environment.
 
         Args:
-            options: the command line.
             rendezvous: address on which replica 0 of the host's role listens, before any expansion.
-            environ: the environment.
 
         Raises:
             NetworkError: the server's address is in an environment variable that is not set.
@@ -163,13 +161,7 @@ class Roles:
         return cls(options, start, server, is_first, looks_up)
 
     def coordinator(self, rendezvous: Rendezvous, network: HostNetwork, reporter: Reporter) -> RoleCoordinator:
-        """Return the part of this replica 0 in the coordination: the server's on the first role, else a client's.
-
-        Args:
-            rendezvous: the rendezvous of its role.
-            network: connections of this host.
-            reporter: writes progress lines.
-        """
+        """Return the part of this replica 0 in the coordination: the server's on the first role, else a client's."""
         if self.server is None or not (self.options.application or self.is_first or self.looks_up):
             return RoleCoordinator()
         if self.is_first:
@@ -186,10 +178,7 @@ class Roles:
         """Look up the address on which replica 0 of a role listens, and retry until it has registered.
 
         Args:
-            role: name of the role.
-            network: connections of this host.
             timeout: seconds for all tries together.
-            on_failure: called with the error of each failed try.
 
         Raises:
             RendezvousError: the address was not available within ``timeout`` seconds.
@@ -215,13 +204,7 @@ class Roles:
 
 
 class RoleServer(RoleCoordinator):
-    """The server, on replica 0 of the first role.
-
-    Args:
-        roles: the roles of the app.
-        rendezvous: the rendezvous of the first role, to which the others connect.
-        reporter: writes progress lines.
-    """
+    """The server, on replica 0 of the first role."""
 
     def __init__(self, roles: Roles, rendezvous: Rendezvous, reporter: Reporter) -> None:
         self._roles = roles
@@ -362,14 +345,7 @@ class RoleServer(RoleCoordinator):
 
 
 class RoleClient(RoleCoordinator):
-    """The client of the server, on replica 0 of another role.
-
-    Args:
-        roles: the roles of the app.
-        rendezvous: the rendezvous of this role.
-        network: connections of this host.
-        reporter: writes progress lines.
-    """
+    """The client of the server, on replica 0 of another role."""
 
     def __init__(self, roles: Roles, rendezvous: Rendezvous, network: HostNetwork, reporter: Reporter) -> None:
         self._roles = roles

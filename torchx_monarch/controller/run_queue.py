@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -29,8 +30,7 @@ from typing import Any
 
 from torchx_monarch.controller.host_events import RunEndRequested, StopRequested
 from torchx_monarch.controller.host_messages import Request, StopRanks
-from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
-from torchx_monarch.controller.run import Run
+from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError, Serve
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.run_request import RunRequest
@@ -46,29 +46,105 @@ _RUNS_KEPT = 1000
 _CLOSE_TIMEOUT = 5.0
 """Seconds for clients to receive the last records when the hosts end."""
 
-Handler = Callable[["RunQueue", messages.Message, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """One run.
+
+    Attributes:
+        number: number of the run, from 1.
+        request: the client's request.
+        run_log: the records of the run.
+        token: identifies the run on the hosts, even after a restart of this replica 0.
+        submitted: time of acceptance, in seconds since the epoch.
+        started: time of the start, in seconds since the epoch; 0 before it.
+        ended: time of the end, in seconds since the epoch; 0 before it.
+        result: result of the run; None before its end.
+        ending: result of the run after a request to end it; None without such a request.
+        ranks: number of ranks; 0 before the hosts have started the run.
+    """
+
+    number: int
+    request: RunRequest
+    run_log: RunLog
+    token: str
+    submitted: float = dataclasses.field(default_factory=time.time)
+    started: float = 0.0
+    ended: float = 0.0
+    result: JobResult | None = None
+    ending: JobResult | None = None
+    ranks: int = 0
+
+    @property
+    def state(self) -> str:
+        """Return ``queued``, ``running``, ``succeeded``, ``failed`` or ``stopped``."""
+        if self.result is None:
+            return "running" if self.started else "queued"
+        return "stopped" if self.result.stopped else "failed" if self.result.code else "succeeded"
+
+    @property
+    def last_record(self) -> dict[str, Any] | None:
+        """The last record of its log; None before the end."""
+        if self.result is None:
+            return None
+        return {
+            "type": "result",
+            "run": self.number,
+            "exit_code": self.result.code,
+            "reason": self.result.reason,
+            "stopped": self.result.stopped,
+            "cause": self.result.cause.rank if self.result.cause else None,
+            "started": self.started,
+            "seconds": self.ended - (self.started or self.ended),
+            "code": self.request.code,
+        }
+
+    def describe(self) -> str:
+        """Return a description of the run for messages."""
+        since = time.time() - (self.started or self.submitted)
+        by = f" by {self.request.by}" if self.request.by else ""
+        return f"run {self.number}{by} ({self.state} for {since:.0f} s: {self.request.shown})"
+
+    def why_no_rank(self, rank: int | None) -> str:
+        """Return why the run has no such rank; empty if it has, if ``rank`` is None, or if it has not started yet."""
+        if rank is None or 0 <= rank < self.ranks:
+            return ""
+        if not self.ranks:
+            return f"run {self.number} has started no ranks" if self.result else ""
+        existing = f"ranks 0 to {self.ranks - 1}" if self.ranks > 1 else "rank 0 alone"
+        return f"run {self.number} has no rank {rank}; it has {existing}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the run's state as JSON values for a client."""
+        return {
+            "run": self.number,
+            "state": self.state,
+            "command": self.request.shown,
+            "cwd": self.request.cwd,
+            "code": self.request.code,
+            "by": self.request.by,
+            "submitted": self.submitted,
+            "started": self.started,
+            "ended": self.ended,
+            "exit_code": self.result.code if self.result else None,
+            "reason": self.result.reason if self.result else "",
+        }
 
 
 class RunQueue:
     """Manage the runs of an allocation, on replica 0.
 
     Attributes:
-        KINDS: handlers of the clients' greetings, by kind.
         current: the run that the controller works on; None between runs.
         ready: whether the mesh is formed.
         broadcast: sends a request to every host and returns the answers (``Hosts.broadcast``); None before the session.
 
     Args:
-        rendezvous: the rendezvous to which clients connect.
-        app: id of the app.
-        role: name of the role.
         log_dir: folder in which each run gets a folder ``run_N``.
         default_command: command of runs that name none; empty for none.
         idle_timeout: seconds without a run after which the allocation ends; 0 for no limit.
         is_warm: returns whether ranks of this host are to find their modules imported.
     """
-
-    KINDS: dict[str, Handler] = {}
 
     def __init__(
         self,
@@ -101,7 +177,15 @@ class RunQueue:
         self._result: JobResult | None = None
         self._feeding: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        for kind, handler in self.KINDS.items():
+        for kind, handler in {
+            "look": self._look,
+            "touch": self._touch,
+            "stop": self._stop,
+            "run": self._run,
+            "follow": self._follow,
+            "runs": self._runs,
+            "end-run": self._end_run,
+        }.items():
             self.serve(kind, handler)
 
     # -- for the controller --------------------------------------------------------------------------------------------
@@ -129,13 +213,7 @@ class RunQueue:
         return run
 
     def finish(self, run: Run, result: JobResult, records: list[dict[str, Any]]) -> None:
-        """Record the end of a run.
-
-        Args:
-            run: the run.
-            result: its result.
-            records: records that its log gets before the result.
-        """
+        """Record the end of a run."""
         run.result, run.ended = result, time.time()
         for record in (*records, run.last_record or {}):
             _append(run.run_log, record)
@@ -169,8 +247,6 @@ class RunQueue:
 
         Args:
             run: the run; nothing happens if it has ended.
-            result: its result.
-            number: the signal for its ranks.
         """
         if run in self._queue:
             self._queue.remove(run)
@@ -191,14 +267,14 @@ class RunQueue:
 
     # -- for clients ---------------------------------------------------------------------------------------------------
 
-    def serve(self, kind: str, handler: Handler) -> None:
+    def serve(self, kind: str, handler: Serve) -> None:
         """Have a handler serve the clients' greetings of a kind."""
 
         async def serve(greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             role = greeting.get("role")
             if role and role != self._role:
                 raise RendezvousError(f"these are the hosts of role {self._role!r}, not of {role!r:.100}")
-            await handler(self, greeting, reader, writer)
+            await handler(greeting, reader, writer)
 
         self._rendezvous.clients[kind] = serve
 
@@ -281,9 +357,6 @@ class RunQueue:
         """Send a run's records to a client, until the last record or until the client disconnects.
 
         Args:
-            run: the run.
-            reader: reader of the client's connection.
-            writer: writer of the client's connection.
             rank: the only rank whose output is sent; None for all ranks.
             wait: whether to wait for further records.
 
@@ -321,79 +394,59 @@ class RunQueue:
             if run.last_record is not None and not last.startswith(b'{"type":"result"'):
                 await messages.send(writer, run.last_record)
 
+    async def _look(self, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+        await messages.send(writer, self.state())
+
+    async def _touch(self, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+        self.touch()
+        await messages.send(writer, self.state())
+
+    async def _stop(self, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+        result = JobResult(0, "released by its client", stopped=True)
+        self._rendezvous.events.post(StopRequested(0, result))
+        await messages.send(writer, self.state())
+
+    async def _run(
+        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            request = RunRequest.from_message(greeting)
+        except ValueError as error:
+            raise RendezvousError(str(error)) from None
+        await self.feed(self.submit(request), reader, writer)
+
+    async def _follow(
+        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        run, wait = self.find(greeting.get("run")), greeting.get("wait") is not False
+        rank = greeting.get("rank")
+        if rank is not None and type(rank) is not int:
+            raise RendezvousError(f"rank={rank!r:.20} is no number")
+        await self.feed(run, reader, writer, rank, wait)
+
+    async def _runs(self, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+        runs = self.runs()
+        for start in range(0, len(runs), 100):  # a message has a maximum length
+            await messages.send(writer, {"type": "runs", "runs": runs[start : start + 100], "more": True})
+        await messages.send(writer, {"type": "runs", "runs": [], "more": False})
+
+    async def _end_run(self, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+        run = self.find(greeting.get("run"))
+        kill = greeting.get("kill") is True
+        number = signal.SIGKILL if kill else signal.SIGTERM
+        result = JobResult(
+            128 + number, f"run {run.number} was {'killed' if kill else 'stopped'} by its client", stopped=True
+        )
+        self.end_run(run, result, number)
+        if kill and run is self.current and self.broadcast is not None:
+            # Directly: the controller may be waiting out the grace period of an earlier stop request.
+            with contextlib.suppress(Exception):
+                await self.broadcast(StopRanks(signal.SIGKILL, 0.0))
+        await messages.send(writer, {"type": "ending", "run": run.number, "state": run.state})
+
 
 def _append(run_log: RunLog, record: dict[str, Any]) -> None:
     """Append a record to a run log, unless it is too long to be sent."""
     with contextlib.suppress(messages.ProtocolError):
         messages.encode(record)
         run_log.append(record)
-
-
-async def _state(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
-    await messages.send(writer, run_queue.state())
-
-
-async def _touch(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
-    run_queue.touch()
-    await messages.send(writer, run_queue.state())
-
-
-async def _stop(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
-    result = JobResult(0, "released by its client", stopped=True)
-    run_queue._rendezvous.events.post(StopRequested(0, result))
-    await messages.send(writer, run_queue.state())
-
-
-async def _run(
-    run_queue: RunQueue, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    try:
-        request = RunRequest.from_message(greeting)
-    except ValueError as error:
-        raise RendezvousError(str(error)) from None
-    await run_queue.feed(run_queue.submit(request), reader, writer)
-
-
-async def _follow(
-    run_queue: RunQueue, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    run, wait = run_queue.find(greeting.get("run")), greeting.get("wait") is not False
-    rank = greeting.get("rank")
-    if rank is not None and type(rank) is not int:
-        raise RendezvousError(f"rank={rank!r:.20} is no number")
-    await run_queue.feed(run, reader, writer, rank, wait)
-
-
-async def _runs(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
-    runs = run_queue.runs()
-    for start in range(0, len(runs), 100):  # a message has a maximum length
-        await messages.send(writer, {"type": "runs", "runs": runs[start : start + 100], "more": True})
-    await messages.send(writer, {"type": "runs", "runs": [], "more": False})
-
-
-async def _end_run(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
-    run = run_queue.find(greeting.get("run"))
-    kill = greeting.get("kill") is True
-    number = signal.SIGKILL if kill else signal.SIGTERM
-    result = JobResult(
-        128 + number, f"run {run.number} was {'killed' if kill else 'stopped'} by its client", stopped=True
-    )
-    run_queue.end_run(run, result, number)
-    if kill and run is run_queue.current and run_queue.broadcast is not None:
-        # Directly: the controller may be waiting out the grace period of an earlier stop request.
-        with contextlib.suppress(Exception):
-            await run_queue.broadcast(StopRanks(signal.SIGKILL, 0.0))
-    await messages.send(writer, {"type": "ending", "run": run.number, "state": run.state})
-
-
-RunQueue.KINDS.update(
-    {
-        "look": _state,
-        "touch": _touch,
-        "stop": _stop,
-        "run": _run,
-        "follow": _follow,
-        "runs": _runs,
-        "end-run": _end_run,
-    }
-)

@@ -16,7 +16,7 @@ from torchx_monarch.command.torchrun_options import unused_options
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import Answer, Request
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.spmd_work import Session
+from torchx_monarch.controller.session import Session
 from torchx_monarch.host.ranks.breakpoints import Breakpoints
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.learned_preload import LearnedPreload, program_key

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torchx_monarch.command.command import CommandError
 from torchx_monarch.controller import host_events, retry
 from torchx_monarch.controller.controller import Controller
-from torchx_monarch.controller.elastic import HostGatherer, NodeRange
-from torchx_monarch.controller.host_choice import HostFailures
+from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
 from torchx_monarch.controller.host_messages import SignalReceived
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import shlex
 import shutil
@@ -30,9 +31,8 @@ from torchx_monarch.controller.host_messages import (
     RunOutput,
 )
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.live_session import LiveSession
 from torchx_monarch.controller.run_queue import RunQueue
-from torchx_monarch.controller.spmd_work import Session
+from torchx_monarch.controller.session import LiveSession, Session
 from torchx_monarch.host.batch_run import check_script, log_folder
 from torchx_monarch.host.code_distribution import HostCode, probe
 from torchx_monarch.host.ranks.breakpoints import Breakpoints
@@ -120,7 +120,7 @@ class LiveRuns:
             self._is_warm,
         )
         code = self._host_code()
-        run_queue.serve("sync", code.serve_client)
+        run_queue.serve("sync", functools.partial(code.serve_client, run_queue))
         control.rendezvous.clients["code"] = code.serve_host
         reporter, ends = self._host.reporter, spec.ends_with_mesh
         return LiveSession(control.options, control.rendezvous, reporter, hosts, run_queue, ends)

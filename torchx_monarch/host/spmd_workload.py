@@ -35,12 +35,11 @@ from torchx_monarch.controller.host_messages import (
     WatchRanks,
 )
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.host_queries import HostQueries
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.mesh_clients import MeshClients
 from torchx_monarch.controller.preflight import Preflight
-from torchx_monarch.controller.sample_recorder import SampleRecorder
-from torchx_monarch.controller.spmd_work import Session, SpmdWork
+from torchx_monarch.controller.rank_queries import HostQueries, SampleRecorder
+from torchx_monarch.controller.session import Session, SpmdWork
 from torchx_monarch.host.attach_relay import AttachRelay
 from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.rank_pool import RankPool

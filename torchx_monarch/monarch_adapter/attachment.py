@@ -50,11 +50,7 @@ _returned: set[str] = set()
 
 
 class _FaultHook:
-    """Notes the requests to attach that were sent back, and passes on all other faults.
-
-    Args:
-        others: the hook for the other faults.
-    """
+    """Notes the requests to attach that were sent back, and passes on all other faults."""
 
     def __init__(self, others: Callable[[Any], None]) -> None:
         self._others = others
@@ -70,7 +66,6 @@ def attach(name: str, addresses: Sequence[str], timeout: float) -> actor.HostMes
     """Attach to worker loops, and wait until it is done.
 
     Args:
-        name: name of the mesh.
         addresses: address of each worker loop: service id, ``@``, and the URL on which it listens.
         timeout: seconds for all attempts together.
 

@@ -49,9 +49,6 @@ class WorkerLoop:
         """Choose the addresses and open their ports.
 
         Args:
-            scheme: scheme of the rendezvous address.
-            advertised: name or IP address by which other processes dial this host.
-            options: the user's network options.
             folder: folder for socket files; mode 0700.
 
         Raises:

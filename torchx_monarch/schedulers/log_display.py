@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
+from torchx_monarch.backends.core.options import matching
 from torchx_monarch.backends.core.snapshot import AppSnapshot
-from torchx_monarch.backends.core.validation import matching
 from torchx_monarch.command.command import Command, Streams
 from torchx_monarch.command.rewrite import rank_command
 from torchx_monarch.insight.log_lines import TEMPLATE, LineParser, LogLine, is_coloured, is_terminal

@@ -21,10 +21,9 @@ from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import Backend
 from torchx_monarch.backends.core.errors import BackendError, UserError
-from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts
+from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, check_images, check_names
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.validation import check_images, check_names
 from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
 from torchx_monarch.insight import events

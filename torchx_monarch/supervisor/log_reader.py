@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 
-from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.backends.core.backend import TimedLine
 from torchx_monarch.supervisor import log_writer
 from torchx_monarch.supervisor.time_index import TimeIndex
 from torchx_monarch.system import safe_files

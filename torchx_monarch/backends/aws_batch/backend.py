@@ -9,20 +9,17 @@ from typing import Any
 from torchx.specs import AppDef
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
-from torchx_monarch.backends.aws_batch import check, logs, request, snapshot
-from torchx_monarch.backends.aws_batch.cloud_checks import check_cloud
-from torchx_monarch.backends.aws_batch.command import RANK0
-from torchx_monarch.backends.aws_batch.definition import result_key
+from torchx_monarch.backends.aws_batch import logs, request, snapshot
+from torchx_monarch.backends.aws_batch.container import RANK0
 from torchx_monarch.backends.aws_batch.jobs import Jobs
 from torchx_monarch.backends.aws_batch.native import Aws
-from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
-from torchx_monarch.backends.aws_batch.request import BatchJob
+from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, check_app, check_cloud, check_options
+from torchx_monarch.backends.aws_batch.request import BatchJob, result_key
 from torchx_monarch.backends.aws_batch.snapshot import BatchSnapshot, Results
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, TimedLine
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.state import State
 
@@ -71,7 +68,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         Raises:
             UserError: a value is not allowed.
         """
-        check.check_options(options)
+        check_options(options)
 
     def replica0_host(self, app: AppDef, role: int) -> str:
         """Return ``@VARIABLE`` with the main node's address for the first role; ``@`` (unknown) for others.
@@ -86,7 +83,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         Raises:
             UserError: AWS Batch cannot run the app; the message says what is allowed.
         """
-        check.check_app(app, submitted.roles, options)
+        check_app(app, submitted.roles, options)
         return request.render(app, submitted.roles, options)
 
     def submit(self, request: BatchJob, submitted: SubmittedApp, credentials: str) -> str:

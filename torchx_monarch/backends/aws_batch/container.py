@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from torchx.schedulers.devices import get_device_mounts
-from torchx.specs import BindMount, DeviceMount, Resource, Role, VolumeMount
+from torchx.specs import BindMount, DeviceMount, Resource, Role, VolumeMount, macros
 from torchx.specs.named_resources_aws import K8S_ITYPE
 
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
@@ -133,3 +135,54 @@ def ulimits(texts: list[str]) -> list[dict[str, Any]]:
             raise UserError(f"run option ulimits: {text!r} is not NAME:SOFT:HARD, such as memlock:-1:-1") from None
         found.append({"name": name, "softLimit": soft, "hardLimit": hard})
     return found
+
+
+RANK0 = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
+"""Batch's variable with the address of the main node (replica 0 of the first role); Batch leaves it unset there."""
+
+REPLICA = "TORCHX_REPLICA_ID"
+"""The shell variable that holds the replica number."""
+
+_UNKNOWN = "\0"
+"""Placeholder for the replica number. No argument and no environment variable can contain a null character."""
+
+
+def render(role: Role, app_id: str, first: int) -> tuple[list[str], dict[str, str]]:
+    """Return the words of a role's command, and its environment.
+
+    Args:
+        role: the role.
+        app_id: the app's id.
+        first: node index of the role's replica 0.
+
+    Raises:
+        UserError: a variable's name is reserved by Batch, or no shell can set it though its value uses the replica
+            number.
+    """
+    is_single = role.num_replicas == 1
+    values = macros.Values(img_root="", app_id=app_id, replica_id="0" if is_single else _UNKNOWN, rank0_env=RANK0)
+    filled = values.apply(role)
+    words, env = [filled.entrypoint, *filled.args], dict(filled.env)
+    for name in env:
+        if name.startswith("AWS_BATCH"):
+            raise UserError(
+                f"role {role.name!r} sets {name}; AWS Batch keeps names that begin with AWS_BATCH for itself"
+            )
+    late = {name: value for name, value in env.items() if _UNKNOWN in value}
+    if not late and not any(_UNKNOWN in word for word in words):
+        return words, env
+    lines = [f"{REPLICA}=$((${{AWS_BATCH_JOB_NODE_INDEX:-{first}}} - {first}))"]
+    for name, value in late.items():
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise UserError(
+                f"role {role.name!r}: the value of {name!r} holds ${{replica_id}}, and a shell cannot set that name"
+            )
+        lines.append(f"export {name}={_quoted(value)}")
+        del env[name]
+    lines.append("exec " + " ".join(map(_quoted, words)))
+    return ["sh", "-c", "\n".join(lines)], env
+
+
+def _quoted(text: str) -> str:
+    """Quote a text as one shell word, with the placeholder replaced by the shell variable."""
+    return f'"${REPLICA}"'.join(shlex.quote(part) if part else "" for part in text.split(_UNKNOWN)) or "''"

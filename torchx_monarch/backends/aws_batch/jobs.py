@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchx_monarch.backends.aws_batch import request
-from torchx_monarch.backends.aws_batch.definition import secrets_of
 from torchx_monarch.backends.aws_batch.native import Aws, AwsError
-from torchx_monarch.backends.aws_batch.request import BatchJob
+from torchx_monarch.backends.aws_batch.request import BatchJob, secrets_of
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 

@@ -3,9 +3,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from torchx.specs import AppDef
+
+from torchx_monarch.backends.aws_batch.native import Aws
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import NetworkOpts
+from torchx_monarch.model.check_result import CheckResult, check
+from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 
 
 @dataclass(kw_only=True)
@@ -61,3 +69,120 @@ class AWSBatchOpts(NetworkOpts):
     secret: bool = False
     """Pass the job's credentials to its hosts through AWS Secrets Manager. Otherwise they are in the job definition,
     visible to every user who may describe jobs. Needs execution_role_arn."""
+
+
+_MOST_ROLES = 5
+"""Most node ranges of one job."""
+
+_log = logging.getLogger("torchx_monarch")
+
+
+def check_options(options: AWSBatchOpts) -> None:
+    """Check the values of the run options.
+
+    Raises:
+        UserError: a value is not allowed.
+    """
+    if options.job_type not in ("auto", "multinode", "container"):
+        raise UserError(f"run option job_type is {options.job_type!r}; it is auto, multinode or container")
+    if not 0 <= options.priority <= 9999:
+        raise UserError(f"run option priority is {options.priority}; it is a number from 0 to 9999")
+    if options.timeout is not None and options.timeout < 60:
+        raise UserError(f"run option timeout is {options.timeout}; it is a number of seconds, 60 or more")
+    if options.host_retries < 0:
+        raise UserError(f"run option host_retries is {options.host_retries}; it is a number, 0 or more")
+    if options.secret and not options.execution_role_arn:
+        raise UserError("run option secret needs execution_role_arn, a role that may read secrets (GetSecretValue)")
+
+
+def check_app(app: AppDef, roles: Sequence[RoleSpec], options: AWSBatchOpts) -> None:
+    """Check that Batch can run an app and that its hosts can find each other; warn of roles that end with the first.
+
+    Raises:
+        UserError: Batch cannot run the app; the message says what is allowed.
+    """
+    if len(roles) > _MOST_ROLES:
+        raise UserError(
+            f"app {app.name!r} has {len(roles)} roles; a job of AWS Batch has at most {_MOST_ROLES} node ranges, one "
+            "for each role"
+        )
+    replicas = sum(role.replicas for role in roles)
+    if options.job_type == "container" and replicas != 1:
+        raise UserError(f"run option job_type is container, which is for one replica; app {app.name!r} has {replicas}")
+    for role in roles:
+        if role.spares:
+            raise UserError(
+                f"role {role.name!r} has spare hosts, and a job of AWS Batch ends when it loses a node: leave them out"
+            )
+        _check_hosts(role, roles[0])
+    _warn_of_unawaited(roles)
+
+
+def _check_hosts(role: RoleSpec, main: RoleSpec) -> None:
+    """Check that the hosts of a role can find each other and that Batch can implement the role's retry policy.
+
+    Args:
+        role: the role.
+        main: the app's first role; its replica 0 is Batch's main node.
+    """
+    if not role.runs_hosts or role.replicas == 1:
+        return
+    if not main.runs_hosts:
+        raise UserError(
+            f"role {role.name!r} has {role.replicas} replicas that are to meet, and AWS Batch tells its nodes the "
+            f"address of the first role's replica 0 alone, where no host of ours would run that knows of theirs: role "
+            f"{main.name!r} has no torchrun or Python command. Make {role.name!r} the first role, or submit it as an "
+            "app of its own"
+        )
+    if role.max_retries and role.retry_policy is RetryPolicy.REPLICA:
+        raise UserError(
+            f"role {role.name!r} has RetryPolicy.REPLICA, and AWS Batch replaces no single node: it starts a job again "
+            "as a whole (RetryPolicy.APPLICATION)"
+        )
+
+
+def _warn_of_unawaited(roles: Sequence[RoleSpec]) -> None:
+    """Warn of roles that Batch ends with the first role though they are not sidecars.
+
+    Only host processes wait for another role. So these are the roles without hosts, or all if the first has no hosts.
+    """
+    main, *others = roles
+    ended = [other.name for other in others if not (other.runs_hosts and main.runs_hosts) and not other.sidecar]
+    if ended:
+        _log.warning(
+            "AWS Batch ends role %s when the first role, %s, has ended: only roles of torchrun or Python commands wait "
+            "for each other. Mark what is to end so as a sidecar, or make it an app of its own "
+            "(docs/reference/backends.md)",
+            ", ".join(ended),
+            main.name,
+        )
+
+
+def check_cloud(aws: Aws, options: AWSBatchOpts | None) -> Iterator[CheckResult]:
+    """Check that jobs can be submitted with run options.
+
+    Args:
+        aws: the account and region.
+        options: the run options; None to check only the credentials.
+
+    Raises:
+        AwsError: AWS is unreachable or refuses.
+    """
+    identity = aws.call("sts", "GetCallerIdentity")
+    yield check("AWS", f"{identity.get('Arn', '')}, region {aws.client('batch').meta.region_name}")
+    if options is None:
+        return
+    queues = aws.call("batch", "DescribeJobQueues", jobQueues=[options.queue]).get("jobQueues") or []
+    if not queues:
+        advice = "there is no such queue in this account and region; see AWS_PROFILE, AWS_REGION and -cfg queue"
+        yield check("queue", options.queue, fail=advice)
+        return
+    state, status = queues[0].get("state", ""), queues[0].get("status", "")
+    usable = state == "ENABLED" and status == "VALID"
+    advice = f"it accepts no jobs: {queues[0].get('statusReason') or 'enable it'}; or name another in -cfg queue"
+    yield check("queue", f"{options.queue}, {state}, {status}", fail="" if usable else advice)
+    if bool(queues[0].get("schedulingPolicyArn")) != bool(options.share_id):
+        advice = "the queue has no scheduling policy: leave -cfg share_id out"
+        if not options.share_id:
+            advice = "the queue has a scheduling policy: name a share in -cfg share_id"
+        yield check("share_id", options.share_id or "none", fail=advice)

@@ -15,12 +15,12 @@ from typing import Any
 
 from torchx.specs import AppDef
 
-from torchx_monarch.backends.aws_batch import definition
-from torchx_monarch.backends.aws_batch.reasons import container_of, failure, with_hint
+from torchx_monarch.backends.aws_batch import request
 from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_APP
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.model.job_result import describe_shell_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.system import error_files
@@ -90,7 +90,7 @@ def app_snapshot(
     word = job.get("parameters", {}).get(APP_PARAMETER)  # None if the app is too large for it
     submitted = SubmittedApp.unpack(word, f"the parameter {APP_PARAMETER} of {app_id}") if word else None
     name = job.get("tags", {}).get(TAG_APP) or app_id.rpartition(":")[2]
-    app = submitted.app if submitted else AppDef(name, definition.roles_of(job))
+    app = submitted.app if submitted else AppDef(name, request.roles_of(job))
     specs = submitted.roles if submitted else [RoleSpec.of(role) for role in app.roles]
     errors = {index: error_files.cleaned(texts[-1]) for index, texts in results.items() if texts}
     indexes = itertools.count()
@@ -193,7 +193,7 @@ def streams(job: Mapping[str, Any], node: Mapping[str, Any]) -> list[tuple[str, 
     """Return the CloudWatch streams of a job's node as (group, stream), one for each attempt, in order."""
     found = [attempt.get("container", {}).get("logStreamName") for attempt in node.get("attempts", ())]
     found.append(node.get("container", {}).get("logStreamName"))
-    return [(definition.log_group(job), stream) for stream in dict.fromkeys(found) if stream]
+    return [(request.log_group(job), stream) for stream in dict.fromkeys(found) if stream]
 
 
 def console_url(arn: str, multinode: bool = False) -> str:
@@ -206,3 +206,74 @@ def console_url(arn: str, multinode: bool = False) -> str:
     domain = {"aws-cn": "amazonaws.cn", "aws-us-gov": "amazonaws-us-gov.com"}.get(partition, "aws.amazon.com")
     host = f"{region}.console.{domain}" if partition == "aws" else f"console.{domain}"
     return f"https://{host}/batch/home?region={region}#jobs/{kind}/{job_id}"
+
+
+_GENERIC_REASONS = ("Essential container in task exited", "Task failed to start")
+"""Beginnings of status reasons that give no cause; another field of the job gives it."""
+
+_HINTS = (
+    # (beginning of a reason, advice), longer beginnings first
+    (
+        "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE",
+        "the job wants more vCPUs than the maximum of the queue's compute environments",
+    ),
+    (
+        "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT",
+        "no instance type of the queue's compute environments has the cpu, memory and gpu asked for (an instance keeps "
+        "some 4 % of its memory for itself)",
+    ),
+    (
+        "MISCONFIGURATION:SERVICE_ROLE_PERMISSIONS",
+        "the service role of the compute environment lacks permissions (AWSBatchServiceRole)",
+    ),
+    ("CAPACITY:", "AWS has no such instance free now: wait, or allow other instance types or availability zones"),
+    ("MISCONFIGURATION:", "see the compute environment and its launch template"),
+    ("ACTION_REQUIRED", "see the compute environment"),
+    ("UNDETERMINED", "see https://docs.aws.amazon.com/batch/latest/userguide/job_stuck_in_runnable.html"),
+    ("CannotPullContainerError", "see the name of the image, and whether the nodes may and can reach its registry"),
+    ("CannotPullECRContainerError", "see the name of the image, and the permissions of the instance or execution role"),
+    ("CannotPullImageManifestError", "see the name and the tag of the image"),
+    ("OutOfMemoryError", "it had {memory} MB (memMB)"),
+    ("CannotStartContainerError", "see the command and the mounts"),
+    ("CannotCreateContainerError", "see the mounts and devices"),
+    ("ResourceInitializationError", "see execution_role_arn, secrets and mounts"),
+    (
+        "Host EC2",
+        "the instance was taken away or broke: host_retries, or max_retries, starts such a job again",
+    ),
+)
+
+
+def container_of(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a node's latest container: the node's own fields, completed with those of its latest attempt."""
+    attempts = node.get("attempts") or [{}]
+    return {**attempts[-1].get("container", {}), **node.get("container", {})}
+
+
+def failure(node: Mapping[str, Any], job: Mapping[str, Any]) -> str:
+    """Return how a node of a job failed: its exit code and the reasons that Batch and ECS give."""
+    container = container_of(node)
+    given = (container.get("reason"), node.get("statusReason"), job.get("statusReason"))
+    reasons = [
+        reason for reason in dict.fromkeys(map(str, filter(None, given))) if not reason.startswith(_GENERIC_REASONS)
+    ]
+    code = container.get("exitCode")
+    ended = [describe_shell_code(code)] if code else []
+    return ": ".join([*ended, *(with_hint(reason, container) for reason in reasons)]) or "failed"
+
+
+def with_hint(reason: str, container: Mapping[str, Any]) -> str:
+    """Return a reason followed by advice, if there is any.
+
+    Args:
+        reason: Batch's or ECS's reason.
+        container: the container that it is about; may be empty.
+    """
+    given = [
+        requirement["value"]
+        for requirement in container.get("resourceRequirements", ())
+        if requirement["type"] == "MEMORY"
+    ]
+    memory = given[0] if given else container.get("memory", "?")
+    hint = next((text for start, text in _HINTS if reason.startswith(start)), "")
+    return f"{reason.rstrip('.')} ({hint.format(memory=memory)})" if hint else reason

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from docker.errors import DockerException
@@ -19,20 +19,18 @@ from torchx.specs import AppDef, CfgVal, Role, runopts
 from torchx.workspace import WorkspaceMixin
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, TimedLine, read_undamaged
 from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.docker import bridge_network, host_files, logs, native
-from torchx_monarch.backends.docker.checks import check_daemon
-from torchx_monarch.backends.docker.host_results import HostResults
+from torchx_monarch.backends.docker import logs, native
+from torchx_monarch.backends.docker.host_results import HostResults, add_files
 from torchx_monarch.backends.docker.native import Daemon, DaemonError, answering, map_concurrently
 from torchx_monarch.backends.docker.options import DockerOpts
 from torchx_monarch.backends.docker.request import complete, render
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot, build, describe_removed
-from torchx_monarch.model.check_result import CheckResult
+from torchx_monarch.model.check_result import CheckResult, check
 from torchx_monarch.model.state import State
 
 if TYPE_CHECKING:
@@ -109,7 +107,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         daemon.pull({container.image for container in request.containers})
         made: list[Container] = []
         try:
-            bridge_network.ensure(daemon.client)
+            native.ensure(daemon.client)
             for container in request.containers:
                 made.append(
                     daemon.create(
@@ -136,7 +134,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         if not containers:
             return None
         app = self._build(app_id, containers, self._daemon.cancelled(app_id))
-        return app if brief else host_files.add_files(app)
+        return app if brief else add_files(app)
 
     @answering()
     def snapshots(self, options: Cfg) -> Sequence[DockerSnapshot]:
@@ -200,3 +198,17 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
     def remove(self, app: DockerSnapshot) -> None:
         """Remove the app's containers, the volume that marks it as cancelled, and the network if it is unused."""
         self._daemon.remove(app.app_id, self._daemon.containers(app.app_id))
+
+
+def check_daemon(daemon: Daemon) -> Iterator[CheckResult]:
+    """Check that a daemon answers and can run this package's images.
+
+    Raises:
+        DaemonError: the daemon cannot be reached, or refuses.
+    """
+    with answering():
+        info = daemon.client.info()
+    where = os.environ.get("DOCKER_HOST") or "this machine"
+    system = info.get("OSType", "linux")
+    advice = f"its containers are for {system}; name a daemon for Linux in DOCKER_HOST" if system != "linux" else ""
+    yield check("Docker", f"{info.get('ServerVersion', 'unknown version')} at {where}", fail=advice)

@@ -7,12 +7,19 @@ final state of the replica; the state that dockerd reports is that of a later st
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torchx_monarch.backends.core.snapshot import ReplicaSnapshot
 from torchx_monarch.backends.docker import request
-from torchx_monarch.backends.docker.native import environment, map_concurrently, read_file
+from torchx_monarch.backends.docker.native import environment, last_line, map_concurrently, read_file
+from torchx_monarch.backends.docker.snapshot import DockerSnapshot
 from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.model.state import State
+from torchx_monarch.system import error_files
+from torchx_monarch.system.untrusted_text import one_line
 
 if TYPE_CHECKING:
     from docker.models.containers import Container
@@ -53,3 +60,53 @@ class HostResults:
             self._known[str(container.id)] = result
         elif container.attrs["State"]["Status"] == "running":
             self._without.add((str(container.id), container.attrs["State"]["StartedAt"]))
+
+
+if TYPE_CHECKING:
+    from docker.models.containers import Container
+
+_NO_SUCH_COMMAND = 127
+_LONGEST_LINE = 300
+
+
+def add_files(app: DockerSnapshot) -> DockerSnapshot:
+    """Return the snapshot of an app with what its hosts wrote: error files, and how often they restarted ranks."""
+    hosts = {role.spec.name for role in app.roles if role.spec.runs_hosts}
+
+    def add(replica: ReplicaSnapshot) -> ReplicaSnapshot:
+        container = app.containers.get(replica.name)
+        if container is None or not replica.started:
+            return replica
+        if replica.id == 0:
+            replica = replace(replica, rank_restarts=_rank_restarts(container))
+        if replica.error or replica.state is not State.FAILED:
+            return replica
+        # The host wrote it before it ended.
+        path = environment(container).get(request.ERROR_FILE, "")
+        error = error_files.cleaned(read_file(container, path, replica.started))
+        why = "" if error or replica.role not in hosts else _why_no_host(container)
+        return replace(replica, error=error, failure=replica.failure + why)
+
+    replicas = iter(map_concurrently(add, app.replicas))
+    roles = [replace(role, replicas=[next(replicas) for _ in role.replicas]) for role in app.roles]
+    return replace(app, roles=roles)
+
+
+def _rank_restarts(container: Container) -> int:
+    """Count the rank restarts in the events of a replica 0."""
+    text = read_file(container, environment(container).get(request.EVENTS, ""))
+    return sum('"rank_restart"' in line for line in text.splitlines())
+
+
+def _why_no_host(container: Container) -> str:
+    """Describe why a host without an error file may not have started: its last log line; empty if it has none.
+
+    The line is no cause: if the host did start, a rank may have written it, and removed the error file.
+    """
+    code = container.attrs["State"]["ExitCode"]
+    line = one_line(last_line(container), _LONGEST_LINE) if 0 < code <= _NO_SUCH_COMMAND else ""
+    if re.search(r"No module named '?torchx_monarch", line):
+        line += "; install torchx-monarch in the image"
+    elif line and code == _NO_SUCH_COMMAND:
+        line += "; the image needs a `python` on its PATH, in which torchx-monarch is installed"
+    return f"; its last output: {line}" if line else ""

@@ -12,16 +12,15 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import docker
 import requests
 import urllib3
 from docker.errors import APIError, DockerException, NotFound
-from torchx.schedulers.docker_scheduler import LABEL_APP_ID
+from torchx.schedulers.docker_scheduler import LABEL_APP_ID, NETWORK
 
 from torchx_monarch.backends.core.errors import BackendError
-from torchx_monarch.backends.docker import bridge_network
 from torchx_monarch.backends.docker.request import LABEL_APP
 
 if TYPE_CHECKING:
@@ -161,9 +160,9 @@ class Daemon:
         try:
             container.start()
         except NotFound as error:
-            if not bridge_network.is_missing(error):
+            if not is_missing(error):
                 raise
-            bridge_network.ensure(self.client)
+            ensure(self.client)
             container.start()
 
     def remove(self, app_id: str, containers: Sequence[Container]) -> None:
@@ -171,7 +170,7 @@ class Daemon:
         map_concurrently(_remove, containers)
         with contextlib.suppress(NotFound):
             self.client.volumes.get(_marker(app_id)).remove()
-        bridge_network.remove_unused(self.client)
+        remove_unused(self.client)
 
 
 def stop(container: Container, timeout: float) -> None:
@@ -253,3 +252,46 @@ def _marker(app_id: str) -> str:
 def _remove(container: Container) -> None:
     with contextlib.suppress(NotFound):
         container.remove(force=True, v=True)
+
+
+if TYPE_CHECKING:
+    from docker import DockerClient
+
+
+def ensure(client: DockerClient) -> None:
+    """Create the network if it does not exist.
+
+    TorchX's ``ensure_network`` locks a file in /tmp, which only the user who created the file can open.
+    """
+    if _all(client):
+        return
+    try:
+        made = client.networks.create(NETWORK, driver="bridge", check_duplicate=True)
+    except APIError as error:
+        if "already exists" not in str(error):
+            raise
+        return
+    # Older daemons create two networks of one name for concurrent requests. Every client keeps the eldest one.
+    if _all(client)[0].id != made.id:
+        made.remove()
+
+
+def is_missing(error: NotFound) -> bool:
+    """Whether a container failed to start because the network was removed, with the last app that used it."""
+    return f"network {NETWORK} not found" in str(error)
+
+
+def remove_unused(client: DockerClient) -> None:
+    """Remove the network unless it has containers, including stopped ones and those of other programs."""
+    if client.containers.list(all=True, sparse=True, limit=1, filters={"network": NETWORK}):
+        return
+    for network in _all(client):
+        # dockerd refuses if a container has joined since.
+        with contextlib.suppress(APIError):
+            network.remove()
+
+
+def _all(client: DockerClient) -> list[Any]:
+    """Return the networks with TorchX's name, eldest first."""
+    found = [network for network in client.networks.list(names=[NETWORK]) if network.name == NETWORK]
+    return sorted(found, key=lambda network: (network.attrs["Created"], network.id))

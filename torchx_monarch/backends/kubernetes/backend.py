@@ -7,24 +7,23 @@ The API server holds the whole state of an app, so any process on any machine ca
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from torchx.specs import AppDef
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, TimedLine, read_undamaged
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.kubernetes import jobs, logs, names, objects, snapshot, stop, submit, volcano
-from torchx_monarch.backends.kubernetes.attempts import Attempt
-from torchx_monarch.backends.kubernetes.checks import check_cluster
+from torchx_monarch.backends.kubernetes import jobs, lifecycle, logs, names, objects, snapshot, volcano
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
-from torchx_monarch.backends.kubernetes.options import KubernetesOpts, check
+from torchx_monarch.backends.kubernetes.options import KubernetesOpts
+from torchx_monarch.backends.kubernetes.options import check as check_options
 from torchx_monarch.backends.kubernetes.request import KubernetesRequest, collection
-from torchx_monarch.backends.kubernetes.snapshot import KubernetesSnapshot
-from torchx_monarch.model.check_result import CheckResult
+from torchx_monarch.backends.kubernetes.snapshot import Attempt, KubernetesSnapshot
+from torchx_monarch.model.check_result import CheckResult, check
 
 
 class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSnapshot]):
@@ -69,7 +68,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
             InvalidRunConfigException: the value of an option is not allowed.
             KubernetesError: no cluster is configured, and ``mode=auto`` or ``validate_spec`` needs one.
         """
-        check(options)
+        check_options(options)
         if options.mode == "auto" or options.validate_spec:
             _ = self._api
 
@@ -101,7 +100,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         namespace = options.namespace or ("default" if offline and not self._is_configured() else self._api.namespace)
         request = render(app, submitted.roles, options, namespace, record)
         if options.validate_spec:
-            submit.validate(self._api, request)
+            lifecycle.validate(self._api, request)
         return request
 
     def _is_configured(self) -> bool:
@@ -116,7 +115,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         Raises:
             KubernetesError: an object could not be created; those created before are removed.
         """
-        submit.submit(self._api, request, credentials)
+        lifecycle.submit(self._api, request, credentials)
         return f"{request.namespace}:{request.app_id}"
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -181,7 +180,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         Raises:
             KubernetesError: the cluster is unreachable or refuses.
         """
-        stop.stop(self._api, app, outcome)
+        lifecycle.stop(self._api, app, outcome)
 
     def remove(self, app: KubernetesSnapshot) -> None:
         """Delete all objects of an app; running pods get their grace period.
@@ -189,4 +188,56 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         Raises:
             KubernetesError: the cluster is unreachable or refuses.
         """
-        stop.remove(self._api, app)
+        lifecycle.remove(self._api, app)
+
+
+_OLDEST = (1, 29)
+"""The oldest Kubernetes with what ``mode=job`` needs."""
+
+_REVIEW = "authorization.k8s.io/v1"
+
+_RIGHTS = (
+    *(("", "services", "create"), ("", "secrets", "create"), ("", "secrets", "patch")),
+    *(("", "pods", "list"), ("", "pods", "delete"), ("", "pods/log", "get")),
+)
+"""Group, resource and verb of the rights that both modes need; docs/how_to/set_up_security.md has all."""
+
+_JOB, _VOLCANO = (("batch", "jobs", "create"),), (("batch.volcano.sh", "jobs", "create"),)
+
+
+def check_cluster(api: Api, options: KubernetesOpts | None) -> Iterator[CheckResult]:
+    """Check that jobs can be submitted with run options.
+
+    Args:
+        api: the cluster.
+        options: the run options; None to check only that the cluster answers.
+
+    Raises:
+        KubernetesError: the cluster is unreachable or refuses.
+    """
+    version = str(api.get("/version").get("gitVersion", ""))
+    found = re.match(r"v?(\d+)\.(\d+)", version)
+    old = found is not None and (0, 0) < (int(found[1]), int(found[2])) < _OLDEST  # 0.0 is a build without a version
+    advice = f"mode=job needs Kubernetes {_OLDEST[0]}.{_OLDEST[1]} or later" if old else ""
+    yield check("Kubernetes", f"{version} at {api.host}", warn=advice)
+    if options is None:
+        return
+    namespace = options.namespace or api.namespace
+    volcano = objects.has_volcano(api)
+    missing = options.mode == "volcano" and not volcano
+    advice = "Volcano is not installed in the cluster; use -cfg mode=job" if missing else ""
+    mode = "volcano" if options.mode == "auto" and volcano else "job" if options.mode == "auto" else options.mode
+    yield check("mode", mode, fail=advice)
+    rights = (*_RIGHTS, *(_VOLCANO if mode == "volcano" else _JOB))
+    lacking = [f"{right[2]} {right[1]}" for right in rights if not _may(api, namespace, *right)]
+    advice = f"you lack the rights to {', '.join(lacking)}; docs/how_to/set_up_security.md has a role with all"
+    yield check("namespace", namespace, fail=advice if lacking else "")
+
+
+def _may(api: Api, namespace: str, group: str, resource: str, verb: str) -> bool:
+    """Return whether the user has a right in a namespace; True if the cluster does not tell."""
+    name, _, part = resource.partition("/")
+    attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": name, "subresource": part}
+    body = {"apiVersion": _REVIEW, "kind": "SelfSubjectAccessReview", "spec": {"resourceAttributes": attributes}}
+    answer = api.create(f"/apis/{_REVIEW}/selfsubjectaccessreviews", body)
+    return bool((answer.get("status") or {}).get("allowed", True))

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 
 from torchx.schedulers.kubernetes_scheduler import RESERVED_MEMMB, RESERVED_MILLICPU
 from torchx.specs import InvalidRunConfigException
 
 from torchx_monarch.backends.core.options import NetworkOpts
-from torchx_monarch.backends.kubernetes import names, tolerations
+from torchx_monarch.backends.kubernetes import names
+from torchx_monarch.backends.kubernetes.request import Object
 
 MODES = ("auto", "job", "volcano")
 
@@ -98,7 +100,7 @@ def check(cfg: KubernetesOpts) -> None:
         refuse("namespace", "a namespace is called by up to 63 lower-case letters, digits and dashes")
     try:
         for taint in cfg.tolerations or ():
-            tolerations.parse(taint)
+            parse(taint)
     except ValueError as error:
         refuse("tolerations", str(error))
     for name in ("pull_timeout", "ttl_seconds_after_finished", "reserved_millicpu", "reserved_memmb"):
@@ -109,3 +111,31 @@ def check(cfg: KubernetesOpts) -> None:
         if options[name] is not None:
             other = "job" if cfg.mode == "volcano" else "volcano"
             refuse(name, f"it is for mode={other}, and the mode is {cfg.mode}")
+
+
+EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+
+_TAINT = re.compile(r"(?P<key>[^=:\s]+)(=(?P<value>[^=:\s]*))?(:(?P<effect>\w+))?")
+
+
+def parse(taint: str) -> Object:
+    """Return the toleration of a pod that tolerates a taint.
+
+    Args:
+        taint: ``KEY=VALUE:EFFECT``. Without ``=VALUE`` it stands for all values of the key, without ``:EFFECT`` for all
+            effects.
+
+    Raises:
+        ValueError: the text is no taint, or the effect does not exist.
+    """
+    found = _TAINT.fullmatch(taint)
+    if found is None:
+        raise ValueError(f"{taint!r} is not of the form KEY=VALUE:EFFECT, KEY:EFFECT, KEY=VALUE or KEY")
+    toleration: Object = {"key": found["key"], "operator": "Exists"}
+    if found["value"] is not None:
+        toleration |= {"operator": "Equal", "value": found["value"]}
+    if found["effect"] is not None:
+        if found["effect"] not in EFFECTS:
+            raise ValueError(f"{taint!r} has the effect {found['effect']!r}; effects are {', '.join(EFFECTS)}")
+        toleration["effect"] = found["effect"]
+    return toleration

@@ -16,7 +16,7 @@ from torchx.specs import AppDef, Role, macros
 from torchx.specs.overlays import get_overlay
 
 from torchx_monarch.backends.core.state import HOST_EXTRA
-from torchx_monarch.backends.kubernetes import tolerations
+from torchx_monarch.backends.kubernetes import options
 from torchx_monarch.backends.kubernetes.names import LABEL_APP, LABEL_ROLE
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import SECRET_KEY, TERMINATION_VARIABLE, Object
@@ -117,7 +117,7 @@ def finish(pod: Object, index: int, runs_hosts: bool, context: PodContext) -> No
     if cfg.exclude_nodes:
         _exclude_nodes(spec, cfg.exclude_nodes.split("+"))
     if cfg.tolerations:
-        spec.setdefault("tolerations", []).extend(tolerations.parse(taint) for taint in cfg.tolerations)
+        spec.setdefault("tolerations", []).extend(options.parse(taint) for taint in cfg.tolerations)
     container = spec["containers"][0]
     container["terminationMessagePath"] = TERMINATION_LOG
     # A container without a host process, or whose host has not begun (such as an image without Python), writes no

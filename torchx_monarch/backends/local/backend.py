@@ -17,13 +17,12 @@ from pathlib import Path
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core import state_files, submitted_app
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, TimedLine, read_undamaged
 from torchx_monarch.backends.core.errors import BackendError, RemoveError, StateAccessError
 from torchx_monarch.backends.core.options import MonarchOpts
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.local import owners, render, request, state, submit
+from torchx_monarch.backends.local import render, request, state, submit
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.insight import events
@@ -97,11 +96,11 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             if not brief:
                 raise
             # Enough to cancel or delete the app.
-            state_by_lock = State.RUNNING if owners.are_alive(paths) else State.FAILED
+            state_by_lock = State.RUNNING if state.are_alive(paths) else State.FAILED
             return AppSnapshot(app_id, app_id, (), is_supervised=True, native=Outcome(state_by_lock, str(error)))
         if record is None:
             return None
-        owning = owners.load(paths)
+        owning = state.load(paths)
         hostname = owning.hostname if owning else os.uname().nodename
         grace = float(LocalOpts.grace)
         with contextlib.suppress(state_files.DamagedFileError):
@@ -166,7 +165,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
     def still_runs(self, app: AppSnapshot) -> bool:
         """Return whether owners or other processes of the app run, whatever the files say."""
         paths = state_files.app_paths(app.app_id)
-        return owners.are_alive(paths) or bool(state.left(paths))
+        return state.are_alive(paths) or bool(state.left(paths))
 
     def has_ended(self, app_id: str) -> bool:
         """Return whether an app has ended or does not exist."""
@@ -174,7 +173,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         try:
             record = _look(paths)
         except state_files.DamagedFileError:
-            return not owners.are_alive(paths)
+            return not state.are_alive(paths)
         return record is None or record.terminal
 
     # -- ending --------------------------------------------------------------------------------------------------------
@@ -187,8 +186,8 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
                 another machine that cannot be seen from here.
         """
         paths = state_files.app_paths(app.app_id)
-        owning = owners.load(paths)
-        if owning is not None and not owning.is_here and not owners.are_alive(paths):
+        owning = state.load(paths)
+        if owning is not None and not owning.is_here and not state.are_alive(paths):
             raise BackendError(
                 f"app {app.app_id} runs on {owning.hostname}, which cannot be seen from here: cancel it there. If that "
                 f"machine is gone for good, remove {paths.root}"

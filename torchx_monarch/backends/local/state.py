@@ -4,18 +4,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import signal
 import time
+from dataclasses import dataclass
+from typing import Any
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import cancel_request, folder, owners, status
+from torchx_monarch.backends.local import cancel_request, folder, status
 from torchx_monarch.backends.local.cancel_request import CancelRequest
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.insight import events
 from torchx_monarch.supervisor import log_writer
-from torchx_monarch.system import processes
+from torchx_monarch.system import processes, safe_files
+from torchx_monarch.system.processes import ProcessIdentity
 
 _ENDING_TIME = 5.0
 """Maximum seconds that keeper and supervisor of an ended app have to end by themselves."""
@@ -34,7 +39,7 @@ def request_stop(paths: state_files.AppPaths, grace: float | None) -> None:
     Raises:
         OSError: the request could not be written, and no supervisor can be signalled.
     """
-    owning = owners.load(paths)
+    owning = load(paths)
     found = [owning.supervisor, owning.keeper] if owning is not None else []
     found = [process for process in found if processes.identity(process.pid) == process]
     try:
@@ -45,7 +50,7 @@ def request_stop(paths: state_files.AppPaths, grace: float | None) -> None:
     for process in found:  # the keeper ignores SIGTERM
         processes.send(process, signal.SIGTERM)
         processes.send(process, signal.SIGCONT)  # a stopped process handles SIGTERM only after it
-    if not owners.are_alive(paths):
+    if not are_alive(paths):
         kill_rest(paths)
 
 
@@ -84,11 +89,11 @@ def current_state(paths: state_files.AppPaths) -> status.AppRecord | None:
     Raises:
         DamagedFileError: the status file is damaged.
     """
-    alive = owners.are_alive(paths)  # before the status: the owners write that last
+    alive = are_alive(paths)  # before the status: the owners write that last
     record = status.load(paths)
     if record is None or record.terminal:
         return record
-    owning = owners.load(paths)
+    owning = load(paths)
     if owning is not None and not owning.is_here:
         record.msg = f"runs on {owning.hostname}" + ("" if alive else ", or has ended: that cannot be seen from here")
     elif not alive:
@@ -122,3 +127,73 @@ def mark_dead(paths: state_files.AppPaths, record: status.AppRecord, request: Lo
     # On a read-only or full disk, each later query determines the state again.
     with contextlib.suppress(OSError):
         status.save_last(paths, record)
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The content of supervisor.json: the processes that own an app.
+
+    Attributes:
+        hostname: the name of their machine or container.
+        keeper: the process that records the app's end if the supervisor dies.
+        supervisor: the process that runs the app.
+    """
+
+    hostname: str
+    keeper: ProcessIdentity
+    supervisor: ProcessIdentity
+
+    @property
+    def is_here(self) -> bool:
+        """Whether they run on this machine, by its name. On another one they may live though their lock is not seen."""
+        return self.hostname == os.uname().nodename
+
+    def to_json(self) -> dict[str, Any]:
+        # asdict() leaves named tuples as they are, and JSON would write them as lists.
+        return {"hostname": self.hostname, "keeper": self.keeper._asdict(), "supervisor": self.supervisor._asdict()}
+
+
+def load(paths: state_files.AppPaths) -> Owners | None:
+    """Read which processes own the app; return None if the supervisor has not started yet, or the file is damaged."""
+    try:
+        return state_files.load(Owners, paths.supervisor, paths.trusted)
+    except state_files.DamagedFileError:
+        return None
+
+
+def lock(paths: state_files.AppPaths) -> int:
+    """Make and lock the lock file of a new app; return its descriptor.
+
+    Raises:
+        OSError: the file system has no locks, or the file cannot be made.
+    """
+    opened = safe_files.open_file(paths.lock, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    # Where stderr is closed, the lock would have its number, which is another file in the keeper.
+    descriptor = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(opened)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        reason = f"its file system has no file locks ({os.strerror(error.errno or errno.ENOLCK)})"
+        raise OSError(error.errno, reason, os.path.dirname(paths.root)) from None
+    return descriptor
+
+
+def are_alive(paths: state_files.AppPaths) -> bool:
+    """Return whether a process holds the lock of an app, on this machine or on one whose locks can be seen from here.
+
+    Raises:
+        OSError: the file system does not answer.
+    """
+    try:
+        descriptor = safe_files.open_file(paths.lock, below=paths.trusted)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

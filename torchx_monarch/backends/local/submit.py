@@ -17,7 +17,7 @@ from typing import Any
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import StateDirError, SubmitError
-from torchx_monarch.backends.local import folder, owners, render, state, status, supervise
+from torchx_monarch.backends.local import folder, render, state, status, supervise
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.insight import events
 from torchx_monarch.system import processes, safe_files
@@ -73,7 +73,7 @@ def _publish(
 ) -> tuple[LocalRequest, int]:
     """Write the app's folder; return the request as written there, and the descriptor of the app's lock."""
     with folder.staged(apps) as staging, contextlib.ExitStack() as unlock:
-        lock = owners.lock(state_files.AppPaths(staging))
+        lock = state.lock(state_files.AppPaths(staging))
         unlock.callback(os.close, lock)
         _make_log_dirs(state_files.AppPaths(staging), request)
         fill(staging)

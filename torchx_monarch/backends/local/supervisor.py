@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import owners, state, status
+from torchx_monarch.backends.local import state, status
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
@@ -100,7 +100,7 @@ def _keep(paths: state_files.AppPaths, ready: int, lock: int) -> None:
         state.mark_dead(paths, record, request, reason)
     os.close(lock)
     with contextlib.suppress(OSError):
-        from torchx_monarch.backends.local.prune import prune
+        from torchx_monarch.backends.local.folder import prune
 
         prune(os.path.dirname(paths.root))
 
@@ -116,7 +116,7 @@ def _supervise(paths: state_files.AppPaths, request: LocalRequest, keeper: int, 
     if record.terminal:
         raise RuntimeError(f"the app has ended before it was started: {record.msg}")
     os.makedirs(request.run_dir, mode=0o700, exist_ok=True)
-    owning = owners.Owners(os.uname().nodename, keeper=keeper_identity, supervisor=mine)
+    owning = state.Owners(os.uname().nodename, keeper=keeper_identity, supervisor=mine)
     state_files.write_json(paths.supervisor, owning.to_json())
 
     def on_ready() -> None:

@@ -27,9 +27,8 @@ import time
 from collections.abc import Callable, Collection, Iterator
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.retries import RetryBudget
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
-from torchx_monarch.backends.core.state import SETTLE, reduce, root_cause
+from torchx_monarch.backends.core.state import SETTLE, RetryBudget, reduce, root_cause
 from torchx_monarch.backends.local import cancel_request, folder, status
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord

@@ -22,13 +22,12 @@ from torchx.specs import AppDef, Role
 from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
 from torchx_monarch.backends.core import state_files, submitted_app
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, TimedLine, read_undamaged
 from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.slurm import (
-    cancel,
     folder,
     job_state,
     native,
@@ -36,15 +35,18 @@ from torchx_monarch.backends.slurm import (
     records,
     render,
     snapshot,
+    states,
 )
-from torchx_monarch.backends.slurm.checks import check_pyxis, check_slurm
 from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.backends.slurm.job_state import JobState
 from torchx_monarch.backends.slurm.native import SlurmError
-from torchx_monarch.backends.slurm.options import SlurmOpts
+from torchx_monarch.backends.slurm.options import SlurmOpts, check_pyxis, check_slurm
+from torchx_monarch.backends.slurm.records import CancelRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.backends.slurm.snapshot import SlurmSnapshot
 from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
+from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_reader
 
 _ASK_EVERY = 5.0
@@ -272,7 +274,7 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         """
         _check_owner(app)
         self._asked.pop(app.app_id, None)
-        cancel.cancel(app.app_id, app.job)
+        cancel(app.app_id, app.job)
         if grace == 0:
             native.run(["scancel", "--signal=KILL", app.app_id])
 
@@ -298,3 +300,36 @@ def _check_owner(app: SlurmSnapshot) -> None:
         raise UserError(
             f"job {app.app_id} belongs to another user, {owner}: only that user can cancel or delete it by torchx"
         )
+
+
+_CANCEL_EXTRA = 2 * HOST_EXTRA
+"""Seconds beyond the grace period after which a second cancel is a plain scancel, which ignores the batch step."""
+
+
+def cancel(app_id: str, job: JobState) -> None:
+    """Request the cancellation of an app for which ``JobState.is_live`` is true, and return immediately.
+
+    If job.json says that the job has ended, it does not use a plain scancel, which would change the job's state.
+
+    Args:
+        app_id: the job's id.
+        job: its state.
+
+    Raises:
+        SlurmError: a command of Slurm's fails or cannot be run.
+    """
+    before = records.read(CancelRecord, job.folder.cancel, job.folder.trusted)
+    with contextlib.suppress(OSError):  # the folder is on another machine: scancel works without it
+        if before is None:
+            state_files.write_json(job.folder.cancel, {"time": time.time()}, below=job.folder.trusted)
+    grace = records.read_submission(job.folder).grace
+    overdue = before is not None and time.time() > before.time + grace + _CANCEL_EXTRA
+    if overdue or not _batch_runs(job) or not (native.signal_batch_step(app_id) or job.state.is_terminal):
+        native.checked(["scancel", app_id])
+
+
+def _batch_runs(job: JobState) -> bool:
+    """Whether a batch step runs that can receive a signal: it has begun, and Slurm has not ended it."""
+    if not job.components or states.to_state(job.components[0].state) is not State.RUNNING:
+        return False
+    return job.record is not None and not job.record.outside

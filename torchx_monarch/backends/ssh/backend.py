@@ -16,18 +16,15 @@ from typing import Any
 
 from torchx.specs import AppDef
 
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, TimedLine, read_undamaged
 from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.ssh import layouts, workspace
+from torchx_monarch.backends.ssh import request, workspace
 from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
-from torchx_monarch.backends.ssh.layouts import Layout
-from torchx_monarch.backends.ssh.machine_name import MachineName, parse_hosts
 from torchx_monarch.backends.ssh.native import MachineConnection, Machines, RefusedOrderError, SshError, concurrently
-from torchx_monarch.backends.ssh.options import SshOpts
-from torchx_monarch.backends.ssh.request import SshRequest, render
+from torchx_monarch.backends.ssh.options import MachineName, SshOpts, parse_hosts
+from torchx_monarch.backends.ssh.request import Layout, SshRequest, forget_layout, load_layout, render, store_layout
 from torchx_monarch.backends.ssh.snapshot import Found, SshSnapshot, build, by_machine
 from torchx_monarch.model.check_result import CheckResult, check
 
@@ -88,7 +85,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         Raises:
             SubmitError: a machine cannot be reached or refuses; nothing is left on the others.
         """
-        if layouts.load(request.app_id) is not None:  # the same dry run is submitted again
+        if load_layout(request.app_id) is not None:  # the same dry run is submitted again
             request = request.renamed()
         layout = Layout(request.machines, request.python, request.setup)
         with contextlib.ExitStack() as stack:
@@ -103,11 +100,11 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
                 connections |= dict(zip(layout.names, _all(concurrently(connect, layout.names)), strict=True))
                 answers = dict(zip(connections, _all(concurrently(_hello, connections.values())), strict=True))
                 addresses = {name: str(answers[name]["address"]) for name in answers}
-                layouts.keep(request.app_id, layout)
+                store_layout(request.app_id, layout)
                 self._start(request, submitted, credentials, connections, addresses)
                 _all(concurrently(lambda connection: connection.ask("confirm"), connections.values()))
             except BaseException as error:
-                layouts.forget(request.app_id)
+                forget_layout(request.app_id)
                 # They would do it by themselves when the connection ends; the caller is to find nothing left.
                 concurrently(
                     lambda connection: connection.ask("give_up"),
@@ -164,7 +161,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             SshError: that machine cannot be reached.
             DamagedFileError: a file of the app on it is damaged.
         """
-        layout = layouts.load(app_id)
+        layout = load_layout(app_id)
         if layout is not None:
             return layout
         head = app_id.partition("@")[2]
@@ -222,8 +219,8 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         """
         chosen = SshOpts.from_cfg(self.run_opts().resolve(dict(options)))
         machines = {name: (chosen.python, chosen.setup) for name in parse_hosts(chosen.hosts)}
-        for app_id in layouts.app_ids():
-            layout = layouts.load(app_id)
+        for app_id in request.app_ids():
+            layout = load_layout(app_id)
             for name in layout.names if layout else ():
                 machines.setdefault(name, (layout.python, layout.setup))  # type: ignore[union-attr]
 
@@ -308,7 +305,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         lost = self._order_all(app, "remove")
         if lost:
             raise lost[0]
-        layouts.forget(app.app_id)
+        forget_layout(app.app_id)
 
     def _order_all(self, app: SshSnapshot, order: str, **fields: Any) -> list[SshError]:
         place = app.place

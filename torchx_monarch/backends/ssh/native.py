@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.ssh.in_job.wire import PYTHON_FILE, READY
-from torchx_monarch.backends.ssh.machine_name import MachineName
+from torchx_monarch.backends.ssh.options import MachineName
 from torchx_monarch.system import safe_files
 
 CONNECT_TIMEOUT = 10

@@ -3,8 +3,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import NetworkOpts
 
 
@@ -22,3 +28,71 @@ class SshOpts(NetworkOpts):
     setup: str = ""
     """Shell commands that each machine runs before Python, such as `source env.sh`; what they export is the environment
     of the replicas."""
+
+
+_NAME = re.compile(
+    r"(?:(?P<user>[^@\s/-][^@\s/]*)@)?(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s@:/\[\]-][^\s@:/\[\]]*))(?::(?P<port>\d+))?"
+)
+
+
+class MachineName(NamedTuple):
+    """One machine.
+
+    Attributes:
+        text: as the user has written it.
+        user: the user there; empty for ssh's own choice.
+        host: the name or address for ssh.
+        port: of its ssh server; 0 for ssh's own choice.
+    """
+
+    text: str
+    user: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> MachineName:
+        """Parse the name of a machine.
+
+        Raises:
+            UserError: it is none; a name that begins with ``-`` would be an option of ssh.
+        """
+        found = _NAME.fullmatch(text)
+        port = int(found["port"] or 0) if found else -1
+        if found is None or not 0 <= port < 65536 or (found["port"] and not port):
+            raise UserError(
+                f"Run option `hosts`: {text!r} is no machine; machines are HOST, USER@HOST, HOST:PORT, USER@[IPV6]:PORT"
+            )
+        return cls(text, found["user"] or "", found["v6"] or found["host"], port)
+
+    @property
+    def words(self) -> list[str]:
+        """The words of an ssh command that name it."""
+        port = ["-p", str(self.port)] if self.port else []
+        return [*port, *(["-l", self.user] if self.user else []), "--", self.host]
+
+
+def parse_hosts(hosts: Sequence[str] | None) -> list[str]:
+    """Return the names of the machines that the run option ``hosts`` names.
+
+    Raises:
+        UserError: a name is invalid or there twice, a file cannot be read, or there is no machine.
+    """
+    names: list[str] = []
+    for word in hosts or ():  # TorchX passes None where the option is not given
+        if word.startswith("@"):
+            try:
+                lines = Path(os.path.expanduser(word[1:])).read_text().splitlines()
+            except OSError as error:
+                raise UserError(f"Run option `hosts`: {word[1:]}: {error.strerror}") from None
+            except UnicodeDecodeError:
+                raise UserError(f"Run option `hosts`: {word[1:]} is no text, with one machine on each line") from None
+            names += [line for line in (line.partition("#")[0].strip() for line in lines) if line]
+        else:
+            names.append(word.strip())
+    for name in names:
+        MachineName.parse(name)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserError(f"Run option `hosts` names {twice[0]} twice; each replica of a role has a machine of its own")
+    return names

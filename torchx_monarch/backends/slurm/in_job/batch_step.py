@@ -24,9 +24,8 @@ from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.retries import RetryBudget
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
-from torchx_monarch.backends.core.state import HOST_EXTRA, reduce
+from torchx_monarch.backends.core.state import HOST_EXTRA, RetryBudget, reduce
 from torchx_monarch.backends.slurm import macros, records
 from torchx_monarch.backends.slurm.container import last_error
 from torchx_monarch.backends.slurm.folder import JobFolder, read_request

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.retries import RetryBudget
+from torchx_monarch.backends.core.state import RetryBudget
 from torchx_monarch.backends.slurm.in_job.task_start import STOP_SIGNALS, StartedTask
 from torchx_monarch.backends.slurm.records import TaskRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest, decode_or_exit

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
-from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.backends.core.backend import TimedLine
 from torchx_monarch.backends.ssh.in_job import replicas
-from torchx_monarch.backends.ssh.in_job.code import Code
+from torchx_monarch.backends.ssh.in_job.replicas import Code
 from torchx_monarch.backends.ssh.in_job.wire import READY
 from torchx_monarch.supervisor import log_reader
 

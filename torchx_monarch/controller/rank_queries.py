@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ask all hosts for the stacks and samples of their ranks: for clients, and to record what ranks use.
+
+The greeting ``stacks`` of a client has the fields ``rank``, the only global rank that is asked (null for all), and
+``native``; the greeting ``samples`` has none. The answer is a message of the greeting's type for each host, with a list
+in the field of that name: of ``insight.stacks.ProcessStacks`` or ``insight.rank_sample.RankSample``. The last message
+is of type ``end``, and its ``missing`` has the hosts that have not answered: an object from replica to reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from torchx_monarch.controller.host_messages import Request, SampleRanks, TakeStacks
+from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.controller.rendezvous import RendezvousError
+from torchx_monarch.insight.sample_log import SampleLog
+from torchx_monarch.transport import messages
+
+_TIMEOUT = 8.0
+"""Seconds for the answers of all hosts."""
+
+_NATIVE_TIMEOUT = 30.0
+"""The same where py-spy reads the stacks."""
+
+_EVERY = 5.0
+"""Seconds between two samples."""
+
+_PER_HOST = 0.25
+"""Seconds between two samples for each host of a large job: replica 0 receives the samples of all."""
+
+_SAMPLE_TIMEOUT = 5.0
+"""Seconds for the answers of all hosts; those of others are left out."""
+
+
+class HostQueries:
+    """Ask the hosts of a role on behalf of clients."""
+
+    def __init__(self, hosts: JobHosts) -> None:
+        self._hosts = hosts
+
+    async def stacks(
+        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Answer the greeting ``stacks`` (see ``Rendezvous.clients``)."""
+        rank, native = greeting.get("rank"), greeting.get("native") is True
+        if rank is not None and type(rank) is not int:
+            raise RendezvousError(f"rank={rank!r:.20} is no number")
+        await self._answer("stacks", TakeStacks(rank, native), _NATIVE_TIMEOUT if native else _TIMEOUT, writer)
+
+    async def samples(
+        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Answer the greeting ``samples`` (see ``Rendezvous.clients``)."""
+        await self._answer("samples", SampleRanks(), _TIMEOUT, writer)
+
+    async def _answer(self, kind: str, request: Request, timeout: float, writer: asyncio.StreamWriter) -> None:
+        if not self._hosts.present:
+            raise RendezvousError("there are no ranks yet: the hosts are not together")
+        answers, missing = await self._hosts.collect(request, timeout)
+        for answer in answers:
+            found = [dataclasses.asdict(record) for record in getattr(answer, kind)]
+            await messages.send(writer, {"type": kind, "replica": answer.replica, kind: found})
+        await messages.send(writer, {"type": "end", "missing": {str(replica): why for replica, why in missing.items()}})
+
+
+class SampleRecorder:
+    """Record samples of the ranks.
+
+    Args:
+        log: where they are recorded; None for nowhere.
+        every: seconds between two samples.
+    """
+
+    def __init__(self, hosts: JobHosts, log: SampleLog | None, every: float = _EVERY) -> None:
+        self._hosts = hosts
+        self._log = log
+        self._every = every
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record within this context."""
+        task = asyncio.ensure_future(self._record(self._log)) if self._log is not None else None
+        try:
+            yield
+        finally:
+            if task is not None:
+                task.cancel()
+
+    async def _record(self, log: SampleLog) -> None:
+        while True:
+            await asyncio.sleep(max(self._every, _PER_HOST * len(self._hosts.present)))
+            answers, _ = await self._hosts.collect(SampleRanks(groups=False), _SAMPLE_TIMEOUT)
+            log.append(sample for answer in answers for sample in answer.samples)
