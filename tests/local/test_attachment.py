@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
+from torchx_monarch.host import worker_loop_main as worker_loop
 from torchx_monarch.model.env_names import keep_monarch_log_private
-from torchx_monarch.monarch_adapter import worker_loop
 from torchx_monarch.monarch_adapter.monarch_api import _TLS_VARIABLES
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.address import as_ipv6

@@ -228,7 +228,7 @@ def test_a_program_ends_as_it_would_and_what_it_has_imported_is_kept_for_the_nex
     code, names = ENDS[end]
     assert hosts.wait() == [code], hosts.err()
     files = [json.loads(path.read_text()) for path in (tmp_path / "learned").glob("*")]
-    assert [file["modules"] for file in files] == [names] * bool(names)
+    assert [file["names"] for file in files] == [names] * bool(names)
 
 
 def test_the_next_job_finds_what_the_first_has_imported(

@@ -20,8 +20,8 @@ from torchx_monarch.client.hosts import Hosts as Client
 from torchx_monarch.client.rank_samples import ask_samples
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
-from torchx_monarch.host.ranks.rank_process import RankProcess
-from torchx_monarch.host.ranks.rank_samples import RankSampler, SampledRank
+from torchx_monarch.host.ranks.rank_process import Rank, RankProcess
+from torchx_monarch.host.ranks.rank_samples import RankSampler
 from torchx_monarch.insight.rank_sample import RankSample
 
 PROGRAM = """
@@ -86,7 +86,7 @@ def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> Non
             process.begin(os.posix_spawnp("sleep", ["sleep", "300"], os.environ, setsid=True))
             process.release()
         opened.clear()
-        ranks = [SampledRank(rank, rank, 0, 0.0, process, None) for rank, process in enumerate(processes)]
+        ranks = [Rank(process, rank, rank, None) for rank, process in enumerate(processes)]
         samples = await sampler.take(ranks, groups=True)
         for process in processes:
             process.kill(signal.SIGKILL)

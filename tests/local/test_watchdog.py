@@ -89,7 +89,7 @@ def test_a_server_that_is_gone_is_told_and_the_job_goes_on(
     hosts = run(f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.1)")
     eventually(lambda: any(event["kind"] == "ranks" for event in hosts.events()), "the ranks")
     children = psutil.Process(hosts.processes[0].pid).children()
-    next(one for one in children if any("timer_main" in word for word in one.cmdline())).kill()
+    next(one for one in children if any("timers.py" in word for word in one.cmdline())).kill()
     eventually(lambda: "are not looked at any more: its process has ended" in hosts.err(), "the line")
     (tmp_path / "go").touch()
     assert hosts.wait() == [0], hosts.err()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.host.ranks.device_use import Devices
+from torchx_monarch.host.ranks.rank_samples import Devices
 from torchx_monarch.insight.rank_sample import DeviceUse
 
 Named = types.SimpleNamespace

@@ -56,7 +56,7 @@ def test_clients_of_clouds_are_imported_by_their_own_backend_alone() -> None:
     "statement",
     [
         "import torchx_monarch.host, torchx_monarch.host.host_process",
-        "import torchx_monarch.monarch_adapter.monarch_api, torchx_monarch.monarch_adapter.worker_loop",
+        "import torchx_monarch.monarch_adapter.monarch_api, torchx_monarch.host.worker_loop_main",
         "import torchx_monarch.backends.local.supervisor",
     ],
 )
@@ -82,7 +82,7 @@ def test_host_process_starts_without_torchx() -> None:
 
 
 def test_a_host_of_ranks_imports_monarch_when_it_starts_a_worker_and_not_before() -> None:
-    names = "host_process, spmd_workload, batch_run, live_runs"
+    names = "host_process, batch_run, live_runs"
     theirs = imported_by(f"from torchx_monarch.host import {names}")
     assert not theirs & {"torch", "monarch", "cryptography"}
 
@@ -208,7 +208,7 @@ _FOREIGN = {
 """Libraries that a package does not import; "" are the modules beside the packages. No package imports torch."""
 
 _EXEMPT = {
-    *("rank_main.py", "zygote_main.py", "torch_queries.py", "rank_errors.py", "timer_main.py"),
+    *("rank_main.py", "zygote_main.py", "rank_errors.py", "timers.py"),
     *("attached_job.py", "job.py", "monarch_job.py", "this_job.py"),
 }
 """The files of ranks, where torch belongs, and those of a Monarch client's process, where monarch belongs."""

@@ -7,18 +7,17 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.waits import WITHIN
-from torchx_monarch.host.ranks.filtered_output import FilteredFile
-from torchx_monarch.host.ranks.rank_output import OutputPipe
-from torchx_monarch.insight.run_log import RunLog, RunLogSink, SinkGroup
+from torchx_monarch.host.ranks.rank_output import FilteredFile, OutputPipe
+from torchx_monarch.insight.run_log import RunLog, RunLogSink
 from torchx_monarch.supervisor import log_reader, log_writer
-from torchx_monarch.system.console import Console, WriterThread
+from torchx_monarch.system.console import Console, LineSink, WriterThread
 from torchx_monarch.system.line_output import CONTINUED, LONGEST, LineOutput, LineReader, complete
 
 PIECES = st.lists(st.text("ab\r\n", min_size=1, max_size=4).map(str.encode), max_size=30)
@@ -32,13 +31,13 @@ class Rank:
         console: Console,
         prefix: str = "",
         file: str | None = None,
-        sink: SinkGroup | None = None,
+        sinks: Sequence[LineSink] = (),
         stamped: bool = False,
         released: bool = True,
     ) -> None:
         end, self._pipe = os.pipe()
         self.output = OutputPipe(os.fdopen(end, "rb", 0), lambda: None)
-        self.output.assign(file, console, prefix, sink, stamped)
+        self.output.assign(file, console, prefix, sinks, stamped)
         if released:
             self.output.release()
 
@@ -146,7 +145,7 @@ def test_pieces_in_a_journal_and_in_a_filtered_file(tmp_path: Path) -> None:
     async def program(out: Console) -> None:
         run_log = RunLog(str(tmp_path / "run" / "journal"))
         filtered = FilteredFile(str(tmp_path / "filtered"), ["needle"], b"p:")
-        rank = Rank(out, "p:", sink=SinkGroup([RunLogSink(run_log, 3, "stdout", "p:", True), filtered]))
+        rank = Rank(out, "p:", sinks=[RunLogSink(run_log, 3, "stdout", "p:", True), filtered])
         await rank.write(text)
         await rank.write(b"\none needle\nnone\n")
         await rank.end()

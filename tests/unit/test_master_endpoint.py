@@ -14,8 +14,7 @@ import pytest
 from tests.ports import free_port
 from torchx_monarch.command.command import CommandError, check, parse
 from torchx_monarch.command.torchrun_options import parse_options
-from torchx_monarch.host.ranks.master_endpoint import EndpointError, MasterEndpoint
-from torchx_monarch.host.ranks.master_store import MasterStore
+from torchx_monarch.host.ranks.master_store import EndpointError, MasterEndpoint, MasterStore
 
 COMMANDS = [
     [],
@@ -145,10 +144,10 @@ def test_a_port_whose_store_has_not_begun_accepts_connections() -> None:
     async def main() -> None:
         store = MasterStore(print)
         port, served = await store.open(MasterEndpoint("127.0.0.1", 0, "127.0.0.1"), serves=True)
-        assert served and [process.port for process in store.waiting] == [port] and not store.pids
+        assert served and store.current is not None and (store.current.port, store.current.pid) == (port, 0)
         socket.create_connection(("127.0.0.1", port)).close()
         store.end()
-        assert not store.waiting
+        assert store.current is None
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
 

@@ -14,9 +14,9 @@ from torchx_monarch.controller.host_messages import BeginRun, FileProbed, Finish
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.host.code_distribution import HostCode
+from torchx_monarch.host.host import Host
 from torchx_monarch.host.live_runs import LiveRuns
 from torchx_monarch.host.ranks.rank_pool import RankPool
-from torchx_monarch.host.workload import Host
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult

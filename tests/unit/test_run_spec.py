@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
 from torchx_monarch.command.command import Command, parse
-from torchx_monarch.host.ranks.rank_environment import rank_environment
-from torchx_monarch.host.ranks.rank_logs import RankLogs
-from torchx_monarch.host.ranks.run_spec import RunSpec
+from torchx_monarch.host.ranks.run_spec import RunSpec, rank_environment
 from torchx_monarch.model.env_names import keep_monarch_log_private
 from torchx_monarch.model.world import World
 
@@ -116,11 +113,3 @@ def test_an_interpreter_is_looked_for_on_the_path_of_the_role(python: str, reaso
     parsed = parse(["torchrun", "x.py"], {"PYTHON_EXEC": python})
     assert parsed is not None
     assert RunSpec(parsed, {"PATH": "/usr/bin:/bin"}, ()).why_no_python() == reason
-
-
-def test_a_folder_that_a_rank_has_made_is_no_last_attempt(tmp_path: Path) -> None:
-    for name in ("attempt_0", "attempt_11", "attempt_²", "attempt_" + "9" * 247):
-        (tmp_path / name).mkdir()
-    run = RunSpec(command("torchrun", "x.py"), {}, ())
-    assert RankLogs(0, "here", str(tmp_path), run).last_attempt() == 11
-    assert RankLogs(0, "here", None, run).last_attempt() == -1

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.host import trace_export, trace_exporter
+from torchx_monarch.host import trace_export
 from torchx_monarch.insight import trace_spans
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.trace_spans import TraceSpan
@@ -113,7 +113,7 @@ def test_each_span_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def export(spans: Sequence[TraceSpan]) -> None:
         batches.append([span.name for span in spans])
 
-    trace_exporter.send_all(iter(happened), "app", "r", 0, export)
+    trace_export.send_all(iter(happened), "app", "r", 0, export)
     assert "attempt 1" in batches[0] and "job" not in batches[0]
     assert "job" in batches[-1] and "attempt 1" not in sum(batches[1:], [])
 
@@ -122,12 +122,12 @@ def test_another_protocol_is_refused_and_said(monkeypatch: pytest.MonkeyPatch) -
     def no_exporter(trace: int) -> Iterator[None]:
         raise AssertionError
 
-    monkeypatch.setattr(trace_exporter, "exporter", no_exporter)
+    monkeypatch.setattr(trace_export, "exporter", no_exporter)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(os, "nice", lambda more: 0)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(SystemExit, match="no traces: the protocol is grpc"):
-        trace_exporter.main(["3", "app", "r", "0"])
+        trace_export.main(["3", "app", "r", "0"])
 
 
 @pytest.mark.parametrize(

@@ -26,28 +26,22 @@ def run(args: argparse.Namespace) -> None:
     """Print or clear what was learned."""
     folder = os.path.join(state_files.state_dir(), "learned")
     found = [file for file in LearnedFile.all_in(folder) if args.app in (None, file.app)]
+    learned = [(file, {} if args.clear else vars(file.read())) for file in found]
     if args.clear:
         for file in found:
             try:
-                file.remove()
+                os.unlink(file.path)
             except OSError as error:
                 say(f"cannot remove {file.path}: {error.strerror}")
                 sys.exit(1)
-        if args.json:
-            print_json([{"app": file.app, "role": file.role, "program": file.program} for file in found])
-        return
-    modules = [(file, file.read()) for file in found]
     if args.json:
-        fields = [
-            {"app": file.app, "role": file.role, "program": file.program, **vars(content)} for file, content in modules
-        ]
-        print_json(fields)
-        return
-    rows = []
-    for file, content in modules:
-        packages = ", ".join(sorted({name.partition(".")[0] for name in content.names}))
-        rows.append([*map(one_line, (file.app, file.role, file.program)), str(len(content.names)), packages])
-    print_table(["APP", "ROLE", "PROGRAM", "MODULES", "OF"], rows)
-    for file, content in modules:
-        for name, why in content.dropped.items():
-            print(f"{one_line(file.app)}: {name} is not imported ahead: {one_line(why)}")
+        print_json([{"app": file.app, "role": file.role, "program": file.program, **more} for file, more in learned])
+    elif not args.clear:
+        rows = []
+        for file, more in learned:
+            packages = ", ".join(sorted({name.partition(".")[0] for name in more["names"]}))
+            rows.append([*map(one_line, (file.app, file.role, file.program)), str(len(more["names"])), packages])
+        print_table(["APP", "ROLE", "PROGRAM", "MODULES", "OF"], rows)
+        for file, more in learned:
+            for name, why in more["dropped"].items():
+                print(f"{one_line(file.app)}: {name} is not imported ahead: {one_line(why)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ask replica 0 of a job for something that all its hosts know (see ``controller.host_queries``)."""
+"""Ask replica 0 of a job for something that all its hosts know (see ``controller.rank_queries``)."""
 
 from __future__ import annotations
 

@@ -15,17 +15,13 @@ if __name__ == "__main__" and sys.path[0] == os.getcwd() and not getattr(sys.fla
 from typing import TYPE_CHECKING, NoReturn  # noqa: E402
 
 if TYPE_CHECKING:
+    from torchx_monarch.host.host import Host
     from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
-    from torchx_monarch.host.spmd_workload import SpmdWorkload
-    from torchx_monarch.host.workload import Host
+    from torchx_monarch.host.workload import Workload
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Run one replica of a role to its end.
-
-    Args:
-        argv: command-line arguments without the program's name: the options, ``--``, and the role's command.
-    """
+    """Run one replica of a role to its end: ``argv`` has the options, ``--``, and the role's command."""
     gc.disable()  # what is imported stays: to scan it for garbage again and again takes a tenth of the imports
     from torchx_monarch.host.ranks.zygote_process import start_early
     from torchx_monarch.model.host_spec import HostSpec
@@ -42,17 +38,12 @@ def main(argv: list[str]) -> NoReturn:
     HostProcess(options, os.environ, lambda host: choose_workload(host, early)).main()
 
 
-def choose_workload(host: Host, early: ZygoteProcess | None = None) -> SpmdWorkload:
+def choose_workload(host: Host, early: ZygoteProcess | None = None) -> Workload:
     """Return the workload of a role's command: the runs of a live allocation, or the run of a batch job.
 
     A command that is not valid counts as a batch job's: parsing it again reports the error.
-
-    Args:
-        host: the host.
-        early: the zygote that has been started for a batch job; None for none.
     """
     from torchx_monarch.command.command import CommandError, parse
-    from torchx_monarch.host.spmd_workload import SpmdWorkload
 
     try:
         command = parse(host.options.command, host.environ)
@@ -61,10 +52,10 @@ def choose_workload(host: Host, early: ZygoteProcess | None = None) -> SpmdWorkl
     if command is not None and command.kind == "hosts":
         from torchx_monarch.host.live_runs import LiveRuns
 
-        return SpmdWorkload(host, LiveRuns(host))
+        return LiveRuns(host)
     from torchx_monarch.host.batch_run import BatchRun
 
-    return SpmdWorkload(host, BatchRun(host, early))
+    return BatchRun(host, early)
 
 
 if __name__ == "__main__":

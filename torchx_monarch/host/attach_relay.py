@@ -16,9 +16,9 @@ import contextlib
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.controller.roles import is_registered_address
+from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.breakpoints import Streams
-from torchx_monarch.host.workload import Host
-from torchx_monarch.monarch_adapter.worker_loop import SCHEMES
+from torchx_monarch.host.worker_loops import SCHEMES
 from torchx_monarch.transport import connections, local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError
 
@@ -29,12 +29,7 @@ _RETRY_EVERY = 0.1
 
 
 class AttachRelay:
-    """Serve the socket file to which the ranks of a host connect.
-
-    Args:
-        host: the host.
-        network: its connections.
-    """
+    """Serve the socket file to which the ranks of a host connect."""
 
     def __init__(self, host: Host, network: HostNetwork) -> None:
         self._host = host
@@ -80,13 +75,7 @@ class AttachRelay:
             writer.close()
 
     async def _connect(self, role: str, greeting: messages.Message) -> Streams:
-        """Connect to the leader of a role and send a greeting.
-
-        Raises:
-            ConnectError: there is no such role, or its leader is not reached within ``--host-timeout``.
-            RendezvousError: the address of the role is not learned in this time.
-            ValueError: the address of the role cannot be used on this host.
-        """
+        """Connect to the leader of a role and send a greeting."""
         if role in ("", self._host.options.role):
             return await self._host.connect(greeting)
         if role not in self._others:

@@ -10,9 +10,9 @@ import time
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.breakpoints import Streams
-from torchx_monarch.host.spmd_workload import SpmdWorkload
-from torchx_monarch.host.workload import Host
+from torchx_monarch.host.workload import Workload
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import connections, messages
@@ -23,16 +23,9 @@ _ERROR_REPORT_TIMEOUT = 10.0
 
 
 class Follower:
-    """Take part in the job of replica 0's controller.
+    """Take part in the job of replica 0's controller."""
 
-    Args:
-        host: the host.
-        workload: what it runs.
-        registration: the data with which it registers.
-        network: its connections.
-    """
-
-    def __init__(self, host: Host, workload: SpmdWorkload, registration: Registration, network: HostNetwork) -> None:
+    def __init__(self, host: Host, workload: Workload, registration: Registration, network: HostNetwork) -> None:
         self._host = host
         self._workload = workload
         self._registration = registration
@@ -42,9 +35,6 @@ class Follower:
         """Register with replica 0 and return the job's result, or the reason for not knowing it.
 
         If replica 0 is lost and the backend replaces it, stop the ranks and register with the new one.
-
-        Args:
-            join_timeout: seconds for replica 0 to answer.
         """
         host, registration = self._host, self._registration
         # A host with an error only reports it. If replica 0 has the same error, it has already exited.
@@ -68,7 +58,7 @@ class Follower:
             host.reporter.line(lost_replica0.reason)
             if host.options.replacements == 0 or registration.error:
                 return lost_replica0
-            pool, attempt = self._workload.runs.pool, -1
+            pool, attempt = self._workload.pool, -1
             if pool is not None:
                 await pool.stop(signal.SIGTERM, host.grace)
                 attempt = pool.attempt

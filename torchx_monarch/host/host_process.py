@@ -22,11 +22,10 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.host.follower import Follower
-from torchx_monarch.host.meeting_point import settle_addresses
+from torchx_monarch.host.host import Host
 from torchx_monarch.host.no_restart_marker import NoRestartMarker
-from torchx_monarch.host.ranks.orphan_reaper import reap_orphans
-from torchx_monarch.host.spmd_workload import SpmdWorkload
-from torchx_monarch.host.workload import Control, Host
+from torchx_monarch.host.ranks.rank_process import reap_orphans
+from torchx_monarch.host.workload import Workload
 from torchx_monarch.insight.progress import Reporter, write_result
 from torchx_monarch.model.env_names import CREDENTIALS, TRACE_ENDPOINTS
 from torchx_monarch.model.host_result import HostResult
@@ -48,15 +47,9 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class HostProcess:
-    """Run one replica to its end.
+    """Run one replica to its end."""
 
-    Args:
-        options: parsed command line of the host process.
-        environ: environment in which the backend started the host process.
-        workload: makes what the host runs for its role.
-    """
-
-    def __init__(self, options: HostSpec, environ: Mapping[str, str], workload: Callable[[Host], SpmdWorkload]) -> None:
+    def __init__(self, options: HostSpec, environ: Mapping[str, str], workload: Callable[[Host], Workload]) -> None:
         environ = dict(environ)
         os.environ.pop(CREDENTIALS, None)  # what this process starts may inherit its environment
         # What this process prints itself, such as a traceback, goes to a log file (`_redirect_own_output`).
@@ -70,7 +63,6 @@ class HostProcess:
         self._host = Host(options, environ, socket.gethostname(), stdout, stderr, log_dir, reporter)
         self._host.grace = options.grace
         self._workload = workload(self._host)
-        self._runs = self._workload.runs
         self._error_file = environ.get("TORCHELASTIC_ERROR_FILE", "")
         self._rendezvous: Rendezvous | None = None
         self._registration: Registration | None = None
@@ -122,9 +114,7 @@ class HostProcess:
             host.reporter.line("it may be started again: there is no folder here to note that it must not be")
         if self._traces is not None:
             self._traces.end()
-        self._runs.close()
-        if self._runs.pool is not None:
-            self._runs.pool.close()
+        self._workload.close()
         processes.kill_descendants(host.environ.get(processes.MARKER, ""))
         folder = host.sockets if "MONARCH_RUN_DIR" in host.environ else self._run_dir
         if folder:
@@ -137,16 +127,16 @@ class HostProcess:
         host, options, command = self._host, self._host.options, None
         nproc, error, code = 0, "", 1
         try:
-            command = self._runs.parse()
+            command = self._workload.parse()
             self._handle_signals(command.options.signals_to_handle)
         except CommandError as failure:
             error, code = str(failure), 2
         try:
             host.sockets = run_dirs.private_dir(self._run_dir)
-            rendezvous, advertised = settle_addresses(host, self._run_dir, command, self._warn)
+            rendezvous, advertised = host.settle_addresses(self._run_dir, command)
             if command is not None:
                 # Before the rest: the imports of the zygote take longer than all steps below.
-                nproc = await self._runs.start()
+                nproc = await self._workload.start()
                 if options.replica == 0 and (too_few := open_files.shortage(nproc, options.replicas)):
                     raise LaunchError(too_few)
         except LaunchError as failure:
@@ -166,7 +156,7 @@ class HostProcess:
         machine = host.environ.get("MONARCH_NODE", "")
         registration = Registration(options.replica, host.hostname, os.getpid(), nproc, error, code, machine=machine)
         self._registration = registration
-        sizes = NodeRange.of(self._runs.command, options.world, options.host_timeout, options.spares)
+        sizes = NodeRange.of(self._workload.command, options.world, options.host_timeout, options.spares)
         if options.replica == 0:
             return await self._control(registration, network, sizes)
         return await Follower(host, self._workload, registration, network).run(sizes.join_timeout)
@@ -185,7 +175,7 @@ class HostProcess:
 
     def _start_traces(self) -> None:
         """Have the events of the job sent as a trace, where its environment names a collector."""
-        if any(self._host.environ.get(name) for name in TRACE_ENDPOINTS):
+        if self._host.options.replica == 0 and any(self._host.environ.get(name) for name in TRACE_ENDPOINTS):
             from torchx_monarch.host import trace_export
 
             self._traces = trace_export.start(self._host.options, self._host.environ)
@@ -193,11 +183,7 @@ class HostProcess:
                 self._host.reporter.listener = self._traces.add
 
     def _handle_signals(self, more: str = "") -> None:
-        """Install signal handlers: signals stop the job; SIGUSR1 and SIGUSR2, unless in ``more``, go to the ranks.
-
-        Args:
-            more: torchrun's ``--signals-to-handle``: names of further signals that stop the job, separated by commas.
-        """
+        """Have signals, with torchrun's ``--signals-to-handle``, stop the job; the other SIGUSR go to the ranks."""
         loop = asyncio.get_running_loop()
         named = {signal.Signals[name.strip()] for name in more.split(",") if name}
         for number in {*_STOP_SIGNALS, *named}:
@@ -205,14 +191,11 @@ class HostProcess:
         for number in {signal.SIGUSR1, signal.SIGUSR2} - named:
             loop.add_signal_handler(number, self._forward_signal, number)
 
-    def _warn(self, text: str) -> None:
-        self._host.reporter.line(f"INSECURE: host {self._host.options.replica}: {text}")
-
     # -- replica 0 -----------------------------------------------------------------------------------------------------
 
     async def _control(self, registration: Registration, network: HostNetwork, sizes: NodeRange) -> JobResult:
-        """Run replica 0: gather the hosts, run the controller, announce the result."""
-        host, options, runs = self._host, self._host.options, self._runs
+        """Gather the hosts on replica 0, run the controller, and announce the result."""
+        host, options, workload = self._host, self._host.options, self._workload
         roles = host.roles
         assert roles is not None
         self._rendezvous = rendezvous = Rendezvous(
@@ -228,22 +211,22 @@ class HostProcess:
         )
         job = JobOptions.of(
             options,
-            runs.command,
+            workload.command,
             sizes,
             network,
-            run_id=host.run_id(runs.command),
-            first_log_attempt=runs.first_log_attempt(sizes),
+            run_id=host.run_id(workload.command),
+            first_log_attempt=workload.first_log_attempt(sizes),
             grace=host.grace,
         )
         failures = HostFailures(options.exclude_after, options.exclude_window)
         gatherer = HostGatherer(sizes, rendezvous, host.reporter, failures)
-        work = self._workload.work(Control(rendezvous, network, gatherer, job))
+        work = workload.work(rendezvous, network, gatherer, job)
         controller = Controller(job, rendezvous, host.reporter, gatherer, work)
         coordinator = roles.coordinator(rendezvous, network, host.reporter)
         try:
             await rendezvous.start()
         except RendezvousError as error:
-            if options.replicas > 1 or runs.listens or roles.server is not None:
+            if options.replicas > 1 or workload.listens or roles.server is not None:
                 return self._conclude(JobResult(1, str(error)))
             # The job needs nobody else; but no client can ask for its stacks.
             print(f"no client can connect to this host: {error}", file=sys.stderr, flush=True)  # this process's own log
@@ -287,12 +270,12 @@ class HostProcess:
     def _forward_signal(self, number: int) -> None:
         text = f"host {self._host.options.replica}: passing {signal.Signals(number).name} on to its ranks"
         self._host.reporter.line(text)
-        if self._runs.pool is not None:
-            self._runs.pool.notify(number)
+        if self._workload.pool is not None:
+            self._workload.pool.notify(number)
 
     async def _stop_ranks(self, number: int) -> None:
-        if self._runs.pool is not None:
-            await self._runs.pool.stop(number, self._host.grace)
+        if self._workload.pool is not None:
+            await self._workload.pool.stop(number, self._host.grace)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)

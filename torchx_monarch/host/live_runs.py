@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from torchx_monarch.command.allocation_spec import AllocationSpec, run_command, with_program
 from torchx_monarch.command.command import Command, CommandError, Program, parse
 from torchx_monarch.command.torchrun_options import DEFAULTS, unused_options
-from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import (
     Answer,
     BeginRun,
@@ -31,63 +30,47 @@ from torchx_monarch.controller.host_messages import (
     RunOutput,
 )
 from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.controller.session import LiveSession, Session
-from torchx_monarch.host.batch_run import check_script, log_folder
 from torchx_monarch.host.code_distribution import HostCode, probe
-from torchx_monarch.host.ranks.breakpoints import Breakpoints
-from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
-from torchx_monarch.host.ranks.learned_preload import LearnedPreload, LearnedPrograms, program_key
-from torchx_monarch.host.ranks.rank_logs import RankLogs
-from torchx_monarch.host.ranks.rank_pool import RankPool
+from torchx_monarch.host.host import Host
+from torchx_monarch.host.ranks.learned_preload import LearnedPreload, program_key
 from torchx_monarch.host.ranks.rank_starter import RankStarter
 from torchx_monarch.host.ranks.run_spec import RunSpec
-from torchx_monarch.host.ranks.watchdog import ENABLED, FILE
-from torchx_monarch.host.ranks.zygote import Zygotes
-from torchx_monarch.host.workload import Control, Host
+from torchx_monarch.host.workload import Workload, check_script, log_folder
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.world import LaunchError
+
+_MAX_PROGRAMS = 50
+"""Programs of which the learned modules are kept; those that ran last."""
 
 _MESSAGE = 30_000
 """Bytes of records in one message to replica 0. A message has at most 64 kB, and JSON may double the size."""
 
 
-class LiveRuns:
-    """Execute the runs of a live allocation on this host.
+class LiveRuns(Workload):
+    """Execute the runs of a live allocation on this host. The first output of a run is not reported."""
 
-    Attributes:
-        command: command of the allocation; None before it is parsed.
-        pool: the ranks of the present run; None before there is one.
-        first_output: None: the first output of a run is not reported.
-        listens: see ``Runs``.
-
-    Args:
-        host: the host.
-    """
+    listens = True
 
     def __init__(self, host: Host) -> None:
-        self.command: Command | None = None
-        self.pool: RankPool | None = None
-        self.first_output: asyncio.Event | None = None
-        self.listens = True
-        self._host = host
+        super().__init__(host)
         self._allocation_spec = AllocationSpec(0.0, "0", (), None)
-        self._zygotes = Zygotes(host.reporter.line)
         self._run_queue: RunQueue | None = None
         # The controller gives up a request when a host is lost, and sends the next while the first is still executed.
         self._changing = asyncio.Lock()
         self._begun: tuple[str, RunBegun] | None = None  # token of the present run, and the answer to its request
-        self._recorders: FlightRecorders | None = None
-        self._breakpoints: Breakpoints | None = None
         self._run_log: RunLog | None = None
         self._forwarding: asyncio.Task[None] | None = None
         self._code: HostCode | None = None
-        self._programs: LearnedPrograms | None = None
+        self._programs = functools.lru_cache(_MAX_PROGRAMS)(self._new_learned)
         self._present: tuple[LearnedPreload, RankStarter, Mapping[str, str]] | None = None
+        self._preparing: asyncio.Task[None] | None = None
 
     def parse(self) -> Command:
-        """Parse the command of the allocation (see ``Runs``)."""
         options = self._host.options
         command = parse(options.command, self._host.environ)
         if command is None or command.kind != "hosts":
@@ -97,44 +80,23 @@ class LiveRuns:
         return command
 
     async def start(self) -> int:
-        """Start the zygote for the first run (see ``Runs``)."""
-        held = self._allocation_spec.command or Command("torchrun", DEFAULTS, Program("script", "run"))
+        spec = self._allocation_spec
+        held = spec.command or Command("torchrun", DEFAULTS, Program("script", "run"))
         learned = self._learned_of(program_key(held.program_of(0), os.getcwd()))
-        self.pool = self._new_pool(held, None, {}, os.getcwd(), learned)
-        return await self.pool.start(self._allocation_spec.nproc)
+        self._prepare(held, None, {}, os.getcwd(), learned)
+        assert self.pool is not None
+        return await self.pool.start(spec.nproc)
 
-    def first_log_attempt(self, sizes: NodeRange) -> int:
-        """Return 0: each run has a folder of its own."""
-        return 0
+    def session(self, rendezvous: Rendezvous, options: JobOptions, hosts: JobHosts) -> Session:
+        host, spec, code = self._host, self._allocation_spec, self._host_code()
+        ids = (host.options.app, host.options.role)
+        self._run_queue = RunQueue(rendezvous, *ids, host.log_dir, spec.words, spec.idle_timeout, self._is_warm)
+        self._run_queue.serve("sync", functools.partial(code.serve_client, self._run_queue))
+        rendezvous.clients["code"] = code.serve_host
+        return LiveSession(options, rendezvous, host.reporter, hosts, self._run_queue, spec.ends_with_mesh)
 
-    def session(self, control: Control, hosts: JobHosts) -> Session:
-        """Return the session of the allocation, on replica 0."""
-        options, spec = self._host.options, self._allocation_spec
-        self._run_queue = run_queue = RunQueue(
-            control.rendezvous,
-            options.app,
-            options.role,
-            self._host.log_dir,
-            spec.words,
-            spec.idle_timeout,
-            self._is_warm,
-        )
-        code = self._host_code()
-        run_queue.serve("sync", functools.partial(code.serve_client, run_queue))
-        control.rendezvous.clients["code"] = code.serve_host
-        reporter, ends = self._host.reporter, spec.ends_with_mesh
-        return LiveSession(control.options, control.rendezvous, reporter, hosts, run_queue, ends)
-
-    def close(self) -> None:
-        """Do nothing: what was learned ends with the allocation."""
-
-    async def handle(self, request: Request) -> Answer:
-        """Execute a request that only hosts of live allocations execute.
-
-        Raises:
-            CommandError: the command of a run is not valid on this host.
-            LaunchError: the run cannot be prepared.
-        """
+    async def _execute(self, request: Request) -> Answer:
+        """Execute a request."""
         if isinstance(request, BeginRun):
             async with self._changing:
                 return await self._begin(request)
@@ -147,7 +109,7 @@ class LiveRuns:
             return CodeFetched(self._host.options.replica)
         if isinstance(request, ProbeFile):
             return FileProbed(self._host.options.replica, await probe(request.path, request.text))
-        raise ValueError(f"unknown request {type(request).__name__}")
+        return await super()._execute(request)
 
     # -- a run ---------------------------------------------------------------------------------------------------------
 
@@ -172,58 +134,52 @@ class LiveRuns:
                 host.reporter.line(line)
         where = "" if request.synced else cwd  # each copy of the code may lie in another folder
         learned = self._learned_of(program_key(command.program_of(0), where))
-        self.pool = self._new_pool(command, log_folder(command, folder, cwd, run_id), request.env, cwd, learned)
-        nproc = await self.pool.start(command.options.nproc_per_node if command.kind == "torchrun" else "1")
-        if command.kind == "torchrun" and environ.get(ENABLED) == "1":
-            path = request.env.get(FILE) or os.path.join(host.sockets, f"timers{begin.number}")
-            self.pool.start_watchdog(path, run_id)
+        run = self._prepare(command, log_folder(command, folder, cwd, run_id), request.env, cwd, learned)
+        assert self.pool is not None
+        nproc = await self.pool.start(run.nproc)
+        self._start_timers(run, run_id, f"timers{begin.number}")
         timeout = command.options.shutdown_timeout
         grace = host.grace if timeout is None else float(timeout)
         begun = RunBegun(host.options.replica, nproc, run_id, command.options.max_restarts, grace)
         self._begun = (begin.token, begun)
         return begun
 
-    def _new_pool(
-        self,
-        command: Command,
-        log_dir: str | None,
-        env: Mapping[str, str],
-        cwd: str,
-        learned: LearnedPreload | None = None,
-    ) -> RankPool:
+    def _prepare(
+        self, command: Command, log_dir: str | None, env: Mapping[str, str], cwd: str, learned: LearnedPreload | None
+    ) -> RunSpec:
+        """Make the ranks of a run; return what they execute."""
         host = self._host
         run = RunSpec(command, host.environ, host.options.preload_modules, env, cwd, host.options.forks_ranks)
-        outputs = (host.stdout, host.stderr, self._run_log, host.options.timestamps)
-        logs = RankLogs(host.options.replica, host.hostname, log_dir, run, *outputs)
-        starter = RankStarter(run, self._zygotes, host.reporter.line, learned=learned)
+        starter = self._new_pool(run, log_dir, learned, self._run_log)
         self._present = (learned, starter, env) if learned is not None else None
-        self._recorders = self._recorders or FlightRecorders(host.sockets)
-        self._breakpoints = self._breakpoints or Breakpoints(
-            host.sockets, host.options.debug_wait, host.connect, host.reporter.line
-        )
-        return RankPool(logs, starter, self._recorders, self._breakpoints, host.attach_socket, host.reporter.line)
+        return run
 
     def _learned_of(self, key: tuple[str, str]) -> LearnedPreload | None:
-        """Return what was learned of a program; None without ``-cfg preload=auto``."""
-        if not self._host.options.learns_preload:
-            return None
-        if self._programs is None:
-            self._programs = LearnedPrograms(os.path.join(self._host.sockets, "imported"), self._host.reporter.line)
-        return self._programs.of(key)
+        """Return what was learned of a program (``program_key``); None without ``-cfg preload=auto``."""
+        return self._programs(key) if self._host.options.learns_preload else None
+
+    def _new_learned(self, key: tuple[str, str]) -> LearnedPreload:
+        return LearnedPreload(os.path.join(self._host.sockets, "imported"), self._host.reporter.line)
 
     def _learn(self) -> None:
         """Learn from the run that has ended, and prepare the zygote of the next one."""
         present, self._present = self._present, None
-        if present is None or self._programs is None:
+        if present is None:
             return
         learned, starter, env = present
-        is_repeated, is_new = learned.repeats(env), learned.collect()
+        is_repeated, is_new, before = learned.repeats(env), learned.collect(), self._preparing
+
+        async def prepare() -> None:
+            if before is not None:
+                await asyncio.wait([before])
+            await starter.prepare_next()
+
         # With other variables in each run no zygote can be prepared: the modules may read them.
         if is_new or is_repeated:
-            self._programs.prepare(starter.prepare_next())
+            self._preparing = asyncio.ensure_future(prepare())
 
     def _is_warm(self) -> bool:
-        return self._zygotes.ready and not (self._programs is not None and self._programs.is_preparing)
+        return self._zygotes.ready and (self._preparing is None or self._preparing.done())
 
     async def _fetch(self, tree: str) -> None:
         """Get code from the leader, unless it is on this host, or this host is the leader."""
@@ -237,16 +193,7 @@ class LiveRuns:
         return self._code
 
     def _command_of(self, request: RunRequest, cwd: str, environ: Mapping[str, str]) -> Command:
-        """Build the command of a run.
-
-        Args:
-            request: the client's request.
-            cwd: folder in which the ranks start.
-            environ: environment of the role with the variables of the run.
-
-        Raises:
-            CommandError: the command is not valid, or its folder or script is not on this host.
-        """
+        """Return the command of a run, whose ranks start in ``cwd`` with ``environ``."""
         spec, sizes = self._allocation_spec, (self._host.options.world, self._host.options.role)
         if not os.path.isdir(cwd):
             raise CommandError(f"there is no folder {cwd} to run in")
@@ -276,11 +223,7 @@ class LiveRuns:
     # -- its output ----------------------------------------------------------------------------------------------------
 
     def _open_run_log(self, folder: str, token: str) -> None:
-        """Open the log of a run: on the leader that of the run queue, elsewhere one that is sent to the leader.
-
-        Raises:
-            LaunchError: it cannot be created.
-        """
+        """Open the log of a run: on the leader that of the run queue, elsewhere one that is sent to the leader."""
         if self._run_queue is not None and self._run_queue.current is not None:
             self._run_log = self._run_queue.current.run_log
             return

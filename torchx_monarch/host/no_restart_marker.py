@@ -19,22 +19,14 @@ VARIABLE = "MONARCH_STARTS"
 
 
 class NoRestartMarker:
-    """Read and write the marker file of one host; do nothing if the backend names no file.
-
-    Args:
-        environ: environment of the host.
-    """
+    """Read and write the marker file of one host; do nothing if the backend names no file."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._paths = [path for path in environ.get(VARIABLE, "").split(":") if path]
         self._restarts = 0
 
     def begin(self) -> HostResult | None:
-        """Count a start of the host, unless an earlier start has stored a result that forbids another one.
-
-        Returns:
-            That result; None if the host may start.
-        """
+        """Count a start of the host; if an earlier start has stored a result that forbids another one, return that."""
         found = next((result for path in self._paths if (result := _read(path))), None)
         if found is not None and found.forbids_restart:
             return found
@@ -43,13 +35,9 @@ class NoRestartMarker:
         return None
 
     def end(self, result: HostResult) -> bool:
-        """Store the result of the host if it must not be restarted.
+        """Store the result of the host if it must not be restarted; return False if that is not possible.
 
-        Args:
-            result: the result; one that ``begin`` has returned keeps its number of restarts.
-
-        Returns:
-            False if the result had to be stored and could not be.
+        A result that ``begin`` has returned keeps its number of restarts.
         """
         if not (self._paths and result.forbids_restart):
             return True
@@ -58,12 +46,14 @@ class NoRestartMarker:
     def _write(self, result: HostResult) -> bool:
         mounts = _mounts() if self._paths else set()
         for path in self._paths:
-            if _mount_of(path, mounts) != "/":
-                continue
+            place = os.path.realpath(os.path.dirname(path))
+            while place != "/" and place not in mounts:
+                place = os.path.dirname(place)
             with contextlib.suppress(OSError):
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                safe_files.replace_file(path, result.to_text().encode())
-                return True
+                if place == "/":
+                    os.makedirs(os.path.dirname(path), exist_ok=True)
+                    safe_files.replace_file(path, result.to_text().encode())
+                    return True
         return False
 
 
@@ -76,14 +66,7 @@ def _read(path: str) -> HostResult | None:
 
 
 def _mounts() -> set[str]:
-    """Return all mount points; empty if /proc cannot be read."""
+    """Return all mount points. (The device number does not tell a bind mount of the same file system.)"""
     with contextlib.suppress(OSError), open("/proc/self/mountinfo") as file:
         return {line.split(" ")[4].encode().decode("unicode_escape") for line in file}
     return set()
-
-
-def _mount_of(path: str, mounts: set[str]) -> str:
-    place = os.path.realpath(os.path.dirname(path))
-    while place != "/" and place not in mounts:
-        place = os.path.dirname(place)
-    return place

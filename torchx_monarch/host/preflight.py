@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -18,8 +19,6 @@ from pathlib import Path
 
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.model.host_facts import HostFacts, ProgramFile
-
-_VERSION_QUERIES = str(Path(__file__).with_name("ranks") / "version_queries.py")
 
 _TIMEOUT = 10.0
 """Seconds for the program's interpreter, and for nvidia-smi, which takes some where no process holds the driver."""
@@ -36,7 +35,7 @@ def take_facts(run: RunSpec) -> HostFacts:
     versions, problem = _versions(run)
     paths = _paths(run)
     program = _program(run)
-    gpus = held_gpus(run.environ)
+    gpus = _held_gpus(run.environ)
     shared = -1
     with contextlib.suppress(OSError):
         disk = os.statvfs(_SHARED)
@@ -55,7 +54,9 @@ def _versions(run: RunSpec) -> tuple[dict[str, str], str]:
             found["NVIDIA driver"] = driver[1]
     if run.command.program.mode == "exec":
         return found, ""
-    command = [*run.python(), _VERSION_QUERIES]
+    # Without the working folder in its path, whose modules the import of these would take.
+    code = f"import sys; sys.path[:] = filter(None, sys.path)\n{inspect.getsource(print_versions)}\nprint_versions()"
+    command = [*run.python(), "-c", code]
     try:
         done = subprocess.run(
             command,
@@ -77,6 +78,30 @@ def _versions(run: RunSpec) -> tuple[dict[str, str], str]:
     except (OSError, ValueError, LookupError, AttributeError) as error:
         reason = str(error)
     return found, f"{command[0]}: {reason}"
+
+
+def print_versions() -> None:
+    """Print the versions of Python, torch, CUDA and NCCL as JSON without importing torch, in the program's interpreter.
+
+    That may lack this package, and is not older than Python 3.8.
+    """
+    import contextlib
+    import json
+    import platform
+    import re
+    from importlib import metadata
+
+    found = {"python": platform.python_version()}
+    packages = [("torch", "torch"), *(("NCCL", f"nvidia-nccl-cu{major}") for major in (11, 12, 13))]
+    for name, package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(package)
+    if "torch" in found:
+        path = str(metadata.distribution("torch").locate_file("torch/version.py"))
+        with contextlib.suppress(OSError), open(path) as file:
+            if cuda := re.search(r"^cuda\b[^=]*= *'([^']+)'", file.read(), re.M):
+                found["CUDA"] = cuda[1]
+    print(json.dumps(found))
 
 
 def _script(run: RunSpec) -> str:
@@ -113,12 +138,8 @@ def _program(run: RunSpec) -> ProgramFile | None:
     return None
 
 
-def held_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a text for each NVIDIA GPU with memory in use; no rank of this job has started yet.
-
-    Args:
-        environ: the environment of the ranks, whose CUDA_VISIBLE_DEVICES selects GPUs.
-    """
+def _held_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a text for each NVIDIA GPU of the ranks with memory in use; no rank of this job has started yet."""
     if not glob.glob("/dev/nvidia[0-9]*") or shutil.which("nvidia-smi") is None:
         return ()
     query = ["nvidia-smi", "--query-gpu=index,uuid,memory.used,memory.total", "--format=csv,noheader,nounits"]
@@ -130,12 +151,7 @@ def held_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def parse_gpus(output: str, visible: str | None) -> tuple[str, ...]:
-    """Return a text for each GPU with memory in use.
-
-    Args:
-        output: the output of nvidia-smi: index, UUID, MiB in use, MiB in all.
-        visible: CUDA_VISIBLE_DEVICES; None for all GPUs.
-    """
+    """Return a text for each GPU with memory in use."""
     held = []
     chosen = None if visible is None else [device.strip() for device in visible.split(",")]
     for line in output.splitlines():

@@ -18,23 +18,24 @@ if __name__ == "__main__" and sys.path[0] == os.getcwd() and not getattr(sys.fla
 import asyncio  # noqa: E402
 import contextlib  # noqa: E402
 import json  # noqa: E402
+import secrets  # noqa: E402
 import signal  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
-from torchx_monarch.monarch_adapter.worker_loop import WorkerLoop  # noqa: E402
 from torchx_monarch.system import processes  # noqa: E402
+from torchx_monarch.transport import local_addresses  # noqa: E402
 from torchx_monarch.transport.local_addresses import NetworkOptions  # noqa: E402
 
 _MAX_TEXT = 8000
 """Characters of a report: a line of ``messages`` has a limit, and JSON can use six bytes for each."""
 
+_DIGITS = "23456789abcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRSTUVWXYZ"
+"""The digits of base 58 but for zero, which is ``1``: Monarch does not print an id's leading zeros, so an id with some
+would not be recognized in its messages (``attachment``)."""
+
 
 def main(reports: int) -> NoReturn:
-    """Run a worker loop to its end.
-
-    Args:
-        reports: descriptor of the pipe for reports.
-    """
+    """Run a worker loop to its end; ``reports`` is the descriptor of the pipe for reports."""
     os.set_inheritable(reports, False)
     processes.become_subreaper()
     # Ctrl-C reaches all processes of the terminal: the host decides what ends. A function, because what a process
@@ -59,26 +60,55 @@ def main(reports: int) -> NoReturn:
 
 async def _run(spec: dict[str, Any], lifeline: int, reports: int) -> bool:
     """Run the loop until its client shuts it down or the lifeline is closed; return whether it was shut down."""
-    options = NetworkOptions(**spec["network"])
-    worker = WorkerLoop.reserve(spec["scheme"], spec["advertised"], options, spec["folder"])
-    ended, is_shut_down = asyncio.Event(), False
+    loop, ended, is_shut_down = asyncio.get_running_loop(), asyncio.Event(), False
 
-    def shut_down() -> None:
+    def shut_down() -> None:  # in a thread of Monarch
         nonlocal is_shut_down
         is_shut_down = True
-        ended.set()
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            loop.call_soon_threadsafe(ended.set)
 
-    asyncio.get_running_loop().add_reader(lifeline, ended.set)
-    await worker.start(
-        spec["tls"],
-        lambda text: _report(reports, {"line": text}),
-        lambda text: _report(reports, {"line": f"INSECURE: {text}"}),
-        spec["lease"],
-        shut_down,
-    )
-    _report(reports, {"address": worker.address})
+    def start() -> str:
+        from torchx_monarch.monarch_adapter import monarch_api
+
+        client_url, address, serve_address = _addresses(spec)
+        monarch_api.start_worker(
+            client_url,
+            serve_address,
+            spec["tls"],
+            lambda text: _report(reports, {"line": text}),
+            lambda text: _report(reports, {"line": f"INSECURE: {text}"}),
+            spec["lease"],
+            shut_down,
+        )
+        return address
+
+    loop.add_reader(lifeline, ended.set)
+    _report(reports, {"address": await loop.run_in_executor(None, start)})
     await ended.wait()
     return is_shut_down
+
+
+def _addresses(spec: dict[str, Any]) -> tuple[str, str, str]:
+    """Open the ports of the loop; return this process's URL as Monarch's client, the address with which a client
+    attaches, and the one on which the loop listens: service id, ``@``, and URL."""
+    service = new_service_id()
+    if spec["scheme"] == "ipc":
+        client, worker = (f"ipc://{os.path.join(spec['folder'], name)}" for name in ("client", "worker"))
+        return client, f"{service}@{worker}", f"{service}@{worker}"
+    options, url = NetworkOptions(**spec["network"]), f"{spec['scheme']}://{spec['advertised']}"
+    client_socket, worker_socket = local_addresses.bind_port(options), local_addresses.bind_port(options)
+    address = f"{service}@{url}:{worker_socket.getsockname()[1]}"
+    return f"{url}:fd{client_socket.detach()}", address, f"{service}@{url}:fd{worker_socket.detach()}"
+
+
+def new_service_id() -> str:
+    """Return a random service id of a worker loop.
+
+    A host with a service id is identified by that id, and not by the address that it believes it serves. An id of
+    Monarch's own is a number of 64 bits in base 58. Ten digits of that base fit into 64 bits whatever they are.
+    """
+    return f"service<{''.join(secrets.choice(_DIGITS) for _ in range(10))}>"
 
 
 def _report(reports: int, report: dict[str, Any]) -> None:

@@ -20,14 +20,17 @@ from typing import IO
 
 from torchx_monarch.controller.host_messages import WorkerLoopEnded, WorkerLoopReady
 from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.rank_output import OutputPipe
-from torchx_monarch.host.workload import Host
 from torchx_monarch.model.env_names import JOB_VARIABLES, is_for_hosts
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import processes, run_dirs
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import messages
+
+SCHEMES = {"unix": "ipc", "tls": "tls", "insecure-tcp": "tcp"}
+"""Monarch's scheme for each scheme of a rendezvous address."""
 
 _END_TIMEOUT = 5.0
 """Seconds for the process of a worker loop to end itself and all processes of actors."""
@@ -36,13 +39,8 @@ _MONARCH_NOISE = re.compile(rb"(Monarch internal logs are being written to|unabl
 """Lines that Monarch prints whenever it starts a process; ``monarch_api`` keeps Monarch's log out of ``/tmp``."""
 
 
-def open_output(console: Console, stamped: bool) -> tuple[int, OutputPipe]:
-    """Return a descriptor for the output of Monarch's processes, and the pipe that copies it to the host's output.
-
-    Args:
-        console: where lines are shown.
-        stamped: whether the time is written before each line.
-    """
+def _open_output(console: Console, stamped: bool) -> tuple[int, OutputPipe]:
+    """Return a descriptor for the output of Monarch's processes, and the pipe that copies it to the host's output."""
     read, write = os.pipe()
     output = OutputPipe(os.fdopen(read, "rb", 0), None, lambda line: _MONARCH_NOISE.fullmatch(line) is None)
     output.assign(None, console, "", stamped=stamped)
@@ -51,12 +49,7 @@ def open_output(console: Console, stamped: bool) -> tuple[int, OutputPipe]:
 
 
 class WorkerLoops:
-    """Execute the requests ``RunWorkerLoop`` and ``GetWorkerLoop``.
-
-    Args:
-        host: the host.
-        network: its connections.
-    """
+    """Execute the requests ``RunWorkerLoop`` and ``GetWorkerLoop``."""
 
     def __init__(self, host: Host, network: HostNetwork) -> None:
         self._host = host
@@ -102,7 +95,7 @@ class WorkerLoops:
         host, network = self._host, self._network
         spec = {
             "folder": folder,
-            "scheme": network.rendezvous.scheme,
+            "scheme": SCHEMES[network.rendezvous.scheme],
             "advertised": network.advertised,
             "network": dataclasses.asdict(network.options),
             "tls": network.identity.files if network.identity else None,
@@ -110,7 +103,7 @@ class WorkerLoops:
             "marker": host.environ.get(processes.MARKER, ""),
         }
         descriptors, outputs = zip(
-            *(open_output(console, host.options.timestamps) for console in (host.stdout, host.stderr)), strict=True
+            *(_open_output(console, host.options.timestamps) for console in (host.stdout, host.stderr)), strict=True
         )
         left_out = {name for name in host.environ if is_for_hosts(name)} | set(JOB_VARIABLES) - {processes.MARKER}
         environ = {name: value for name, value in host.environ.items() if name not in left_out}

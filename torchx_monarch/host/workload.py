@@ -1,129 +1,241 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the parts of a host process share, and the parts of a controller."""
+"""What a host executes for its role: the requests of the controller, which replica 0 makes from its own workload.
+
+A batch job has one run (``batch_run.BatchRun``); a live allocation any number (``live_runs.LiveRuns``).
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import abc
+import asyncio
 import os
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
-from torchx_monarch.command.command import Command
+from torchx_monarch.command.command import Command, CommandError
+from torchx_monarch.controller.attempts import Attempts
+from torchx_monarch.controller.debug_sessions import DebugSessions
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
-from torchx_monarch.controller.host_messages import Report
+from torchx_monarch.controller.hang_watch import HangWatch
+from torchx_monarch.controller.host_messages import (
+    Answer,
+    CollectivesRead,
+    FactsTaken,
+    GetWorkerLoop,
+    Launched,
+    LaunchRanks,
+    OpenStore,
+    RanksExited,
+    RanksSampled,
+    ReadCollectives,
+    Refused,
+    Request,
+    RunWorkerLoop,
+    SampleRanks,
+    StacksTaken,
+    StopRanks,
+    StoreOpened,
+    TakeFacts,
+    TakeStacks,
+    WatchRanks,
+)
 from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.mesh_clients import MeshClients
+from torchx_monarch.controller.preflight import Preflight
+from torchx_monarch.controller.rank_queries import HostQueries, SampleRecorder
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.controller.roles import Roles
-from torchx_monarch.host.ranks.breakpoints import Connect, Streams
-from torchx_monarch.host.ranks.rank_environment import env_number
-from torchx_monarch.host.ranks.rank_logs import RankLogs
-from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.system.console import Console
-from torchx_monarch.transport import messages
-from torchx_monarch.transport.connections import ConnectError
+from torchx_monarch.controller.session import Session, SpmdWork
+from torchx_monarch.host.attach_relay import AttachRelay
+from torchx_monarch.host.host import Host
+from torchx_monarch.host.preflight import take_facts
+from torchx_monarch.host.ranks.breakpoints import Breakpoints
+from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
+from torchx_monarch.host.ranks.learned_preload import LearnedPreload
+from torchx_monarch.host.ranks.rank_output import RankLogs
+from torchx_monarch.host.ranks.rank_pool import RankPool
+from torchx_monarch.host.ranks.rank_starter import RankStarter
+from torchx_monarch.host.ranks.run_spec import RunSpec
+from torchx_monarch.host.ranks.timers import ENABLED, FILE
+from torchx_monarch.host.ranks.zygote import Zygotes
+from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
+from torchx_monarch.host.worker_loops import WorkerLoops
+from torchx_monarch.insight.run_log import RunLog
+from torchx_monarch.insight.sample_log import NAME, SampleLog
+from torchx_monarch.model.env_names import CREDENTIALS
+from torchx_monarch.model.world import LaunchError
+
+_QUERIES = (TakeStacks, ReadCollectives, SampleRanks, TakeFacts, RunWorkerLoop, GetWorkerLoop)
 
 
-@dataclasses.dataclass
-class Host:
-    """The values that the parts of a host process share.
-
-    Attributes:
-        options: command line of the host process.
-        environ: environment in which the backend started it, and in which its ranks start.
-        hostname: name of the machine.
-        stdout: the stdout with which the host process was started.
-        stderr: its stderr.
-        log_dir: folder of its logs.
-        reporter: writes progress lines and events.
-        sockets: folder of its sockets; empty before it exists.
-        grace: seconds from SIGTERM to SIGKILL for ranks: torchrun's option or variable if given, else ``--grace``.
-        restarts: how often the backend has restarted a batch job before this start.
-        roles: the other roles of the app; None before they are known.
-        report: sends a report to replica 0; None on replica 0, and while this host is not registered.
-        connector: opens another connection to replica 0 with a greeting; None before it is reached.
-    """
-
-    options: HostSpec
-    environ: dict[str, str]
-    hostname: str
-    stdout: Console
-    stderr: Console
-    log_dir: str
-    reporter: Reporter
-    sockets: str = ""
-    grace: float = 0.0
-    restarts: int = 0
-    roles: Roles | None = None
-    report: Callable[[Report], Coroutine[Any, Any, None]] | None = None
-    connector: Connect | None = None
-
-    @property
-    def own_log(self) -> str:
-        """The file with what the host process itself prints, such as the traceback of an error."""
-        return os.path.join(self.log_dir, "monarch.log")
-
-    @property
-    def attach_socket(self) -> str:
-        """The socket file to which ranks connect in order to attach to the hosts (see ``attach_relay``)."""
-        return os.path.join(self.sockets, "attach")
-
-    async def connect(self, greeting: messages.Message) -> Streams:
-        """Open another connection to replica 0.
-
-        Args:
-            greeting: the greeting, without the version.
-
-        Raises:
-            ConnectError: replica 0 is not reached.
-        """
-        if self.connector is None:
-            raise ConnectError("this host has not registered")
-        return await self.connector(greeting)
-
-    def read_grace(self, command: Command | None = None) -> None:
-        """Set ``grace`` from the environment, and from torchrun's options if a command is given.
-
-        Raises:
-            CommandError: the variable is no number.
-        """
-        self.grace = env_number(self.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", self.options.grace)
-        if command is not None and command.options.shutdown_timeout is not None:
-            self.grace = float(command.options.shutdown_timeout)
-
-    def run_id(self, command: Command | None) -> str:
-        """Return TORCHELASTIC_RUN_ID: torchrun's ``--rdzv-id``, else the app's id (torchrun: a random id or none)."""
-        given = command.options.rdzv_id if command else "none"
-        return given if given != "none" else self.options.app
-
-    def first_log_attempt(self, logs: RankLogs | None, max_restarts: int, sizes: NodeRange) -> int:
-        """Return the number of the first attempt's log folders, after all that earlier starts may have used.
-
-        A start uses at most one number for each attempt that it may make. This bound is unknown in two cases: a
-        job that can lose hosts may make any number of attempts, and a restarted container has no MONARCH_RESTART.
-        Replica 0 then continues after the highest existing folder: it takes part in each attempt. (With replacements
-        the remaining hosts know the number.)
-        """
-        at_most = self.restarts * (1 + max_restarts + self.options.replacements)
-        counted = "MONARCH_RESTART" in self.environ or self.options.replacements > 0
-        if logs is None or (counted and not (sizes.can_lose and self.restarts)):
-            return at_most
-        return max(at_most, logs.last_attempt() + 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Control:
-    """The parts of a controller with which a workload makes its ``SpmdWork``.
+class Workload(abc.ABC):
+    """The runs of a host.
 
     Attributes:
-        rendezvous: the rendezvous at which the hosts register.
-        network: connections of this host.
-        gatherer: gathers the hosts.
-        options: options of the job.
+        command: the torchrun or Python command that determines the number of hosts; None before ``parse``.
+        pool: the ranks of the present run; None before ``start``.
+        listens: whether replica 0 needs its listener even if it is the only host: what it runs comes from clients.
+        first_output: set when a rank has printed something; None if that is not reported.
     """
 
-    rendezvous: Rendezvous
-    network: HostNetwork
-    gatherer: HostGatherer
-    options: JobOptions
+    listens = False
+
+    def __init__(self, host: Host, early: ZygoteProcess | None = None) -> None:
+        self.command: Command | None = None
+        self.pool: RankPool | None = None
+        self.first_output: asyncio.Event | None = None
+        self._host = host
+        self._zygotes = Zygotes(host.reporter.line, early)
+        self._recorders: FlightRecorders | None = None
+        self._breakpoints: Breakpoints | None = None
+        self._loops: WorkerLoops | None = None
+
+    @abc.abstractmethod
+    def parse(self) -> Command:
+        """Parse the role's command.
+
+        Raises:
+            CommandError: it is not valid.
+        """
+
+    @abc.abstractmethod
+    async def start(self) -> int:
+        """Prepare for the ranks and return their number, while their zygote imports its modules.
+
+        Raises:
+            LaunchError: the zygote cannot be started, or the number is not known.
+        """
+
+    @abc.abstractmethod
+    def session(self, rendezvous: Rendezvous, options: JobOptions, hosts: JobHosts) -> Session:
+        """Return the session in which the controller on replica 0 executes the runs."""
+
+    def first_log_attempt(self, sizes: NodeRange) -> int:
+        """Return the number of the first attempt's log folders."""
+        return 0
+
+    def close(self) -> None:
+        """End the runs at the end of the host process, after the ranks."""
+        if self.pool is not None:
+            self.pool.close()
+
+    async def connect(self, network: HostNetwork) -> None:
+        """Prepare for worker loops, which start when a client attaches, and let ranks be such clients."""
+        self._loops = WorkerLoops(self._host, network)
+        await AttachRelay(self._host, network).start()
+
+    def work(self, rendezvous: Rendezvous, network: HostNetwork, gatherer: HostGatherer, job: JobOptions) -> SpmdWork:
+        """Return the work of the controller on replica 0: to execute the session's runs."""
+        host, events, reporter = self._host, rendezvous.events, self._host.reporter
+        hosts = JobHosts(job, rendezvous.requests, events, reporter, self.handle)
+        queries = HostQueries(hosts)
+        rendezvous.clients.update(stacks=queries.stacks, samples=queries.samples)
+        hang_watch = HangWatch(hosts, reporter, job.hang_after, job.on_hang)
+        debug_command = f"torchx monarch debug {host.options.app} --role {host.options.role}"
+        rendezvous.clients.update(DebugSessions(debug_command, reporter.line, hang_watch.rest).clients)
+        host.connector = rendezvous.connect
+        session = self.session(rendezvous, job, hosts)
+        clients = MeshClients(hosts, network, host.environ.get(CREDENTIALS, ""), reporter, session)
+        rendezvous.clients["attach"] = clients.serve
+
+        def new_attempts() -> Attempts:
+            preflight = Preflight(job.preflight, hosts, reporter)
+            return Attempts(job, hosts, gatherer, events, reporter, hang_watch, self.first_output, preflight)
+
+        # Only where a command finds it again: beside the events of the job.
+        samples_are_stored = "MONARCH_EVENTS" in host.environ and host.log_dir
+        log = SampleLog(os.path.join(host.log_dir, NAME)) if samples_are_stored else None
+        return SpmdWork(session, hosts, events, new_attempts, SampleRecorder(hosts, log))
+
+    # -- the ranks of a run --------------------------------------------------------------------------------------------
+
+    def _new_pool(
+        self, run: RunSpec, log_dir: str | None, learned: LearnedPreload | None, run_log: RunLog | None = None
+    ) -> RankStarter:
+        """Make ``pool``, the ranks of a run; return what starts them."""
+        host = self._host
+        self._recorders = self._recorders or FlightRecorders(host.sockets)
+        self._breakpoints = self._breakpoints or Breakpoints(
+            host.sockets, host.options.debug_wait, host.connect, host.reporter.line
+        )
+        outputs = (host.stdout, host.stderr, run_log, host.options.timestamps)
+        logs = RankLogs(host.options.replica, host.hostname, log_dir, run, *outputs)
+        first_output: Callable[[], None] | None = self.first_output.set if self.first_output is not None else None
+        starter = RankStarter(run, self._zygotes, host.reporter.line, first_output, learned)
+        self.pool = RankPool(logs, starter, self._recorders, self._breakpoints, host.attach_socket, host.reporter.line)
+        return starter
+
+    def _start_timers(self, run: RunSpec, run_id: str, name: str = "timers") -> None:
+        """Start torch's timer server, if the environment of the ranks enables it."""
+        assert self.pool is not None
+        if run.command.kind == "torchrun" and run.environ.get(ENABLED) == "1":
+            self.pool.start_timers(run.environ.get(FILE) or os.path.join(self._host.sockets, name), run_id)
+
+    # -- requests of the controller ------------------------------------------------------------------------------------
+
+    async def handle(self, request: Request) -> Answer:
+        """Execute a request of the controller, or refuse it: a refusal ends the run, and not the hosts."""
+        executing = asyncio.ensure_future(self._execute(request))
+        executing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            # Only a query may be cancelled: the zygote's next order would read the answer that is due to this one.
+            return await (executing if isinstance(request, _QUERIES) else asyncio.shield(executing))
+        except (CommandError, LaunchError) as error:
+            reason, code = str(error), 2 if isinstance(error, CommandError) else 1
+        except Exception as error:
+            reason, code = repr(error), 1
+        replica = self._host.options.replica
+        return Refused(replica, f"host {replica} ({self._host.hostname})", reason, code)
+
+    async def _execute(self, request: Request) -> Answer:
+        pool, replica = self.pool, self._host.options.replica
+        assert pool is not None
+        if isinstance(request, OpenStore):
+            return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
+        if isinstance(request, LaunchRanks):
+            return Launched(replica, tuple(await pool.launch(request.world)), pool.imported)
+        if isinstance(request, TakeStacks):
+            return StacksTaken(replica, tuple(await pool.stacks(request.rank, request.native, request.kept_as)))
+        if isinstance(request, ReadCollectives):
+            ranks = await pool.collectives()
+            longest = max((rank.longest_wait for rank in ranks), default=0.0)
+            return CollectivesRead(replica, longest, tuple(ranks) if request.details else ())
+        if isinstance(request, SampleRanks):
+            return RanksSampled(replica, tuple(await pool.samples(request.groups)))
+        if isinstance(request, TakeFacts):
+            facts = await asyncio.get_running_loop().run_in_executor(None, take_facts, pool.run)
+            return FactsTaken(replica, facts)
+        if isinstance(request, RunWorkerLoop):
+            assert self._loops is not None
+            return await self._loops.run(request.token)
+        if isinstance(request, GetWorkerLoop):
+            assert self._loops is not None
+            return await self._loops.get(request.token)
+        if isinstance(request, WatchRanks):
+            await pool.watch()
+        elif isinstance(request, StopRanks):
+            await pool.stop(request.signal, request.grace)
+        else:
+            raise ValueError(f"no request of a batch job: {type(request).__name__}")
+        return RanksExited(replica, tuple(pool.exits()))
+
+
+def check_script(command: Command, cwd: str, hint: str = "") -> None:
+    """Check that the script of a command, whose ranks start in ``cwd``, exists; ``hint`` ends the message.
+
+    Raises:
+        CommandError: it does not exist. The exit code is then 2, as for ``python nosuch.py``.
+    """
+    program = command.program_of(0)
+    path = os.path.join(cwd, program.target)
+    if program.mode == "script" and not os.path.exists(path):
+        raise CommandError(f"can't open file {path!r}: No such file or directory{hint}")
+
+
+def log_folder(command: Command, default: str, cwd: str, run_id: str) -> str | None:
+    """Return the folder of the ranks' logs; None for no files, as torchrun writes none with ``--log-dir /dev/null``."""
+    if command.options.log_dir == os.devnull:
+        return None
+    if command.options.log_dir:
+        return os.path.abspath(os.path.join(cwd, command.options.log_dir, run_id))
+    return default

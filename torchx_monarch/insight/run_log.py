@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from torchx_monarch.system import safe_files
-from torchx_monarch.system.console import LineSink, WriterThread, write_all
+from torchx_monarch.system.console import WriterThread, write_all
 
 _PIECE = 4000
 """Most characters of output in one record. A line to replica 0 has at most 64 kB. JSON can use twelve bytes per
@@ -150,21 +150,3 @@ class RunLogSink:
 
     def close(self) -> None:
         """Do nothing: the log outlives the rank."""
-
-
-class SinkGroup:
-    """Combine several sinks into one."""
-
-    def __init__(self, sinks: Sequence[LineSink]) -> None:
-        self.writers = [writer for sink in sinks for writer in sink.writers]
-        self._sinks = sinks
-
-    def write(self, text: bytes, shown: bytes) -> None:
-        """Write to each sink."""
-        for sink in self._sinks:
-            sink.write(text, shown)
-
-    def close(self) -> None:
-        """Close each sink."""
-        for sink in self._sinks:
-            sink.close()

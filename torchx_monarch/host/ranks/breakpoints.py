@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Connect ranks that wait in a breakpoint with their debuggers: each gets a terminal, whose other end is a client's.
 
-A rank connects in ``breakpoint()`` (``rank_debugger``) and sends where it is, a JSON line. This host connects to
-replica 0 for it, with the greeting ``breakpoint``, and passes messages on, which ``controller.debug_sessions`` lists.
-When a client attaches, the rank gets a JSON line with the device of its terminal, and answers with a byte. The
-connection to the rank is closed by the host when the rank is to go on without a debugger, and by the rank, after
-another byte, when it is detached.
+A rank connects in ``breakpoint()`` (``rank_debugger``) and sends its number, its process id and where it is, a JSON
+line. This host connects to replica 0 for it, with the greeting ``breakpoint``, and passes messages on, which
+``controller.debug_sessions`` lists. When a client attaches, the rank gets a JSON line with the device of its terminal,
+and answers with a byte. If none has attached in time, it gets an empty object, and does not wait again. The connection
+to the rank is closed by the host when the rank is to go on without a debugger, and by the rank, after another byte,
+when it is detached.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ import contextlib
 import fcntl
 import os
 import signal
-import socket
 import struct
 import termios
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from torchx_monarch.transport import messages
@@ -31,15 +31,11 @@ Connect = Callable[[messages.Message], Awaitable[Streams]]
 _PIECE = 4096
 """Bytes of a terminal's output in one message."""
 
-_LONGEST = 1000
-"""Characters of a name that a rank sends."""
-
-_LAUNCH_TIMEOUT = 5.0
-"""Seconds from the start of a rank until this host knows its number."""
+_ANSWER_TIMEOUT = 5.0
+"""Seconds for a rank to say where it is, and to open its terminal."""
 
 _DRAIN_TIMEOUT = 1.0
 """Seconds for the rest of a terminal's output when its rank has ended or detached."""
-
 
 _ENDED = "has ended"
 
@@ -53,12 +49,6 @@ class Breakpoints:
 
     Attributes:
         path: socket file to which ranks connect.
-
-    Args:
-        folder: folder of the host's sockets, of mode 0700.
-        wait: seconds for which a rank waits for a debugger; 0 for not at all.
-        connect: connects to replica 0.
-        say: called with a progress line.
     """
 
     def __init__(self, folder: str, wait: float, connect: Connect, say: Callable[[str], None]) -> None:
@@ -66,9 +56,6 @@ class Breakpoints:
         self._wait = wait
         self._connect = connect
         self._say = say
-        self._ranks: Mapping[int, int] = {}
-        self._expired: set[int] = set()
-        self._served: set[int] = set()
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -76,47 +63,25 @@ class Breakpoints:
         with contextlib.suppress(OSError):
             self._server = self._server or await asyncio.start_unix_server(self._serve, self.path)
 
-    def expect(self, ranks: Mapping[int, int]) -> None:
-        """Set the ranks of the present attempt, global ranks by pid."""
-        self._ranks = ranks
-        self._expired.clear()
-
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid: int = struct.unpack("3i", credentials)[0]
-        owns = False
         try:
-            place = await messages.receive(reader, _LAUNCH_TIMEOUT)
-            rank = await self._rank_of(pid)
-            if rank is None or place is None or pid in self._expired or pid in self._served:
-                return  # the rank has one terminal: another thread of it that stops meanwhile goes on
-            owns = True
-            self._served.add(pid)
-            greeting = {**_checked(place), "type": "breakpoint", "rank": rank, "pid": pid, "wait": self._wait}
-            try:
-                near, far = await self._connect(greeting)
-            except Exception as error:
-                self._say(f"rank {rank} goes on without a debugger: replica 0 is not reached: {error}")
+            place = await messages.receive(reader, _ANSWER_TIMEOUT)
+            if place is None:
                 return
             try:
-                reason = await self._session(pid, (reader, writer), (near, far))
+                near, far = await self._connect({**place, "type": "breakpoint", "wait": self._wait})
+            except Exception as error:
+                self._say(f"rank {place['rank']} goes on without a debugger: replica 0 is not reached: {error}")
+                return
+            try:
+                reason = await self._session(place["pid"], (reader, writer), (near, far))
                 await messages.send(far, {"type": "end", "reason": reason})
             finally:
                 far.close()
         except (OSError, messages.ProtocolError, TimeoutError, asyncio.TimeoutError):
-            pass  # the rank has ended, or sends something else
+            pass  # the rank has ended
         finally:
-            if owns:
-                self._served.discard(pid)
             writer.close()
-
-    async def _rank_of(self, pid: int) -> int | None:
-        """Return the global rank of a process, which may run before its launch has been answered; None for others."""
-        for _ in range(int(_LAUNCH_TIMEOUT / 0.05)):
-            if pid in self._ranks:
-                return self._ranks[pid]
-            await asyncio.sleep(0.05)
-        return None
 
     async def _session(self, pid: int, rank: Streams, client: Streams) -> str:
         """Wait for a client and pass on the messages of both sides; return why the session has ended."""
@@ -127,7 +92,7 @@ class Breakpoints:
             if ended.done():
                 return _ENDED
             if not attached.done():
-                self._expired.add(pid)
+                await messages.send(rank[1], {})
                 return f"goes on: no debugger was attached within {self._wait:g} s (-cfg debug_wait)"
             if (request := attached.result()) is None or request.get("type") != "attach":
                 return _LOST
@@ -135,19 +100,18 @@ class Breakpoints:
                 near, far = os.openpty()
             except OSError as error:
                 return f"goes on: its host cannot open a terminal: {error.strerror}"
-            try:
-                terminal = _Pty(near, pid)
-                terminal.resize(request)
-                answer = {"terminal": os.ttyname(far), "kind": str(request.get("kind"))[:100]}
-                await messages.send(rank[1], answer)
-                if not await asyncio.wait_for(ended, _LAUNCH_TIMEOUT):
-                    os.close(near)
-                    return _ENDED
-            except BaseException:
-                os.close(near)
-                raise
-            finally:
-                os.close(far)
+            with contextlib.ExitStack() as unopened:
+                unopened.callback(os.close, near)
+                try:
+                    terminal = _Pty(near, pid)
+                    terminal.resize(request)
+                    answer = {"terminal": os.ttyname(far), "kind": str(request.get("kind"))[:100]}
+                    await messages.send(rank[1], answer)
+                    if not await asyncio.wait_for(ended, _ANSWER_TIMEOUT):
+                        return _ENDED
+                finally:
+                    os.close(far)
+                unopened.pop_all()
         finally:
             ended.cancel()
             attached.cancel()
@@ -155,12 +119,7 @@ class Breakpoints:
 
 
 class _Pty:
-    """The host's end of a terminal.
-
-    Args:
-        descriptor: the descriptor, which ``relay`` closes.
-        pid: process id of the rank.
-    """
+    """The host's end of a terminal of a rank with a process id; ``relay`` closes the descriptor."""
 
     def __init__(self, descriptor: int, pid: int) -> None:
         self._descriptor = descriptor
@@ -174,12 +133,9 @@ class _Pty:
     async def relay(
         self, rank: asyncio.StreamReader, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> str:
-        """Pass on output and input until one side ends; return why.
+        """Pass on output to a client's writer and input from its reader until one side ends; return why.
 
-        Args:
-            rank: reader of the connection to the rank, which ends when the rank does, or detaches.
-            reader: reader of the client's messages.
-            writer: writer of messages to the client.
+        The connection to the rank ends when the rank does, or detaches.
         """
         loop = asyncio.get_running_loop()
         output = asyncio.StreamReader(_PIECE)
@@ -233,16 +189,6 @@ class _Pty:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, number)
-
-
-def _checked(place: messages.Message) -> messages.Message:
-    """Return the fields that say where a rank is, with values of their types: the program may send what it likes."""
-    line = place.get("line")
-    return {
-        "file": str(place.get("file"))[:_LONGEST],
-        "line": line if type(line) is int else 0,
-        "function": str(place.get("function"))[:_LONGEST],
-    }
 
 
 def _size_of(value: object) -> int:

@@ -20,11 +20,7 @@ from typing import Any
 
 
 class Resources:
-    """The threads, open descriptors, children and shared memory of this process at present.
-
-    Args:
-        fork: forks this process.
-    """
+    """The threads, open descriptors, children and shared memory of this process at present."""
 
     def __init__(self, fork: Callable[[], int]) -> None:
         self._fork = fork

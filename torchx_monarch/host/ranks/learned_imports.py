@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tell which installed modules a program has imported, and import them ahead of its next run.
+"""Report which installed modules a program has imported, and import them ahead of its next run.
 
 The zygote runs this file if it learns (``-cfg preload=auto``), and its forks use it: it imports the standard library
 alone.
@@ -30,40 +30,34 @@ _OF_A_RANK = (
 class InstalledModules:
     """The modules in the folders into which packages are installed (``site-packages``).
 
+    What lies in an entry of PYTHONPATH, or in the folder that the program puts first in ``sys.path``, is the user's
+    own, even inside a folder of installed packages.
+
     Attributes:
         times: when each of these folders was changed, as packages are installed and removed (``times_of``).
-
-    Args:
-        folder: the folder that the program puts first in ``sys.path``; empty for none. What lies in it, or in an entry
-            of PYTHONPATH, is the user's own, even inside a folder of installed packages.
     """
 
-    def __init__(self, folder: str = "") -> None:
+    def __init__(self, program_folder: str = "") -> None:
         roots = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
         if site.ENABLE_USER_SITE:
             roots.append(site.getusersitepackages())
-        self._places = _folders(*roots, *map(os.path.realpath, roots))
+        self._places = _folders(*roots)
         self.times = times_of(self._places)
-        given = [path for path in (*os.environ.get("PYTHONPATH", "").split(os.pathsep), folder) if path]
-        self._own = tuple(path for path in _folders(*map(os.path.realpath, given)) if path.startswith(self._places))
-        standard = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
-        self._standard = _folders(*standard, *map(os.path.realpath, standard))
+        own = _folders(*filter(None, [*os.environ.get("PYTHONPATH", "").split(os.pathsep), program_folder]))
+        self._own = tuple(path for path in own if path.startswith(self._places))
+        self._standard = _folders(sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 
     def imported_since(self, before: set[str]) -> list[str]:
         """Return the names of installed modules that have been imported, in the order of import.
 
         It looks at the paths alone, in a fraction of a millisecond: ``offers`` makes sure before an import.
-
-        Args:
-            before: names of modules to leave out.
         """
         found = []
         for name, module in list(sys.modules.items()):
-            if name not in before:
-                # Attributes of a lazy module may import others.
-                spec = getattr(module, "__dict__", {}).get("__spec__")
-                if getattr(spec, "name", None) == name and self._holds(getattr(spec, "origin", None)):
-                    found.append(name)
+            spec = _spec_of(module)
+            origin = getattr(spec, "origin", None)
+            if name not in before and getattr(spec, "name", None) == name and str(origin).startswith(self._places):
+                found.append(name)
         return found
 
     def offers(self, name: str) -> bool:
@@ -75,24 +69,20 @@ class InstalledModules:
             spec = importlib.util.find_spec(name)
         except Exception:
             return False
-        return spec is not None and spec.has_location and self._holds_really(spec.origin)
+        return spec is not None and spec.has_location and self._holds(os.path.realpath(str(spec.origin)))
 
     def foreign(self, names: Sequence[str]) -> str:
         """Return the file of the first of some imported modules that is neither installed nor Python's own."""
         for name in names:
-            spec = getattr(sys.modules.get(name), "__dict__", {}).get("__spec__")
-            origin = getattr(spec, "origin", None)
-            if not getattr(spec, "has_location", False) or not isinstance(origin, str) or self._holds_really(origin):
-                continue
-            if not os.path.realpath(origin).startswith(self._standard) or self._holds(origin):
-                return origin
+            spec = _spec_of(sys.modules.get(name))
+            if getattr(spec, "has_location", False) and isinstance(spec.origin, str):
+                path = os.path.realpath(spec.origin)
+                is_installed = path.startswith(self._places) or spec.origin.startswith(self._places)
+                if not self._holds(path) and (is_installed or not path.startswith(self._standard)):
+                    return spec.origin
         return ""
 
-    def _holds(self, origin: object) -> bool:
-        return isinstance(origin, str) and origin.startswith(self._places)
-
-    def _holds_really(self, origin: str | None) -> bool:
-        path = os.path.realpath(origin or "")
+    def _holds(self, path: str) -> bool:
         return path.startswith(self._places) and not path.startswith(self._own)
 
 
@@ -104,12 +94,9 @@ def import_ahead(
 ) -> dict[str, Any]:
     """Import the modules that were learned, up to the first one that must not be imported ahead.
 
-    Args:
-        order: ``learned``, the names; ``variables``, those that the program sets; and ``folder``, the one that the
-            program puts first in ``sys.path``.
-        installed: the installed modules.
-        what_is_new: returns what the import of a module has added that forbids forks; empty if nothing.
-        begin: called with the name of each module before it is imported.
+    The order has ``learned``, the names; ``variables``, those that the program sets; and ``folder``, the one that the
+    program puts first in ``sys.path``. ``what_is_new`` returns what an import has added that forbids forks, empty if
+    nothing; ``begin`` is called before each import.
 
     Returns:
         ``wrong``, why the last module must not be imported ahead, empty if all may be; ``ahead``, the names of all
@@ -117,9 +104,27 @@ def import_ahead(
     """
     first, handlers, own = set(sys.modules), _signal_handlers(), names_in(order["folder"])
     wrong, environ = "", dict(os.environ)
-    with _noted_reads({*_OF_A_RANK, *order["variables"]}) as reads:
+
+    def why_wrong(name: str, new: Sequence[str], reads: Collection[str]) -> str:
+        # Packages set defaults for others, such as KMP_INIT_AT_FORK, as they do in the program.
+        read = [name for name in sorted(reads) if name in _OF_A_RANK or os.environ.get(name) == environ.get(name)]
+        if why := what_is_new(name):
+            return why
+        if read:
+            which = "" if read[0] in _OF_A_RANK else ", which the program sets"
+            return f"it reads {read[0]} when it is imported{which}"
+        if _signal_handlers() != handlers:
+            return "it sets a signal handler when it is imported"
+        if file := installed.foreign(new):
+            return f"it imports {file}, which is not an installed module"
+        taken = sorted({module.partition(".")[0] for module in new} & own)
+        return f"it imports {taken[0]}, and so does the program from its own folder" if taken else ""
+
+    with _recorded_reads({*_OF_A_RANK, *order["variables"]}) as reads:
         for name in order["learned"]:
-            if wrong or name in sys.modules or not installed.offers(name):
+            if wrong:
+                break
+            if name in sys.modules or not installed.offers(name):
                 continue
             begin(name)
             before = set(sys.modules)
@@ -127,35 +132,15 @@ def import_ahead(
                 importlib.import_module(name)
             except Exception as error:
                 wrong = f"it cannot be imported before the program: {type(error).__name__}: {error}"
-                continue
-            new = [module for module in sys.modules if module not in before]
-            # Packages set defaults for others, such as KMP_INIT_AT_FORK, as they do in the program.
-            read = [
-                name for name in sorted({*reads}) if name in _OF_A_RANK or os.environ.get(name) == environ.get(name)
-            ]
-            if why := what_is_new(name):
-                wrong = why
-            elif read:
-                wrong = f"it reads {read[0]} when it is imported"
-                wrong += "" if read[0] in _OF_A_RANK else ", which the program sets"
-            elif _signal_handlers() != handlers:
-                wrong = "it sets a signal handler when it is imported"
-            elif file := installed.foreign(new):
-                wrong = f"it imports {file}, which is not an installed module"
-            elif taken := sorted({module.partition(".")[0] for module in new} & own):
-                wrong = f"it imports {taken[0]}, and so does the program from its own folder"
+            else:
+                wrong = why_wrong(name, [module for module in sys.modules if module not in before], reads)
     ahead = sorted({module.partition(".")[0] for module in sys.modules if module not in first})
     return {"wrong": wrong, "ahead": ahead, "times": installed.times}
 
 
 def report_at_end(path: str, installed: InstalledModules) -> Callable[[], None]:
     """Return a function for the end of the program that writes which installed modules it has imported, as JSON, and
-    which environment variables it has changed.
-
-    Args:
-        path: the file to write.
-        installed: the installed modules.
-    """
+    which environment variables it has changed."""
     before, own_pid, environ = set(sys.modules), os.getpid(), dict(os.environ)
 
     def report() -> None:
@@ -165,17 +150,15 @@ def report_at_end(path: str, installed: InstalledModules) -> Callable[[], None]:
             with open(f"{path}.tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 names = environ.keys() | os.environ.keys()
                 changed = sorted(name for name in names if environ.get(name) != os.environ.get(name))
-                file.write(json.dumps({"modules": installed.imported_since(before), "variables": changed}))
+                file.write(json.dumps({"names": installed.imported_since(before), "variables": changed}))
             os.replace(f"{path}.tmp", path)
 
     return report
 
 
 def names_in(folder: str) -> set[str]:
-    """Return the names of the modules and packages in a folder.
-
-    Without ``__init__.py`` a folder is no package that comes before an installed one.
-    """
+    """Return the names of the modules and packages in a folder; one without ``__init__.py`` does not come before an
+    installed package."""
     suffixes, names = importlib.machinery.all_suffixes(), set[str]()
     with contextlib.suppress(OSError):
         for entry in os.listdir(folder or os.devnull):
@@ -196,7 +179,13 @@ def times_of(folders: Iterable[str]) -> dict[str, int]:
 
 
 def _folders(*paths: str | None) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(f"{path.rstrip(os.sep)}{os.sep}" for path in paths if path))
+    """Return folders with a slash at the end, also with links resolved."""
+    found = [path for path in paths if path]
+    return tuple(dict.fromkeys(f"{path.rstrip(os.sep)}{os.sep}" for path in (*found, *map(os.path.realpath, found))))
+
+
+def _spec_of(module: Any) -> Any:
+    return getattr(module, "__dict__", {}).get("__spec__")  # attributes of a lazy module may import others
 
 
 def _signal_handlers() -> list[Any]:
@@ -204,21 +193,15 @@ def _signal_handlers() -> list[Any]:
 
 
 @contextlib.contextmanager
-def _noted_reads(names: Collection[str]) -> Iterator[list[str]]:
-    """Yield a list to which each of some variables is added that is looked up in ``os.environ``."""
-    reads: list[str] = []
-    kind = os.environ.__class__
+def _recorded_reads(names: Collection[str]) -> Iterator[set[str]]:
+    """Yield a set to which each of some variables is added that is looked up in ``os.environ``, also by ``in``."""
+    reads, kind = set[str](), os.environ.__class__
 
     class _ReadEnviron(kind):  # type: ignore[valid-type, misc]
         def __getitem__(self, name: str) -> str:
             if name in names:
-                reads.append(name)
+                reads.add(name)
             return str(super().__getitem__(name))
-
-        def __contains__(self, name: object) -> bool:
-            if name in names:
-                reads.append(str(name))
-            return bool(super().__contains__(name))
 
     os.environ.__class__ = _ReadEnviron
     try:

@@ -1,31 +1,109 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Manage the TCPStore of an attempt, or the port reserved for it."""
+"""Where the ranks of an attempt meet: MASTER_ADDR, MASTER_PORT, and the TCPStore there, or the port reserved for it.
+
+The store is served by a fork of the zygote, so that torch is imported once.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import errno
+import ipaddress
+import os
 import socket
 import time
 from collections.abc import Callable
 
-from torchx_monarch.host.ranks.master_endpoint import MasterEndpoint
-from torchx_monarch.host.ranks.store_process import StoreProcess, bound
+from torchx_monarch.command.torchrun_options import TorchrunOptions
+from torchx_monarch.model.job_result import describe_code
 
 _PORT_TIMEOUT = 5.0
 """Seconds to wait for the user's port while the store of an attempt or a run that is ending still has it."""
+
+_BACKLOG = 4096
+"""Connections that wait at most until the process accepts them: ranks start at the same time as it does."""
+
+
+class EndpointError(ValueError):
+    """Raised when the user's endpoint cannot be served; the message names the endpoint and the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MasterEndpoint:
+    """The endpoint at which the ranks of an attempt meet.
+
+    Attributes:
+        address: MASTER_ADDR.
+        port: MASTER_PORT; 0 for any free port.
+        bind: local address that the store listens on; empty for all.
+        option: the user's option that names the address; empty without one.
+        unused: the user's option whose address is not used because of several machines; empty otherwise.
+    """
+
+    address: str
+    port: int
+    bind: str
+    option: str = ""
+    unused: str = ""
+
+    @classmethod
+    async def of(cls, options: TorchrunOptions, bind: str, advertised: str, hosts: int) -> MasterEndpoint:
+        """Derive the endpoint of a job from the options of its torchrun command.
+
+        The user's port is always used. The user's address (``--master-addr`` or the endpoint of a static rendezvous,
+        else ``--local-addr``) is used on one machine only; ranks of several machines meet on replica 0's machine, at
+        the address that the other hosts have dialled.
+
+        Raises:
+            EndpointError: the user's address cannot be resolved.
+        """
+        named, is_local = options.static_endpoint, _is_loopback(advertised)
+        if named is not None:
+            (address, port), option = named, f"--master-addr={named[0]}"
+        elif options.local_addr:
+            address, port, option = options.local_addr, 0, f"--local-addr={options.local_addr}"
+        else:
+            return cls(advertised, 0, bind)
+        if not is_local and (hosts > 1 or named is None):
+            unused = option if not _is_loopback(address) and address != advertised else ""
+            return cls(advertised, port, bind, unused=unused)
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(address, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise EndpointError(f"{option} cannot be resolved: {error.strerror}") from None
+        resolved = sorted(found, key=lambda info: info[0] != socket.AF_INET)
+        return cls(address, port, str(resolved[0][4][0]), option)
+
+    def refusal(self, error: OSError) -> EndpointError:
+        """Return the exception for an endpoint that cannot be opened."""
+        if error.errno == errno.EADDRNOTAVAIL and self.option:
+            what = f"{self.option} is no address of this host, where the ranks are to meet"
+            return EndpointError(f"{what}. Leave it out, or name an address of the host of replica 0")
+        if not self.port:
+            return EndpointError(f"no port can be opened on {self.bind or 'any address'}: {error.strerror}")
+        what = f"--master-port={self.port} cannot be opened on {self.bind or 'any address'}: {error.strerror}"
+        return EndpointError(f"{what}. Choose another port, or leave it out for a free one")
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 class MasterStore:
     """Open the master endpoint of each attempt on the host of replica 0.
 
-    Args:
-        say: called with a progress line when a store's process ends before it is closed.
+    Attributes:
+        current: the store that is served now, or whose port is open; None while no store is served.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._current: StoreProcess | None = None
+        self.current: StoreProcess | None = None
         self._reserved: socket.socket | None = None
 
     async def open(self, endpoint: MasterEndpoint, serves: bool) -> tuple[int, bool]:
@@ -35,10 +113,6 @@ class MasterStore:
         opened before its number is published, so that no other process can take it, and early connections wait.
         Without a store a socket that never listens reserves the port; both it and the program's own store set
         SO_REUSEADDR, so that the store can still bind the port.
-
-        Args:
-            endpoint: the endpoint; its port is 0 unless the user has given one.
-            serves: whether there is a zygote that can serve a store.
 
         Returns:
             the port, and whether a store is served there.
@@ -58,35 +132,98 @@ class MasterStore:
 
     def _open(self, endpoint: MasterEndpoint, serves: bool) -> tuple[int, bool]:
         if serves:
-            self._current = StoreProcess(endpoint.bind, endpoint.port, self._say)
-            return self._current.port, True
+            self.current = StoreProcess(endpoint.bind, endpoint.port, self._say)
+            return self.current.port, True
         self.release()
-        self._reserved = bound(endpoint.bind if endpoint.port or endpoint.option else "", endpoint.port, reuse=True)
+        self._reserved = _bound(endpoint.bind if endpoint.port or endpoint.option else "", endpoint.port, reuse=True)
         return int(self._reserved.getsockname()[1]), False
-
-    @property
-    def port(self) -> int | None:
-        """Port of the store that is served now; None while no store is served."""
-        return self._current.port if self._current is not None else None
-
-    @property
-    def pids(self) -> list[int]:
-        """Process id of the store; empty while no store is served."""
-        return [self._current.pid] if self._current is not None and self._current.pid else []
-
-    @property
-    def waiting(self) -> list[StoreProcess]:
-        """The store whose port is open and whose process has not begun; empty if there is none."""
-        return [self._current] if self._current is not None and not self._current.pid else []
 
     def end(self) -> None:
         """Close the store that is served now."""
-        if self._current is not None:
-            self._current.close()
-            self._current = None
+        if self.current is not None:
+            self.current.close()
+            self.current = None
 
     def release(self) -> None:
         """Release the port that is reserved for the program's own store."""
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
+
+
+class StoreProcess:
+    """A process that serves a TCPStore. Its port, any free one for 0, is open before the process begins.
+
+    The process runs until it is closed or the host ends: it reads a pipe of which only the host has the write end.
+
+    Attributes:
+        port: port of the store.
+        pid: id of the process, a child of the host; 0 before ``begin``.
+        given: the read end of the pipe, and the socket of the port, which a zygote gives to the process; closed by
+            ``begin`` and ``close``.
+
+    Raises:
+        OSError: the port cannot be opened on the address.
+    """
+
+    def __init__(self, address: str, port: int, say: Callable[[str], None]) -> None:
+        self.pid = 0
+        self._address = address
+        self._say = say
+        with _bound(address, port, reuse=port != 0) as listener:
+            listener.listen(_BACKLOG)
+            self.port: int = listener.getsockname()[1]
+            read_end, self._lifeline = os.pipe()
+            self.given: tuple[int, ...] = (read_end, listener.detach())
+        self._closed = False
+
+    @property
+    def description(self) -> dict[str, str]:
+        """The description for the zygote that forks it (see ``zygote_main``)."""
+        return {"store": self._address}
+
+    def begin(self, pid: int) -> None:
+        """Watch the process, which runs now, as a child of this one."""
+        self.pid = pid
+        self._close_given()
+        # Without pidfds (an old kernel, a strict container) its end is not noticed; `reap_orphans` reaps the process.
+        with contextlib.suppress(AttributeError, OSError):
+            self._pidfd = os.pidfd_open(pid)
+            asyncio.get_running_loop().add_reader(self._pidfd, self._has_ended)
+
+    def close(self) -> None:
+        """Close the pipe, so that the process exits, and the port if the process has not begun."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._lifeline)
+            self._close_given()
+
+    def _close_given(self) -> None:
+        given, self.given = self.given, ()
+        for descriptor in given:
+            os.close(descriptor)
+
+    def _has_ended(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        code = None
+        with contextlib.suppress(ChildProcessError):
+            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if not self._closed:
+            how = "ended" if code is None else describe_code(code)
+            self._say(f"the process of the ranks' TCPStore (pid {self.pid}) {how}; ranks that need it will fail")
+
+
+def _bound(address: str, port: int, reuse: bool) -> socket.socket:
+    """Return a bound TCP socket that does not listen yet, so that no other process can take the port.
+
+    ``reuse`` allows connections of an earlier listener on the port, and another bound socket that does not listen.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+        held.bind((address, port))
+    except OSError:
+        held.close()
+        raise
+    return held

@@ -7,6 +7,7 @@ version 2, an old kernel), the machine's counter is used, which includes process
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 _COUNTERS = ("memory.events", "memory.oom_control")
@@ -19,33 +20,30 @@ _NO_LIMIT = 2**60
 
 
 class OutOfMemory:
-    """Count OOM kills since this object was created.
-
-    Args:
-        root: folder that contains ``proc`` and ``sys``.
-    """
+    """Count OOM kills since this object was created; ``root`` is the folder that contains ``proc`` and ``sys``."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._cgroups = _own_cgroups(root)
-        self._counter = next(
-            (cgroup / name for cgroup in self._cgroups for name in _COUNTERS if _count(cgroup / name) is not None), None
-        )
-        self._kills_before, self._machine_before = self._kills()
+        counters = [cgroup / name for cgroup in self._cgroups for name in _COUNTERS]
+        self._own_counter = next((path for path in counters if _count(path) is not None), None)
+        self._counter = self._own_counter or root / "proc/vmstat"
+        self._kills_before = _count(self._counter) or 0
 
     def evidence(self) -> str:
         """Return why a rank of this host may have died of SIGKILL; empty if the kernel has OOM-killed no process.
 
         The counters do not say which process it was: it may have been one that the rank had started.
         """
-        kills, machine = self._kills()
-        if self._counter is not None:
-            number, where, limit = kills - self._kills_before, "its cgroup", self._limit()
-        else:
-            number, where, limit = machine - self._machine_before, "this machine", 0
+        number, limit, where = (_count(self._counter) or 0) - self._kills_before, 0, "this machine"
         if number <= 0:
             return ""
-        bound = f"the memory limit of its cgroup is {_in_mib(limit)}" if limit else self._of_machine()
+        if self._own_counter is not None:
+            where = "its cgroup"
+            # The lowest limit of the cgroup and its parents.
+            limits = [_number(cgroup / name) for cgroup in self._cgroups for name in _LIMITS]
+            limit = min((limit for limit in limits if 0 < limit < _NO_LIMIT), default=0)
+        bound = f"the memory limit of its cgroup is {limit / 2**20:.0f} MiB" if limit else self._of_machine()
         processes = "1 process" if number == 1 else f"{number} processes"
         return (
             f"probably for want of memory: the kernel's OOM killer has killed {processes} of {where} since the ranks "
@@ -53,19 +51,8 @@ class OutOfMemory:
         )
 
     def _of_machine(self) -> str:
-        for line in _text(self._root / "proc/meminfo").splitlines():
-            if (words := line.split())[:1] == ["MemTotal:"] and words[1].isdecimal():
-                return f"the machine has {_in_mib(int(words[1]) * 1024)}"
-        return "its size is unknown"
-
-    def _kills(self) -> tuple[int, int]:
-        """Return the number of OOM kills in this cgroup and on the machine."""
-        return (_count(self._counter) or 0 if self._counter else 0), _count(self._root / "proc/vmstat") or 0
-
-    def _limit(self) -> int:
-        """Return the lowest limit of the cgroup and its parents, in bytes; 0 for no limit."""
-        limits = [_number(cgroup / name) for cgroup in self._cgroups for name in _LIMITS]
-        return min((limit for limit in limits if 0 < limit < _NO_LIMIT), default=0)
+        found = re.search(r"^MemTotal: *(\d+)", _text(self._root / "proc/meminfo"), re.M)
+        return f"the machine has {int(found[1]) / 2**10:.0f} MiB" if found else "its size is unknown"
 
 
 def _own_cgroups(root: Path) -> list[Path]:
@@ -76,26 +63,18 @@ def _own_cgroups(root: Path) -> list[Path]:
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            top = root / "sys/fs/cgroup/memory"
-            break
-        if not controllers:
-            top = root / "sys/fs/cgroup"
-            break
-    else:
-        return []
-    here = top / path.strip("/")
-    around = [here, *here.parents]
-    return [folder for folder in around[: around.index(top) + 1] if folder.is_dir()]
+        if not controllers or "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+            here = top / path.strip("/")
+            around = [here, *here.parents]
+            return [folder for folder in around[: around.index(top) + 1] if folder.is_dir()]
+    return []
 
 
 def _count(path: Path) -> int | None:
     """Return N of the line ``oom_kill N``; None if the file has no such line."""
-    for line in _text(path).splitlines():
-        name, _, number = line.partition(" ")
-        if name == "oom_kill" and number.isdigit():
-            return int(number)
-    return None
+    found = re.search(r"^oom_kill (\d+)", _text(path), re.M)
+    return int(found[1]) if found else None
 
 
 def _number(path: Path) -> int:
@@ -108,7 +87,3 @@ def _text(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def _in_mib(size: int) -> str:
-    return f"{size / 2**20:.0f} MiB"

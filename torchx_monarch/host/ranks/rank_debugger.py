@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """In a rank: wait in a breakpoint for a debugger, and be debugged on the terminal that the host opens for it.
 
-``rank_breakpoint`` runs this file at the first breakpoint of a rank. The terminal is stdin and stdout of the rank while
+``rank_main`` runs this file at the first breakpoint of a rank. The terminal is stdin and stdout of the rank while
 pdb reads a command, so that line editing, history and completion are those of Python; otherwise these are as before.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import io
 import json
@@ -22,20 +23,27 @@ from typing import Any
 
 _session: _Debugger | None = None
 
+_connecting = _thread.allocate_lock()
+"""Held by the thread that waits for a debugger: a rank has one terminal, and another thread that stops goes on."""
+
+_expired = False
+"""Whether no debugger has come in time: the rank does not wait again."""
+
 
 def stop_at(
-    frame: FrameType, host: str, own_files: Collection[str], header: str | None, more: Mapping[str, Any]
+    frame: FrameType, host: str, rank: int, own_files: Collection[str], header: str | None, more: Mapping[str, Any]
 ) -> None:
     """Stop in pdb at a frame of the program, once a debugger is attached; do nothing if none is.
 
     Args:
         frame: the frame.
         host: socket file of the host; empty for pdb on the stdin and stdout of this process.
+        rank: the global rank of this process.
         own_files: the files whose frames are below the program's on the stack.
         header: text that is shown first; None for none.
         more: further arguments of ``pdb.set_trace``.
     """
-    debugger: pdb.Pdb | None = _attached(frame, host, own_files) if host else pdb.Pdb()
+    debugger: pdb.Pdb | None = _attached(frame, host, rank, own_files) if host else pdb.Pdb()
     if debugger is None:
         return
     if header is not None:
@@ -43,23 +51,41 @@ def stop_at(
     debugger.set_trace(frame, **more)
 
 
-def _attached(frame: FrameType, host: str, own_files: Collection[str]) -> _Debugger | None:
+def _attached(frame: FrameType, host: str, rank: int, own_files: Collection[str]) -> _Debugger | None:
     """Return the debugger that is attached, or becomes so; None if none does, of which the host writes a line."""
     global _session
     if _session is not None and _session.is_attached():
         return _session
-    place = {"file": frame.f_code.co_filename, "line": frame.f_lineno, "function": frame.f_code.co_name}
+    if _expired or not _connecting.acquire(blocking=False):
+        return None
+    try:
+        _session = _wait(frame, host, rank, own_files)
+    finally:
+        _connecting.release()
+    return _session
+
+
+def _wait(frame: FrameType, host: str, rank: int, own_files: Collection[str]) -> _Debugger | None:
+    global _expired
+    code = frame.f_code
+    place = {
+        "rank": rank,
+        "pid": os.getpid(),
+        "file": code.co_filename,
+        "line": frame.f_lineno,
+        "function": code.co_name,
+    }
     link = socket.socket(socket.AF_UNIX)
     try:
         link.connect(host)
         link.sendall(json.dumps(place).encode() + b"\n")
         with link.makefile("rb") as file:
-            answer = file.readline()  # until the host answers, or closes the connection
+            answer = json.loads(file.readline() or "null")  # until the host answers, or closes the connection
         if not answer:
+            _expired = answer is not None
             link.close()
             return None
-        message = json.loads(answer)
-        terminal = _Terminal(message["terminal"], message["kind"])
+        terminal = _Terminal(answer["terminal"], answer["kind"])
         link.sendall(b"+")
     except OSError as error:
         link.close()
@@ -69,22 +95,18 @@ def _attached(frame: FrameType, host: str, own_files: Collection[str]) -> _Debug
         link.close()
         raise
     with terminal.in_use():  # Pdb imports readline, which asks what kind of terminal stdout is
-        _session = _Debugger(terminal, link, own_files)
-    return _session
+        return _Debugger(terminal, link, own_files)
 
 
 class _Terminal:
-    """The terminal that the host has opened.
+    """The terminal that the host has opened: its device, and the kind of the user's terminal, TERM.
 
     Attributes:
         output: text file that writes to it, and drops what cannot be written.
-
-    Args:
-        path: its device. It does not become the controlling terminal, whose end would end this process.
-        kind: the kind of the user's terminal, TERM.
     """
 
     def __init__(self, path: str, kind: str) -> None:
+        # It does not become the controlling terminal, whose end would end this process.
         self._descriptor = os.open(path, os.O_RDWR | os.O_NOCTTY)
         self._kind = kind
         self.output = _writer(self._descriptor)
@@ -131,15 +153,10 @@ class _Terminal:
 
 
 class _Debugger(pdb.Pdb):
-    """pdb on a terminal that may go away.
+    """pdb on a terminal that may go away. At the end of ``link``, the connection to it, the host closes the terminal.
 
     Attributes:
         ended: whether the program goes on without it.
-
-    Args:
-        terminal: the terminal.
-        link: the connection to the host, at whose end the host closes the terminal.
-        own_files: the files whose frames are below the program's on the stack.
     """
 
     def __init__(self, terminal: _Terminal, link: socket.socket, own_files: Collection[str]) -> None:

@@ -30,10 +30,6 @@ def record(error: BaseException, began: bool) -> None:
     Beside torch's keys, ``extraInfo`` has ``raised_at``, seconds since the epoch with a fraction; ``began``; if
     ``init_process_group`` failed, ``joined``: whether the process had been in a process group before; and
     ``disk_full``, if the file could only be written into its reserve.
-
-    Args:
-        error: the exception that ended the program.
-        began: whether a line of the program ran.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -73,11 +69,7 @@ def record(error: BaseException, began: bool) -> None:
 
 
 def _why_not_started(error: BaseException) -> str:
-    """Return why Python could not start the program, as it says itself but for the interpreter's path.
-
-    Args:
-        error: the SystemExit of ``runpy``, or of a script that cannot be read.
-    """
+    """Return why Python could not start the program, as it says itself but for the interpreter's path."""
     origin = error.__context__
     while origin is not None and origin.__cause__ is not None:
         origin = origin.__cause__

@@ -23,6 +23,7 @@ if _OWNS_PATH0 and __name__ == "__main__":
 
 import contextlib  # noqa: E402
 import faulthandler  # noqa: E402
+import functools  # noqa: E402
 import io  # noqa: E402
 import signal  # noqa: E402
 import traceback  # noqa: E402
@@ -46,8 +47,7 @@ OWN_FILES = tuple(
 def show_stacks() -> None:
     """Have a crash print the Python stack, and ``STACKS_SIGNAL`` write those of all threads.
 
-    They go to the descriptor of ``receive_stacks_file``, which an interpreter of its own has from the zygote, or to
-    stderr if it is not open.
+    They go to the file of ``receive_stacks_file``, which an interpreter of its own has from the zygote, else to stderr.
     """
     faulthandler.enable()
     number = _stacks_descriptor()
@@ -59,13 +59,10 @@ def show_stacks() -> None:
 
 
 def receive_stacks_file(descriptor: int, host: int, executes: bool) -> None:
-    """Have this process write its stacks to the host's file, and let the host read them with a debugger.
+    """Have this process write its stacks to the host's file, and let the host, by its pid, read them with a debugger.
 
-    Args:
-        descriptor: the file, which gets a number that programs do not use.
-        host: process id of the host. Where Yama restricts ptrace, its children, such as py-spy, may read this process.
-        executes: whether this process goes on as another interpreter, which calls ``show_stacks``. Until then the
-            signal would end it.
+    Where Yama restricts ptrace, the host's children, such as py-spy, may read this process. If it ``executes`` another
+    interpreter, that calls ``show_stacks``; until then the signal would end it.
     """
     if descriptor != _stacks_descriptor():
         os.dup2(descriptor, _stacks_descriptor(), inheritable=executes)
@@ -116,13 +113,7 @@ def set_command_line(words: Sequence[str]) -> None:
 
 
 def program_argv(mode: str, target: str, args: Sequence[str]) -> list[str]:
-    """Return the program's part of the command line ``python -u ...``.
-
-    Args:
-        mode: how the program is run: ``script``, ``module``, ``code`` or ``exec``.
-        target: the script, module, code or executable.
-        args: its arguments.
-    """
+    """Return the program's part of the command line ``python -u ...``."""
     lead = {"module": ["-m"], "code": ["-c"]}.get(mode, [])
     return [*lead, target, *args]
 
@@ -248,10 +239,7 @@ def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackTyp
 
 
 def _without_own_frames_for(hook: Callable[..., object] | None) -> Callable[..., None]:
-    """Return a ``sys.excepthook`` that removes our frames and calls ``hook``.
-
-    If ``hook`` is None (deleted) or fails, it does what CPython does.
-    """
+    """Return a ``sys.excepthook`` that removes our frames and calls ``hook``; without one it does as CPython does."""
 
     def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         error.__traceback__ = sys.last_traceback = _without_own_frames(trace)
@@ -306,6 +294,58 @@ def run_sibling_file(name: str) -> dict[str, Any]:
     return names
 
 
+def replace_set_trace(path: str) -> None:
+    """Have ``pdb.set_trace``, which ``breakpoint()`` calls by default, wait for a debugger, at the host's socket file.
+
+    It is replaced now, or when the program imports ``pdb``.
+    """
+    own, rank, debugger = os.getpid(), int(os.environ["RANK"]), dict[str, Any]()
+
+    def replace(module: types.ModuleType) -> None:
+        found = getattr(module, "__file__", None) or ""
+        if os.path.dirname(found) != os.path.dirname(os.__file__):
+            return  # a pdb.py of the program's
+
+        @functools.wraps(module.set_trace)
+        def set_trace(*, header: str | None = None, **more: Any) -> None:
+            if not debugger:
+                debugger.update(run_sibling_file("rank_debugger.py"))
+            # A process that the rank has forked has no debugger: its stdin is empty, as that of the rank.
+            host = path if os.getpid() == own else ""
+            debugger["stop_at"](sys._getframe(1), host, rank, OWN_FILES, header, more)
+
+        module.set_trace = set_trace  # type: ignore[attr-defined]
+
+    if "pdb" in sys.modules:
+        replace(sys.modules["pdb"])
+    else:
+        sys.meta_path.insert(0, _PdbFinder(replace))
+
+
+class _PdbFinder:
+    """Call a function with ``pdb`` when it is imported; find no module otherwise."""
+
+    def __init__(self, imported: Callable[[types.ModuleType], None]) -> None:
+        self._imported = imported
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "pdb":
+            return None
+        sys.meta_path.remove(self)
+        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path)
+        spec = next((found for found in specs if found is not None), None)
+        loader: Any = spec.loader if spec is not None else None
+        if hasattr(loader, "exec_module"):
+            execute = loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                self._imported(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
 def run_program(
     mode: str,
     target: str,
@@ -315,13 +355,8 @@ def run_program(
 ) -> None:
     """Run the program of a rank in this interpreter, in its environment and folder.
 
-    Args:
-        mode: how the program is run: ``script``, ``module`` or ``code``.
-        target: the script, module or code.
-        args: its arguments.
-        at_end: called when the program has ended, by an exception or not; None for no call.
-        on_failure: called when the program has ended by an exception or with another exit code than 0, with that code:
-            -n for death by signal n.
+    ``at_end`` is called when the program has ended, by an exception or not; ``on_failure`` before that if it has ended
+    by an exception or with another exit code than 0, with that code: -n for death by signal n.
     """
     set_path0(mode, target)
     sys.orig_argv = [sys.executable, "-u", *program_argv(mode, target, args)]
@@ -354,5 +389,5 @@ def run_program(
 
 if __name__ == "__main__":
     show_stacks()
-    run_sibling_file("rank_breakpoint.py")["watch"](sys.argv[1], run_sibling_file, OWN_FILES)
+    replace_set_trace(sys.argv[1])
     run_program(sys.argv[2], sys.argv[3], sys.argv[4:])

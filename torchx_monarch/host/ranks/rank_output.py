@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Copy a rank's stdout or stderr: byte for byte to its log file, in whole prefixed lines to the host's output."""
+"""The output of ranks: byte for byte to their log files, and in whole prefixed lines to the host's output, a run log,
+and the files of torchrun's ``--duplicate-stdout-filters`` and ``--duplicate-stderr-filters``."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import re
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from string import Template
 from typing import IO
 
-from torchx_monarch.insight.log_lines import stamp
+from torchx_monarch.host.ranks.run_spec import RunSpec
+from torchx_monarch.insight.log_lines import TEMPLATE, stamp
+from torchx_monarch.insight.run_log import RunLog, RunLogSink
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.console import Console, LineSink, WriterThread
 from torchx_monarch.system.line_output import LONGEST, complete
@@ -67,7 +74,7 @@ class OutputPipe:
         self._writer = WriterThread()
         self._writers: list[WriterThread] = []
         self._console: Console | None = None
-        self._sink: LineSink | None = None
+        self._sinks: Sequence[LineSink] = ()
         self._prefix = b""
         self._is_stamped = False
         self._partial: list[bytes] = []
@@ -83,7 +90,7 @@ class OutputPipe:
         path: str | None,
         console: Console | None,
         prefix: str,
-        sink: LineSink | None = None,
+        sinks: Sequence[LineSink] = (),
         stamped: bool = False,
     ) -> None:
         """Set the destinations, before ``release``.
@@ -92,7 +99,7 @@ class OutputPipe:
             path: path of the rank's log file, which is appended to; None for no file.
             console: output of the host, for prefixed lines; None to write to the file alone.
             prefix: written before each line, such as ``[trainer3]:``; may be empty.
-            sink: second destination for the lines of ``console``; closed at the end. None for none.
+            sinks: further destinations for the lines of ``console``; closed at the end.
             stamped: whether the time is written before the prefix.
 
         Raises:
@@ -102,10 +109,10 @@ class OutputPipe:
             self._file = safe_files.open_log(path)
             self._writers.append(self._writer)
         if console is not None:
-            self._writers += [console.writer, *(sink.writers if sink is not None else ())]
+            self._writers += [console.writer, *(writer for sink in sinks for writer in sink.writers)]
         self._console = console
         self._prefix = prefix.encode()
-        self._sink = sink
+        self._sinks = sinks
         self._is_stamped = stamped
 
     @property
@@ -143,12 +150,12 @@ class OutputPipe:
             self._show(b"".join([*self._partial, b"\n"]))
         elif self._console is not None and self._goes_on:
             self._console.end(self)
-            if self._sink is not None:
-                self._sink.write(b"\n", b"\n")
+            for sink in self._sinks:
+                sink.write(b"\n", b"\n")
         if self._drawing is not None:
             self._drawing.cancel()
-        if self._sink is not None:
-            self._sink.close()
+        for sink in self._sinks:
+            sink.close()
         if self._file is not None:
             self._writer.close(self._file)
 
@@ -205,7 +212,7 @@ class OutputPipe:
         end = data.rfind(b"\n") + 1
         if end:
             self._show(b"".join([*self._partial, data[:end]]))
-            self._keep(data[end:])
+            self._set_partial(data[end:])
         else:
             self._partial.append(data)
             self._partial_size += len(data)
@@ -214,7 +221,7 @@ class OutputPipe:
         elif self._drawing is None and b"\r" in data[end:]:
             self._drawing = asyncio.get_running_loop().call_later(_DRAW_AFTER, self._draw)
 
-    def _keep(self, data: bytes) -> None:
+    def _set_partial(self, data: bytes) -> None:
         self._partial = [data] if data else []
         self._partial_size = len(data)
 
@@ -225,7 +232,7 @@ class OutputPipe:
     def _show_partial(self) -> None:
         text = b"".join(self._partial)
         end = complete(text)
-        self._keep(text[end:])
+        self._set_partial(text[end:])
         if end:
             self._show(text[:end])
 
@@ -242,7 +249,106 @@ class OutputPipe:
             shown = (text[:-1] if ended else text).replace(b"\n", b"\n" + prefix) + (b"\n" if ended else b"")
             if not self._goes_on:
                 shown = prefix + shown
-        if self._sink is not None:
-            self._sink.write(text, shown)
+        for sink in self._sinks:
+            sink.write(text, shown)
         self._console.write(self, shown, prefix)
         self._goes_on = not text.endswith(b"\n")
+
+
+class FilteredFile:
+    """Append the lines of one rank that contain any of some texts to a file, with a prefix; ranks may share the file.
+
+    Follows ``DefaultLogsSpecs`` and ``PContext`` of torch 2.13 (``torch/distributed/elastic/multiprocessing/api.py``):
+    one file for all ranks of an attempt on a host, for the streams that ``--tee`` shows, with the prefix that they have
+    there. The empty text is in every line.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str, texts: Sequence[str], prefix: bytes) -> None:
+        self.writers = [WriterThread()]
+        self._file = safe_files.open_log(path)
+        self._texts = [text.encode() for text in texts]
+        self._prefix = prefix
+        self._goes_on = False
+
+    def write(self, text: bytes, shown: bytes) -> None:
+        """Take whole lines, or a piece of a line, which counts as a line (see ``LineSink``)."""
+        if text == b"\n" and self._goes_on:  # the end of a line whose pieces were written before
+            text = b""
+        self._goes_on = not text.endswith(b"\n")
+        lines = text.removesuffix(b"\n").split(b"\n") if text else []
+        ended = (line + b"\n" for line in lines)
+        wanted = [self._prefix + line for line in ended if any(filter_text in line for filter_text in self._texts)]
+        if wanted:
+            self.writers[0].write(self._file, b"".join(wanted))
+
+    def close(self) -> None:
+        """Close the file."""
+        self.writers[0].close(self._file)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankLogs:
+    """The destinations of the output of a run's ranks on one host.
+
+    Attributes:
+        replica: id of the host's replica.
+        hostname: name of the machine.
+        log_dir: folder for ``attempt_N/RANK/{stdout,stderr}.log`` and ``error.json``; None for no files.
+        run: what the ranks execute.
+        stdout: output for prefixed stdout lines; None to drop them.
+        stderr: output for prefixed stderr lines; None to drop them.
+        run_log: second destination of these lines, in a run on a live allocation; None in a batch job.
+        stamped: whether the time is written before each of these lines.
+    """
+
+    replica: int
+    hostname: str
+    log_dir: str | None
+    run: RunSpec
+    stdout: Console | None = None
+    stderr: Console | None = None
+    run_log: RunLog | None = None
+    stamped: bool = False
+
+    def attach(self, stdout: OutputPipe, stderr: OutputPipe, attempt: int, rank: int, local_rank: int) -> Path | None:
+        """Set the destinations of a rank's output.
+
+        Returns:
+            The folder of the rank's logs and error file; None for no files.
+
+        Raises:
+            OSError: a log file cannot be opened.
+        """
+        options, directory = self.run.command.options, None
+        if self.log_dir is not None:
+            directory = Path(self.log_dir, f"attempt_{attempt}", str(rank))
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shown = options.local_ranks_filter is None or local_rank in options.local_ranks_filter
+        names = {"role_name": options.role, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
+        template = self.run.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", TEMPLATE)
+        template = options.log_line_prefix_template or template
+        prefix = Template(template).safe_substitute(names)
+        for name, output, console in (("stdout", stdout, self.stdout), ("stderr", stderr, self.stderr)):
+            teed = getattr(options.tee, name)(local_rank)
+            onto_console = shown and (teed or not getattr(options.redirects, name)(local_rank))
+            sinks: list[LineSink] = []
+            if self.run_log is not None:
+                own = prefix if teed and template == TEMPLATE else ""
+                sinks.append(RunLogSink(self.run_log, rank, name, own, self.stamped))
+            if directory and (texts := getattr(options, f"duplicate_{name}_filters")):
+                filtered = directory.with_name(self._filtered_name(name))
+                # The file exists even if no stream is teed, as under torchrun.
+                os.close(safe_files.open_log(filtered))
+                if teed and shown:
+                    sinks.append(FilteredFile(str(filtered), texts, prefix.encode()))
+            path = str(directory / f"{name}.log") if directory else None
+            output.assign(path, console if onto_console else None, prefix if teed else "", sinks, self.stamped)
+        return directory
+
+    def _filtered_name(self, stream: str) -> str:
+        """Return torchrun's name, with the number of another replica than the first, which may share the folder: two
+        machines cannot append to one file over NFS."""
+        return f"filtered_{stream}.log" if self.replica == 0 else f"filtered_{stream}.{self.replica}.log"

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Manage the ranks of one run on one host: launch their attempts, watch and stop them, with exact exit codes.
-
-The controller reaches them through the agent actor, which runs in a separate process.
-"""
+"""Manage the ranks of one run on one host: launch their attempts, watch and stop them, with exact exit codes."""
 
 from __future__ import annotations
 
@@ -12,24 +9,19 @@ import dataclasses
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from torchx_monarch.host.ranks import rank_progress
-from torchx_monarch.host.ranks.attempt_stacks import AttemptStacks
 from torchx_monarch.host.ranks.breakpoints import Breakpoints
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
-from torchx_monarch.host.ranks.master_endpoint import EndpointError, MasterEndpoint
-from torchx_monarch.host.ranks.orphan_reaper import end_orphans
+from torchx_monarch.host.ranks.master_store import EndpointError, MasterEndpoint
 from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
-from torchx_monarch.host.ranks.rank_environment import INTERFACE, interpreter_environment, rank_environment
-from torchx_monarch.host.ranks.rank_logs import RankLogs
-from torchx_monarch.host.ranks.rank_process import RankProcess
-from torchx_monarch.host.ranks.rank_samples import RankSampler, SampledRank
-from torchx_monarch.host.ranks.rank_stacks import take_stacks
+from torchx_monarch.host.ranks.rank_output import RankLogs
+from torchx_monarch.host.ranks.rank_process import Rank, end_orphans
+from torchx_monarch.host.ranks.rank_samples import RankSampler, prepare_progress, read_progress
+from torchx_monarch.host.ranks.rank_stacks import RankStacks
 from torchx_monarch.host.ranks.rank_starter import RankStarter
-from torchx_monarch.host.ranks.run_spec import RunSpec
-from torchx_monarch.host.ranks.watchdog import FILE, Watchdog, WatchdogError
+from torchx_monarch.host.ranks.run_spec import INTERFACE, interpreter_environment, rank_environment
+from torchx_monarch.host.ranks.timers import FILE, TimerError, TimerServer
 from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.stacks import ProcessStacks
@@ -47,27 +39,8 @@ _COLLECTIVES_TIMEOUT = 1.0
 """Seconds for a rank to tell the state of its collectives. It takes milliseconds, unless it is stopped or holds the
 GIL."""
 
-_LONGEST_LINE = 300
-"""The maximum number of characters of a rank's last output in its exit."""
-
-
-@dataclasses.dataclass
-class Rank:
-    """Represent one rank of the current attempt.
-
-    Attributes:
-        directory: folder of the rank's logs and error file; None for no files.
-        stopped_at: when it was decided to stop the rank, in seconds since the epoch; None if it was not.
-        is_signalled: whether it has got a signal to stop.
-    """
-
-    process: RankProcess
-    rank: int
-    local_rank: int
-    directory: Path | None
-    stopped_at: float | None = None
-    is_signalled: bool = False
-    started: float = dataclasses.field(default_factory=time.time)
+_MAX_LINE = 300
+"""Characters of a rank's last output in its exit."""
 
 
 class RankPool:
@@ -75,14 +48,7 @@ class RankPool:
 
     Attributes:
         attempt: number of the last attempt that was launched; -1 for none.
-
-    Args:
-        logs: what the ranks execute, on which host, and where their output goes.
-        starter: starts the processes of the ranks.
-        recorders: reads torch's flight recorders in the ranks.
-        breakpoints: serves the breakpoints of the ranks.
-        attach_socket: the socket file with which a rank attaches to the hosts of its job.
-        say: called with a progress line.
+        run: what the ranks execute.
     """
 
     def __init__(
@@ -95,7 +61,7 @@ class RankPool:
         say: Callable[[str], None],
     ) -> None:
         self.attempt = -1
-        self._run = logs.run
+        self.run = logs.run
         self._replica = logs.replica
         self._logs = logs
         self._starter = starter
@@ -103,20 +69,15 @@ class RankPool:
         self._breakpoints = breakpoints
         self._attach_socket = attach_socket
         self._say = say
-        self._watchdog: Watchdog | None = None
+        self._timers: TimerServer | None = None
         self._ranks: list[Rank] = []
         self._is_retired = False
         self._stops = 0
         self._memory = OutOfMemory()
         self._clearing = asyncio.Lock()
         self._marker = logs.run.environ.get(processes.MARKER, "")
-        self._stacks = AttemptStacks(logs.replica, logs.hostname, self._marker)
+        self._stacks = RankStacks(logs.replica, logs.hostname, self._marker)
         self._sampler = RankSampler(logs.replica, logs.hostname, self._marker, recorders)
-
-    @property
-    def run(self) -> RunSpec:
-        """What the ranks execute."""
-        return self._run
 
     async def start(self, nproc: str) -> int:
         """Prepare for the ranks (see ``RankStarter.prepare``) and return their number on this host.
@@ -124,29 +85,29 @@ class RankPool:
         Raises:
             LaunchError: their zygote cannot be started, or their number is not known.
         """
-        if (node_rank := self._run.command.options.node_rank) not in (0, self._replica):
+        if (node_rank := self.run.command.options.node_rank) not in (0, self._replica):
             self._say(f"--node-rank={node_rank} is not used: this is the host of replica {self._replica}")
         await self._recorders.start()
         await self._breakpoints.start()
         return await self._starter.prepare(nproc)
 
-    def start_watchdog(self, path: str, run_id: str) -> None:
-        """Start the timer server of the ranks; see ``Watchdog`` for the arguments.
+    def start_timers(self, path: str, run_id: str) -> None:
+        """Start the timer server of the ranks; see ``TimerServer`` for the arguments.
 
         Raises:
             LaunchError: the server's process cannot be started.
         """
-        env = interpreter_environment(self._run.environ, self._starter.count)
+        env = interpreter_environment(self.run.environ, self._starter.count)
         try:
-            self._watchdog = Watchdog(self._run.python(), path, run_id, env, self._say)
+            self._timers = TimerServer(self.run.python(), path, run_id, env, self._say)
         except OSError as error:
             raise LaunchError(f"cannot start torch's timer server: {error.strerror}: {error.filename}") from None
 
     def close(self) -> None:
         """End the timer server and release the reserved port; ranks run on."""
-        if self._watchdog is not None:
-            self._watchdog.close()
-            self._watchdog = None
+        if self._timers is not None:
+            self._timers.close()
+            self._timers = None
         self._starter.store.release()
 
     def retire(self) -> None:
@@ -161,11 +122,6 @@ class RankPool:
     async def serve_store(self, bind: str, advertised: str, hosts: int) -> tuple[str, int, bool]:
         """Open the port where the ranks meet, on rank 0's host.
 
-        Args:
-            bind: local address of the port unless the user gives another; empty for all.
-            advertised: address by which the ranks of all hosts reach this host.
-            hosts: number of hosts that take part.
-
         Returns:
             MASTER_ADDR, MASTER_PORT, and whether a store is already served there.
 
@@ -173,7 +129,7 @@ class RankPool:
             LaunchError: a zygote cannot be started, or the endpoint cannot be opened.
         """
         try:
-            endpoint = await MasterEndpoint.of(self._run.command.options, bind, advertised, hosts)
+            endpoint = await MasterEndpoint.of(self.run.command.options, bind, advertised, hosts)
             if endpoint.unused and self.attempt < 0:
                 self._say(f"{endpoint.unused} is not used: the ranks meet at {advertised}, replica 0's")
             port, served = await self._starter.open_store(endpoint)
@@ -189,27 +145,22 @@ class RankPool:
         return self._starter.imported
 
     async def launch(self, world: World) -> list[int]:
-        """Start the program of each rank of an attempt.
-
-        Args:
-            world: the ranks of the attempt.
-
-        Returns:
-            the process ids, in the order of local ranks.
+        """Start the program of each rank of an attempt; return the process ids, in the order of local ranks.
 
         Raises:
             LaunchError: a rank cannot be started or bound to CPUs, the timer server does not run, a log file cannot be
                 opened, or there are fewer visible devices than ranks.
         """
-        if self._starter.store.port != world.master_port:
-            self._starter.store.end()  # the ranks meet on another host
+        store = self._starter.store
+        if store.current is not None and store.current.port != world.master_port:
+            store.end()  # the ranks meet on another host
         try:
-            if self._watchdog is not None:
-                await self._watchdog.ready()
-        except WatchdogError as error:
+            if self._timers is not None:
+                await self._timers.ready()
+        except TimerError as error:
             raise LaunchError(f"torch's timer server does not run: {error}") from None
         stops = self._stops
-        await self._starter.ready()
+        await self._starter.importer()
         if stops != self._stops:  # the attempt has ended while the modules were imported
             raise LaunchError("the ranks were stopped before they were started")
         try:
@@ -229,7 +180,6 @@ class RankPool:
             raise LaunchError("the ranks were stopped while they were started")
         self._ranks, self.attempt = ranks, world.attempt
         self._recorders.expect({rank.process.pid: rank.directory for rank in ranks})
-        self._breakpoints.expect({rank.process.pid: rank.rank for rank in ranks})
         self._memory = OutOfMemory()
         return [rank.process.pid for rank in ranks]
 
@@ -276,7 +226,7 @@ class RankPool:
         if number != signal.SIGKILL:
             await self._write_evidence(left, signal.SIGKILL)  # where they are at the end of the grace period
         for rank in left:
-            if not rank.process.ended.is_set():
+            if rank.is_running:
                 rank.process.kill(signal.SIGKILL)
         await self._clear_up(ranks)
 
@@ -289,8 +239,7 @@ class RankPool:
             kept_as: title under which they are also written into the folder of the attempt; empty for not.
         """
         ranks = [own_rank for own_rank in self._ranks if rank in (None, own_rank.rank)]
-        asked = [(own_rank.rank, own_rank.process) for own_rank in ranks]
-        taken = await take_stacks(asked, self._replica, self._marker, _STACKS_TIMEOUT, native)
+        taken = await self._stacks.take(ranks, _STACKS_TIMEOUT, native)
         if kept_as and ranks and ranks[0].directory is not None:
             self._stacks.add(ranks[0].directory.parent, taken, kept_as)
         return taken
@@ -298,82 +247,68 @@ class RankPool:
     async def collectives(self) -> list[RankCollectives]:
         """Return the state of the collectives of the ranks that run now."""
         ranks = self._ranks
-        answers = await self._recorders.status(
-            [rank.process.pid for rank in ranks if not rank.process.ended.is_set()], _COLLECTIVES_TIMEOUT
-        )
+        running = [rank.process.pid for rank in ranks if rank.is_running]
+        answers = await self._recorders.status(running, _COLLECTIVES_TIMEOUT)
         now = time.time()
-        return [
-            RankCollectives(rank.rank, now, answers.get(rank.process.pid))
-            for rank in ranks
-            if not rank.process.ended.is_set()
-        ]
+        return [RankCollectives(rank.rank, now, answers.get(rank.process.pid)) for rank in ranks if rank.is_running]
 
     async def samples(self, groups: bool) -> list[RankSample]:
-        """Return a sample of each rank of the present attempt.
-
-        Args:
-            groups: whether they are asked for the state of their collectives.
-        """
-        asked = [
-            SampledRank(rank.rank, rank.local_rank, self.attempt, rank.started, rank.process, rank.directory)
-            for rank in self._ranks
-        ]
-        return await self._sampler.take(asked, groups)
+        """Return a sample of each rank of the attempt; with ``groups`` they are asked for their collectives."""
+        return await self._sampler.take(self._ranks, groups)
 
     async def _stop_running(self, ranks: Sequence[Rank], number: int) -> list[Rank]:
         """Signal the ranks that still run, each once unless by SIGKILL; return all ranks that still run.
 
         Their stacks are written before. What a rank does meanwhile, it does after the decision to stop it.
         """
-        left = [rank for rank in ranks if not rank.process.ended.is_set()]
+        left = [rank for rank in ranks if rank.is_running]
         signalled = [rank for rank in left if not rank.is_signalled or number == signal.SIGKILL]
         for rank in signalled:
             rank.stopped_at = rank.stopped_at or time.time()
         await self._write_evidence(signalled, number)
         for rank in signalled:
-            if not rank.process.ended.is_set() and (not rank.is_signalled or number == signal.SIGKILL):
+            if rank.is_running and (not rank.is_signalled or number == signal.SIGKILL):
                 rank.is_signalled = True
                 rank.process.kill(number)
-        return [rank for rank in left if not rank.process.ended.is_set()]
+        return [rank for rank in left if rank.is_running]
 
     async def _write_evidence(self, ranks: Sequence[Rank], number: int) -> None:
         """Write stacks and last collectives of ranks into the folder of their attempt, before they get a signal."""
-        running = [rank for rank in ranks if not rank.process.ended.is_set()]
+        running = [rank for rank in ranks if rank.is_running]
         if running and running[0].directory is not None:
-            folder, processes_of = running[0].directory.parent, [(rank.rank, rank.process) for rank in running]
             collecting = asyncio.ensure_future(self._recorders.collect([rank.process.pid for rank in running]))
-            await self._stacks.write(folder, processes_of, number)
+            await self._stacks.write_before(number, running, running[0].directory.parent)
             await collecting
 
     def notify(self, number: int) -> None:
         """Send a signal to the rank processes but not to their process groups; the ranks do not count as stopped."""
         for rank in self._ranks:
-            if not rank.process.ended.is_set():
+            if rank.is_running:
                 rank.process.send_signal(number)
 
     def exits(self) -> list[RankExit]:
         """Return the exits of the ranks of this attempt that have ended."""
-        return [self._exit_of(rank) for rank in self._ranks if rank.process.ended.is_set()]
+        return [self._exit_of(rank) for rank in self._ranks if not rank.is_running]
 
     def _assign(self, world: World, local_rank: int, unstarted: contextlib.ExitStack) -> Rank:
         """Return a rank with its log files; ``unstarted`` discards its process on exit."""
         rank = world.first_rank(self._replica) + local_rank
         process = self._starter.new_process()
         unstarted.callback(process.discard)
-        directory = self._logs.attach(process, world.log_attempt, rank, local_rank)
-        return Rank(process, rank, local_rank, directory)
+        directory = self._logs.attach(process.stdout, process.stderr, world.log_attempt, rank, local_rank)
+        return Rank(process, rank, local_rank, directory, world.attempt)
 
     def _describe(self, world: World, rank: Rank) -> dict[str, Any]:
         """Return the description of a rank for ``RankStarter.start``."""
-        run, program, error_file = self._run, self._run.command.program_of(rank.local_rank), ""
+        run, program, error_file = self.run, self.run.command.program_of(rank.local_rank), ""
         if rank.directory is not None:
             error_file = str(rank.directory / "error.json")
             run_dirs.remove_tree(error_file)
             error_files.make_reserve(error_file)
-            rank_progress.prepare(rank.directory)
+            prepare_progress(rank.directory)
         env = rank_environment(world, run.command.options, self._replica, rank.local_rank, run.environ, error_file)
-        if self._watchdog is not None:
-            env[FILE] = self._watchdog.path
+        if self._timers is not None:
+            env[FILE] = self._timers.path
         return {
             **({"cwd": run.cwd} if run.cwd is not None else {}),
             "mode": program.mode,
@@ -397,8 +332,8 @@ class RankPool:
         async with self._clearing:
             if ranks is self._ranks:  # otherwise a new attempt has started
                 # Ranks of other hosts may still be shutting down and need the store.
-                watchdog = [self._watchdog.pid] if self._watchdog is not None else []
-                await end_orphans(self._marker, [*watchdog, *self._starter.pids])
+                timers = [self._timers.pid] if self._timers is not None else []
+                await end_orphans(self._marker, [*timers, *self._starter.pids])
             for rank in ranks:
                 await rank.process.drain()
 
@@ -406,13 +341,13 @@ class RankPool:
         error: dict[str, Any] | None = None
         if rank.directory is not None:
             try:
-                # All exits of a host must fit into one message to its agent.
+                # All exits of a host must fit into one message.
                 limit = min(error_files.TRACEBACK_BYTES, messages.MAX_LINE // (4 * len(self._ranks)))
                 error = error_files.read(str(rank.directory / "error.json"), traceback_bytes=limit)
             except error_files.UnreadableError as failure:
                 error = {"message": f"its error file is unreadable: {failure}"}
             error_files.remove_reserve(str(rank.directory / "error.json"))
-        process, progress = rank.process, rank_progress.read_at_end(rank.directory)
+        process, progress = rank.process, read_progress(rank.directory, is_end=True)
         assert process.returncode is not None
         last_line = b""
         if error is None and process.returncode > 0:
@@ -430,13 +365,13 @@ class RankPool:
             stopped_at=rank.stopped_at,
             stderr_path=str(rank.directory / "stderr.log") if rank.directory else "",
             error=error,
-            timer=self._watchdog.timer_of(process.pid) if self._watchdog else "",
+            timer=self._timers.timer_of(process.pid) if self._timers else "",
             started=rank.started,
             out_of_memory=self._memory.evidence() if killed else "",
             step=progress.step if progress is not None else None,
             grouped=self._recorders.grouped(process.pid),
             told_failure=reported[0] if reported else None,
-            last_output=one_line(last_line.decode(errors="replace"), _LONGEST_LINE),
+            last_output=one_line(last_line.decode(errors="replace"), _MAX_LINE),
         )
         if exit.failed and rank.stopped_at is not None and exit.code < 0:
             # The signal hit an interpreter that was exiting; after an exception, its exit code would have been 1.

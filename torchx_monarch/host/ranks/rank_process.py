@@ -1,25 +1,59 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The process of a rank: a child of the host that a zygote has forked."""
+"""The process of a rank, a child of the host that a zygote has forked, and the orphans that ranks leave behind.
+
+The host is the subreaper of its descendants: orphans become its children, not PID 1's.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 from torchx_monarch.host.ranks.rank_output import OutputPipe
-from torchx_monarch.host.ranks.stacks_file import StacksFile
+from torchx_monarch.system import processes
 
 _LEFTOVERS_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL for processes that an ended rank has left in its process group."""
 
 _OUTPUT_TIMEOUT = 1.5
 """Seconds for reading the output of a rank when no process of it is left that can be found."""
+
+_REAP_EVERY = 5.0
+
+
+class StacksFile:
+    """A file without a name through which a rank, and the children that it forks, give their stacks to the host.
+
+    They share its content and its position, which the host sets to the start before each request, so that the file does
+    not grow. It lies in memory where Python has ``memfd_create``, which a Python for any glibc has not.
+
+    Attributes:
+        descriptor: the host's descriptor; -1 once it is closed, and there are no more stacks of the rank.
+        lock: held by a request, from the first signal to the last read.
+    """
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        if hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create("stacks")
+        else:
+            with tempfile.TemporaryFile(buffering=0) as file:
+                self.descriptor = os.dup(file.fileno())
+
+    def close(self) -> None:
+        """Close the host's descriptor."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 class RankProcess:
@@ -28,15 +62,11 @@ class RankProcess:
     Attributes:
         pid: process id; 0 before ``begin``.
         returncode: exact exit code, negative for a signal, once ``ended`` is set; None before.
-        stdout: reader of the process's stdout.
-        stderr: reader of the process's stderr.
+        stdout, stderr: readers of its output, which call ``on_first_output`` when the program first prints.
         stacks: the file to which the process, and its forked children, write their stacks.
         ended: set when the process has ended.
         ended_at: time of the end, in seconds since the epoch; 0 before.
         cleared: set when the process group has no process left.
-
-    Args:
-        on_first_output: called for each of the two streams when the program first prints to it.
 
     Raises:
         OSError: the pipes or the file cannot be made.
@@ -67,11 +97,7 @@ class RankProcess:
         return (*self._write_ends, self.stacks.descriptor)
 
     def begin(self, pid: int) -> None:
-        """Watch the process, which runs now.
-
-        Args:
-            pid: process id; the process is a child of this one and leads a process group.
-        """
+        """Watch the process, which runs now, as a child of this one that leads a process group."""
         self.pid = pid
         self._close_write_ends()
         try:
@@ -161,3 +187,64 @@ class RankProcess:
         self.stacks.close()
         self.stdout.close()
         self.stderr.close()
+
+
+@dataclasses.dataclass
+class Rank:
+    """One rank of an attempt.
+
+    Attributes:
+        directory: folder of its logs and error file; None for no files.
+        started: when its process was started, in seconds since the epoch.
+        stopped_at: when it was decided to stop the rank, in seconds since the epoch; None if it was not.
+        is_signalled: whether it has got a signal to stop.
+    """
+
+    process: RankProcess
+    rank: int
+    local_rank: int
+    directory: Path | None
+    attempt: int = 0
+    started: float = dataclasses.field(default_factory=time.time)
+    stopped_at: float | None = None
+    is_signalled: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        return not self.process.ended.is_set()
+
+
+async def reap_orphans() -> None:
+    """Reap orphan processes that have ended; runs until cancelled.
+
+    A child is reaped only when two checks, 5 s apart, find it dead: this package reaps the children that it has started
+    much earlier than that.
+    """
+    seen: set[int] = set()
+    while True:
+        await asyncio.sleep(_REAP_EVERY)
+        dead = processes.dead_children()
+        for pid in dead & seen:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        seen = dead - seen
+
+
+async def end_orphans(job: str, ours: Collection[int]) -> None:
+    """End the processes that ended ranks have left behind, in whatever session or process group."""
+    # Every rank leads a session. The processes that the host has started for others are in its own.
+    keep = {os.getsid(0), *map(_session, ours)}
+
+    def find() -> list[int]:
+        return [pid for pid in processes.descendants(os.getpid(), job) if _session(pid) not in keep]
+
+    for pause in processes.terminate(find):
+        await asyncio.sleep(pause)
+    processes.kill_until_gone(find)
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return os.getsid(0)

@@ -61,13 +61,10 @@ _SEND_TIMEOUT = 5
 
 
 def watch(path: str) -> Callable[[int], None]:
-    """Connect to the host when the program forms a process group.
-
-    Args:
-        path: socket file of the host.
+    """Connect to the host, by its socket file, when the program forms a process group.
 
     Returns:
-        A function that tells the host that the program has failed, with an exit code, and sends a dump of each
+        A function that reports to the host that the program has failed, with an exit code, and sends a dump of each
         recorder; without a process group it does nothing.
     """
     connections: list[socket.socket] = []
@@ -130,13 +127,10 @@ def _recorders(binding: Any) -> dict[str, _Recorder]:
 
 
 class _Recorder:
-    """A flight recorder of torch.
+    """A flight recorder of torch, which one of torch's functions ``dumps`` returns. The others return an empty one.
 
     ``pg_status`` costs nothing, but counts sends and receives, too. So the collectives are read when it has changed, as
-    often as ``_MAX_SHARE`` allows; a group that has moved on since then waits in no known collective.
-
-    Args:
-        dumps: functions of torch's, of which one returns the recorder. The others return an empty one.
+    often as ``_MAX_SHARE`` allows; of a group that has moved on since then it is not known in which one it waits.
     """
 
     def __init__(self, dumps: Sequence[Callable[..., bytes]]) -> None:
@@ -202,12 +196,7 @@ class _Recorder:
 
 
 class _RecordedGroups:
-    """The process groups of this rank, and the recorders that have their collectives.
-
-    Args:
-        recorders: the flight recorders (see ``_recorders``).
-        c10d: ``torch.distributed.distributed_c10d``.
-    """
+    """The process groups of this rank, and the recorders that have their collectives."""
 
     def __init__(self, recorders: dict[str, _Recorder], c10d: Any) -> None:
         self._recorders = recorders

@@ -4,68 +4,42 @@
 from __future__ import annotations
 
 import asyncio
+import binascii
+import contextlib
 import dataclasses
+import importlib
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from torchx_monarch.host.ranks import rank_progress
-from torchx_monarch.host.ranks.device_use import Devices
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
-from torchx_monarch.host.ranks.rank_process import RankProcess
-from torchx_monarch.insight.rank_sample import DeviceUse, GroupStatus, RankSample
-from torchx_monarch.system import process_status, processes
+from torchx_monarch.host.ranks.rank_process import Rank
+from torchx_monarch.insight.rank_sample import DeviceUse, GroupStatus, Progress, RankSample
+from torchx_monarch.insight.step_progress import HEAD, NAME, SIZE
+from torchx_monarch.model.codec import DecodeError, decode
+from torchx_monarch.system import process_status, processes, safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
 _TIMEOUT = 0.5
-"""Seconds for ranks to tell the state of their collectives. Those that answer take some milliseconds."""
+"""Seconds for ranks to report the state of their collectives. Those that answer take some milliseconds."""
 
 _MAX_LINE = 200
 """Characters of a rank's last line."""
 
 _GROUPS_WITH_RECENT = 4
-"""Groups of a rank whose last collectives are told: one message has the samples of all ranks of a host."""
+"""Groups of a rank whose last collectives are in its sample: one message has the samples of all ranks of a host."""
 
-_STATES = {
-    "D": "uninterruptible",
-    "T": "stopped",
-    "t": "stopped",
-    "Z": "zombie",
-    "X": "zombie",
-}
+_STATES = {"D": "uninterruptible", "T": "stopped", "t": "stopped", "Z": "zombie", "X": "zombie"}
 """The states of the kernel that are no ordinary running or sleeping."""
 
-
-@dataclasses.dataclass(frozen=True)
-class SampledRank:
-    """What a sample needs to know of a rank.
-
-    Attributes:
-        rank: global rank.
-        local_rank: rank within the host.
-        attempt: number of its attempt.
-        started: when its process was started, in seconds since the epoch.
-        process: its process.
-        directory: folder of its logs; None for none.
-    """
-
-    rank: int
-    local_rank: int
-    attempt: int
-    started: float
-    process: RankProcess
-    directory: Path | None
+_PROGRESS_TRIES = 3
+"""How often the file of a rank's progress is read if the rank is writing it."""
 
 
 class RankSampler:
-    """Take samples of ranks. Nothing is measured between two calls.
-
-    Args:
-        replica: the replica of the host.
-        hostname: name of the machine.
-        marker: value of the app's marker variable (``processes.MARKER``).
-        recorders: reads the flight recorders in the ranks.
-    """
+    """Take samples of ranks. Nothing is measured between two calls."""
 
     def __init__(self, replica: int, hostname: str, marker: str, recorders: FlightRecorders) -> None:
         self._replica = replica
@@ -74,14 +48,9 @@ class RankSampler:
         self._recorders = recorders
         self._devices = Devices()
 
-    async def take(self, ranks: Sequence[SampledRank], groups: bool) -> list[RankSample]:
-        """Return a sample of each rank, also of those that have ended.
-
-        Args:
-            ranks: the ranks.
-            groups: whether they are asked for the state of their collectives.
-        """
-        running = [rank.process.pid for rank in ranks if not rank.process.ended.is_set()]
+    async def take(self, ranks: Sequence[Rank], groups: bool) -> list[RankSample]:
+        """Return a sample of each rank, also of those that have ended; with ``groups`` the state of its collectives."""
+        running = [rank.process.pid for rank in ranks if rank.is_running]
         asking = asyncio.ensure_future(self._recorders.status(running if groups else (), _TIMEOUT))
         # In a thread: NVIDIA's driver may take a while, and so may /proc and the disk.
         samples = await asyncio.get_running_loop().run_in_executor(None, self._measure, ranks, running)
@@ -91,7 +60,7 @@ class RankSampler:
             samples[place] = dataclasses.replace(sample, groups=shortened)
         return samples
 
-    def _measure(self, ranks: Sequence[SampledRank], running: Sequence[int]) -> list[RankSample]:
+    def _measure(self, ranks: Sequence[Rank], running: Sequence[int]) -> list[RankSample]:
         """Return the samples without the groups; ``running`` has the pids of the ranks that have not ended."""
         children = processes.children()
         families = {pid: [pid, *processes.descendants(pid, self._marker, children)] for pid in running}
@@ -101,17 +70,9 @@ class RankSampler:
             self._of(rank, now, families.get(rank.process.pid, []), devices.get(rank.process.pid, ())) for rank in ranks
         ]
 
-    def _of(self, rank: SampledRank, now: float, family: Sequence[int], devices: tuple[DeviceUse, ...]) -> RankSample:
-        """Return the sample of a rank without its groups.
-
-        Args:
-            rank: the rank.
-            now: the time of the sample.
-            family: its process and the running processes that it has started; none if it has ended.
-            devices: the GPUs that these use.
-        """
+    def _of(self, rank: Rank, now: float, family: Sequence[int], devices: tuple[DeviceUse, ...]) -> RankSample:
+        """Return the sample of a rank without its groups; its family is empty if it has ended."""
         process, status = rank.process, process_status.status(rank.process.pid) if family else None
-        state = "ended" if status is None else _STATES.get(status.state, "running")
         uses = [use for pid in family if (use := process_status.use(pid)) is not None]
         last = max(process.stdout, process.stderr, key=lambda output: output.last_at)
         return RankSample(
@@ -122,21 +83,109 @@ class RankSampler:
             host=self._hostname,
             pid=process.pid,
             attempt=rank.attempt,
-            state=state,
+            state="ended" if status is None else _STATES.get(status.state, "running"),
             started=rank.started,
             cpu_seconds=sum(use.cpu_seconds for use in uses),
             rss_bytes=sum(use.rss_bytes for use in uses),
             last_output=last.last_at or None,
             last_line=one_line(last.last_line.decode(errors="replace"))[:_MAX_LINE],
-            progress=rank_progress.read(rank.directory),
+            progress=read_progress(rank.directory),
             devices=devices,
         )
 
 
 def _shortened(place: int, group: GroupStatus) -> GroupStatus:
-    recent = (
-        tuple(dataclasses.replace(collective, sizes=()) for collective in group.recent)
-        if place < _GROUPS_WITH_RECENT
-        else ()
-    )
-    return dataclasses.replace(group, recent=recent)
+    recent = group.recent if place < _GROUPS_WITH_RECENT else ()
+    return dataclasses.replace(group, recent=tuple(dataclasses.replace(collective, sizes=()) for collective in recent))
+
+
+# -- progress that programs report (see ``insight.step_progress``) -----------------------------------------------------
+
+
+def prepare_progress(directory: Path) -> None:
+    """Make the empty file, in the folder of its logs, in which a rank reports its progress; without it, it does not."""
+    with contextlib.suppress(OSError):
+        (directory / NAME).unlink(missing_ok=True)
+        os.close(safe_files.open_file(directory / NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+
+
+def read_progress(directory: Path | None, *, is_end: bool = False) -> Progress | None:
+    """Return the progress that a rank has reported; None for none, or for a file that something else has written.
+
+    At the end of the rank the file of one that has reported none is removed.
+    """
+    if directory is None:
+        return None
+    with contextlib.suppress(OSError):
+        file = safe_files.open_file(directory / NAME)
+        try:
+            for _ in range(_PROGRESS_TRIES):
+                if (found := parse_progress(os.pread(file, SIZE, 0))) is not None:
+                    return found
+        finally:
+            os.close(file)
+    if is_end:
+        with contextlib.suppress(OSError):
+            (directory / NAME).unlink(missing_ok=True)
+    return None
+
+
+def parse_progress(data: bytes) -> Progress | None:
+    """Return the progress in the content of a file; None if it is something else."""
+    if len(data) < HEAD.size:
+        return None
+    size, checksum = HEAD.unpack_from(data)
+    text = data[HEAD.size : HEAD.size + size]
+    if len(text) != size or binascii.crc32(text) != checksum:
+        return None
+    try:
+        found = decode(Progress, safe_files.parse_json(text.decode()))
+    except (DecodeError, ValueError):
+        return None
+    return dataclasses.replace(found, metrics={one_line(name): value for name, value in found.metrics.items()})
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+
+class Devices:
+    """The GPUs of this host; none without nvidia-ml-py or NVIDIA's driver.
+
+    The driver is asked from the first call of ``use`` on, which takes a tenth of a second.
+    """
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._is_open = False
+
+    def use(self, families: Mapping[int, Collection[int]]) -> dict[int, tuple[DeviceUse, ...]]:
+        """Return the GPUs on which processes have memory. In a container the driver may hide their process ids."""
+        try:
+            if not self._is_open:
+                self._is_open = True
+                nvml = importlib.import_module("pynvml")
+                nvml.nvmlInit()
+                self._nvml = nvml
+            return {} if self._nvml is None else _use(self._nvml, families)
+        except Exception:  # not installed, or of a driver that has been unloaded, or forbids it: ranks run all the same
+            return {}
+
+
+def _use(nvml: Any, families: Mapping[int, Collection[int]]) -> dict[int, tuple[DeviceUse, ...]]:
+    found: dict[int, list[DeviceUse]] = {}
+    for index in range(nvml.nvmlDeviceGetCount()):
+        device = nvml.nvmlDeviceGetHandleByIndex(index)
+        used = {
+            process.pid: process.usedGpuMemory or 0 for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)
+        }
+        owners = {root: [pid for pid in family if pid in used] for root, family in families.items()}
+        if not any(owners.values()):
+            continue
+        name = nvml.nvmlDeviceGetName(device)
+        shown = one_line(name if isinstance(name, str) else name.decode(errors="replace"), 100)
+        busy, total = nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100, nvml.nvmlDeviceGetMemoryInfo(device).total
+        for root, pids in owners.items():
+            if pids:
+                memory = sum(used[pid] for pid in pids)
+                found.setdefault(root, []).append(DeviceUse(index, shown, busy, memory, total))
+    return {root: tuple(devices) for root, devices in found.items()}

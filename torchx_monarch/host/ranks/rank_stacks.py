@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Take the stacks of ranks and of the processes that they have started.
+"""Take the stacks of ranks and of the processes that they have started, for clients and for ``attempt_N/stacks.txt``.
 
 A process that inherits a rank's handler and file, as a forked worker of a DataLoader does, writes its stacks itself,
 without the GIL. /proc says why another one cannot: it is stopped, for example, or no fork of the rank.
@@ -8,29 +8,43 @@ without the GIL. /proc says why another one cannot: it is stopped, for example, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from torchx_monarch.host.ranks.rank_main import OWN_FILES, STACKS_SIGNAL
-from torchx_monarch.host.ranks.rank_process import RankProcess
-from torchx_monarch.host.ranks.stacks_file import SIZE
-from torchx_monarch.insight.stacks import ProcessStacks, ThreadStack, parse_faulthandler, parse_py_spy
-from torchx_monarch.system import process_status, processes
+from torchx_monarch.host.ranks.rank_process import Rank
+from torchx_monarch.insight.stacks import ProcessStacks, ThreadStack, parse_faulthandler, parse_py_spy, render
+from torchx_monarch.system import process_status, processes, safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
-_BYTES_IN_ALL = 1 << 20
-"""Bytes of text that are read of the ranks of one host. As JSON, in one message, they are several times as many."""
+NAME = "stacks.txt"
+
+_MAX_SIZE = 1 << 18
+"""Bytes of text that are read of one process: a hundred threads of a hundred frames have a few times less."""
+
+_MAX_SIZE_OF_HOST = 1 << 20
+"""The same of all ranks of one host. As JSON, in one message, they are several times as many."""
 
 _MAX_CHILDREN = 64
 """Processes started by one rank that are asked for their stacks."""
 
+_MAX_FILE = 1 << 20
+"""Size of ``stacks.txt`` from which on nothing is added."""
+
 _PY_SPY_TIMEOUT = 10.0
 """Seconds for py-spy to read one process: it reads the symbols of all libraries, those of torch among them."""
+
+_STOP_TIMEOUT = 0.5
+"""Seconds by which a rank that does not answer delays the signal that stops the ranks. Those that answer take some
+milliseconds."""
 
 _STATES = {
     "T": "stopped (SIGSTOP)",
@@ -41,36 +55,66 @@ _STATES = {
 """The states in which a process executes no handler, however long one waits."""
 
 
-async def take_stacks(
-    ranks: Iterable[tuple[int, RankProcess]], replica: int, marker: str, timeout: float, native: bool = False
-) -> list[ProcessStacks]:
-    """Take the stacks of ranks, all at once, and of the processes that they have started.
+class RankStacks:
+    """Take the stacks of the ranks of a host, and write them into the folders of their attempts."""
 
-    Args:
-        ranks: global rank and process of each.
-        replica: the replica that they belong to.
-        marker: value of the app's marker variable (``processes.MARKER``).
-        timeout: seconds for all processes of one rank.
-        native: whether py-spy reads them as well, with the C functions; ``timeout`` does not count for that.
-    """
-    ranks = [(rank, process) for rank, process in ranks if not process.ended.is_set()]
-    limit = min(SIZE, _BYTES_IN_ALL // max(1, len(ranks)))
-    takers = [_Taker(rank, replica, process, time.monotonic() + timeout, limit) for rank, process in ranks]
-    found = [stacks for taken in await asyncio.gather(*(taker.take(marker) for taker in takers)) for stacks in taken]
-    if not native:
-        return found
-    loop = asyncio.get_running_loop()
-    return list(await asyncio.gather(*(loop.run_in_executor(None, _with_native, stacks) for stacks in found)))
+    def __init__(self, replica: int, hostname: str, marker: str) -> None:
+        self._replica = replica
+        self._host = f"host {replica} ({hostname})"
+        self._marker = marker
+        self._writing: asyncio.Task[None] | None = None
+
+    async def take(self, ranks: Iterable[Rank], timeout: float, native: bool = False) -> list[ProcessStacks]:
+        """Take the stacks of ranks that run, all at once, and of the processes that they have started."""
+        ranks = [rank for rank in ranks if rank.is_running]
+        limit = min(_MAX_SIZE, _MAX_SIZE_OF_HOST // max(1, len(ranks)))
+        takers = [_Taker(rank, self._replica, time.monotonic() + timeout, limit) for rank in ranks]
+        taken = await asyncio.gather(*(taker.take(self._marker) for taker in takers))
+        found = [stacks for of_rank in taken for stacks in of_rank]
+        if not native:
+            return found
+        loop = asyncio.get_running_loop()
+        return list(await asyncio.gather(*(loop.run_in_executor(None, _with_native, stacks) for stacks in found)))
+
+    async def write_before(self, number: int, ranks: Sequence[Rank], folder: Path) -> None:
+        """Write the stacks of ranks into the folder of their attempt before a signal stops them.
+
+        It returns within about ``_STOP_TIMEOUT``, also without them. If they are being written already, it waits for
+        that.
+        """
+
+        async def write() -> None:
+            self.add(folder, await self.take(ranks, _STOP_TIMEOUT), f"before {signal.Signals(number).name}")
+
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.ensure_future(write())
+        # Not cancelled with a caller: another one may wait for it.
+        await asyncio.wait([self._writing], timeout=2 * _STOP_TIMEOUT)
+
+    def add(self, folder: Path, stacks: Sequence[ProcessStacks], title: str) -> None:
+        """Write stacks, if there are any, into the folder of an attempt; the title says when they were taken."""
+        lines, now = render(stacks), time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+        if not lines:
+            return
+        text = "\n".join([f"{self._host}, {one_line(title)}, {now} UTC:", *lines, "", ""])
+        # Hosts may share the folder. Each adds its text by one write.
+        with contextlib.suppress(OSError):
+            file = safe_files.open_file(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            try:
+                if os.fstat(file).st_size < _MAX_FILE:
+                    os.write(file, text.encode(errors="backslashreplace"))
+            finally:
+                os.close(file)
 
 
 class _Taker:
     """Take the stacks of one rank's processes, one after the other: they write to the same file."""
 
-    def __init__(self, rank: int, replica: int, process: RankProcess, until: float, limit: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: Rank, replica: int, until: float, limit: int) -> None:
+        self._rank = rank.rank
         self._replica = replica
-        self._process = process
-        self._file = process.stacks
+        self._pid = rank.process.pid
+        self._file = rank.process.stacks
         self._until = until
         self._limit = limit
 
@@ -78,10 +122,10 @@ class _Taker:
         try:
             await asyncio.wait_for(self._file.lock.acquire(), self._until - time.monotonic())
         except asyncio.TimeoutError:
-            return [self._result(self._process.pid, "", problem="another request for its stacks has not ended")]
+            return [self._result(self._pid, "", problem="another request for its stacks has not ended")]
         try:
-            found = [await self._of(self._process.pid, "")]
-            for pid in processes.descendants(self._process.pid, marker)[:_MAX_CHILDREN]:
+            found = [await self._of(self._pid, "")]
+            for pid in processes.descendants(self._pid, marker)[:_MAX_CHILDREN]:
                 if (status := process_status.status(pid)) is not None:
                     found.append(await self._of(pid, one_line(status.name) or "?"))
         finally:
@@ -94,7 +138,7 @@ class _Taker:
     async def _of(self, pid: int, child: str) -> ProcessStacks | None:
         """Take the stacks of one process; None if it is gone."""
         status, identity = process_status.status(pid), processes.identity(pid)
-        if status is None or not self._file.is_open:
+        if status is None or self._file.descriptor < 0:
             return None
         if status.state in _STATES or identity is None:
             return self._result(pid, child, problem=_STATES.get(status.state, _STATES["Z"]))
@@ -105,54 +149,42 @@ class _Taker:
         before = process_status.blocking(pid, STACKS_SIGNAL)
         if before.issuperset(process_status.threads(pid)):
             return self._result(pid, child, problem="blocks the signal that asks for stacks")
-        self._file.rewind()
+        os.lseek(self._file.descriptor, 0, os.SEEK_SET)
         if not processes.send(identity, STACKS_SIGNAL):
             return None
         pause = 0.001
         while not self._has_answered(pid, before):
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.02)
-            if not self._file.is_open or (status := process_status.status(pid)) is None:
+            if self._file.descriptor < 0 or (status := process_status.status(pid)) is None:
                 return None
             if time.monotonic() > self._until:
                 return self._result(pid, child, self._read(), f"has not answered; it is {_doing(status, pid)}")
         return self._result(pid, child, self._read())
 
     def _has_answered(self, pid: int, before: set[int]) -> bool:
-        """Return whether the handler has been executed.
-
-        Args:
-            pid: process id.
-            before: the threads that blocked the signal already.
-        """
+        """Return whether the handler has been executed; the threads ``before`` have blocked the signal already."""
         status = process_status.status(pid)
         if status is None or status.pending & 1 << STACKS_SIGNAL - 1:
             return False
         # Between the arrival of the signal and the start of its handler it is neither pending nor blocked.
-        if not self._file.is_open or not self._file.written:
+        if self._file.descriptor < 0 or not os.lseek(self._file.descriptor, 0, os.SEEK_CUR):
             return False
         return process_status.blocking(pid, STACKS_SIGNAL) <= before
 
     def _read(self) -> tuple[ThreadStack, ...]:
-        return parse_faulthandler(self._file.read()[: self._limit], OWN_FILES)
+        size = min(os.lseek(self._file.descriptor, 0, os.SEEK_CUR), self._limit)
+        return parse_faulthandler(os.pread(self._file.descriptor, size, 0).decode(errors="replace"), OWN_FILES)
 
 
 def _doing(status: process_status.KernelStatus, pid: int = 0) -> str:
-    """Describe what a process is doing.
-
-    Args:
-        status: its status.
-        pid: process id, to name the function of the kernel in which it waits; 0 not to.
-    """
+    """Describe what a process is doing; with its id also in which function of the kernel it waits."""
     if status.state in _STATES:
         return _STATES[status.state]
     words = {"R": "running", "S": "sleeping", "D": "uninterruptible, inside the kernel"}
     where = process_status.waits_in(pid) if pid and status.state == "D" else ""
     word = words.get(status.state, f"in state {one_line(status.state)}")
     return f"{word} ({one_line(where, 60)})" if where else word
-
-
-# -- py-spy ------------------------------------------------------------------------------------------------------------
 
 
 def _with_native(stacks: ProcessStacks) -> ProcessStacks:
@@ -169,11 +201,7 @@ def _with_native(stacks: ProcessStacks) -> ProcessStacks:
 
 
 def _read_native(pid: int) -> tuple[ThreadStack, ...]:
-    """Have py-spy read the stacks of a process.
-
-    Raises:
-        ValueError: it is not installed, may not read the process, or is too slow.
-    """
+    """Have py-spy read the stacks of a process; raise ValueError if it is not there, may not read it, or is slow."""
     beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
     program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
     if program is None:

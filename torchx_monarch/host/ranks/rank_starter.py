@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchx_monarch.host.ranks.learned_preload import LearnedPreload
-from torchx_monarch.host.ranks.master_endpoint import MasterEndpoint
-from torchx_monarch.host.ranks.master_store import MasterStore
+from torchx_monarch.host.ranks.master_store import MasterEndpoint, MasterStore
 from torchx_monarch.host.ranks.rank_process import RankProcess
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.zygote import Zygote, ZygoteError, Zygotes
@@ -23,17 +22,13 @@ _TRIES = 3
 class RankStarter:
     """Start the ranks of a run, and the TCPStore through which they meet.
 
+    ``say`` is called with progress lines, ``on_first_output`` once, when a rank first prints; ``learned`` is what the
+    host has learned of the program, None if nothing is learned.
+
     Attributes:
         store: the TCPStore, which is a fork of the zygote.
         count: number of ranks on this host; 0 before ``prepare``.
         imported: when the import of the modules began and ended, in seconds since the epoch; empty without one.
-
-    Args:
-        run: what the ranks execute.
-        zygotes: the zygotes of this host.
-        say: called with a progress line.
-        on_first_output: called once, when a rank first prints; None for no call.
-        learned: what has been learned of the program; None if nothing is learned.
     """
 
     def __init__(
@@ -59,13 +54,13 @@ class RankStarter:
     @property
     def pids(self) -> list[int]:
         """Process ids of the zygotes and the store."""
-        return [*self._zygotes.pids, *self.store.pids]
+        store = self.store.current
+        return [*self._zygotes.pids, *([store.pid] if store is not None and store.pid else [])]
 
     async def prepare(self, nproc: str) -> int:
         """Start the zygote; return the number of ranks while it imports its modules.
 
-        Args:
-            nproc: a number, or auto, cpu, gpu or xpu, which torch resolves.
+        ``nproc`` is a number, or auto, cpu, gpu or xpu, which torch resolves.
 
         Raises:
             LaunchError: the zygote cannot be started, torch rejects the name, or the open file limit is too low.
@@ -78,9 +73,8 @@ class RankStarter:
             self._choose()
             self._zygotes.fitting(self._run, self.count)
         if not nproc.isdigit():
-            self.count = int(
-                await self._ask_torch({"op": "count", "device": nproc}, "count", f"nproc-per-node={nproc}")
-            )
+            order = {"op": "count", "device": nproc}
+            self.count = int(await self._ask_torch(order, f"--nproc-per-node={nproc} cannot be resolved on this host"))
             if self.count < 1:
                 reason = f"--nproc-per-node={nproc} gives {self.count} ranks on this host; 1 or more are needed"
                 raise LaunchError(reason)
@@ -88,27 +82,6 @@ class RankStarter:
         if too_few := open_files.shortage(self.count):
             raise LaunchError(too_few)
         return self.count
-
-    async def prepare_next(self) -> None:
-        """Have a zygote import all learned modules, for a next run of the program with the same variables.
-
-        A module that must not be imported ahead is dropped, and another zygote imports the rest.
-        """
-        assert self._learned is not None
-        while self._learned.names:
-            run = self._with_learned(self._learned)
-            if self._zygotes.find(run, self.count) is not None:
-                return
-            try:
-                zygote = self._zygotes.fitting(run, self.count)
-                if await self._is_wrong(zygote):
-                    continue
-            except (LaunchError, ZygoteError):
-                return  # the next run says what is wrong with its zygote
-            if zygote.begun:
-                names = ", ".join(sorted({name.partition(".")[0] for name in zygote.begun}))
-                self._say(f"learned preload: imported ahead for the next run of the program: {names:.500}")
-            return
 
     async def open_store(self, endpoint: MasterEndpoint) -> tuple[int, bool]:
         """Open the port where the ranks meet (see ``MasterStore.open``).
@@ -119,19 +92,11 @@ class RankStarter:
         """
         for _ in range(_TRIES):
             try:
-                zygote = await self._importer()
+                zygote = await self.importer()
                 return await self.store.open(endpoint, zygote is not None and await zygote.serves_store())
             except ZygoteError as error:
                 self._say(failure := f"{error}; another is started")
         raise LaunchError(failure)
-
-    async def ready(self) -> None:
-        """Wait until the zygote has imported its modules.
-
-        Raises:
-            LaunchError: the zygote cannot be started.
-        """
-        await self._importer()
 
     def new_process(self) -> RankProcess:
         """Return the process of a rank, which has pipes and has not begun.
@@ -144,23 +109,21 @@ class RankStarter:
     async def start(self, ranks: Sequence[tuple[RankProcess, Mapping[str, Any]]]) -> None:
         """Start the processes of all ranks of an attempt, and that of the store whose port has been opened.
 
-        Args:
-            ranks: by local rank, the process and the description of the rank (see ``zygote_main``), without ``python``
-                and ``cpus``.
+        By local rank, a description has what ``zygote_main`` says, but for ``python`` and ``cpus``.
 
         Raises:
             LaunchError: one cannot be started, or bound to CPUs. No rank is left running then.
         """
-        cpus = [await self._cpus(local_rank) for local_rank in range(len(ranks))]
-        if self._learned is not None and cpus:
-            cpus[0]["report"] = self._learned.report
+        more = [await self._cpus(local_rank) for local_rank in range(len(ranks))]
+        if self._learned is not None and more:
+            more[0]["report"] = self._learned.report
         for _ in range(_TRIES):
-            importer = await self._importer()
+            importer = await self.importer()
             zygote = importer if importer is not None and self._forks else self._zygotes.bare(self._run, self.count)
             python = [] if zygote is importer else self._run.python()
             described = [
                 (process, {**rank, **near, "python": [] if rank["mode"] == "exec" else python})
-                for (process, rank), near in zip(ranks, cpus, strict=True)
+                for (process, rank), near in zip(ranks, more, strict=True)
             ]
             try:
                 if not (failure := await self._fork(zygote, described, importer)):
@@ -176,7 +139,8 @@ class RankStarter:
         self, zygote: Zygote, ranks: Sequence[tuple[RankProcess, Mapping[str, Any]]], importer: Zygote | None
     ) -> str:
         """Fork the ranks and the store whose port is open, which only the importer can serve (see ``Zygote.fork``)."""
-        store = [(process, process.description) for process in self.store.waiting]
+        current = self.store.current
+        store = [(current, current.description)] if current is not None and not current.pid else []
         if zygote is importer or not store:
             # In one order: its middle process is one fork of torch's page tables less, 8 ms.
             return await zygote.fork([*store, *ranks])
@@ -184,7 +148,7 @@ class RankStarter:
             return "the ranks' TCPStore: the zygote that was to serve it has ended"
         return await importer.fork(store) or await zygote.fork(ranks)
 
-    async def _importer(self) -> Zygote | None:
+    async def importer(self) -> Zygote | None:
         """Return the zygote that has imported the modules; None if there are none, or if importing them ends it.
 
         Raises:
@@ -209,6 +173,74 @@ class RankStarter:
             return zygote
         return None
 
+    async def _cpus(self, local_rank: int) -> dict[str, Any]:
+        mode = self._run.command.options.numa_binding
+        if mode is None:
+            return {}
+        failure = f"--numa-binding={mode}: local rank {local_rank} has no CPUs near GPU {local_rank}"
+        return {"cpus": await self._ask_torch({"op": "cpus", "mode": mode, "gpu": local_rank}, failure)}
+
+    async def _ask_torch(self, order: Mapping[str, Any], failure: str) -> Any:
+        """Have a zygote's fork ask torch; return the answer, whose name is that of the order.
+
+        Raises:
+            LaunchError: torch rejects the value of the option; the message begins with ``failure``.
+        """
+        try:
+            zygote = await self.importer() or self._zygotes.fitting(self._run, self.count)
+            answer = await zygote.ask(order)
+        except ZygoteError as error:
+            answer = {"error": str(error)}
+        if "error" in answer:
+            raise LaunchError(f"{failure}: {answer['error']}")
+        return answer[order["op"]]
+
+    def _printed(self) -> None:
+        called, self._on_first_output = self._on_first_output, None
+        if called is not None:
+            called()
+
+    # -- learned modules -----------------------------------------------------------------------------------------------
+
+    async def prepare_next(self) -> None:
+        """Have a zygote import all learned modules, for a next run of the program with the same variables.
+
+        A module that must not be imported ahead is dropped, and another zygote imports the rest.
+        """
+        assert self._learned is not None
+        while self._learned.names:
+            run = self._with_learned(self._learned)
+            if self._zygotes.find(run, self.count) is not None:
+                return
+            try:
+                zygote = self._zygotes.fitting(run, self.count)
+                if await self._is_wrong(zygote):
+                    continue
+            except (LaunchError, ZygoteError):
+                return  # the next run says what is wrong with its zygote
+            if zygote.begun:
+                names = ", ".join(sorted({name.partition(".")[0] for name in zygote.begun}))
+                self._say(f"learned preload: imported ahead for the next run of the program: {names:.500}")
+            return
+
+    def _choose(self) -> None:
+        """Choose the zygote with all learned modules, unless another one can start the ranks sooner."""
+        if self._learned is None:
+            return
+        plain, ahead = dataclasses.replace(self._run, learned=()), self._with_learned(self._learned)
+        ready, warm = self._zygotes.find(ahead, self.count), self._zygotes.find(plain, self.count)
+        if ready is not None and ready.ready:
+            # The user may have installed other packages since, or added files with the names of installed modules.
+            if ahead.learned and ready.is_outdated(self._run.program_folder(self._run.command.program_of(0))):
+                self._zygotes.discard(ready)
+                ahead = plain
+            self._run = ahead
+        else:
+            self._run = plain if warm is not None and warm.ready else ahead
+
+    def _with_learned(self, learned: LearnedPreload) -> RunSpec:
+        return dataclasses.replace(self._run, learned=learned.names, variables=learned.modules.variables)
+
     async def _is_wrong(self, zygote: Zygote) -> bool:
         """Return whether a learned module must not be imported ahead: drop it then, and end the zygote.
 
@@ -226,52 +258,3 @@ class RankStarter:
         self._learned.drop(zygote.begun[-1], why)
         self._zygotes.discard(zygote)
         return True
-
-    def _choose(self) -> None:
-        """Choose the zygote with all learned modules, unless another one can start the ranks sooner."""
-        if self._learned is None:
-            return
-        plain = dataclasses.replace(self._run, learned=())
-        ahead = self._with_learned(self._learned)
-        ready, warm = self._zygotes.find(ahead, self.count), self._zygotes.find(plain, self.count)
-        if ready is not None and ready.ready:
-            # The user may have installed other packages since, or added files with the names of installed modules.
-            if ahead.learned and ready.is_outdated(self._run.program_folder(self._run.command.program_of(0))):
-                self._zygotes.discard(ready)
-                ahead = plain
-            self._run = ahead
-        else:
-            self._run = plain if warm is not None and warm.ready else ahead
-
-    def _with_learned(self, learned: LearnedPreload) -> RunSpec:
-        return dataclasses.replace(self._run, learned=learned.names, variables=learned.modules.variables)
-
-    async def _cpus(self, local_rank: int) -> dict[str, Any]:
-        mode = self._run.command.options.numa_binding
-        if mode is None:
-            return {}
-        order = {"op": "cpus", "mode": mode, "gpu": local_rank}
-        return {"cpus": await self._ask_torch(order, "cpus", f"numa-binding={mode}")}
-
-    async def _ask_torch(self, order: Mapping[str, Any], name: str, option: str) -> Any:
-        """Have a zygote's fork ask torch; return the value ``name`` of the answer.
-
-        Raises:
-            LaunchError: torch rejects the value of the option.
-        """
-        try:
-            zygote = await self._importer() or self._zygotes.fitting(self._run, self.count)
-            answer = await zygote.ask(order)
-        except ZygoteError as error:
-            answer = {"error": str(error)}
-        if "error" in answer:
-            why = answer["error"]
-            if name == "cpus":
-                raise LaunchError(f"--{option}: local rank {order['gpu']} has no CPUs near GPU {order['gpu']}: {why}")
-            raise LaunchError(f"--{option} cannot be resolved on this host: {why}")
-        return answer[name]
-
-    def _printed(self) -> None:
-        called, self._on_first_output = self._on_first_output, None
-        if called is not None:
-            called()

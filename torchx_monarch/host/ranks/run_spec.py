@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the ranks of a run execute on one host, and with which interpreters."""
+"""What the ranks of a run execute on one host, with which interpreters, and in which environment.
+
+Names and values of a rank's variables follow ``LocalElasticAgent._start_workers`` of torch 2.13
+(``torch/distributed/elastic/agent/server/local_elastic_agent.py``).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,13 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
-from torchx_monarch.command.command import Command, Program
+from torchx_monarch.command.command import Command, CommandError, Program, TorchrunOptions
 from torchx_monarch.host.ranks.preloaded_modules import is_read_at_import
-from torchx_monarch.host.ranks.rank_environment import interpreter_environment
+from torchx_monarch.model.env_names import is_for_hosts, keep_monarch_log_private
+from torchx_monarch.model.world import World
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The variable that names the network interface for ranks' connections by Gloo."""
 
 _READ_EARLY = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "TORCH", "PYTORCH", "NPY_", "NUMPY_")
 """Prefixes of variables that a zygote and its modules read before a run, beside those of ``is_read_at_import``: a run
@@ -101,11 +109,7 @@ class RunSpec:
         return self.cwd if relative or _is_relative(python) else None
 
     def start_environ(self, count: int) -> dict[str, str]:
-        """Return the environment with which the zygote starts; ranks get the run's other variables later.
-
-        Args:
-            count: number of ranks on this host.
-        """
+        """Return the environment with which the zygote of a number of ranks starts; these get the others later."""
         early = {name: value for name, value in self.added.items() if self._is_read_early(name)}
         return interpreter_environment({**self.role_environ, **early}, count)
 
@@ -120,11 +124,7 @@ class RunSpec:
         return "" if shutil.which(python, path=self.environ.get("PATH")) else f"{python!r}: {os.strerror(errno.ENOENT)}"
 
     def signature(self, count: int) -> object:
-        """Return the value that two runs share if the zygote of one can start the ranks of the other.
-
-        Args:
-            count: number of ranks on this host.
-        """
+        """Return the value that two runs share if the zygote of one can start the ranks of the other, a number each."""
         environ, command = self.start_environ(count), self.zygote_command(self.command.program_of(0))
         read = {name: value for name, value in environ.items() if self._is_read_early(name)}
         learned = self.learned and (self.learned, self.variables)
@@ -138,3 +138,76 @@ class RunSpec:
 
 def _is_relative(python: str) -> bool:
     return os.sep in python and not os.path.isabs(python)
+
+
+def env_number(environ: Mapping[str, str], variable: str, default: float) -> float:
+    """Return an environment variable, or a default, as a number of 0 or more.
+
+    Raises:
+        CommandError: the value is not such a number.
+    """
+    text = environ.get(variable)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise CommandError(f"{variable}={text!r} is not a number of 0 or more")
+    return value
+
+
+def interpreter_environment(host: Mapping[str, str], local_world_size: int) -> dict[str, str]:
+    """Return the environment with which a rank's interpreter starts, before its rank is known.
+
+    OMP_NUM_THREADS must be set before torch is imported. torchrun sets it to 1 when it starts several ranks and the
+    user has not set it.
+    """
+    env = {name: value for name, value in host.items() if not is_for_hosts(name)}
+    keep_monarch_log_private(env)
+    if local_world_size > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return env
+
+
+def rank_environment(
+    world: World, options: TorchrunOptions, replica: int, local_rank: int, base: Mapping[str, str], error_file: str
+) -> dict[str, str]:
+    """Return the variables to add to ``base``, the environment of the role, for one rank.
+
+    Raises:
+        ValueError: with ``--virtual-local-rank`` there are fewer visible devices than ranks, as in torchrun.
+    """
+    rank = world.first_rank(replica) + local_rank
+    env = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(world.group_rank(replica)),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": options.role,
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_WORLD_SIZE": str(world.local_world_sizes[world.group_rank(replica)]),
+        "GROUP_WORLD_SIZE": str(len(world.local_world_sizes)),
+        "ROLE_WORLD_SIZE": str(world.size),
+        "MASTER_ADDR": world.master_addr,
+        "MASTER_PORT": str(world.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(world.restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+        "TORCHELASTIC_RUN_ID": world.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(world.agent_store),
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    if options.virtual_local_rank:
+        # ROCm ignores CUDA_VISIBLE_DEVICES if HIP_VISIBLE_DEVICES is set, which torchrun observes since torch 2.15.
+        names = [name for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in base]
+        device = str(local_rank)
+        if names:
+            devices = base[names[0]].split(",")
+            if local_rank >= len(devices):
+                raise ValueError(f"local rank {local_rank} has no device of its own in {names[0]}={base[names[0]]}")
+            device = devices[local_rank].strip()
+        env.update({"LOCAL_RANK": "0", **dict.fromkeys([*names, "CUDA_VISIBLE_DEVICES"], device)})
+    return env

@@ -12,17 +12,17 @@ import resource
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import IO, Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
 
 from torchx_monarch.host.ranks.learned_imports import names_in, times_of
+from torchx_monarch.host.ranks.master_store import StoreProcess
+from torchx_monarch.host.ranks.rank_process import RankProcess
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import open_files, processes
-
-T = TypeVar("T")
 
 _IMPORT_TIMEOUT = 600.0
 """Seconds within which a zygote must have imported its modules, from a file system as slow as it may be."""
@@ -44,20 +44,6 @@ _MAX_ZYGOTES = 3
 """Zygotes that a live allocation keeps for later runs with other interpreters, modules or early variables."""
 
 
-class ForkedProcess(Protocol):
-    """A process that a zygote forks, ``RankProcess`` or ``StoreProcess``.
-
-    Attributes:
-        given: descriptors that the zygote gives to the process.
-    """
-
-    @property
-    def given(self) -> tuple[int, ...]: ...
-
-    def begin(self, pid: int) -> None:
-        """Watch the process, a child of this one, which runs now."""
-
-
 class ZygoteError(Exception):
     """Raised when a zygote has ended or does not answer; the message gives the reason."""
 
@@ -71,11 +57,6 @@ class Zygote:
         ready: whether it runs and has imported its modules.
         begun: the learned modules whose import has begun.
         imported: when its import of the modules began and ended, in seconds since the epoch; empty before that.
-
-    Args:
-        started: its process.
-        files: limit of open files of the ranks; None for that of this process.
-        say: called with a progress line.
     """
 
     def __init__(self, started: ZygoteProcess, files: tuple[int, int] | None, say: Callable[[str], None]) -> None:
@@ -98,7 +79,7 @@ class Zygote:
         self._exchanges: set[asyncio.Future[dict[str, Any]]] = set()
         self._imported = asyncio.ensure_future(self._ask("import", b"", (), _IMPORT_TIMEOUT))
         self._imported.add_done_callback(_retrieve)
-        self._imported.add_done_callback(self._note_import)
+        self._imported.add_done_callback(self._set_imported)
 
     @property
     def pid(self) -> int:
@@ -116,8 +97,7 @@ class Zygote:
     def is_outdated(self, folder: str) -> bool:
         """Return whether learned modules would now be found elsewhere, or may have another content.
 
-        Args:
-            folder: the folder that the program puts first in ``sys.path``; empty for none.
+        ``folder`` is the one that the program puts first in ``sys.path``; empty for none.
         """
         answer = self._imported.result()
         times = answer.get("times", {})
@@ -132,32 +112,20 @@ class Zygote:
         """Wait for the import of the modules; return why ranks cannot be forks, or empty if they can.
 
         Raises:
-            ZygoteError: the zygote has ended or does not answer.
+            ZygoteError: the zygote has ended or does not answer, or its host has ended it.
         """
         return str((await self._wait_imported())["unsafe"])
 
     async def serves_store(self) -> bool:
-        """Wait for the import of the modules; return whether a fork can serve a TCPStore: torch is among them.
-
-        Raises:
-            ZygoteError: the zygote has ended or does not answer.
-        """
+        """As ``unsafe``, but return whether a fork can serve a TCPStore: torch is among the modules."""
         return bool((await self._wait_imported())["serves_store"])
 
     async def wrong(self) -> str:
-        """Wait for the import of the modules; return why the last of ``begun`` must not be imported ahead, or empty.
-
-        Raises:
-            ZygoteError: the zygote has ended or does not answer, or its host has ended it.
-        """
+        """As ``unsafe``, but return why the last of ``begun`` must not be imported ahead; empty if it may."""
         return str((await self._wait_imported()).get("wrong", ""))
 
     async def ask(self, order: Mapping[str, Any], passed: Sequence[int] = ()) -> dict[str, Any]:
-        """Send an order, after the import of the modules, and wait for the answer.
-
-        Args:
-            order: the order (see ``zygote_main``).
-            passed: file descriptors to send with it.
+        """Send an order (see ``zygote_main``) and descriptors, after the import of the modules; return the answer.
 
         Raises:
             ZygoteError: the zygote has ended or does not answer.
@@ -165,11 +133,8 @@ class Zygote:
         await self._wait_imported()
         return await self._ask(order["op"], json.dumps(order).encode() + b"\n", passed, _ORDER_TIMEOUT)
 
-    async def fork(self, processes: Sequence[tuple[ForkedProcess, Mapping[str, Any]]]) -> str:
-        """Start processes: ranks, and the store where they meet.
-
-        Args:
-            processes: each process that has not begun, and its description (see ``zygote_main``).
+    async def fork(self, processes: Sequence[tuple[RankProcess | StoreProcess, Mapping[str, Any]]]) -> str:
+        """Start processes that have not begun, with their descriptions (see ``zygote_main``).
 
         Returns:
             which process could not be started, and why; empty if all have been.
@@ -214,7 +179,7 @@ class Zygote:
         self._output.close()
         self._started.end()
 
-    def _note_import(self, _: object) -> None:
+    def _set_imported(self, _: object) -> None:
         self.imported = (self._started.started, time.time())
 
     async def _wait_imported(self) -> dict[str, Any]:
@@ -243,9 +208,10 @@ class Zygote:
         try:
             async with self._asking:
                 answer = await self._send_and_receive(line, held, timeout)
-        except _LateError as error:
+        except asyncio.TimeoutError:
             self._end()  # its state is unknown
-            raise ZygoteError(f"the zygote (pid {self.pid}) has not answered {op!r} for {error}") from None
+            seconds = _LEARNED_TIMEOUT if op == "import" and self.begun else timeout
+            raise ZygoteError(f"the zygote (pid {self.pid}) has not answered {op!r} for {seconds:g} s") from None
         except OSError:
             pass  # it has ended
         finally:
@@ -261,10 +227,10 @@ class Zygote:
     async def _send_and_receive(self, line: bytes, passed: Sequence[int], timeout: float) -> dict[str, Any] | None:
         loop, buffer = asyncio.get_running_loop(), b""
         sent = socket.send_fds(self._channel, [line], passed) if passed else 0
-        await _within(timeout, loop.sock_sendall(self._channel, line[sent:]))
+        await asyncio.wait_for(loop.sock_sendall(self._channel, line[sent:]), timeout)
         while True:
             while b"\n" not in buffer:
-                data = await _within(timeout, loop.sock_recv(self._channel, 65536))
+                data = await asyncio.wait_for(loop.sock_recv(self._channel, 65536), timeout)
                 if not data:
                     return None
                 buffer += data
@@ -276,24 +242,8 @@ class Zygote:
             timeout = _LEARNED_TIMEOUT
 
 
-class _LateError(Exception):
-    """Raised when a zygote does not answer; the message is the seconds that it had."""
-
-
-async def _within(seconds: float, step: Coroutine[Any, Any, T]) -> T:
-    try:
-        return await asyncio.wait_for(step, seconds)
-    except asyncio.TimeoutError:
-        raise _LateError(f"{seconds:g} s") from None
-
-
 class Zygotes:
-    """Keep the zygotes of a host: one for each kind of run.
-
-    Args:
-        say: called with a progress line.
-        early: a zygote that has been started for the first run; None for none.
-    """
+    """Keep the zygotes of a host: one for each kind of run, the first one of which may have been started early."""
 
     def __init__(self, say: Callable[[str], None], early: ZygoteProcess | None = None) -> None:
         # Files of this process and of Monarch's processes are private to the user; ranks keep the user's umask.
@@ -313,11 +263,7 @@ class Zygotes:
         return [zygote.pid for zygote in self._zygotes]
 
     def fitting(self, run: RunSpec, count: int) -> Zygote:
-        """Return a zygote for a run; start one if there is none, or if it has ended.
-
-        Args:
-            run: what the ranks execute.
-            count: number of ranks on this host.
+        """Return a zygote for a run of a number of ranks on this host; start one if there is none, or if it has ended.
 
         Raises:
             LaunchError: it cannot be started.

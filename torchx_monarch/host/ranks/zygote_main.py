@@ -64,7 +64,7 @@ _FORK_TIMEOUT = 120.0
 _START_TIMEOUT = 60.0
 """Seconds within which forked processes must have begun."""
 
-_MOST_DESCRIPTORS = 253
+_MAX_DESCRIPTORS = 253
 """Largest number of descriptors in one message (SCM_MAX_FD of Linux)."""
 
 _FOR_ALL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -78,7 +78,7 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _import(order: dict[str, Any], program: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def _import(order: dict[str, Any], program: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Import the modules that ranks are to find imported; return the answer to the order."""
     if not order["modules"] and "learned" not in order:
         return {"unsafe": "", "serves_store": False}  # each rank executes an interpreter of its own
@@ -105,7 +105,7 @@ def _import(order: dict[str, Any], program: dict[str, Any], tell: Callable[[dict
     if "learned" in order and not unsafe:
         learned = program["run_sibling_file"]("learned_imports.py")
         installed = learned["InstalledModules"](order["folder"])
-        answer.update(learned["import_ahead"](order, installed, what_is_new, lambda name: tell({"importing": name})))
+        answer.update(learned["import_ahead"](order, installed, what_is_new, lambda name: send({"importing": name})))
         program["report_at_end"] = lambda path: learned["report_at_end"](path, installed)
     _renewals.append(generators.stop())
     gc.freeze()
@@ -124,13 +124,10 @@ class _ForkError(Exception):
 
 
 def _in_fork(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in a fork of this process and return its result, which must be a JSON value.
+    """Call a function in a fork of this process and return its result, a JSON value; raise _ForkError if it fails.
 
     torch queries the GPU driver. A process that has done so can no longer use GPUs in its own forks, nor select them
     by CUDA_VISIBLE_DEVICES.
-
-    Raises:
-        _ForkError: the function has failed or not returned within ``_FORK_TIMEOUT`` seconds.
     """
     zygote, (reader, writer) = os.getpid(), os.pipe()
     child = _fork()
@@ -154,6 +151,32 @@ def _in_fork(function: Callable[..., Any], *args: Any) -> Any:
     return answer["value"]
 
 
+def _count(device: str) -> int:
+    """Return ``torch.distributed.run.determine_local_world_size`` for a name: auto, cpu, gpu or xpu."""
+    from torch.distributed.run import determine_local_world_size
+
+    return int(determine_local_world_size(device))
+
+
+def _cpus_near(gpu: int, mode: str) -> list[int]:
+    """Return the CPUs to which ``torchrun --numa-binding MODE`` binds the local rank with the number ``gpu``."""
+    try:
+        from torch.numa.binding import AffinityMode, NumaOptions, _get_logical_cpus_to_bind_to
+
+        options = NumaOptions(affinity_mode=AffinityMode(mode))
+    except (ImportError, ValueError):
+        import torch
+
+        raise RuntimeError(f"torch {torch.__version__} cannot tell (torch.numa.binding)") from None
+    # Torch 2.14 has renamed an argument of this private function.
+    names = _get_logical_cpus_to_bind_to.__code__.co_varnames
+    index = {"device_index" if "device_index" in names else "gpu_index": gpu}
+    cpus = sorted(_get_logical_cpus_to_bind_to(**index, numa_options=options))
+    if not cpus:
+        raise RuntimeError(f"none of the CPUs near GPU {gpu} is among those that this process may use")
+    return cpus
+
+
 def _serve_store(address: str, listener: int) -> Any:
     """Serve a TCPStore on a listening socket, in threads of torch; return the store, to be kept alive by the caller."""
     if "torch" not in sys.modules:
@@ -172,13 +195,8 @@ class _Forks:
     """Fork the processes of an order: ranks, and the store where they meet.
 
     A middle process forks them all and ends, so that they become children of the host, which is their subreaper: the
-    host learns their exact exit codes, and the kernel kills the ranks when it dies.
-
-    Args:
-        processes: the descriptions of the processes.
-        passed: descriptors of the processes, and the pipe that lets ranks go on.
-        channel: the socket to the host, which the processes close.
-        program: the names of ``rank_main``.
+    host learns their exact exit codes, and the kernel kills the ranks when it dies. The order's descriptors are passed,
+    and the channel to the host, which the processes close; ``program`` are the names of ``rank_main``.
     """
 
     def __init__(
@@ -193,11 +211,7 @@ class _Forks:
         self._reader, self._writer = os.pipe()
 
     def fork(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-        """Fork the processes.
-
-        Returns:
-            in a rank its description, and in the zygote None; and, in the zygote, a pid or an error for each process.
-        """
+        """Fork the processes; return, in a rank, its description, and in the zygote a pid or an error for each."""
         try:
             middle = _fork()
         except OSError:
@@ -205,7 +219,7 @@ class _Forks:
             os.close(self._writer)
             raise
         if middle == 0:
-            number = self._fork_each()
+            number = self._fork_all()
             if "store" in self._processes[number]:
                 try:
                     self._become_store(number)
@@ -217,7 +231,7 @@ class _Forks:
         os.waitpid(middle, 0)
         return None, self._answers()
 
-    def _fork_each(self) -> int:
+    def _fork_all(self) -> int:
         """Fork all processes and end; return, in each of them, its number."""
         self._middle = os.getpid()
         try:
@@ -225,7 +239,7 @@ class _Forks:
                 if os.fork() == 0:
                     return number
         except BaseException as error:
-            self._tell(number, error=_reason(error))
+            self._report(number, error=_reason(error))
         os._exit(0)
 
     def _begin(self, number: int) -> None:
@@ -255,10 +269,10 @@ class _Forks:
             _die_with(self._host)
             if rank["python"] and shutil.which(rank["python"][0]) is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-            self._tell(number, pid=os.getpid())
+            self._report(number, pid=os.getpid())
             os.close(self._writer)
         except BaseException as error:
-            self._tell(number, error=_reason(error))
+            self._report(number, error=_reason(error))
             os._exit(1)
         if not os.read(go, 1):
             os._exit(1)  # the host does not know this process: the zygote has ended before it could tell
@@ -288,14 +302,14 @@ class _Forks:
                 file.write("tcpstore")
             _store = _serve_store(self._processes[number]["store"], listener)
         except BaseException as error:
-            self._tell(number, error=_reason(error))
+            self._report(number, error=_reason(error))
             os._exit(1)
-        self._tell(number, pid=os.getpid())
+        self._report(number, pid=os.getpid())
         os.close(self._writer)
         os.read(lifeline, 1)  # returns when the pipe is closed: the host never writes to it
         os._exit(0)
 
-    def _tell(self, number: int, **answer: Any) -> None:
+    def _report(self, number: int, **answer: Any) -> None:
         os.write(self._writer, json.dumps({"number": number, **answer}).encode() + b"\n")
 
     def _answers(self) -> list[dict[str, Any]]:
@@ -365,7 +379,7 @@ def _next_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Receive an order and its file descriptors. The host sends one order at a time and waits for each answer."""
     line, passed = b"", []
     while not line.endswith(b"\n"):
-        data, descriptors, _, _ = socket.recv_fds(channel, 65536, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, _, _ = socket.recv_fds(channel, 65536, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         if not data:
             # The host has ended or does not need this interpreter. Skip the clean-up: torch's takes a while.
             os._exit(0)
@@ -377,7 +391,7 @@ def _next_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, Any]:
     """Execute orders for ever; return only in ranks, with their description."""
 
-    def tell(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         channel.sendall(json.dumps(message).encode() + b"\n")
 
     while True:
@@ -385,14 +399,12 @@ def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, 
         op = order["op"]
         answer: dict[str, Any] = {}
         try:
-            if op in ("count", "cpus"):
-                queries = program["run_sibling_file"]("torch_queries.py")
             if op == "import":
-                answer = _import(order, program, tell)
+                answer = _import(order, program, send)
             elif op == "count":
-                answer["count"] = _in_fork(queries["count"], order["device"])
+                answer["count"] = _in_fork(_count, order["device"])
             elif op == "cpus":
-                answer["cpus"] = _in_fork(queries["cpus_near"], order["gpu"], order["mode"])
+                answer["cpus"] = _in_fork(_cpus_near, order["gpu"], order["mode"])
             elif op == "fork":
                 rank, answer["processes"] = _Forks(order["processes"], passed, channel, program).fork()
                 if rank is not None:
@@ -403,7 +415,7 @@ def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, 
             answer["error"] = _reason(error)
         for descriptor in passed:
             os.close(descriptor)
-        tell(answer)
+        send(answer)
 
 
 def main() -> None:
@@ -418,11 +430,10 @@ def main() -> None:
     rank = _serve_orders(socket.socket(fileno=int(sys.argv[1])), program)
     if rank["mode"] == "exec":
         program["exec_program"](rank["target"], rank["args"])
-    load = program["run_sibling_file"]
-    load("rank_breakpoint.py")["watch"](rank["breakpoints"], load, program["OWN_FILES"])
+    program["replace_set_trace"](rank["breakpoints"])
     learns = "report" in rank and "report_at_end" in program
     at_end = program["report_at_end"](rank["report"]) if learns else None
-    send_failure = load("rank_recorder.py")["watch"](rank["recorder"])
+    send_failure = program["run_sibling_file"]("rank_recorder.py")["watch"](rank["recorder"])
     program["preloaded"].hide()
     program["run_program"](rank["mode"], rank["target"], rank["args"], at_end, send_failure)
 

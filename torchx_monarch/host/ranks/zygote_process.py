@@ -28,11 +28,6 @@ class ZygoteProcess:
         channel: the socket on which it answers; the first answer is that to the order to import.
         signature: equal for runs whose ranks can be forks of this zygote (``RunSpec.signature``).
 
-    Args:
-        run: what the first ranks execute.
-        count: number of ranks on this host.
-        umask: that of the ranks; -1 for that of this process.
-
     Raises:
         OSError: the process cannot be started.
     """
@@ -79,14 +74,9 @@ class ZygoteProcess:
 
 
 def start_early(options: HostSpec, environ: Mapping[str, str]) -> ZygoteProcess | None:
-    """Start the zygote of a batch job.
+    """Start the zygote of a batch job; None if what it is to import is not known yet, or it cannot be started.
 
-    Args:
-        options: command line of the host process.
-        environ: environment of the host process.
-
-    Returns:
-        None if what it is to import is not known yet, or if it cannot be started: the host reports why.
+    The host reports why.
     """
     if options.learns_preload:
         return None

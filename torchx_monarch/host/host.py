@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the parts of a host process share, and where its job's hosts meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from torchx_monarch.command.command import Command
+from torchx_monarch.controller.host_messages import Report
+from torchx_monarch.controller.roles import Roles
+from torchx_monarch.host.ranks.breakpoints import Connect, Streams
+from torchx_monarch.host.ranks.run_spec import INTERFACE, env_number
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.host_spec import HostSpec
+from torchx_monarch.system.console import Console
+from torchx_monarch.transport import local_addresses, messages
+from torchx_monarch.transport.connections import Address, ConnectError
+from torchx_monarch.transport.local_addresses import NetworkOptions
+
+
+@dataclasses.dataclass
+class Host:
+    """The values that the parts of a host process share.
+
+    Attributes:
+        options: command line of the host process.
+        environ: environment in which the backend started it, and in which its ranks start.
+        hostname: name of the machine.
+        stdout: the stdout with which the host process was started.
+        stderr: its stderr.
+        log_dir: folder of its logs.
+        reporter: writes progress lines and events.
+        sockets: folder of its sockets; empty before it exists.
+        grace: seconds from SIGTERM to SIGKILL for ranks: torchrun's option or variable if given, else ``--grace``.
+        roles: the other roles of the app; None before they are known.
+        report: sends a report to replica 0; None on replica 0, and while this host is not registered.
+        connector: opens another connection to replica 0 with a greeting; None before it is reached.
+    """
+
+    options: HostSpec
+    environ: dict[str, str]
+    hostname: str
+    stdout: Console
+    stderr: Console
+    log_dir: str
+    reporter: Reporter
+    sockets: str = ""
+    grace: float = 0.0
+    roles: Roles | None = None
+    report: Callable[[Report], Coroutine[Any, Any, None]] | None = None
+    connector: Connect | None = None
+
+    @property
+    def own_log(self) -> str:
+        """The file with what the host process itself prints, such as the traceback of an error."""
+        return os.path.join(self.log_dir, "monarch.log")
+
+    @property
+    def attach_socket(self) -> str:
+        """The socket file to which ranks connect in order to attach to the hosts (see ``attach_relay``)."""
+        return os.path.join(self.sockets, "attach")
+
+    async def connect(self, greeting: messages.Message) -> Streams:
+        """Open another connection to replica 0, with a greeting without the version.
+
+        Raises:
+            ConnectError: replica 0 is not reached.
+        """
+        if self.connector is None:
+            raise ConnectError("this host has not registered")
+        return await self.connector(greeting)
+
+    def read_grace(self, command: Command | None = None) -> None:
+        """Set ``grace`` from the environment, and from torchrun's options if a command is given.
+
+        Raises:
+            CommandError: the variable is no number.
+        """
+        self.grace = env_number(self.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", self.options.grace)
+        if command is not None and command.options.shutdown_timeout is not None:
+            self.grace = float(command.options.shutdown_timeout)
+
+    def run_id(self, command: Command | None) -> str:
+        """Return TORCHELASTIC_RUN_ID: torchrun's ``--rdzv-id``, else the app's id (torchrun: a random id or none)."""
+        given = command.options.rdzv_id if command else "none"
+        return given if given != "none" else self.options.app
+
+    def settle_addresses(self, run_dir: str, command: Command | None) -> tuple[Address, str]:
+        """Return where replica 0 listens, and by which name or address the other hosts dial this one.
+
+        It sets ``roles``, and ``INTERFACE`` for the ranks.
+
+        Args:
+            run_dir: folder of the socket file at which the hosts of one machine meet.
+            command: the role's command; None if it is not valid.
+
+        Raises:
+            ValueError: one of the two is not valid; the message names it and the reason.
+        """
+        options, environ, is_first = self.options, self.environ, self.options.replica == 0
+        given = options.rendezvous or environ.get("MONARCH_RENDEZVOUS") or f"unix:{run_dir}/r.sock"
+        source = "--rendezvous" if options.rendezvous else "MONARCH_RENDEZVOUS"
+        self.roles = roles = Roles.of(options, given, environ)
+        if roles.server is not None and roles.looks_up:
+            # The route to the first role's replica 0 is also the route to the other hosts.
+            given, is_first = given.replace("@", roles.server.host), False
+        rendezvous = Address.parse(local_addresses.expand_address(given, environ, is_first), source)
+        if not rendezvous.networked:
+            return rendezvous, "127.0.0.1"
+        if rendezvous.scheme == "insecure-tcp":
+            danger = "plain TCP: any process that reaches this host's ports can run code here"
+            self.reporter.line(f"INSECURE: host {options.replica}: {danger}")
+        network_options = NetworkOptions.of(options)
+        if command is not None and command.options.local_addr and not network_options.advertise:
+            network_options = dataclasses.replace(network_options, advertise=command.options.local_addr)
+        given_address = environ.get("MONARCH_HOST_ADDRESS", "")
+        advertised = local_addresses.advertised(rendezvous, is_first, network_options, given_address)
+        if interface := local_addresses.gloo_interface(advertised):
+            environ.setdefault(INTERFACE, interface)
+        if roles.looks_up:
+            rendezvous = dataclasses.replace(rendezvous, host=advertised)
+        return rendezvous, advertised
