@@ -40,6 +40,9 @@ from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 
+_FINISH_TIMEOUT = 30.0
+"""Seconds for the hosts to send the last output of a run and to prepare for the next run."""
+
 
 class Session:
     """Hold the runs that the hosts execute.
@@ -189,10 +192,6 @@ class SpmdWork:
     async def close(self, result: JobResult) -> None:
         """Tell the clients of the session its result."""
         await self._session.close(result)
-
-
-_FINISH_TIMEOUT = 30.0
-"""Seconds for the hosts to send the last output of a run and to prepare for the next run."""
 
 
 class LiveSession(Session):

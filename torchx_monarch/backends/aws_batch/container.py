@@ -20,6 +20,15 @@ _PERMISSIONS = {"r": "READ", "w": "WRITE", "m": "MKNOD"}
 _LOWEST_MEMORY = 4
 """Smallest memory of a container that Batch accepts, in MiB."""
 
+RANK0 = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
+"""Batch's variable with the address of the main node (replica 0 of the first role); Batch leaves it unset there."""
+
+REPLICA = "TORCHX_REPLICA_ID"
+"""The shell variable that holds the replica number."""
+
+_UNKNOWN = "\0"
+"""Placeholder for the replica number. No argument and no environment variable can contain a null character."""
+
 
 def properties(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSBatchOpts) -> dict[str, Any]:
     """Return the container properties of all nodes of a role.
@@ -135,16 +144,6 @@ def ulimits(texts: list[str]) -> list[dict[str, Any]]:
             raise UserError(f"run option ulimits: {text!r} is not NAME:SOFT:HARD, such as memlock:-1:-1") from None
         found.append({"name": name, "softLimit": soft, "hardLimit": hard})
     return found
-
-
-RANK0 = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
-"""Batch's variable with the address of the main node (replica 0 of the first role); Batch leaves it unset there."""
-
-REPLICA = "TORCHX_REPLICA_ID"
-"""The shell variable that holds the replica number."""
-
-_UNKNOWN = "\0"
-"""Placeholder for the replica number. No argument and no environment variable can contain a null character."""
 
 
 def render(role: Role, app_id: str, first: int) -> tuple[list[str], dict[str, str]]:

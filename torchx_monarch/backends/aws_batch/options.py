@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The run options. Options that TorchX's former aws_batch had keep their names."""
+"""The run options and their checks, offline and with AWS. Options that TorchX's former aws_batch had keep their names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.model.check_result import CheckResult, check
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
+
+_MOST_ROLES = 5
+"""Most node ranges of one job."""
+
+_log = logging.getLogger("torchx_monarch")
 
 
 @dataclass(kw_only=True)
@@ -69,12 +74,6 @@ class AWSBatchOpts(NetworkOpts):
     secret: bool = False
     """Pass the job's credentials to its hosts through AWS Secrets Manager. Otherwise they are in the job definition,
     visible to every user who may describe jobs. Needs execution_role_arn."""
-
-
-_MOST_ROLES = 5
-"""Most node ranges of one job."""
-
-_log = logging.getLogger("torchx_monarch")
 
 
 def check_options(options: AWSBatchOpts) -> None:

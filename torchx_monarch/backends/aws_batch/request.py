@@ -65,6 +65,14 @@ _LONGEST_NAME = 128
 
 _MOST_TAGS = 50
 
+ROLE_NAME = "TORCHX_ROLE_NAME"
+"""Variable of each container, from TorchX's former scheduler. It names the roles if the app is too large to store."""
+
+SECRET_PREFIX = "torchx-monarch/"
+"""Beginning of the names of the secrets that are made for jobs."""
+
+_DEFAULT_LOG_GROUP = "/aws/batch/job"
+
 
 @dataclass
 class BatchJob:
@@ -236,15 +244,6 @@ def _tags(app: AppDef, cfg: AWSBatchOpts) -> dict[str, str]:
 
 def _safe(text: str, longest: int) -> str:
     return re.sub(r"[^\w\s.:/=+@-]", "_", str(text))[:longest]
-
-
-ROLE_NAME = "TORCHX_ROLE_NAME"
-"""Variable of each container, from TorchX's former scheduler. It names the roles if the app is too large to store."""
-
-SECRET_PREFIX = "torchx-monarch/"
-"""Beginning of the names of the secrets that are made for jobs."""
-
-_DEFAULT_LOG_GROUP = "/aws/batch/job"
 
 
 def containers_of(job: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -43,6 +43,41 @@ _STATES = {
 Results = Mapping[int, Sequence[str]]
 """The signed result in the log of each attempt of a node, by node index; empty for an attempt that has logged none."""
 
+_GENERIC_REASONS = ("Essential container in task exited", "Task failed to start")
+"""Beginnings of status reasons that give no cause; another field of the job gives it."""
+
+_HINTS = (
+    # (beginning of a reason, advice), longer beginnings first
+    (
+        "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE",
+        "the job wants more vCPUs than the maximum of the queue's compute environments",
+    ),
+    (
+        "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT",
+        "no instance type of the queue's compute environments has the cpu, memory and gpu asked for (an instance keeps "
+        "some 4 % of its memory for itself)",
+    ),
+    (
+        "MISCONFIGURATION:SERVICE_ROLE_PERMISSIONS",
+        "the service role of the compute environment lacks permissions (AWSBatchServiceRole)",
+    ),
+    ("CAPACITY:", "AWS has no such instance free now: wait, or allow other instance types or availability zones"),
+    ("MISCONFIGURATION:", "see the compute environment and its launch template"),
+    ("ACTION_REQUIRED", "see the compute environment"),
+    ("UNDETERMINED", "see https://docs.aws.amazon.com/batch/latest/userguide/job_stuck_in_runnable.html"),
+    ("CannotPullContainerError", "see the name of the image, and whether the nodes may and can reach its registry"),
+    ("CannotPullECRContainerError", "see the name of the image, and the permissions of the instance or execution role"),
+    ("CannotPullImageManifestError", "see the name and the tag of the image"),
+    ("OutOfMemoryError", "it had {memory} MB (memMB)"),
+    ("CannotStartContainerError", "see the command and the mounts"),
+    ("CannotCreateContainerError", "see the mounts and devices"),
+    ("ResourceInitializationError", "see execution_role_arn, secrets and mounts"),
+    (
+        "Host EC2",
+        "the instance was taken away or broke: host_retries, or max_retries, starts such a job again",
+    ),
+)
+
 
 @dataclass(frozen=True)
 class BatchSnapshot(AppSnapshot):
@@ -206,42 +241,6 @@ def console_url(arn: str, multinode: bool = False) -> str:
     domain = {"aws-cn": "amazonaws.cn", "aws-us-gov": "amazonaws-us-gov.com"}.get(partition, "aws.amazon.com")
     host = f"{region}.console.{domain}" if partition == "aws" else f"console.{domain}"
     return f"https://{host}/batch/home?region={region}#jobs/{kind}/{job_id}"
-
-
-_GENERIC_REASONS = ("Essential container in task exited", "Task failed to start")
-"""Beginnings of status reasons that give no cause; another field of the job gives it."""
-
-_HINTS = (
-    # (beginning of a reason, advice), longer beginnings first
-    (
-        "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE",
-        "the job wants more vCPUs than the maximum of the queue's compute environments",
-    ),
-    (
-        "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT",
-        "no instance type of the queue's compute environments has the cpu, memory and gpu asked for (an instance keeps "
-        "some 4 % of its memory for itself)",
-    ),
-    (
-        "MISCONFIGURATION:SERVICE_ROLE_PERMISSIONS",
-        "the service role of the compute environment lacks permissions (AWSBatchServiceRole)",
-    ),
-    ("CAPACITY:", "AWS has no such instance free now: wait, or allow other instance types or availability zones"),
-    ("MISCONFIGURATION:", "see the compute environment and its launch template"),
-    ("ACTION_REQUIRED", "see the compute environment"),
-    ("UNDETERMINED", "see https://docs.aws.amazon.com/batch/latest/userguide/job_stuck_in_runnable.html"),
-    ("CannotPullContainerError", "see the name of the image, and whether the nodes may and can reach its registry"),
-    ("CannotPullECRContainerError", "see the name of the image, and the permissions of the instance or execution role"),
-    ("CannotPullImageManifestError", "see the name and the tag of the image"),
-    ("OutOfMemoryError", "it had {memory} MB (memMB)"),
-    ("CannotStartContainerError", "see the command and the mounts"),
-    ("CannotCreateContainerError", "see the mounts and devices"),
-    ("ResourceInitializationError", "see execution_role_arn, secrets and mounts"),
-    (
-        "Host EC2",
-        "the instance was taken away or broke: host_retries, or max_retries, starts such a job again",
-    ),
-)
 
 
 def container_of(node: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The run options of all backends, and their description for TorchX."""
+"""The run options of all backends, their description for TorchX, and the checks of an app before its submission."""
 
 from __future__ import annotations
 

@@ -34,6 +34,9 @@ SETTLE = 5.0
 HOST_EXTRA = 10.0
 """Seconds that a host has beyond the grace period, in which it ends its ranks and writes its result."""
 
+_AWAITED = 30.0
+"""The longest delay in seconds of a single host, for which the others wait ``--rejoin-timeout``: 60 s by default."""
+
 
 @dataclass(frozen=True)
 class AppStatus:
@@ -195,10 +198,6 @@ def count_restarts(app: AppSnapshot) -> int:
         else:
             alone += max(counts)
     return alone + together + ranks
-
-
-_AWAITED = 30.0
-"""The longest delay in seconds of a single host, for which the others wait ``--rejoin-timeout``: 60 s by default."""
 
 
 class RetryBudget:

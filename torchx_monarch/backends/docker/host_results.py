@@ -24,6 +24,10 @@ from torchx_monarch.system.untrusted_text import one_line
 if TYPE_CHECKING:
     from docker.models.containers import Container
 
+_NO_SUCH_COMMAND = 127
+
+_LONGEST_LINE = 300
+
 
 class HostResults:
     """Read the marker files of containers, and cache them for callers that poll."""
@@ -64,9 +68,6 @@ class HostResults:
 
 if TYPE_CHECKING:
     from docker.models.containers import Container
-
-_NO_SUCH_COMMAND = 127
-_LONGEST_LINE = 300
 
 
 def add_files(app: DockerSnapshot) -> DockerSnapshot:

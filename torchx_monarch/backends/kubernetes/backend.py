@@ -25,6 +25,17 @@ from torchx_monarch.backends.kubernetes.request import KubernetesRequest, collec
 from torchx_monarch.backends.kubernetes.snapshot import Attempt, KubernetesSnapshot
 from torchx_monarch.model.check_result import CheckResult, check
 
+_OLDEST = (1, 29)
+"""The oldest Kubernetes with what ``mode=job`` needs."""
+
+_REVIEW = "authorization.k8s.io/v1"
+
+_RIGHTS = (
+    *(("", "services", "create"), ("", "secrets", "create"), ("", "secrets", "patch")),
+    *(("", "pods", "list"), ("", "pods", "delete"), ("", "pods/log", "get")),
+)
+"""Group, resource and verb of the rights that both modes need; docs/how_to/set_up_security.md has all."""
+
 
 class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSnapshot]):
     """Runs each replica as a pod of the cluster that the kubeconfig names."""
@@ -190,17 +201,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         """
         lifecycle.remove(self._api, app)
 
-
-_OLDEST = (1, 29)
-"""The oldest Kubernetes with what ``mode=job`` needs."""
-
-_REVIEW = "authorization.k8s.io/v1"
-
-_RIGHTS = (
-    *(("", "services", "create"), ("", "secrets", "create"), ("", "secrets", "patch")),
-    *(("", "pods", "list"), ("", "pods", "delete"), ("", "pods/log", "get")),
-)
-"""Group, resource and verb of the rights that both modes need; docs/how_to/set_up_security.md has all."""
 
 _JOB, _VOLCANO = (("batch", "jobs", "create"),), (("batch.volcano.sh", "jobs", "create"),)
 

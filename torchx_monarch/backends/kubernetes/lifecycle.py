@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""TODO."""
+"""Create the objects of an app, or none of them; end an app, in mode ``job`` with its logs kept; remove it.
+
+Kubernetes ends pods by deleting them together with their logs; deleting or suspending a Job does the same. So the Jobs
+are deleted with their pods orphaned, and each pod gets an ``activeDeadlineSeconds`` that has already passed. The
+kubelet then ends the pod with SIGTERM and its grace period, and the pod stays, with its log, until the app is deleted.
+"""
 
 from __future__ import annotations
 

@@ -15,6 +15,10 @@ from torchx_monarch.backends.kubernetes.request import Object
 
 MODES = ("auto", "job", "volcano")
 
+EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+
+_TAINT = re.compile(r"(?P<key>[^=:\s]+)(=(?P<value>[^=:\s]*))?(:(?P<effect>\w+))?")
+
 
 @dataclass
 class KubernetesOpts(NetworkOpts):
@@ -111,11 +115,6 @@ def check(cfg: KubernetesOpts) -> None:
         if options[name] is not None:
             other = "job" if cfg.mode == "volcano" else "volcano"
             refuse(name, f"it is for mode={other}, and the mode is {cfg.mode}")
-
-
-EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-
-_TAINT = re.compile(r"(?P<key>[^=:\s]+)(=(?P<value>[^=:\s]*))?(:(?P<effect>\w+))?")
 
 
 def parse(taint: str) -> Object:

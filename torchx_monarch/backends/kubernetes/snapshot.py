@@ -24,6 +24,26 @@ from torchx_monarch.system.untrusted_text import one_line
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
 
+DEADLINE = 1
+"""The ``activeDeadlineSeconds`` that ``stop`` sets on a running pod: seconds from the pod's start."""
+
+_NOT_STARTED = frozenset(
+    {
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "ErrImageNeverPull",
+        "ErrImagePull",
+        "ImageInspectError",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "RegistryUnavailable",
+        "RunContainerError",
+    }
+)
+"""Reasons for which a container waits because the kubelet cannot start it. It retries for ever (torchx#207)."""
+
+_LONGEST_LINE = 300
+
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesSnapshot(AppSnapshot):
@@ -250,27 +270,6 @@ def _ending(annotations: Mapping[str, str]) -> Outcome | None:
         return None
     note = json.loads(annotations[names.ANNOTATION_ENDED])
     return Outcome(State[note["state"]], note["msg"])
-
-
-DEADLINE = 1
-"""The ``activeDeadlineSeconds`` that ``stop`` sets on a running pod: seconds from the pod's start."""
-
-_NOT_STARTED = frozenset(
-    {
-        "CreateContainerConfigError",
-        "CreateContainerError",
-        "ErrImageNeverPull",
-        "ErrImagePull",
-        "ImageInspectError",
-        "ImagePullBackOff",
-        "InvalidImageName",
-        "RegistryUnavailable",
-        "RunContainerError",
-    }
-)
-"""Reasons for which a container waits because the kubelet cannot start it. It retries for ever (torchx#207)."""
-
-_LONGEST_LINE = 300
 
 
 @dataclass(frozen=True)

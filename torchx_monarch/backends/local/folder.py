@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Make and remove the folder of an app atomically: other processes see all of it or nothing."""
+"""Make, remove and prune the folders of apps atomically: other processes see all of a folder or nothing."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from torchx_monarch.system import run_dirs, safe_files
 
 STAGING_PREFIX = ".new-"
 TRASH_PREFIX = ".trash-"
+
+KEEP_APPS = 1000
+
+_WORK_TIME = 3600.0
 
 
 @contextlib.contextmanager
@@ -86,10 +90,7 @@ def describe_full_disk(paths: AppPaths) -> str:
     return ""
 
 
-KEEP_APPS = 1000
-
 #: Seconds for which a half-made or half-removed folder is kept, because another process may still work on it.
-_WORK_TIME = 3600.0
 
 
 def keep_apps() -> int:

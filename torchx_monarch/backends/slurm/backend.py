@@ -55,6 +55,9 @@ _ASK_EVERY = 5.0
 _ASK_AFTER_END = 0.5
 """Seconds between two queries to Slurm once the job's own record says that it has ended."""
 
+_CANCEL_EXTRA = 2 * HOST_EXTRA
+"""Seconds beyond the grace period after which a second cancel is a plain scancel, which ignores the batch step."""
+
 
 class _DirWorkspace(DirWorkspaceMixin):  # type: ignore[misc]
     """Copies workspaces into ``job_dir``, and leaves roles the image of their container."""
@@ -300,10 +303,6 @@ def _check_owner(app: SlurmSnapshot) -> None:
         raise UserError(
             f"job {app.app_id} belongs to another user, {owner}: only that user can cancel or delete it by torchx"
         )
-
-
-_CANCEL_EXTRA = 2 * HOST_EXTRA
-"""Seconds beyond the grace period after which a second cancel is a plain scancel, which ignores the batch step."""
 
 
 def cancel(app_id: str, job: JobState) -> None:

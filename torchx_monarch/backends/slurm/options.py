@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The run options of monarch_slurm, named as in TorchX's Slurm scheduler and in sbatch."""
+"""The run options of monarch_slurm, named as in TorchX's Slurm scheduler and in sbatch, and the checks of a cluster."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.backends.slurm import native
 from torchx_monarch.backends.slurm.native import SlurmError
 from torchx_monarch.model.check_result import CheckResult, check
+
+_COMMANDS = ("sbatch", "scontrol", "squeue", "scancel", "sinfo")
+
+_TIMEOUT = 5.0
+
+_NO_PYXIS = "its srun has no option --container-image: pyxis is not installed (plugstack.conf)"
 
 
 @dataclass
@@ -79,11 +85,6 @@ class SlurmOpts(NetworkOpts):
     then goes back into the queue."""
 
 
-_COMMANDS = ("sbatch", "scontrol", "squeue", "scancel", "sinfo")
-
-_TIMEOUT = 5.0
-
-
 def check_slurm(options: SlurmOpts | None) -> Iterator[CheckResult]:
     """Check that jobs can be submitted with run options.
 
@@ -118,9 +119,6 @@ def check_slurm(options: SlurmOpts | None) -> Iterator[CheckResult]:
     writable = os.access(folder, os.W_OK | os.X_OK)
     advice = "you cannot write there; name a folder that you can write and all nodes see in -cfg job_dir"
     yield check("folder of jobs", options.job_dir or state_files.state_dir(), fail="" if writable else advice)
-
-
-_NO_PYXIS = "its srun has no option --container-image: pyxis is not installed (plugstack.conf)"
 
 
 def check_pyxis() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The run options of monarch_ssh."""
+"""The run options of monarch_ssh, and the names of machines among them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from typing import NamedTuple
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import NetworkOpts
+
+_NAME = re.compile(
+    r"(?:(?P<user>[^@\s/-][^@\s/]*)@)?(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s@:/\[\]-][^\s@:/\[\]]*))(?::(?P<port>\d+))?"
+)
 
 
 @dataclass
@@ -28,11 +32,6 @@ class SshOpts(NetworkOpts):
     setup: str = ""
     """Shell commands that each machine runs before Python, such as `source env.sh`; what they export is the environment
     of the replicas."""
-
-
-_NAME = re.compile(
-    r"(?:(?P<user>[^@\s/-][^@\s/]*)@)?(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s@:/\[\]-][^\s@:/\[\]]*))(?::(?P<port>\d+))?"
-)
 
 
 class MachineName(NamedTuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Render an app into the replicas of machines."""
+"""Render an app into the replicas of machines, and store on which machines a submitted app runs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from torchx_monarch.backends.ssh.options import SshOpts, parse_hosts
 from torchx_monarch.model.env_names import CREDENTIALS, replica0_variable
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.supervisor.records import ReplicaRequest
+
+_log = logging.getLogger("torchx_monarch")
 
 
 @dataclass
@@ -134,9 +136,6 @@ def _role(role: Role, spec: RoleSpec, app_id: str, root: str) -> RoleRequest:
         filled = values.apply(role)
         replicas.append(ReplicaRequest([filled.entrypoint, *filled.args], dict(filled.env), cwd))
     return RoleRequest(spec, replicas)
-
-
-_log = logging.getLogger("torchx_monarch")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Convert what another TorchX scheduler tells of an app to a snapshot. Pure functions."""
+"""Store what is submitted to another TorchX scheduler, and make a snapshot of it and of what that scheduler tells."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
+
+_log = logging.getLogger("torchx_monarch")
+
+_FOLDER = "wrapped"
 
 
 def state(value: AppState) -> State:
@@ -111,11 +115,6 @@ def _replica(status: ReplicaStatus, app: State, error: str) -> ReplicaSnapshot:
         error=error if is_cause else "",
         is_error_lost=bool(error) and not is_cause,
     )
-
-
-_log = logging.getLogger("torchx_monarch")
-
-_FOLDER = "wrapped"
 
 
 @dataclass(frozen=True)

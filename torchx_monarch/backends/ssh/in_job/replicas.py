@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The replicas on this machine: each an app of the machine's own, as ``backends.local`` keeps it."""
+"""The replicas on this machine, each an app of ``backends.local``, and the code that a connection brings for them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ _GONE_WITHIN = 60.0
 
 _WORKSPACE = "workspace"
 """The copy of the workspace in which a replica runs, in the replica's folder."""
+
+_INCOMING = ".new-"
 
 
 def paths_of(name: str) -> state_files.AppPaths:
@@ -209,9 +211,6 @@ def remove(name: str) -> None:
         while (latest := state.current_state(paths)) and not latest.terminal and time.monotonic() < until:
             time.sleep(0.02)
     state.remove_ended(paths)
-
-
-_INCOMING = ".new-"
 
 
 class Code:
