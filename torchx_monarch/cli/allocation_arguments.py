@@ -14,7 +14,6 @@ def add_handle(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     """Define the handle of an allocation and the options that say where its hosts are.
 
     Args:
-        parser: the parser of a sub-command.
         optional: whether the handle may be left out; it is None then.
     """
     handles.add_handle(parser, optional)

@@ -37,7 +37,6 @@ def add_handle(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     """Define the argument ``handle`` of a sub-command; ``resolve`` is applied to it before the sub-command runs.
 
     Args:
-        parser: the parser of the sub-command.
         optional: whether the handle may be left out; it is None then.
     """
     argument: Any = parser.add_argument("handle", nargs="?" if optional else None, metavar="HANDLE", help=_HELP)

@@ -18,8 +18,6 @@ def of_job(status: JobStatus, timeline: Timeline, job: str) -> list[Family]:
     """Return the metrics of a job as a whole, and of its roles' attempts and phases.
 
     Args:
-        status: its status.
-        timeline: its timeline.
         job: the label ``job``: the app's id.
     """
     label = {"job": job}

@@ -131,7 +131,6 @@ def _check_ranks(args: argparse.Namespace, counts: Sequence[int | None]) -> None
     """Check the ranks in the arguments.
 
     Args:
-        args: the arguments.
         counts: how many ranks the chosen roles have; None for a role of which that is not known.
 
     Raises:
@@ -170,7 +169,6 @@ class _Printer:
     """Shows lines.
 
     Args:
-        app: the app.
         timestamps: whether to show the time of each line.
         as_json: whether to print JSON records.
     """

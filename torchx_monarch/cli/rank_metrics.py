@@ -15,7 +15,6 @@ def of_ranks(roles: Mapping[str, Sequence[RankSample]], job: str, per_rank: bool
     """Return the metrics of the ranks of an app, for each role and attempt the sum of all ranks.
 
     Args:
-        roles: the samples of the ranks of each role, by its name.
         job: the label ``job``: the app's id.
         per_rank: whether there are metrics of each rank as well, with the labels ``rank`` and ``host``.
     """

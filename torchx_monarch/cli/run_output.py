@@ -26,8 +26,6 @@ def stream_and_exit(
     """Show a run's output, and exit with its exit code.
 
     Args:
-        hosts: the hosts of the allocation.
-        records: the records of the run.
         verbose: whether to show the phases of the run as well.
         ends: whether Ctrl-C stops the run; otherwise Ctrl-C only ends this command.
         as_json: whether to print the records of the run, one JSON object a line, instead of the output.
@@ -87,8 +85,6 @@ def summary_of(handle: str, result: RunResult, followed: bool = False) -> Summar
     """Return the summary of a run that has ended.
 
     Args:
-        handle: the handle of the allocation.
-        result: the result of the run.
         followed: whether another process has begun the run.
     """
     cause = result.ranks.get(result.cause) if result.cause is not None else None

@@ -16,11 +16,7 @@ _PATIENCE = 3.0
 
 
 class SampledRanks:
-    """Ask for samples of the ranks of a job, and keep the last ones for the next look.
-
-    Args:
-        handle: the job's handle.
-    """
+    """Ask for samples of the ranks of a job, and keep the last ones for the next look."""
 
     def __init__(self, handle: str) -> None:
         self._handle = handle

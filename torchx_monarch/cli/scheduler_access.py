@@ -26,9 +26,6 @@ def app_id_of(handle: str) -> tuple[str, str]:
 def opened(name: str) -> Iterator[MonarchScheduler]:
     """Create a scheduler of this package; close its connections afterwards.
 
-    Args:
-        name: its registered name.
-
     Raises:
         UserError: the name is not that of a scheduler of this package.
         BackendError: the client library that its backend needs is not installed.

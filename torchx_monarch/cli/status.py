@@ -93,9 +93,6 @@ def _look(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: SampledR
     """Return the status of a job.
 
     Args:
-        scheduler: its scheduler.
-        handle: its handle.
-        app_id: its id.
         ranks: the samples of its ranks, of which those of the first role with ranks are taken.
 
     Raises:

@@ -25,7 +25,6 @@ def render(status: JobStatus, now: float | None = None) -> str:
     """Return the status as lines without the last line end; a fact that is not known has no line.
 
     Args:
-        status: the status.
         now: the time in seconds since the epoch; None for the present.
     """
     now = time.time() if now is None else now

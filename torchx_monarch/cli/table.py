@@ -5,12 +5,7 @@ from __future__ import annotations
 
 
 def print_table(head: list[str], rows: list[list[str]]) -> None:
-    """Print rows in columns of equal width.
-
-    Args:
-        head: the titles of the columns.
-        rows: the cells, as many in each row as there are columns.
-    """
+    """Print rows in columns of equal width."""
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     for row in [head, *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

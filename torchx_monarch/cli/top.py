@@ -78,7 +78,6 @@ def views(args: argparse.Namespace, interval: float) -> Iterator[View]:
     """Yield the job and its ranks again and again, until the job has ended.
 
     Args:
-        args: the command's arguments.
         interval: seconds between two looks, unless the scheduler is to be asked less often.
 
     Raises:

@@ -75,9 +75,6 @@ def screen(view: View, width: int, height: int, first: int, by_host: bool = Fals
     """Return the lines of a terminal, and the first row that is shown.
 
     Args:
-        view: the job and its ranks.
-        width: columns of the terminal.
-        height: rows of the terminal.
         first: the first row of the table to show; a number that is too large shows the end of the table.
         by_host: whether there is one row for each host.
     """

@@ -62,7 +62,6 @@ class Attachment:
 
         Args:
             target: where replica 0 of the role listens.
-            whose: whose hosts these are, for messages.
 
         Raises:
             UnreachableError: not all hosts of the role have started, or replica 0 cannot be reached.
@@ -82,9 +81,7 @@ class Attachment:
         """Receive the answer to the greeting; exceptions as for ``open``.
 
         Args:
-            link: the connection.
             address: where replica 0 of the role listens.
-            whose: whose hosts these are, for messages.
             timeout: seconds to wait until the hosts are together.
         """
         try:
@@ -178,11 +175,6 @@ class _Client:
 
     def join(self, handle: str, live: JobConnections, attachment: Attachment) -> tuple[str, list[str]]:
         """Return the URL to listen on as a client of these hosts, and the paths of the TLS files.
-
-        Args:
-            handle: the app's TorchX handle.
-            live: the owner of the attachment.
-            attachment: the connection to the hosts.
 
         Returns:
             The URL, and the paths of certificate, key and authority. The URL is empty if the hosts run on this machine;

@@ -29,7 +29,6 @@ class Connection:
     """A blocking connection to replica 0; a context manager that closes it.
 
     Args:
-        connection: the connected socket.
         where: the address of replica 0, for error messages.
     """
 
@@ -44,7 +43,6 @@ class Connection:
         """Connect and send the greeting.
 
         Args:
-            target: the role to connect to.
             greeting: the first message, with its ``type``; the protocol version and the role are added.
             timeout: seconds for the connection to be established.
 
@@ -158,7 +156,6 @@ def ask(target: Target, greeting: dict[str, Any], timeout: float = TIMEOUT) -> d
     """Send one request on a new connection, and return its answer.
 
     Args:
-        target: the role to connect to.
         greeting: the request, with its ``type``.
         timeout: seconds for the connection, and again for the answer.
 

@@ -56,9 +56,6 @@ class Breakpoint:
 def list_breakpoints(hosts: Hosts) -> list[Breakpoint]:
     """Return the ranks that are in a breakpoint, by rank.
 
-    Args:
-        hosts: the hosts of the job.
-
     Raises:
         AllocationError: the job has ended.
         UnreachableError: replica 0 cannot be reached, or breaks the connection.
@@ -73,10 +70,6 @@ def list_breakpoints(hosts: Hosts) -> list[Breakpoint]:
 
 def attach(hosts: Hosts, rank: int) -> Debugger:
     """Attach to a rank that waits in a breakpoint.
-
-    Args:
-        hosts: the hosts of the job.
-        rank: the global rank.
 
     Raises:
         AllocationError: the job has ended.

@@ -22,7 +22,6 @@ def query(
     Args:
         target: where replica 0 listens.
         greeting: the query; its ``type`` is also that of the answers, and the name of the field with the values.
-        kind: the type of a value.
         timeout: seconds for the connection, and for each message of the answer.
 
     Raises:

@@ -83,7 +83,6 @@ class Hosts:
         handle: the app's TorchX handle.
 
     Args:
-        handle: the app's TorchX handle.
         role: name of the role; empty for the first role.
         address: ``HOST:PORT`` at which this machine reaches replica 0; empty to ask the scheduler. With an address, the
             scheduler counts as unreachable too, and is never asked for the app's state.

@@ -15,9 +15,6 @@ _ANSWER_TIMEOUT = 12.0
 def ask_samples(hosts: Hosts) -> tuple[list[RankSample], dict[str, str]]:
     """Return a sample of each rank, in their order, and why a host has not answered, by replica.
 
-    Args:
-        hosts: the hosts of the job.
-
     Raises:
         AllocationError: the job has ended.
         UnreachableError: replica 0 cannot be reached, or breaks the connection.
@@ -30,7 +27,6 @@ def samples_at(target: Target, timeout: float = _ANSWER_TIMEOUT) -> tuple[list[R
     """Return the same from a known replica 0.
 
     Args:
-        target: where it listens.
         timeout: seconds to wait for its answer.
 
     Raises:

@@ -17,7 +17,6 @@ def ask_stacks(
     """Return the stacks of the ranks that run, and why a host has not answered, by replica.
 
     Args:
-        hosts: the hosts of the job.
         rank: the only global rank that is asked; None for all.
         native: whether py-spy reads the stacks as well, with the functions of C libraries.
 

@@ -36,7 +36,6 @@ def run_message(hosts: Hosts, script_args: str | Sequence[str] | None, options: 
     """Give the hosts the current state of the workspace, and return the ``run`` message that asks them for a run.
 
     Args:
-        hosts: the hosts of the allocation.
         script_args: what to run, as for ``SPMDJob.run_spmd``.
         options: the options of the run. Its ``workspace`` is the one to send; None to send none.
 

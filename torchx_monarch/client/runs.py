@@ -46,7 +46,6 @@ class KeptRecords:
         run: number of the run.
 
     Args:
-        run: number of the run.
         path: path of the run log.
     """
 
@@ -90,7 +89,6 @@ def follow_run(hosts: Hosts, run: int | None) -> RunRecords:
     """Return the records of a run, from the hosts or, if they have ended, from the run logs that are kept.
 
     Args:
-        hosts: the hosts of the allocation.
         run: number of the run; None for the one that runs, or else the last.
 
     Raises:

@@ -144,7 +144,6 @@ class CodeStore:
         """Check out a tree for a run, and return the path of the folder. Active runs of the same tree share a folder.
 
         Args:
-            tree_hash: hash of the tree.
             workspace: the workspace of the run, which finds no files of other workspaces' runs in its folder.
 
         Raises:

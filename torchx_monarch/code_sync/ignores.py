@@ -54,7 +54,6 @@ class TorchXIgnore:
         Args:
             path: path below the workspace.
             is_folder: whether the path is a folder.
-            first: index of the first pattern to match.
 
         Returns:
             Whether the last matching pattern ignores the path, None if no pattern matches; and the value of ``first``

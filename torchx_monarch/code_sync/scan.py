@@ -139,7 +139,6 @@ def scan(root: str, memory: StatCache, limits: Limits = Limits()) -> Tree:
     Args:
         root: absolute path of the workspace.
         memory: the cache of earlier scans. The values of its fields are replaced, not mutated.
-        limits: limits of the workspace.
 
     Raises:
         ScanError: the workspace is not a folder, cannot be read, or exceeds the limits.

@@ -66,7 +66,6 @@ class WorkFolder:
         After an error, the checkout can be repeated with this tree or another.
 
         Args:
-            tree: the tree to check out.
             source: called with a digest; returns the path of the file with that content.
 
         Raises:

@@ -58,9 +58,6 @@ class AllocationSpec:
 
         Args:
             command: the result of ``command.parse``.
-            env: environment variables of the command.
-            replicas: number of replicas of the role.
-            role: name of the role, for error messages.
 
         Raises:
             CommandError: an option is invalid, or the command after ``--`` cannot run on the allocation.
@@ -87,10 +84,6 @@ def run_command(words: Sequence[str], env: Mapping[str, str], replicas: int, rol
     """Parse the command of a run. Without ``--nnodes`` it uses all hosts of the allocation.
 
     Args:
-        words: a torchrun or Python command.
-        env: environment variables of the command.
-        replicas: number of hosts of the allocation.
-        role: name of the role, for error messages.
         nproc: processes per host, which replaces ``--nproc-per-node`` of the command; empty to keep it.
 
     Raises:

@@ -112,7 +112,6 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) ->
     """Parse a command as torchrun and CPython do.
 
     Args:
-        argv: the words of the command, the executable first.
         env: environment variables of the command: ``PET_*`` set torchrun's options, ``PYTHON_EXEC`` its interpreter.
 
     Returns:
@@ -211,9 +210,7 @@ def check(command: Command, *, replicas: int, role: str) -> None:
     Skips options whose value contains an unexpanded shell expression; the host checks them.
 
     Args:
-        command: the result of :func:`parse`.
         replicas: number of replicas of the role, which correspond to torchrun's nodes.
-        role: name of the role, for error messages.
 
     Raises:
         CommandError: torchrun options contradict each other or ``replicas``, or are not supported. The message names

@@ -81,8 +81,6 @@ def component_arguments(
     """Parse the arguments of a component; return None if they ask for its help text.
 
     Args:
-        component: name of the component, for messages.
-        words: the words after it.
         options: the component's options by the names of its parameters, with the types of their values.
         program: whether the component takes a program with arguments.
 

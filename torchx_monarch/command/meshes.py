@@ -24,7 +24,6 @@ def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = ()) -> App
     The app ends with its first role. The other roles are marked as sidecars, because their hosts would wait forever.
 
     Args:
-        app: the app, which is not changed.
         idle_timeout: seconds without a client after which the hosts end; 0 for never.
         script: a Python command that runs once, on replica 0 of the first role; empty for no script.
 

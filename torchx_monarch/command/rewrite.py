@@ -153,9 +153,7 @@ def _count_spares(role: Role, found: _RankCommand | None, spares: int) -> int:
     """Return the number of spare hosts of a role.
 
     Args:
-        role: the role.
         found: its rank command; None if it has none.
-        spares: the number for roles whose metadata gives none.
 
     Raises:
         SparesError: the role's metadata is invalid, or gives spare hosts to a role without ranks or runs.
@@ -203,7 +201,6 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT) -> AppDef:
     Roles without a rank program do not change. The app ends with its first role; the other roles become sidecars.
 
     Args:
-        app: the app, which is not changed.
         idle_timeout: seconds without a run after which the hosts end; 0 for never.
 
     Raises:
@@ -294,8 +291,6 @@ def _insert(role: Role, found: _RankCommand, words: Sequence[str]) -> None:
     """Insert a command prefix before the rank command of a role, in place.
 
     Args:
-        role: the role.
-        found: its rank command.
         words: the prefix: the interpreter, not escaped, then words that are escaped for TorchX.
     """
     python, *options = words
@@ -315,11 +310,6 @@ def _insert(role: Role, found: _RankCommand, words: Sequence[str]) -> None:
 
 def _command(words: Sequence[str], role: Role, more: Mapping[str, str] = MappingProxyType({})) -> Command | None:
     """Parse ``words`` and check the command against the role; return None if it starts no ranks.
-
-    Args:
-        words: the words of the command.
-        role: the role.
-        more: variables beside those of the role.
 
     Raises:
         CommandError: the command is invalid or not supported; the message names the role.

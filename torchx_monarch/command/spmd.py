@@ -63,7 +63,6 @@ class Launch:
         """Build the program from ``-m``, ``--script`` or the first positional argument.
 
         Args:
-            script_args: the positional arguments.
             m: value of ``-m``; None if it is not given.
             script: value of ``--script``; None if it is not given.
 

@@ -223,7 +223,6 @@ class Option:
         """Convert the text of a value.
 
         Args:
-            text: the text.
             source: spelling of the option, or name of the environment variable, for error messages.
 
         Raises:
@@ -389,7 +388,6 @@ def unused_options(options: TorchrunOptions, in_run: bool) -> list[str]:
     """Return a line for each honoured option that has no effect in this command; the job's log shows them.
 
     Args:
-        options: options of a torchrun command.
         in_run: whether it is the command of a run of an allocation.
     """
     keys = options.rdzv_conf.keys if in_run else options.rdzv_conf.unsupported
@@ -430,7 +428,6 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[Tor
 
     Args:
         arguments: the words after ``torchrun``.
-        env: environment variables of the command.
 
     Returns:
         The options, the training script (or module, or program) and its arguments.

@@ -56,7 +56,6 @@ class HostCode:
 
     Args:
         folder: path of the code store, which is created.
-        host: name of the host, for messages to clients.
     """
 
     def __init__(self, folder: str, host: str) -> None:
@@ -90,10 +89,6 @@ class HostCode:
 
     async def fetch(self, tree_hash: str, connect: Connect) -> None:
         """Get a tree from the leader, unless it is on this host.
-
-        Args:
-            tree_hash: hash of the tree.
-            connect: opens a connection to the leader with a greeting.
 
         Raises:
             SyncError: the leader does not have it or breaks off, or this host cannot store it.

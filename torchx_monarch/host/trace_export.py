@@ -158,15 +158,7 @@ def _received(channel: socket.socket) -> Iterator[Event]:
 def send_all(
     happened: Iterator[Event], app: str, role: str, restart: int, export: Callable[[Sequence[TraceSpan]], None]
 ) -> None:
-    """Send each span of a job once, when it has ended.
-
-    Args:
-        happened: the events, each as soon as it happens.
-        app: id of the app.
-        role: name of the role.
-        restart: how often the backend has started the hosts before.
-        export: sends spans.
-    """
+    """Send each span of a job once, when it has ended."""
     seen: list[Event] = []
     sent: set[int] = set()
 

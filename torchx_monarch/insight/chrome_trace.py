@@ -28,8 +28,6 @@ def trace(
     """Return the JSON object of a trace file.
 
     Args:
-        timeline: the timeline.
-        name: name of the job.
         collectives: what the flight recorder has of the ranks, by run (0 for a batch job), attempt (from 1) and rank;
             None to leave it out.
         from_log: whether the timeline is of the progress lines in the log, which ranks can imitate.

@@ -33,7 +33,6 @@ def append(
     Args:
         path: the events file; created with mode 0600 if it does not exist.
         kind: a short name for programs, such as ``"submitted"``.
-        message: one line for people.
         seconds: duration of the phase that ends with this event; None for an event without a duration.
         fields: further values. A value that JSON cannot represent is written as its ``str``.
 
@@ -95,7 +94,6 @@ def have_hosts_met(
 
     Args:
         path: the events file.
-        role: the role's name.
         since: when replica 0 was started, in seconds since the epoch.
         below: as for ``read``.
     """

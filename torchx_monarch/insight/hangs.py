@@ -126,7 +126,6 @@ def diagnose(ranks: Sequence[RankCollectives], hang_after: float, at_most: float
     """Return the hang that has lasted longest; None if no rank has waited long enough for others.
 
     Args:
-        ranks: all ranks that run.
         hang_after: seconds for which a rank must have waited.
         at_most: seconds for which a wait counts at most: those since a pause of the watch.
     """
@@ -201,15 +200,7 @@ def _find_culprits(
     found: dict[int, tuple[GroupStatus, Collective]],
     seen: set[tuple[str, int]],
 ) -> None:
-    """Find the ranks that keep others waiting and wait for no rank themselves; a circle of ranks has none.
-
-    Args:
-        by_rank: the ranks.
-        group: a process group.
-        collective: a collective of the group that has not completed.
-        found: gets these ranks, each with the collective that it owes.
-        seen: groups and numbers of the collectives that have been looked at.
-    """
+    """Find the ranks that keep others waiting and wait for no rank themselves; a circle of ranks has none."""
 
     def steps(group: GroupStatus, collective: Collective) -> Iterator[tuple[GroupStatus, Collective]]:
         """Yield the collectives in which ranks wait that the collective lacks."""
@@ -291,12 +282,7 @@ def _shapes(collective: Collective) -> str:
 
 
 def describe_places(ranks: Collection[int], stacks: Sequence[ProcessStacks]) -> str:
-    """Say where ranks are, by the top lines of the stacks of their main threads; empty if that is not known.
-
-    Args:
-        ranks: the ranks.
-        stacks: stacks of these and other ranks.
-    """
+    """Say where ranks are, by the top lines of the stacks of their main threads; empty if that is not known."""
     places = []
     for process in stacks:
         if process.rank in ranks and not process.child:

@@ -41,9 +41,7 @@ class Reporter:
         rank_restarts: number of calls of ``restarted``.
 
     Args:
-        console: the host's stderr.
         events_path: path of the app's events file; None if the backend has none.
-        role: name of the role, part of each event.
         termination_log: path of the container's termination message (see ``write_result``); None for none.
         stamped: whether the time is written before each line.
     """
@@ -148,11 +146,9 @@ def write_result(result: HostResult, environ: Mapping[str, str], reporter: Repor
     """Write the result of this host to where its backend reads it.
 
     Args:
-        result: the result.
         environ: the environment. MONARCH_RESULT_KEY requests a signed line in the log. After a failure,
             TORCHELASTIC_ERROR_FILE names a file that this function creates, and MONARCH_TERMINATION_LOG an existing
             file, of which Kubernetes reads 4096 bytes.
-        reporter: writes the signed line.
     """
     if key := environ.get(signed_line.KEY_VARIABLE):
         reporter.result_line(signed_line.sign(result.to_text(_SHORT_RESULT), key))

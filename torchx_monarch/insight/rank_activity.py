@@ -48,12 +48,7 @@ class RankActivity:
 
 
 def activity(samples: Iterable[RankSample], before: Iterable[RankSample]) -> list[RankActivity]:
-    """Return what each rank does, in the order of ranks.
-
-    Args:
-        samples: the present samples.
-        before: earlier samples of the same ranks, as far as there are any.
-    """
+    """Return what each rank does, in the order of ranks."""
     ordered = sorted(samples, key=lambda sample: sample.rank)
     present = {(sample.rank, sample.attempt, sample.host, sample.pid) for sample in ordered}
     past_ones = {
@@ -95,9 +90,6 @@ def lateness(samples: Iterable[RankSample]) -> dict[int, float]:
     """Return the seconds after the first rank at which each rank calls collectives, the largest mean of its groups.
 
     Only collectives count that all ranks of a group have called, and that their samples tell.
-
-    Args:
-        samples: one or more samples of each rank.
     """
     called: dict[GroupStatus, dict[int, dict[int, Collective]]] = {}
     for sample in samples:

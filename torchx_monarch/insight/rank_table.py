@@ -56,12 +56,7 @@ class Row:
 
 
 def rows(samples: Iterable[RankSample], before: Iterable[RankSample] = ()) -> list[Row]:
-    """Return a row for each rank, in the order of ranks.
-
-    Args:
-        samples: the present samples.
-        before: earlier samples, of which rates follow; none for the first look.
-    """
+    """Return a row for each rank, in the order of ranks."""
     earlier = {(sample.host, sample.pid): sample for sample in before}
     ordered = sorted(samples, key=lambda sample: sample.rank)
     late = _late(ordered)

@@ -43,12 +43,7 @@ class Curve:
 
 
 def curves(moments: Sequence[SampledMoment], job: Span) -> list[Curve]:
-    """Return the curves; none if there are fewer than two moments.
-
-    Args:
-        moments: the history of the ranks of one role, the oldest moment first.
-        job: the whole job.
-    """
+    """Return the curves; none if there are fewer than two moments."""
     plotted = [moment for moment in moments if job.start <= moment.time <= job.end and moment.ranks]
     plotted = plotted[:: len(plotted) // _POINTS + 1]
     if len(plotted) < 2:

@@ -128,8 +128,6 @@ class RunLogSink:
     """Copy a rank's output from the host's output to the log of its run.
 
     Args:
-        run_log: the log of the run.
-        rank: the rank.
         stream: ``stdout`` or ``stderr``.
         prefix: torchrun's own prefix before each line, which clients show in a shorter form; empty if there is none, or
             one of the user's.

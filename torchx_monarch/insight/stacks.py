@@ -85,7 +85,6 @@ def parse_faulthandler(text: str, own_files: Iterable[str] = ()) -> tuple[Thread
     """Parse the stacks of all threads as ``faulthandler`` prints them: the main thread last.
 
     Args:
-        text: what it printed.
         own_files: files whose frames are left out where they are below all others: those that run the program.
 
     Returns:
@@ -120,8 +119,6 @@ def parse_py_spy(text: str, pid: int, own_files: Iterable[str] = ()) -> tuple[Th
     """Parse the output of ``py-spy dump --json``; the main thread is the one whose id is the pid.
 
     Args:
-        text: what it printed.
-        pid: process id.
         own_files: as for ``parse_faulthandler``.
 
     Raises:

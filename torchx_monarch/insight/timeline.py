@@ -165,11 +165,7 @@ def build(
     """Return the timeline of a job.
 
     Args:
-        happened: its events.
-        roles: names of its roles. An event without a role concerns all of them.
         start: when it was submitted, in seconds since the epoch, unless the events have that; 0 if it is not known.
-        end: when it ended, or the present time.
-        live: the roles whose hosts wait for runs.
     """
     ordered = sorted(happened, key=lambda event: event["time"])
     if ordered and ordered[0]["kind"] == "submitted":

@@ -58,10 +58,8 @@ def reduce(kind: str, time: float, seconds: float | None, fields: Mapping[str, o
     """Return what spans need of an event, so that nothing else reaches the process that sends them.
 
     Args:
-        kind: kind of the event.
         time: in seconds since the epoch.
         seconds: duration of the phase that ends with it; None for an event without a duration.
-        fields: its further fields.
     """
     event: Event = {"time": time, "kind": kind, "message": ""}
     if seconds is not None:
@@ -75,12 +73,7 @@ def reduce(kind: str, time: float, seconds: float | None, fields: Mapping[str, o
 
 
 def since_last_restart(happened: Sequence[Event], role: str) -> list[Event]:
-    """Return the events, reduced, from the last start of a role's hosts on; of other roles none.
-
-    Args:
-        happened: the app's events.
-        role: name of the role.
-    """
+    """Return the events, reduced, from the last start of a role's hosts on; of other roles none."""
     ours = [event for event in happened if event.get("role") in (None, role)]
     begun = max((at for at, event in enumerate(ours) if event["kind"] in _RESTARTS), default=0)
     return [reduce(event["kind"], event["time"], event.get("seconds"), event) for event in ours[begun:]]
@@ -90,10 +83,6 @@ def build(happened: Sequence[Event], app: str, role: str, restart: int, *, end: 
     """Return the spans of one start of a role's hosts, parents before their children.
 
     Args:
-        happened: the events of this start, reduced.
-        app: id of the app.
-        role: name of the role.
-        restart: how often the hosts were started before.
         end: when the hosts ended, or a time after that of the last event: what has not ended ends then.
     """
     ids: dict[int, int] = {}

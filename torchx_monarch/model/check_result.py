@@ -35,8 +35,6 @@ def check(what: str, value: str, fail: str = "", warn: str = "") -> CheckResult:
     """Return a result whose level follows from what is wrong.
 
     Args:
-        what: what was checked.
-        value: what was found.
         fail: why jobs cannot run, and how to fix it; empty if they can.
         warn: why some jobs cannot run, and how to fix it; empty if nothing is wrong. ``fail`` takes precedence.
     """

@@ -44,8 +44,6 @@ def decode(cls: type[T], data: Any, where: str = "") -> T:
     a float. A float that is not finite is refused. Keys without a field are ignored: a newer version may write them.
 
     Args:
-        cls: the data class or named tuple to build.
-        data: the output of a JSON parser.
         where: the name of ``data`` in messages; empty for the whole document.
 
     Raises:

@@ -50,11 +50,7 @@ _REPLICA0 = re.compile(r"MONARCH_REPLICA0_\d+")
 
 
 def replica0_variable(role: int) -> str:
-    """Return the name of the variable in which every replica of an app finds the host of a role's replica 0.
-
-    Args:
-        role: index of the role in the app.
-    """
+    """Return the name of the variable in which every replica of an app finds the host of a role's replica 0."""
     return f"MONARCH_REPLICA0_{role}"
 
 

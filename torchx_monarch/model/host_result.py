@@ -63,13 +63,7 @@ class HostResult:
 
     @classmethod
     def of(cls, result: JobResult, *, rank_restarts: int = 0, no_retry_reason: str = "") -> HostResult:
-        """Return the result of a host that ends now with the result of its job.
-
-        Args:
-            result: the result of the job.
-            rank_restarts: as the attribute.
-            no_retry_reason: as the attribute.
-        """
+        """Return the result of a host that ends now with the result of its job."""
         now, cause = time.time(), result.cause
         return cls(
             result.code,
@@ -169,7 +163,6 @@ def no_retry_reason(code: int, text: str | None) -> str:
     """Return why a failed host must not be restarted; empty if it may be.
 
     Args:
-        code: its exit code.
         text: its result, as it has written it; None if it has written none.
     """
     if code == os.EX_CONFIG:

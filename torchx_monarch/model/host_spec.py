@@ -266,7 +266,6 @@ class HostSpec:
         """Parse the words that follow ``python -m torchx_monarch.host``.
 
         Args:
-            argv: the words.
             description: the first paragraph of ``--help``.
 
         Raises:

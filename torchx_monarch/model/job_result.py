@@ -232,11 +232,6 @@ def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: i
 
     If only some ranks failed, all of them alike, the line names them. If they failed differently, it describes the root
     cause alone, and ``describe_others`` the others.
-
-    Args:
-        exits: the exits of the attempt's ranks that are known.
-        cause: the root cause among them.
-        world_size: number of ranks of the attempt.
     """
     alike = failed_alike(exits, cause)
     if not alike:

@@ -129,10 +129,6 @@ class RoleSpec:
         """Return whether the role has succeeded: all replicas have ended, and it tolerates those that have failed.
 
         It does not wait for spare hosts, which may never have been able to start.
-
-        Args:
-            succeeded: ids of the replicas that have succeeded.
-            failed: ids of the replicas that have failed for good.
         """
         most = self.replicas - (self.spares if 0 in succeeded else 0)
         return len(succeeded) + len(failed) >= most and self.tolerates(failed)

@@ -12,10 +12,6 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
     A name also counts as near if it only begins like the word: ``--nprocs`` is near ``--nproc-per-node``. Upper and
     lower case, ``-`` and ``_`` are the same here.
-
-    Args:
-        word: what was typed.
-        choices: the names that exist.
     """
     typed = _folded(word)
     whole: dict[str, str] = {}
@@ -40,8 +36,6 @@ def similar(word: str, choices: Iterable[str], at_most: int) -> set[str]:
     """Return the known names that are like a word, with the same tolerance for case, ``-`` and ``_``.
 
     Args:
-        word: what was typed.
-        choices: the names that exist.
         at_most: the number of different names to return at most.
     """
     folded = {name: _folded(name) for name in choices}

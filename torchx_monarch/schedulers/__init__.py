@@ -144,9 +144,6 @@ def wrap(
     """Create a scheduler that runs roles as Monarch hosts through any other TorchX scheduler.
 
     Args:
-        name: the name under which the new scheduler is registered.
-        session_name: TorchX's session name.
-        inner: the other scheduler, whose run options stand beside this package's.
         python: the Python interpreter of the hosts; empty for this one's path. Ignored if replicas run in container
             images that TorchX builds, which have a ``python`` of their own.
 

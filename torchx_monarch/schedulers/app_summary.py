@@ -19,9 +19,6 @@ def summary_of(handle: str, app: AppSnapshot, status: AppStatus, submitted: floa
     """Return the summary of an app that has ended.
 
     Args:
-        handle: its handle.
-        app: the app.
-        status: its state.
         submitted: when it was submitted, in seconds since the epoch.
         now: the time, in seconds since the epoch. It counts as the end of an app whose replicas do not tell theirs.
     """

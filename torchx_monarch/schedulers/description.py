@@ -33,8 +33,6 @@ def describe(
     """Return TorchX's description of an app, with the roles as the user wrote them; spare hosts count as replicas.
 
     Args:
-        app: the app.
-        status: its state.
         happened: returns its events; called if the app runs and its state has no message, which is then made of them.
     """
     # Of a Slurm job whose folder is not on this machine the app is not known.

@@ -51,7 +51,6 @@ def run_groups(groups: dict[str, Callable[[], Iterable[CheckResult]]], timeout: 
     A group that raises an exception, or does not end in time, adds a failed check of its name.
 
     Args:
-        groups: yields the results of a group, by its name.
         timeout: seconds for each group.
     """
     found: dict[str, list[CheckResult]] = {name: [] for name in groups}
@@ -88,11 +87,7 @@ def check_configuration() -> Iterable[CheckResult]:
 
 
 def check_state_dir(path: str) -> CheckResult:
-    """Check that the state directory, which need not exist, can be used and is closed to others.
-
-    Args:
-        path: the state directory.
-    """
+    """Check that the state directory, which need not exist, can be used and is closed to others."""
     folder = path
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
@@ -120,7 +115,6 @@ def check_scheduler(name: str, cfg: str) -> Iterable[CheckResult]:
     """Check that jobs can be submitted to a scheduler with run options.
 
     Args:
-        name: name of the scheduler.
         cfg: run options, as for ``torchx run -cfg``; those of ``.torchxconfig`` are added.
     """
     scheduler = None
@@ -152,7 +146,6 @@ def check_usable(name: str, timeout: float) -> Iterable[CheckResult]:
     """Check whether a scheduler can be used; yield one result, a warning if it cannot.
 
     Args:
-        name: name of the scheduler.
         timeout: seconds for the place where it runs apps to answer.
     """
 

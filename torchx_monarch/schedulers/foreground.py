@@ -43,8 +43,6 @@ class Foreground:
     """Watches the apps that a ``torchx run`` in this process has submitted.
 
     Args:
-        apps: the apps of the backend.
-        scheduler: the registered name of the scheduler, for app handles.
         kills: whether the backend can kill an app immediately.
     """
 
@@ -130,12 +128,7 @@ class Foreground:
         raise SystemExit(128 + number) from None
 
     def _cancel(self, app_id: str, number: int) -> None:
-        """Cancel an app that has not ended, and wait for its end; after Ctrl-C kill it, or wait no longer.
-
-        Args:
-            app_id: id of the app.
-            number: the signal because of which the command exits.
-        """
+        """Cancel an app that has not ended, and wait for its end; after Ctrl-C kill it, or wait no longer."""
         is_requested = False
         # The message is inside the block: its reader may press Ctrl-C before the call that prints it has returned.
         try:

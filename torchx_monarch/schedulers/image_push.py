@@ -23,8 +23,6 @@ def name_images(workspace: WorkspaceMixin[Any] | None, app: AppDef, options: Mon
 
     Args:
         workspace: the backend's builder of workspaces; None without one.
-        app: the app. Its roles are changed.
-        options: the run options.
 
     Returns:
         What ``push`` needs; None if there is nothing to push.

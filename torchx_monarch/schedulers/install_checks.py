@@ -71,7 +71,6 @@ def check_requirement(name: str, versions: str) -> CheckResult:
     """Check that a package is installed, in one of the versions that this package works with.
 
     Args:
-        name: name of the distribution.
         versions: the versions, such as ``>=0.7,<0.8``; empty for any.
     """
     found = _version(name)
@@ -102,7 +101,6 @@ def check_devices(torch: str, devices: int) -> CheckResult:
 
     Args:
         torch: torch's version; empty if it is not installed.
-        devices: number of NVIDIA devices.
     """
     unused = devices and torch.endswith("+cpu")
     advice = f"torch {torch} is built without CUDA; install a build with it (https://pytorch.org/get-started/locally)"

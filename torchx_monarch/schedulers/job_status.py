@@ -236,9 +236,6 @@ def build(
     """Derive the status of a job from what its backend, its events and its hosts tell.
 
     Args:
-        handle: the app's TorchX handle.
-        app: the app's snapshot; a brief one leaves more facts unknown.
-        status: its state.
         happened: its events, the oldest first; empty if this machine does not have them. ``events_of`` makes some of a
             log: they are shown, and decide nothing.
         now: the time in seconds since the epoch; None for the present.
@@ -304,7 +301,6 @@ def in_one_line(status: JobStatus, now: float | None = None) -> str:
     """Return the facts of a job that has not ended as one line; empty if there is none beyond its state.
 
     Args:
-        status: its status.
         now: the time in seconds since the epoch; None for the present.
     """
     now = time.time() if now is None else now
@@ -411,13 +407,7 @@ def _ranks_asked(replicas: int, command: Command | None) -> int | None:
 
 
 def most_ranks(app: AppSnapshot, role_name: str, happened: Sequence[Event]) -> int | None:
-    """Return the number of ranks in the largest attempt of a role; None if it is not known.
-
-    Args:
-        app: the app's snapshot.
-        role_name: name of the role.
-        happened: the events of the app.
-    """
+    """Return the number of ranks in the largest attempt of a role; None if it is not known."""
     ranks = [event for event in happened if event["kind"] == "ranks" and event.get("role") == role_name]
     counts = [int(found[1]) for event in ranks if (found := _RANKS.match(event["message"]))]
     roles = [role for role in (app.app.roles if app.app is not None else ()) if role.name == role_name]

@@ -35,9 +35,6 @@ class LogDisplay:
     """Decide how the log lines of one replica look.
 
     Args:
-        app: the app.
-        role: name of the role.
-        replica: id of the replica.
         stream: where TorchX prints the lines; None if that is closed.
     """
 
@@ -60,7 +57,6 @@ class LogDisplay:
         """Return the lines to show; those in which a regular expression matches, if there is one.
 
         Args:
-            pieces: lines, or pieces of a line that continues.
             regex: is matched with the line without colours; None or empty for all lines.
 
         Raises:

@@ -65,9 +65,6 @@ class _DryRun(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
     """A dry run's result: the backend's request.
 
     Args:
-        request: the request.
-        backend: shows the request.
-        submitted: the app, to be stored with it.
         images: the images to push (``image_push.name_images``).
     """
 
@@ -81,12 +78,6 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     """Submits roles as Monarch hosts to a backend.
 
     A dry run and ``describe`` show the user's own app; the request shows the wrapped commands.
-
-    Args:
-        name: the registered name of this scheduler.
-        session_name: TorchX's session name.
-        inner: the backend.
-        python: the Python interpreter of the hosts.
     """
 
     def __init__(self, name: str, session_name: str, inner: Backend[Any, Any, Any], python: str = "python") -> None:
@@ -137,9 +128,6 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def check_options(self, cfg: Cfg) -> None:
         """Check run options without an app.
-
-        Args:
-            cfg: the options with defaults filled in.
 
         Raises:
             UserError, InvalidRunConfigException, BackendError: as for a submission.
@@ -424,13 +412,6 @@ class MonarchWorkspaceScheduler(WorkspaceMixin[Any], MonarchScheduler):  # type:
 
 
 def create(name: str, session_name: str, backend: Backend[Any, Any, Any], python: str) -> MonarchScheduler:
-    """Create the scheduler of a backend, with ``WorkspaceMixin`` as a base class if the backend takes workspaces along.
-
-    Args:
-        name: the registered name of the scheduler.
-        session_name: TorchX's session name.
-        backend: the backend.
-        python: the Python interpreter of the hosts.
-    """
+    """Create the scheduler of a backend, a ``WorkspaceMixin`` too if the backend takes workspaces along."""
     kind = MonarchScheduler if backend.workspace is None else MonarchWorkspaceScheduler
     return kind(name, session_name, backend, python)

@@ -45,7 +45,6 @@ class CheckedRunopts(runopts):  # type: ignore[misc]
     """Run options whose errors name the option that has a wrong value.
 
     Args:
-        options: the options.
         section: values from a configuration file, by option, which replace the defaults.
     """
 

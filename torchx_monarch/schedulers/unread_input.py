@@ -24,9 +24,6 @@ def has_unread_input(fd: int = 0) -> bool:
       has moved its position.
     - A pipe or a socket counts if bytes wait in it, and the parent process does not have the same one as its own
       standard input. What cron, CI runners and ``curl … | sh`` give to a script is not meant for the commands in it.
-
-    Args:
-        fd: the descriptor of standard input.
     """
     try:
         given = os.fstat(fd)

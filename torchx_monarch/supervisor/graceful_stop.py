@@ -37,9 +37,6 @@ class GracefulStop:
         """Prepare the stop; ``begin`` starts it.
 
         Args:
-            timers: the event loop.
-            scope: the replicas to stop.
-            then: called when all of them have ended.
             grace: seconds from SIGTERM to SIGKILL; 0 for SIGKILL without SIGTERM.
             settling: replicas that first get SETTLE seconds to end by themselves; no replica gets a signal before.
         """

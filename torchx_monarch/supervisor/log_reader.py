@@ -40,7 +40,6 @@ def lines(
 
     Args:
         log_dir: the folder of the replica's logs.
-        stream: stdout, stderr or combined.
         since: leave out lines written before; a time without zone is local time. None for the beginning.
         until: leave out lines written at this time or later. None for the end.
         tail: start no earlier than this number of lines before the present end of the log; 0 for no such limit.

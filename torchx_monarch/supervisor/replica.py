@@ -84,7 +84,6 @@ class Replica:
         """Return its snapshot.
 
         Args:
-            state: the state in which the app counts it.
             error: as in ``ReplicaSnapshot``; empty where only the state of the app is decided, and not its cause.
             is_error_lost: as in ``ReplicaSnapshot``.
         """
@@ -162,11 +161,7 @@ class Replica:
                 self._close_pipe(fd)
 
     def exited(self, code: int) -> None:
-        """Record that its process has ended.
-
-        Args:
-            code: exit code, -N for signal N.
-        """
+        """Record that its process has ended."""
         for fd in list(self._pipes):
             self._drain(fd, _PIPE_BYTES)
         text = f"replica {self.name} (pid {self.record.pid}) {describe_code(code)}"

@@ -75,11 +75,6 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> tuple[int, t
 
     It leads a new session, reads /dev/null, has default signals, and is killed when the calling thread ends.
 
-    Args:
-        argv: the command.
-        env: its whole environment.
-        cwd: its working directory.
-
     Raises:
         SpawnError: the program or the working directory cannot be used.
         OSError: the system refuses another process or another pipe.

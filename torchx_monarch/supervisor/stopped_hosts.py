@@ -31,9 +31,6 @@ class StoppedHosts:
     def check(self, replicas: Iterable[int]) -> dict[int, str]:
         """Check all hosts once.
 
-        Args:
-            replicas: the pid of each replica.
-
         Returns:
             A message for each replica with a host whose lease has expired, by the replica's pid.
         """

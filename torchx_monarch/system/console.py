@@ -60,8 +60,6 @@ class WriterThread:
         """Call a function after all earlier writes.
 
         Args:
-            function: the function; errors that it raises are ignored.
-            args: its arguments.
             size: bytes of data in the arguments.
         """
         with self._changed:
@@ -110,7 +108,6 @@ class Console:
         writer: the thread that writes to it.
 
     Args:
-        fd: the descriptor.
         same: the other of the two consoles; None for the first. They share the thread, so that lines are written in
             their order; and the state of unfinished lines, if both are the same file or terminal.
     """

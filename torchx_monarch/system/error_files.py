@@ -129,7 +129,6 @@ def known_fields(data: dict[str, Any], traceback_bytes: int = TRACEBACK_BYTES) -
     """Return the known fields of an error file, nested as torch writes it or flat, where they have the right type.
 
     Args:
-        data: the JSON object.
         traceback_bytes: the maximum size of the traceback, in bytes of JSON.
     """
     fields = _scalars(data)

@@ -33,7 +33,6 @@ class LineOutput:
         """Return the bytes to write so that ``text`` does not run into another writer's line.
 
         Args:
-            writer: the writer of the text; compared by identity or value.
             text: whole lines, or part of a line that continues later. Not empty.
             prefix: goes before a piece that starts a new line of the output; ``text`` contains all other prefixes.
         """

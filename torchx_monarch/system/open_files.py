@@ -20,12 +20,7 @@ one rank, and 3 for each of 2, 4 and 8 hosts."""
 
 
 def shortage(ranks: int, hosts: int = 1) -> str:
-    """Return why a host cannot run under this process' limit; empty if it can.
-
-    Args:
-        ranks: number of ranks on the host.
-        hosts: number of hosts that it leads, itself among them.
-    """
+    """Return why a host cannot run under this process' limit; empty if it can."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     needed = _FILES_PER_HOST + _FILES_PER_RANK * ranks + _FILES_PER_OTHER_HOST * (hosts - 1)
     if limit == resource.RLIM_INFINITY or limit >= needed:

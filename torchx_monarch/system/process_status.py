@@ -33,7 +33,6 @@ def status(pid: int, thread: int | None = None) -> KernelStatus | None:
     """Return the status of a process, or of one of its threads; None if it is gone.
 
     Args:
-        pid: process id.
         thread: id of the thread; None for the main thread.
     """
     path = f"/proc/{pid}/status" if thread is None else f"/proc/{pid}/task/{thread}/status"

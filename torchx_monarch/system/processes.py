@@ -208,8 +208,6 @@ def descendants(root: int, job: str, children_of: Callable[[int], list[int]] | N
     An app that was submitted from inside this one is separate: its keeper is a descendant, but is left alone.
 
     Args:
-        root: pid of the process.
-        job: the app's marker.
         children_of: lists the children of a process; None to read those of each descendant.
     """
     children_of = children_of or _families()

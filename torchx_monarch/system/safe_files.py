@@ -251,7 +251,6 @@ def write_named_file(path: str, data: bytes, *, is_exposed: bool) -> None:
 
     Args:
         path: the file.
-        data: the content.
         is_exposed: whether ranks may have put something in the file's place. If so, a symbolic link or a FIFO is
             replaced: read through a link to ``/dev/zero``, the result would have no end. Otherwise a device behind a
             link, and a FIFO that has a reader, get the data, too.

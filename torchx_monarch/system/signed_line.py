@@ -19,12 +19,7 @@ _LINE = re.compile(r"\[monarch\] result ([0-9a-f]{64}) (\{.*\})\s*")
 
 
 def sign(text: str, key: str) -> str:
-    """Return the signed line, without the ``[monarch]`` before it.
-
-    Args:
-        text: a JSON object on one line.
-        key: the key of the job.
-    """
+    """Return the signed line, without the ``[monarch]`` before it."""
     return f"result {_code(text, key)} {text}"
 
 
@@ -33,7 +28,6 @@ def verified(lines: Iterable[str], key: str) -> list[str]:
 
     Args:
         lines: lines of a log; a signed line starts with ``[monarch]``.
-        key: the key of the job.
     """
     found = [match for line in lines if (match := _LINE.fullmatch(line))] if key else []
     return [match[2] for match in found if hmac.compare_digest(match[1], _code(match[2], key))]

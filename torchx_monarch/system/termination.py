@@ -19,11 +19,7 @@ _CANCEL_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Signalled(KeyboardInterrupt):
-    """Raised when this process receives SIGTERM or SIGHUP. As a ``KeyboardInterrupt``, it passes ``except Exception``.
-
-    Args:
-        number: the signal's number.
-    """
+    """Raised when this process receives SIGTERM or SIGHUP; a ``KeyboardInterrupt`` passes ``except Exception``."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -12,7 +12,6 @@ def one_line(text: str, limit: int = 0) -> str:
     """Escape a text so that it fits on one line.
 
     Args:
-        text: untrusted text; text that is already escaped is not changed again.
         limit: the maximum number of characters of ``text`` to show; 0 for all.
     """
     if limit and len(text) > limit:

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 def scheduler_of(runner: Runner, name: str) -> Scheduler[Any]:
     """Return the instance of a scheduler that a runner uses.
 
-    Args:
-        runner: the runner.
-        name: name under which the scheduler is registered.
-
     Raises:
         torchx.specs.api.UnknownSchedulerException: no scheduler is registered under this name.
     """
@@ -30,23 +26,12 @@ def scheduler_of(runner: Runner, name: str) -> Scheduler[Any]:
 
 
 def render(scheduler: Scheduler[Any], app: AppDef, cfg: Any) -> AppDryRunInfo[Any, Any]:
-    """Return a scheduler's request for an app, without calling the ``pre_proc`` of the app's roles.
-
-    Args:
-        scheduler: the scheduler.
-        app: the app, with built workspaces.
-        cfg: run options, in the scheduler's own type.
-    """
+    """Return a scheduler's request for an app, without calling the ``pre_proc`` of the app's roles."""
     return scheduler._submit_dryrun(app, cfg)
 
 
 def validate(scheduler: Scheduler[Any], app: AppDef, cfg: Any) -> None:
     """Check an app as a runner does before it submits to a scheduler.
-
-    Args:
-        scheduler: the scheduler.
-        app: the app, with built workspaces.
-        cfg: run options, with defaults filled in.
 
     Raises:
         Exception: whatever the scheduler raises for an app that it refuses.

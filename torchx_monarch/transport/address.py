@@ -60,10 +60,6 @@ class Address:
     def parse(cls, text: str, source: str) -> Address:
         """Parse ``unix:PATH``, ``tls:HOST:PORT`` or ``insecure-tcp:HOST:PORT``.
 
-        Args:
-            text: the address.
-            source: option or variable that holds the address, for the error message.
-
         Raises:
             AddressError: the text has none of the three forms, or its host is an IPv6 address.
         """

@@ -66,8 +66,6 @@ class Identity:
         """Sign a certificate for this host and write it, its key and the authority to files.
 
         Args:
-            credentials: the job's credentials.
-            names: names and IP addresses by which other hosts dial this host.
             folder: folder for the files; mode 0700.
         """
         leaf = credentials.sign(names)
@@ -124,7 +122,6 @@ async def listen(
     """Listen on an address and serve every connection.
 
     Args:
-        address: address to listen on.
         serve: called with each connection after its handshake. It calls ``Listener.mark_authenticated`` once the peer
             has identified itself; until then the listener may close the connection.
         identity: this host's certificate; None without TLS.
@@ -180,7 +177,6 @@ async def connect(
     """Connect to the address of replica 0.
 
     Args:
-        address: address to connect to.
         identity: this host's certificate; None without TLS.
         peer_timeout: seconds without an answer from the peer's machine after which the kernel breaks the connection.
         handshake_timeout: seconds for the TLS handshake.

@@ -133,9 +133,6 @@ class HostCredentials:
     def sign(self, names: Iterable[str]) -> Leaf:
         """Sign a certificate for this host.
 
-        Args:
-            names: names and IP addresses by which the other hosts dial this host.
-
         Raises:
             CredentialsError: the PEM of the certificates or the key cannot be read, the key does not match the
                 authority, the certificates have expired, or a name cannot be put into a certificate.

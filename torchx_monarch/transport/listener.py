@@ -42,7 +42,6 @@ class Listener:
     """Accept the connections of one listening socket.
 
     Args:
-        listening: the listening socket.
         serve: called with each connection after its handshake; the connection is closed when it returns.
         context: SSL context; None without TLS.
         limit: longest line in bytes that is read from a connection.

@@ -79,7 +79,6 @@ def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> 
 
     Args:
         address: the address, with or without ``@NAME``.
-        environ: the environment.
         is_first: whether this host is replica 0.
 
     Returns:
@@ -121,7 +120,6 @@ def advertised(rendezvous: Address, is_first: bool, options: NetworkOptions, our
     Args:
         rendezvous: address on which replica 0 listens.
         is_first: whether this host is replica 0.
-        options: the user's network options.
         ours: this machine's address if the backend knows it, else empty. On Kubernetes a host's name does not resolve
             at first.
     """

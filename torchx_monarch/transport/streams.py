@@ -45,7 +45,6 @@ async def open_streams(
     The streams own the socket; it is closed when this fails or is cancelled.
 
     Args:
-        connection: the connected, non-blocking socket.
         limit: longest line in bytes that is read.
         context: SSL context; None without TLS.
         server_hostname: name that the peer's certificate must have, for the connecting end of TLS; None for the

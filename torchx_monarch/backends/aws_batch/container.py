@@ -150,8 +150,6 @@ def render(role: Role, app_id: str, first: int) -> tuple[list[str], dict[str, st
     """Return the words of a role's command, and its environment.
 
     Args:
-        role: the role.
-        app_id: the app's id.
         first: node index of the role's replica 0.
 
     Raises:

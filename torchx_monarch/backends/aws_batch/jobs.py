@@ -118,7 +118,6 @@ class Jobs:
         Batch itself keeps jobs for a week. Logs stay in CloudWatch for the retention time of the log group.
 
         Args:
-            app_id: id of the app.
             job: the result of ``find``.
         """
         secrets = dict.fromkeys(secrets_of(job))

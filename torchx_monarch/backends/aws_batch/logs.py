@@ -38,12 +38,9 @@ def lines(
     """Yield the lines.
 
     Args:
-        aws: sends the requests.
-        poll: called before each poll.
         since: omit lines written before this time; None for no limit. A time without a zone is local time.
         until: omit lines written after this time; None for no limit.
         tail: how many of each attempt's last lines to yield at least; 0 for all.
-        follow: wait for further lines until the job has ended.
 
     Raises:
         AwsError: AWS is unreachable or refuses; throttling of a followed log only delays the next poll.
@@ -104,8 +101,6 @@ def results(aws: Aws, streams: Sequence[tuple[str, str]], key: str) -> list[str]
     """Return the last signed result among the last lines of each stream; empty for a stream without one.
 
     Args:
-        aws: sends the requests.
-        streams: the streams, as (group, stream).
         key: the key of the job; empty if none of its hosts signs results.
     """
     return [_result(aws, stream, key) for stream in streams] if key else []

@@ -95,7 +95,6 @@ class Aws:
         Args:
             service: boto3's name of the service, such as ``batch``.
             operation: the operation's name in AWS's documentation, such as ``SubmitJob``.
-            arguments: the operation's arguments.
 
         Raises:
             AwsError: AWS is unreachable or refuses.

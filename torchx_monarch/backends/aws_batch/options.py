@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The run options and their checks, offline and with AWS. Options that TorchX's former aws_batch had keep their names."""
+"""The run options and their checks, offline and with AWS. Options of TorchX's former aws_batch keep their names."""
 
 from __future__ import annotations
 
@@ -121,7 +121,6 @@ def _check_hosts(role: RoleSpec, main: RoleSpec) -> None:
     """Check that the hosts of a role can find each other and that Batch can implement the role's retry policy.
 
     Args:
-        role: the role.
         main: the app's first role; its replica 0 is Batch's main node.
     """
     if not role.runs_hosts or role.replicas == 1:
@@ -161,7 +160,6 @@ def check_cloud(aws: Aws, options: AWSBatchOpts | None) -> Iterator[CheckResult]
     """Check that jobs can be submitted with run options.
 
     Args:
-        aws: the account and region.
         options: the run options; None to check only the credentials.
 
     Raises:

@@ -119,8 +119,6 @@ def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJo
 
     Args:
         app: the app; its images must be in a registry that the nodes can reach.
-        roles: what is known of its roles.
-        cfg: the run options.
 
     Raises:
         UserError: AWS Batch cannot run the app; the message says what is allowed.
@@ -171,8 +169,6 @@ def with_credentials(job: BatchJob, roles: Sequence[RoleSpec], value: str) -> di
     """Return a copy of a job definition whose hosts receive their credentials.
 
     Args:
-        job: the request.
-        roles: what is known of the roles.
         value: the ARN of the secret that holds the credentials if the request has one; otherwise the credentials.
     """
     definition = copy.deepcopy(job.definition)

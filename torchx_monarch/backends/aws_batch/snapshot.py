@@ -117,7 +117,6 @@ def app_snapshot(
     """Return the snapshot of an app.
 
     Args:
-        app_id: id of the app.
         job: as for ``BatchSnapshot``.
         nodes: as for ``BatchSnapshot``.
         results: what the hosts have logged of their end; empty in a brief snapshot, and before the end of the job.
@@ -179,9 +178,6 @@ def _replica(
     """Return the snapshot of a replica.
 
     Args:
-        role: name of its role.
-        replica: its id.
-        job: Batch's description of the job.
         node: Batch's description of its node; None if Batch does not know it yet, or has forgotten the job.
         error: its host's result, if the log has it.
     """
@@ -265,7 +261,6 @@ def with_hint(reason: str, container: Mapping[str, Any]) -> str:
     """Return a reason followed by advice, if there is any.
 
     Args:
-        reason: Batch's or ECS's reason.
         container: the container that it is about; may be empty.
     """
     given = [

@@ -30,12 +30,7 @@ S = TypeVar("S", bound=AppSnapshot)
 
 
 class Apps(Generic[S]):
-    """The apps of one backend.
-
-    Args:
-        backend: the backend.
-        scheduler: the name of the scheduler, for messages.
-    """
+    """The apps of one backend."""
 
     def __init__(self, backend: Backend[Any, Any, S], scheduler: str) -> None:
         self._backend = backend
@@ -56,7 +51,6 @@ class Apps(Generic[S]):
         sidecars when the other roles have succeeded, other roles when one has failed.
 
         Args:
-            app_id: id of the app.
             brief: as for ``Backend.snapshot``.
 
         Raises:
@@ -130,12 +124,8 @@ class Apps(Generic[S]):
         """Return the lines of one replica, both streams together, with their times.
 
         Args:
-            app: the app, which has the replica.
-            role: name of the role.
-            replica: id of the replica.
             since: as in ``LogQuery``.
             tail: as in ``LogQuery``.
-            follow: wait for more lines until the app has ended.
         """
         return self._backend.read_log(app, role, replica, self._query(app.app_id, since, None, None, tail, follow))
 
@@ -192,7 +182,6 @@ class Apps(Generic[S]):
         """Begin to end an app and return immediately; do nothing if it has ended or does not exist.
 
         Args:
-            app_id: id of the app.
             grace: as for ``Backend.stop``.
         """
         found = self.read(app_id, brief=True)

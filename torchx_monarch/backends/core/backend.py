@@ -42,7 +42,6 @@ def read_undamaged(items: Iterable[T], read: Callable[[T], U | None]) -> list[U]
     """Read items for a list; leave out, with a warning, what is damaged or belongs to another user.
 
     Args:
-        items: what names or holds an app.
         read: reads an item; returns None if there is nothing.
     """
     found = []
@@ -175,10 +174,6 @@ class Backend(abc.ABC, Generic[O, R, S]):
         known until replica 0 runs: it then registers with replica 0 of the first role, which the other hosts query.
 
         By default it is ``@`` and the variable of ``env_names.replica0_variable``, which the backend then sets.
-
-        Args:
-            app: the app.
-            role: index of the role in the app.
         """
         return f"@{replica0_variable(role)}"
 
@@ -189,7 +184,6 @@ class Backend(abc.ABC, Generic[O, R, S]):
         Args:
             app: the app to run: as submitted, with the host process before each rank command.
             submitted: the app as the user wrote it, to be stored with it, and what is known of its roles.
-            options: the run options.
 
         Raises:
             ValueError: the backend cannot run the app; the message says what is allowed.
@@ -217,7 +211,6 @@ class Backend(abc.ABC, Generic[O, R, S]):
         """Read the state of an app; return None if the app does not exist.
 
         Args:
-            app_id: id of the app.
             brief: leave out what costs further requests and only describes: error files, numbers of restarts.
         """
 
@@ -231,14 +224,7 @@ class Backend(abc.ABC, Generic[O, R, S]):
 
     @abc.abstractmethod
     def read_log(self, app: S, role: str, replica: int, query: LogQuery[S]) -> Iterable[TimedLine]:
-        """Yield lines of the log of a replica that exists, in the order in which they were written.
-
-        Args:
-            app: the app.
-            role: name of the role.
-            replica: id of the replica.
-            query: which lines.
-        """
+        """Yield lines of the log of a replica that exists, in the order in which they were written."""
 
     def native_request(self, app_id: str) -> tuple[R, SubmittedApp | None] | None:
         """Return the request of a submitted app; None if the app does not exist or the backend does not keep it."""
@@ -274,7 +260,6 @@ class Backend(abc.ABC, Generic[O, R, S]):
         """Begin to end what is left of an app, and return immediately.
 
         Args:
-            app: the app, in its current state.
             outcome: why it ends; the backend stores it where the state would not follow from the replicas alone. An
                 outcome that is stored already takes precedence.
             grace: seconds from SIGTERM to SIGKILL, where the backend allows a choice; 0 to kill immediately; None for

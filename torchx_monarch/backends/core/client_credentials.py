@@ -39,8 +39,6 @@ def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str,
     """Store what a client needs to reach an app.
 
     Args:
-        scheduler: the name under which this package registers the scheduler.
-        app_id: id of the app.
         credentials: the text of its ``credentials.ClientCredentials``.
         rendezvous: the address of replica 0 of each role, by the role's name; the host may be ``@NAME``, which only the
             hosts can resolve.

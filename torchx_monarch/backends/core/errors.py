@@ -32,9 +32,7 @@ class RemoveError(BackendError):
     """Raised when the folder of an app cannot be removed; the app is kept.
 
     Args:
-        app_id: the app.
         folder: its folder, shown if ``error`` names no file.
-        error: the error of the system.
     """
 
     def __init__(self, app_id: str, folder: str, error: OSError) -> None:
@@ -84,7 +82,6 @@ class StateAccessError(BackendError):
         """Build the error from an error of the system.
 
         Args:
-            error: the error.
             path: the path in use, shown if ``error`` names none.
         """
         return cls(str(error.filename or path), error.strerror or str(error))

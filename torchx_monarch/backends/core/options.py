@@ -146,10 +146,6 @@ def check_names(app: AppDef) -> None:
 def check_images(app: AppDef, specs: Sequence[RoleSpec]) -> None:
     """Check that each role that runs hosts names an image that may have this package.
 
-    Args:
-        app: the app, before workspaces are built into its images.
-        specs: what is known of its roles, in the same order.
-
     Raises:
         UserError: a role has no image, or the default image of TorchX's components, which lacks this package.
     """
@@ -171,12 +167,6 @@ def check_images(app: AppDef, specs: Sequence[RoleSpec]) -> None:
 
 def check_replica(app_id: str, sizes: Mapping[str, int], role: str, replica: int) -> None:
     """Check that an app has a replica.
-
-    Args:
-        app_id: id of the app, for the message.
-        sizes: number of replicas of each of its roles, by the role's name.
-        role: name of the role.
-        replica: id of the replica.
 
     Raises:
         UserError: the app has no such role, or the role no such replica.

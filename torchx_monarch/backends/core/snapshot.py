@@ -93,12 +93,9 @@ class ReplicaSnapshot:
         """Return a replica that is a process, for backends that learn no more than its exit code.
 
         Args:
-            role: name of its role.
-            id: its index in the role.
             code: its exit code, -n for death by signal n; None if it runs.
             error: the content of its error file or its termination message, as JSON text; empty without one.
             stopped: whether it was asked to stop.
-            more: further attributes.
         """
         result = HostResult.from_text(error)
         return cls(

@@ -120,7 +120,6 @@ def _decide(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> tuple[Outc
     """Decide how an app ends.
 
     Args:
-        app: the app.
         failures: the failed replicas that no role tolerates, the root cause first.
 
     Returns:
@@ -201,11 +200,7 @@ def count_restarts(app: AppSnapshot) -> int:
 
 
 class RetryBudget:
-    """The retries that an app has left.
-
-    Args:
-        app_retries: how often the app was restarted already.
-    """
+    """The retries that an app has left."""
 
     def __init__(self, app_retries: int = 0) -> None:
         self._used: Counter[tuple[str, int]] = Counter({("", 0): app_retries})
@@ -217,12 +212,7 @@ class RetryBudget:
         return self._used["", 0]
 
     def take(self, role: RoleSpec, replica: int = 0) -> bool:
-        """Use one retry of a role's policy; return False if none is left.
-
-        Args:
-            role: the role of the failed replica.
-            replica: id of that replica.
-        """
+        """Use one retry of a role's policy; return False if none is left."""
         scope = _scope(role, replica)
         if self._used[scope] >= role.max_retries:
             return False

@@ -165,7 +165,6 @@ def app_paths(app_id: str, root: str | None = None) -> AppPaths:
     """Return the paths of the app with this id, whether it exists or not.
 
     Args:
-        app_id: id of the app.
         root: the state directory; None for ``state_dir()``.
     """
     return AppPaths(os.path.join(apps_dir(root), app_id))

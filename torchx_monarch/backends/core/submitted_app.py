@@ -96,7 +96,6 @@ class SubmittedApp:
 
         Args:
             word: the output of ``pack``.
-            source: where it is stored, for messages.
 
         Raises:
             DamagedFileError: the word is no app.

@@ -41,11 +41,7 @@ _ASKING = 2.0
 
 
 class _Workspace(WorkspaceMixin[None]):  # type: ignore[misc]
-    """Builds workspaces into images of the daemon, through the backend's connection.
-
-    Args:
-        daemon: the daemon, to which a build connects.
-    """
+    """Builds workspaces into images of the daemon, through the backend's connection."""
 
     def __init__(self, daemon: Daemon) -> None:
         super().__init__()

@@ -33,7 +33,6 @@ def lines(container: Container, query: LogQuery[Any]) -> Iterator[TimedLine]:
 
     Args:
         container: the container; the iterator ends if it is deleted.
-        query: which lines.
     """
     start = query.since.timestamp() if query.since is not None else 0.0
     stop = query.until.timestamp() if query.until is not None else None

@@ -177,7 +177,6 @@ def stop(container: Container, timeout: float) -> None:
     """Stop a container if it exists.
 
     Args:
-        container: the container.
         timeout: seconds from SIGTERM to SIGKILL.
     """
     with contextlib.suppress(NotFound):
@@ -206,7 +205,6 @@ def read_file(container: Container, path: str, since: float = 0.0) -> str:
     """Return the text of a file in a running or stopped container.
 
     Args:
-        container: the container.
         path: the file's path in it; empty means no file.
         since: in seconds since the epoch; a file last modified before it is ignored.
 

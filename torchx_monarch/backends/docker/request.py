@@ -50,8 +50,6 @@ def render(app: AppDef, options: DockerOpts, environ: Mapping[str, str]) -> Dock
     """Return the containers that run an app.
 
     Args:
-        app: the app, with the host process before each rank command.
-        options: the run options.
         environ: the submitter's environment, which limits the GPUs that replicas may use.
     """
     # TorchX uses the name unchanged, but a slash would end the app's handle, and dockerd refuses it for a volume.
@@ -66,10 +64,7 @@ def complete(container: DockerContainer, submitted: SubmittedApp, packed: str, c
     """Return the options of a container, with the app's record, and with the credentials if it runs a host.
 
     Args:
-        container: the container; it is not changed.
-        submitted: the app.
         packed: the result of its ``pack``.
-        credentials: the hosts' credentials.
     """
     kwargs: dict[str, Any] = {**container.kwargs}
     kwargs["labels"] = {**kwargs["labels"], LABEL_APP: packed}
@@ -119,7 +114,6 @@ def host_names(app_id: str, roles: Mapping[str, int]) -> dict[str, list[str]]:
 
     Args:
         app_id: the app's id; only the end of a long id is kept, because it ends in a random string.
-        roles: number of replicas, by role name.
     """
     short = {role: _safe(role)[:_LONGEST_ROLE].strip("-") or "role" for role in roles}
     if len(set(short.values())) < len(short):

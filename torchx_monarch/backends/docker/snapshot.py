@@ -47,10 +47,8 @@ def build(
     """Assemble the snapshot of an app, without the content of error files.
 
     Args:
-        app_id: id of the app.
         containers: its containers; at least one.
         cancelled: when it was cancelled, in seconds since the epoch; 0 if it was not.
-        results: the results that hosts have written, by the id of the container.
 
     Raises:
         DamagedFileError: the label with the app is damaged.

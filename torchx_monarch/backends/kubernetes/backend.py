@@ -209,7 +209,6 @@ def check_cluster(api: Api, options: KubernetesOpts | None) -> Iterator[CheckRes
     """Check that jobs can be submitted with run options.
 
     Args:
-        api: the cluster.
         options: the run options; None to check only that the cluster answers.
 
     Raises:

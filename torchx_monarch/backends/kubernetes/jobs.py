@@ -24,13 +24,6 @@ def render(
 ) -> KubernetesRequest:
     """Return the request for an app.
 
-    Args:
-        app: the app, with wrapped commands.
-        specs: how each of its roles ends and restarts.
-        cfg: the run options.
-        namespace: the namespace of all objects.
-        record: the annotations of the app's record.
-
     Raises:
         ValueError: the host name of a pod would be too long.
     """

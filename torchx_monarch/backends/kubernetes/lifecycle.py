@@ -51,11 +51,6 @@ def submit(api: Api, request: KubernetesRequest, credentials: str) -> None:
 
     Objects that are created after the jobs belong to them from the start; those created before are given to them last.
 
-    Args:
-        api: the cluster.
-        request: the request.
-        credentials: the credentials of its hosts.
-
     Raises:
         KubernetesError: an object could not be created; those created before are removed.
     """
@@ -99,10 +94,6 @@ def _remove(api: Api, objects: Sequence[Object], namespace: str) -> None:
 def _check_kept(sent: Object, stored: Object) -> None:
     """Check that the server has kept the fields of a Job that this package needs.
 
-    Args:
-        sent: the object in the request.
-        stored: the object in the answer.
-
     Raises:
         KubernetesError: the server has dropped a field.
     """
@@ -117,8 +108,6 @@ def stop(api: Api, app: KubernetesSnapshot, outcome: Outcome) -> None:
     """Start to end the pods of an app; return without waiting for them.
 
     Args:
-        api: the cluster.
-        app: the app.
         outcome: how it ends, which is noted in its record. An earlier note takes precedence: two processes may describe
             or cancel the app concurrently.
 

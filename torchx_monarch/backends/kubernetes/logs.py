@@ -27,10 +27,7 @@ def lines(
     ``until``, and stops following when the pod ends.
 
     Args:
-        api: the cluster.
         path: URL path of the pods' collection.
-        attempts: returns the replica's current pods, the oldest first.
-        query: which lines.
 
     Raises:
         KubernetesError: the server refuses; a missing pod or a container that has not started counts as an empty log.

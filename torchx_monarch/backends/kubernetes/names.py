@@ -60,10 +60,6 @@ def job_names(app_id: str, roles: Sequence[str]) -> list[str]:
 def check_host_name(name: str, what: str) -> None:
     """Check the length of a pod's host name.
 
-    Args:
-        name: the host name.
-        what: the replica, for the message.
-
     Raises:
         ValueError: the name has more than 63 characters.
     """

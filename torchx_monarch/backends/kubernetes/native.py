@@ -62,7 +62,6 @@ class Api:
 
     Args:
         configuration: the Kubernetes client's ``Configuration``.
-        namespace: the default namespace.
 
     Attributes:
         server_time: the time in the server's latest answer, in seconds since the epoch; 0 before the first one. The
@@ -155,8 +154,6 @@ class Api:
 
         Args:
             path: path of the collection.
-            body: the object.
-            dry_run: have the server validate the object without storing it.
 
         Returns:
             The object as the server has it, with defaults filled in.
@@ -250,11 +247,8 @@ class Api:
         """Send a request and repeat it after transient failures.
 
         Args:
-            method: the HTTP method.
             path: the URL path.
-            query: the query parameters.
             body: sent as JSON; None for no body.
-            content: media type of the body.
             timeout: None for the default. Without a read timeout the answer's body is left to the caller to read.
             ambiguous_failures: receives the errors of attempts that may have taken effect; None for no list.
 

@@ -55,10 +55,7 @@ def template(app: AppDef, index: int, runs_hosts: bool, context: PodContext) -> 
     """Return the pod template of a role in mode ``job``, the same for all of its replicas.
 
     Args:
-        app: the app.
-        index: index of the role in the app.
         runs_hosts: whether the role's pods run host processes.
-        context: what it shares with the other roles.
     """
     role, cfg = app.roles[index], context.cfg
     values = macros.Values(img_root="", app_id=context.app_id, replica_id=_REPLICA, rank0_env=RANK0)
@@ -94,10 +91,7 @@ def finish(pod: Object, index: int, runs_hosts: bool, context: PodContext) -> No
     """Change a pod made by ``role_to_pod``, in place, as both modes need it.
 
     Args:
-        pod: the pod, as JSON.
-        index: index of its role in the app.
         runs_hosts: whether it runs a host process.
-        context: what it shares with the pods of other roles.
     """
     metadata, spec, cfg = pod["metadata"], pod["spec"], context.cfg
     labels = {LABEL_APP: context.app_id, **(cfg.labels or {}), LABEL_ROLE: str(index)}

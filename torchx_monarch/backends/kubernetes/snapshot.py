@@ -88,7 +88,6 @@ def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
     """Return the snapshot of an app.
 
     Args:
-        objects: its objects.
         now: the API server's time, in seconds since the epoch.
 
     Raises:
@@ -144,11 +143,6 @@ def replica(
     """Return the snapshot of a replica.
 
     Args:
-        spec: its role.
-        index: its index in the role.
-        attempts: its pods, the oldest first.
-        job: what the role's Job reports.
-        app: the objects of the app, for the names of hosts.
         stuck_before: a pod that could not be started since before this time, in seconds since the epoch, is stuck.
     """
     last = attempts[-1] if attempts else None

@@ -21,13 +21,6 @@ def render(
 ) -> KubernetesRequest:
     """Return the request for an app: a Volcano job and the Secret that it owns. Volcano creates the Service.
 
-    Args:
-        app: the app, with wrapped commands.
-        specs: how each of its roles ends and restarts.
-        cfg: the run options.
-        namespace: the namespace of both objects.
-        record: the annotations of the app's record, which is the job.
-
     Raises:
         ValueError: the host name of a pod would be too long.
     """

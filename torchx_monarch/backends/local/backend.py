@@ -230,9 +230,6 @@ def _snapshot(app_id: str, record: AppRecord, hostname: str, submitted: Submitte
     """Convert the record of an app, whose state its supervisor has decided.
 
     Args:
-        app_id: id of the app.
-        record: the record.
-        hostname: the name of the machine on which it runs.
         submitted: the app as submitted; None if it is not stored.
     """
     specs = {spec.name: spec for spec in submitted.roles} if submitted else {}

@@ -38,7 +38,6 @@ def assign(roles: Sequence[tuple[int, int]], available: Sequence[str]) -> list[l
 
     Args:
         roles: for each role, its number of replicas and the GPUs that each of them requests.
-        available: the devices.
 
     Returns:
         For each role and replica the value of CUDA_VISIBLE_DEVICES, None if the role requests no GPU. None instead of

@@ -49,11 +49,8 @@ def render(
     """Return the request that runs an app.
 
     Args:
-        app: the app.
-        specs: how each of its roles ends and restarts.
         grace: seconds from SIGTERM to SIGKILL when the app is stopped.
         assign_gpus: whether to divide this machine's GPUs between the replicas by CUDA_VISIBLE_DEVICES.
-        environ: the submitter's environment.
         lease: seconds for which a host may be stopped (SIGSTOP) until it counts as lost.
     """
     app_id = new_app_id(app.name)
@@ -105,7 +102,6 @@ def submitter_env(environ: Mapping[str, str], job: str) -> dict[str, str]:
     An app may be submitted from inside a replica of another app: the variables that describe that app are left out.
 
     Args:
-        environ: the submitter's environment.
         job: the app's marker (``LocalRequest.job``).
     """
     return {**{name: value for name, value in environ.items() if name not in JOB_VARIABLES}, "MONARCH_JOB": job}

@@ -31,7 +31,6 @@ def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], 
     """Start the supervisor of a request; return when the supervisor runs independently of this process.
 
     Args:
-        request: the request.
         app: the app as submitted (``SubmittedApp.to_json``), stored for ``describe``.
         fill: writes further files into the app's folder, which has another name as yet.
 
@@ -115,7 +114,6 @@ def start_supervisor(paths: state_files.AppPaths, request: LocalRequest, lock: i
 
     Args:
         paths: paths of the app.
-        request: the app's request.
         lock: the descriptor of the app's lock, which keeper and supervisor inherit.
 
     Raises:

@@ -40,7 +40,6 @@ def main(root: str, ready: int, lock: int) -> None:
     Args:
         root: the app's folder.
         ready: the write end of a pipe; READY is written to it when the app has been started. It is closed in any case.
-        lock: the descriptor of the app's lock.
     """
     # The supervisor reads a request to stop from disk once it handles signals. Blocked until here (``submit``).
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

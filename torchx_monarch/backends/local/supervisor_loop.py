@@ -119,7 +119,6 @@ class SupervisorLoop:
         Args:
             on_ready: called when all replicas have been started and the status says so. A submitter that waits for it
                 never sees PENDING, for which TorchX's commands sleep a second.
-            keeper_pipe: a descriptor that becomes readable when the keeper dies.
         """
         wake = signal_pipe.watch((signal.SIGCHLD, signal.SIGTERM))
         for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):

@@ -267,7 +267,6 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         """Cancel an app and return immediately.
 
         Args:
-            app: the app.
             outcome: ignored: the batch step ends the rest of an app that has succeeded or failed.
             grace: seconds from SIGTERM to SIGKILL: 0 to kill immediately; None, and any other value, for the app's run
                 option, since the batch step knows no other.
@@ -309,10 +308,6 @@ def cancel(app_id: str, job: JobState) -> None:
     """Request the cancellation of an app for which ``JobState.is_live`` is true, and return immediately.
 
     If job.json says that the job has ended, it does not use a plain scancel, which would change the job's state.
-
-    Args:
-        app_id: the job's id.
-        job: its state.
 
     Raises:
         SlurmError: a command of Slurm's fails or cannot be run.

@@ -72,7 +72,6 @@ class Container:
 
         Args:
             paths: the job's folder.
-            role: the role's name.
         """
         lines = [
             "# FOLDER ROLE JOBID RESTART",

@@ -92,7 +92,6 @@ def new(name: str, job_dir: str | None) -> str:
     """Choose a path for the folder of a new job.
 
     Args:
-        name: the app's name.
         job_dir: the parent folder; None or empty for ``jobs_dir()``.
     """
     safe = re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:60].lstrip("-.") or "app"

@@ -85,7 +85,6 @@ def run(command: Sequence[str], timeout: float = _TIMEOUT) -> subprocess.Complet
     """Run one of Slurm's commands.
 
     Args:
-        command: the program and its arguments.
         timeout: seconds that it may take.
 
     Raises:

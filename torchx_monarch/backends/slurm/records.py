@@ -99,7 +99,6 @@ def read(cls: type[T], path: str, below: str) -> T | None:
     """Read a file; return None if it is missing or damaged.
 
     Args:
-        cls: its content.
         path: the file.
         below: ``JobFolder.trusted``.
     """

@@ -35,11 +35,6 @@ _SBATCH = (
 def render(app: AppDef, submitted: SubmittedApp, cfg: SlurmOpts) -> SlurmRequest:
     """Render the request for an app.
 
-    Args:
-        app: the app, with the host process before each rank command.
-        submitted: what is known of its roles.
-        cfg: the run options.
-
     Raises:
         UserError: a role cannot run in a container as it is, or the job's folder cannot be mounted there.
     """
@@ -165,10 +160,6 @@ def _role(role: Role, spec: RoleSpec, nomem: bool, gres: str | None, cfg: SlurmO
 
 def _container(role: Role, cwd: str) -> Container:
     """Return the container of a role.
-
-    Args:
-        role: the role.
-        cwd: the working directory of its replicas, which the container sees.
 
     Raises:
         UserError: the role has no image that can be used, or a mount that pyxis cannot make.

@@ -36,9 +36,6 @@ class SlurmSnapshot(AppSnapshot):
 def state_of(app_id: str) -> JobState | None:
     """Return the state of an app; None if no app of this scheduler has this id.
 
-    Args:
-        app_id: the job's id.
-
     Raises:
         SlurmError: a command of Slurm's fails or cannot be run, and the folder has no final state.
     """
@@ -68,9 +65,7 @@ def is_deleted(app_id: str, folder: JobFolder, components: Sequence[Job]) -> boo
     `torchx delete` waits for the job's end, so the folder of a job that lives was removed by another program.
 
     Args:
-        app_id: the job's id.
         folder: its folder.
-        components: Slurm's records of it.
     """
     return folders.is_removed(app_id, folder) and not any(job.is_live for job in components)
 
@@ -80,11 +75,6 @@ def is_deleted(app_id: str, folder: JobFolder, components: Sequence[Job]) -> boo
 
 def of_app(app_id: str, job: JobState, *, brief: bool) -> SlurmSnapshot:
     """Return the snapshot of an app.
-
-    Args:
-        app_id: the job's id.
-        job: the job's state.
-        brief: leave out what the records of the replicas hold.
 
     Raises:
         DamagedFileError: app.json is damaged, and the snapshot is not brief.
@@ -132,9 +122,6 @@ def _replicas(job: JobState, role: RoleSpec, index: int, brief: bool) -> list[Re
     """Return the replicas of a role from their records.
 
     Args:
-        job: the job.
-        role: the role.
-        index: the index of the role's component.
         brief: read no records; the node is known of replica 0 only then.
     """
     now = job.record.role_restarts.get(role.name, 0) if job.record else 0

@@ -64,7 +64,6 @@ def explanation(state: str, reason: str = "") -> str:
     """Describe a state in one line for the user; empty if the state needs no explanation.
 
     Args:
-        state: Slurm's state.
         reason: Slurm's reason why the job waits or ended; empty if there is none.
     """
     name = word(state)

@@ -79,9 +79,7 @@ class MachineConnection:
     """A connection to one machine.
 
     Args:
-        machine: its name.
         python: the Python interpreter there; empty for the one that has started an app there last.
-        setup: the shell commands before it.
 
     Attributes:
         key: these three.
@@ -140,10 +138,8 @@ class MachineConnection:
         """Send an order and yield its answers, until an answer is None.
 
         Args:
-            order: the order.
             has_ended: ends the wait for further answers; None for an order that ends by itself, as a word of the end
                 would be the next order.
-            fields: of the order.
         """
         self._send(json.dumps({"order": order, **fields}, separators=(",", ":")).encode() + b"\n")
         is_end_sent = False
@@ -226,7 +222,6 @@ def _explained(said: str, code: int | None, python: str) -> str:
     """Return what went wrong in words, with what to do.
 
     Args:
-        said: what ssh, the shell or Python has written to stderr.
         code: the exit code of ssh; None if it runs.
         python: the Python interpreter; empty for the one that has started an app there last.
     """

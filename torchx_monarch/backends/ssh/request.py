@@ -68,11 +68,7 @@ class SshRequest:
         """Return the request for the machine of one replica.
 
         Args:
-            role: index of its role.
-            k: its id.
-            name: the id under which the machine keeps it.
             addresses: for each role the address of its replica 0.
-            credentials: the credentials of hosts.
         """
         spec = self.roles[role].spec
         # The machine restarts its replica alone, whatever happens to others: hosts end and begin again together.
@@ -124,9 +120,6 @@ def _role(role: Role, spec: RoleSpec, app_id: str, root: str) -> RoleRequest:
     """Return the replicas of a role.
 
     Args:
-        role: the role.
-        spec: how it ends and restarts.
-        app_id: id of the app.
         root: the value of the macro ``img_root``; empty for the working directory.
     """
     cwd = os.path.abspath(role.image) if role.image and os.path.isdir(role.image) else os.getcwd()

@@ -40,10 +40,6 @@ class Found:
     def of(cls, answer: Any, hostname: str) -> Found | None:
         """Decode the answer of a machine about one replica; None if it has none.
 
-        Args:
-            answer: the answer.
-            hostname: name of the machine.
-
         Raises:
             DamagedFileError: a file of the replica is damaged.
         """
@@ -71,9 +67,7 @@ def build(app_id: str, found: Mapping[tuple[int, int], Found], lost: Mapping[str
     """Assemble the snapshot of an app.
 
     Args:
-        app_id: id of the app.
         found: its replicas, by index of the role and id; at least one.
-        lost: machines that could not be reached.
 
     Raises:
         DamagedFileError: a file of a replica is damaged.

@@ -67,8 +67,6 @@ def send(
 
     Args:
         workspaces: for each role what ``projects`` returns.
-        machines: for each role the machines of its replicas.
-        connections: a connection to each machine.
 
     Returns:
         For each role the hash of its workspace; empty without one.

@@ -70,7 +70,6 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
     An app without a record on this machine is shown as the other scheduler describes it.
 
     Args:
-        inner: the other scheduler.
         name: the name under which the scheduler around this backend is registered.
 
     Raises:

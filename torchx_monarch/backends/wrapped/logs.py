@@ -21,10 +21,6 @@ def lines(inner: Scheduler[Any], app_id: str, role: str, replica: int, query: Lo
     """Return the lines of a log; none if there is no log yet, which TorchX's schedulers say by a ``RuntimeError``.
 
     Args:
-        inner: the scheduler that has the log.
-        app_id: id of the app.
-        role: name of the role.
-        replica: id of the replica.
         query: which lines. Of a scheduler that cannot show both streams as one, those of stdout come first unless the
             log is followed.
 

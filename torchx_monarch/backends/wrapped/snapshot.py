@@ -99,8 +99,6 @@ def _replica(status: ReplicaStatus, app: State, error: str) -> ReplicaSnapshot:
     """Return the snapshot of a replica.
 
     Args:
-        status: what the other scheduler tells of it.
-        app: the app's state.
         error: the result of its role's hosts, if the app has failed; empty without one.
     """
     own, result = state(status.state), HostResult.from_text(error)
@@ -135,11 +133,7 @@ class Record:
 
 
 class AppRecords:
-    """The records of one scheduler's apps.
-
-    Args:
-        scheduler: the name under which it is registered.
-    """
+    """The records of one scheduler's apps."""
 
     def __init__(self, scheduler: str) -> None:
         self._scheduler = scheduler

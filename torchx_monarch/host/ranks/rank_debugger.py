@@ -36,9 +36,7 @@ def stop_at(
     """Stop in pdb at a frame of the program, once a debugger is attached; do nothing if none is.
 
     Args:
-        frame: the frame.
         host: socket file of the host; empty for pdb on the stdin and stdout of this process.
-        rank: the global rank of this process.
         own_files: the files whose frames are below the program's on the stack.
         header: text that is shown first; None for none.
         more: further arguments of ``pdb.set_trace``.

@@ -53,7 +53,6 @@ class OutputPipe:
         last_at: when output arrived last, in seconds since the epoch; 0 for never.
 
     Args:
-        pipe: the read end of the pipe; owned, and closed at the end.
         on_first: called once, for the first bytes that are not held. They are passed on in the next turn of the event
             loop: a task that this wakes can write a progress line before them. None for no call.
         is_shown: returns whether to write a line, given without its line feed, to the host's output; None to write all.

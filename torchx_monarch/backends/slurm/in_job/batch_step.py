@@ -82,7 +82,6 @@ class BatchStep:
 
     Args:
         paths: the job's folder.
-        request: the submitted request.
         step_pids: the PID of each role's step, in the order of the roles; empty if no step has been started.
     """
 
@@ -235,8 +234,6 @@ class BatchStep:
         """Return a replica of a role whose step has ended.
 
         Args:
-            role: the role.
-            replica: id of the replica.
             record: the record of its latest start; None if its task has written none.
             stopped: whether a replica of the role was asked to stop, though not by this process.
         """
@@ -261,7 +258,6 @@ class BatchStep:
         """Read the records of a role's latest start, by replica; replicas without a record are left out.
 
         Args:
-            role: the role.
             replicas: the replicas to read; empty for all.
         """
         now = self._record.role_restarts[role.name]
@@ -365,13 +361,7 @@ class BatchStep:
         return self._finish(State.FAILED, "told to stop by Slurm (see the job's state there)", code)
 
     def _restart(self, names: Sequence[str], what: str, failed: RoleSpec) -> None:
-        """Start roles again, after a delay if they have failed before.
-
-        Args:
-            names: the roles' names.
-            what: describes them in messages.
-            failed: the role that has failed.
-        """
+        """Start roles again, after a delay if they have failed before."""
         lived = max(0.0, self._ended[failed.name][1] - self._began[failed.name])
         delay = self._retries.delay(failed, lived)
         self._record.restarts += 1

@@ -74,9 +74,6 @@ def start(name: str, request: Any, place: Any, count: int, app: Any, code: Code,
         name: of its folder.
         request: its ``LocalRequest`` as JSON values. Its command may begin with ``python``: this interpreter.
         place: its ``Place`` as JSON values.
-        count: the GPUs that it needs.
-        app: the app as submitted.
-        code: the workspaces that the client has sent.
         workspace: the hash of the one in which the replica runs; empty without one.
 
     Raises:
@@ -163,7 +160,6 @@ def read(name: str, brief: bool) -> Any:
 
     Args:
         name: its folder.
-        brief: leave out how often its ranks were restarted.
     """
     paths = paths_of(name)
     if not _exists(paths):
