@@ -42,8 +42,8 @@ from pathlib import Path
 
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.model.registration import Registration
 from torchx_monarch.system.processes import collect_rarely, raise_file_limit
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.connections import Address, ConnectError, Identity

@@ -38,8 +38,8 @@ from torchx_monarch.client.rank_samples import ask_samples
 from torchx_monarch.client.rank_stacks import ask_stacks
 from torchx_monarch.command.rewrite import hold
 from torchx_monarch.exceptions import RefusedError, UnreachableError
-from torchx_monarch.model import sidecars
-from torchx_monarch.schedulers.app_summary import summary_of
+from torchx_monarch.model import role_metadata
+from torchx_monarch.schedulers.description import summary_of
 from torchx_monarch.torchx_adapter import torchx_api
 from torchx_monarch.transport.credentials import ClientCredentials
 
@@ -405,7 +405,7 @@ class Contract:
             place.wait(handle, state)
             _read(place, handle, state)
         # Its result is decided, and the process that has submitted it does not ask.
-        sidecars.mark(side)
+        role_metadata.mark(side)
         handle = place.run(place.role("true"), side)
         with Runner("torchx", place.schedulers) as reader:
             until(lambda: reader.status(handle).roles[0].replicas[0].state is AppState.SUCCEEDED, "the trainer", WITHIN)

@@ -20,8 +20,7 @@ from tests.ports import free_port
 from torchx_monarch.client import hosts as client_hosts
 from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.connection import Connection
-from torchx_monarch.client.run_message import run_message
-from torchx_monarch.client.run_options import RunOptions
+from torchx_monarch.client.run_options import RunOptions, run_message
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
 
 Eventually = Callable[..., object]

@@ -234,7 +234,8 @@ with urllib.request.urlopen(state.admin_url + "/v1/root", timeout=60) as answer:
     hosts = json.load(answer)["children"]
 with urllib.request.urlopen(state.admin_url + "/v1/tree", timeout=60) as answer:
     tree = answer.read().decode()
-rows = state.query_engine_client.query("select count(*) from actors where full_name like 'evaluator%'")["rows"]
+query = "select count(*) from actors where full_name like 'evaluator%'"
+rows = state.query_engine_client.query(query, timeout=120)["rows"]
 with open("job", "wb") as file:
     file.write(job.dumps())
 done = subprocess.run([sys.executable, __file__, "job"], stdout=subprocess.PIPE, text=True, timeout=200, check=True)

@@ -21,8 +21,8 @@ from torchx_monarch.controller.host_messages import Launched, RanksExited, Reque
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult, RankExit
-from torchx_monarch.model.registration import Registration
 from torchx_monarch.system.console import Console, WriterThread
 
 OPTIONS = JobOptions("id", 0, 0, (), 0, NodeRange(2, 2, 0.2), 1.0, 1.0, "", "", 0.05, 0.05)

@@ -26,9 +26,9 @@ from torchx_monarch.controller import host_network as wires_module
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
-from torchx_monarch.model.registration import Registration
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.transport import address as address_module
-from torchx_monarch.transport import connections, listener, messages
+from torchx_monarch.transport import connections, messages
 from torchx_monarch.transport.connections import Address, AddressError, ConnectError, Identity
 from torchx_monarch.transport.local_addresses import NetworkOptions
 
@@ -287,14 +287,15 @@ def test_unauthenticated_connections_make_room_for_hosts(
     authority: Authority, address: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silent connections, more than may await a handshake, keep no host out and are closed; hosts stay."""
-    monkeypatch.setattr(listener, "_HANDSHAKE_TIMEOUT", 2.0)
+    monkeypatch.setattr(connections, "_HANDSHAKE_TIMEOUT", 2.0)
 
     async def run() -> None:
         rendezvous = Rendezvous(address, 2, authority.identity())
         await rendezvous.start()
         rendezvous_client = await join(address, authority.identity())
         silent = [
-            await asyncio.open_connection(address.host, address.port) for _ in range(3 * listener._MAX_UNAUTHENTICATED)
+            await asyncio.open_connection(address.host, address.port)
+            for _ in range(3 * connections._MAX_UNAUTHENTICATED)
         ]
         reader, writer = await connections.connect(address, authority.identity(), 5.0)
         await messages.send(writer, {"type": "look", "version": messages.VERSION})

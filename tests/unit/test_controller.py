@@ -27,8 +27,8 @@ from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.session import SpmdWork
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.model.registration import Registration
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport.connections import Address
 

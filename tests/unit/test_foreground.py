@@ -17,7 +17,7 @@ from torchx.cli import cmd_run
 from torchx.cli.main import main
 
 from tests.unit.impatient_terminal import ImpatientTerminal, ctrl_c_raises
-from torchx_monarch.schedulers import command
+from torchx_monarch.schedulers import command as command_module
 from torchx_monarch.schedulers.foreground import Foreground
 
 
@@ -58,7 +58,7 @@ def foreground_of(apps: Plain, kills: bool = False) -> Foreground:
 def is_run(monkeypatch: pytest.MonkeyPatch, **options: bool) -> None:
     """Have this process be a ``torchx run`` with these options."""
     defaults = {"wait": False, "log": False, "stdin": False}
-    monkeypatch.setattr(command, "run_options", argparse.Namespace(**{**defaults, **options}))
+    monkeypatch.setattr(command_module, "run_options", argparse.Namespace(**{**defaults, **options}))
 
 
 def submit(foreground: Foreground) -> None:
@@ -235,7 +235,7 @@ def test_the_options_tell_before_the_command_waits(
         main(words.split(" "))
     assert backend.cancelled == waits
     assert ("keeps running" in capsys.readouterr().err) is not waits
-    assert command.run_options is None
+    assert command_module.run_options is None
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

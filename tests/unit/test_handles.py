@@ -13,9 +13,8 @@ import pytest
 
 from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.cli import exit_codes
-from torchx_monarch.cli.handles import HandleError, check_local, complete, resolve
-from torchx_monarch.cli.known_apps import known_apps, used_schedulers
-from torchx_monarch.cli.since import since
+from torchx_monarch.cli.allocation_arguments import since
+from torchx_monarch.cli.handles import HandleError, check_local, complete, known_apps, resolve, used_schedulers
 
 DIGITS = "monarch_local://torchx/digits-c2jz0w1r"
 DIGITS_2 = "monarch_local://torchx/digits-x7"
@@ -119,7 +118,7 @@ def test_the_schedulers_in_use(apps: None) -> None:
 
 @pytest.mark.parametrize(("text", "ago"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400)])
 def test_a_duration_before_now(text: str, ago: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchx_monarch.cli.since.time.time", lambda: 1e9)
+    monkeypatch.setattr("torchx_monarch.cli.allocation_arguments.time.time", lambda: 1e9)
     assert since(text).timestamp() == 1e9 - ago
 
 
@@ -130,7 +129,7 @@ def test_a_duration_in_which_the_clocks_have_changed(now: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TZ", "America/New_York")
             time.tzset()
-            patch.setattr("torchx_monarch.cli.since.time.time", lambda: seconds)
+            patch.setattr("torchx_monarch.cli.allocation_arguments.time.time", lambda: seconds)
             assert since("2h").timestamp() == seconds - 7200
             assert since("40m").timestamp() == seconds - 2400
     finally:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import pytest
 
 from torchx_monarch.controller.elastic import HostFailures, choose, machine
-from torchx_monarch.model.registration import Registration
+from torchx_monarch.model.host_facts import Registration
 
 
 def host(replica: int, name: str = "", machine: str = "") -> Registration:

@@ -18,8 +18,8 @@ from torchx_monarch.controller.host_events import (
     concerns_hosts,
     signalled,
 )
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.model.registration import Registration
 
 HOST = Registration(1, "node7", 4711, 1)
 LOST = HostLost(1, JobResult(1, "lost"))

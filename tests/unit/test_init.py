@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchx.runner import config
 
-from torchx_monarch.cli.config_file import ConfigSyntaxError, value_of, with_value
+from torchx_monarch.cli.init import ConfigSyntaxError, value_of, with_value
 from torchx_monarch.cli.main import load
 
 NEW = "[cli:run]\nscheduler = monarch_local\n\n[cli:list]\nscheduler = monarch_local\n"

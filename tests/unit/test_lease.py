@@ -13,8 +13,8 @@ from tests.waits import WITHIN, until_async
 from torchx_monarch.controller.host_events import HostEvent, HostLost
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import Address
 from torchx_monarch.transport.lease import Leases

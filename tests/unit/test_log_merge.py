@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchx_monarch.backends.core.backend import TimedLine
-from torchx_monarch.cli.log_merge import LogMerge
+from torchx_monarch.cli.logs import LogMerge
 
 
 @given(st.lists(st.lists(st.integers(0, 50)), max_size=5))

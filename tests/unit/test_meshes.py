@@ -10,7 +10,7 @@ from torchx.specs import AppDef, Role
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.command.actors import parse_script, script_command
+from torchx_monarch.command.allocation_spec import parse_script, script_command
 from torchx_monarch.command.command import CommandError, parse
 from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
 from torchx_monarch.command.rewrite import WrapOptions, rewrite

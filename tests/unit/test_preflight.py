@@ -27,8 +27,7 @@ from torchx_monarch.controller.preflight import Preflight, Problem, clock_offset
 from torchx_monarch.host.preflight import parse_gpus, take_facts
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.host_facts import HostFacts, ProgramFile
-from torchx_monarch.model.registration import Registration
+from torchx_monarch.model.host_facts import HostFacts, ProgramFile, Registration
 from torchx_monarch.system.console import Console, WriterThread
 
 GOOD = HostFacts(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.unit.test_metrics import labelled, values
-from torchx_monarch.cli.rank_metrics import of_ranks
+from torchx_monarch.cli.metrics import of_ranks
 from torchx_monarch.insight.prometheus_text import render
 from torchx_monarch.insight.rank_sample import DeviceUse, GroupStatus, RankSample
 

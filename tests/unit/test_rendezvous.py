@@ -17,8 +17,8 @@ from torchx_monarch.controller.host_events import HostEvent
 from torchx_monarch.controller.host_messages import SignalReceived
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport.connections import Address
 
 

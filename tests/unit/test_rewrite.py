@@ -22,7 +22,7 @@ from torchx_monarch.command.command import CommandError, parse
 from torchx_monarch.command.rewrite import WrapOptions, rank_command, rewrite
 from torchx_monarch.components import spmd
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.model.spares import SparesError
+from torchx_monarch.model.role_metadata import SparesError
 
 OPTIONS = WrapOptions()
 HOST = [

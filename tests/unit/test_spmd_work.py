@@ -33,8 +33,8 @@ from torchx_monarch.controller.rank_queries import SampleRecorder
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.session import Session, SpmdWork
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult, RankExit
-from torchx_monarch.model.registration import Registration
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport.connections import Address
 

@@ -14,7 +14,7 @@ from typing import TextIO
 import pytest
 
 from torchx_monarch.cli import exit_codes, logs, main, top
-from torchx_monarch.cli.standard_streams import open_stderr
+from torchx_monarch.cli.output import open_stderr
 from torchx_monarch.system.user_name import user_name
 
 

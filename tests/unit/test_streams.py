@@ -15,7 +15,7 @@ import pytest
 
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.connections import Identity
-from torchx_monarch.transport.streams import open_streams
+from torchx_monarch.transport.messages import open_streams
 
 _NAME = "node7"
 _LIMIT = 1 << 16

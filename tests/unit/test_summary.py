@@ -19,8 +19,7 @@ from torchx_monarch.insight.summary import Summary, show_duration
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers.app_summary import summary_of
-from torchx_monarch.schedulers.description import describe, shorten
+from torchx_monarch.schedulers.description import describe, shorten, summary_of
 
 HANDLE = "monarch_local://torchx/train-x1y2z3"
 TRACEBACK = (

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from tests.waits import WITHIN
 from torchx_monarch.code_sync import code_store as store_module
-from torchx_monarch.code_sync.archive import ChangedError, PackError, pack
 from torchx_monarch.code_sync.code_store import CodeStore, StoreError
-from torchx_monarch.code_sync.manifest import Entry, Tree, TreeError
+from torchx_monarch.code_sync.manifest import ChangedError, Entry, PackError, Tree, TreeError, pack
 from torchx_monarch.code_sync.scan import StatCache, scan
 
 

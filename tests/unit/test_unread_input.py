@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ASK = [sys.executable, "-c", "from torchx_monarch.schedulers.unread_input import *; print(has_unread_input())"]
+ASK = [sys.executable, "-c", "from torchx_monarch.schedulers.foreground import *; print(has_unread_input())"]
 
 
 def asked(shell: str, folder: Path, **more: object) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from torchx_monarch.cli.json_output import add_json, print_json
+from torchx_monarch.cli.output import add_json, print_json
 
 _SHELLS = ("bash", "zsh", "fish")
 

@@ -10,8 +10,7 @@ import sys
 
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
-from torchx_monarch.cli.json_output import add_json, print_json
-from torchx_monarch.cli.table import print_table
+from torchx_monarch.cli.output import add_json, print_json, print_table
 from torchx_monarch.client.debugger import Breakpoint, attach, list_breakpoints
 from torchx_monarch.client.hosts import say
 from torchx_monarch.system.untrusted_text import one_line

@@ -8,7 +8,7 @@ import dataclasses
 import sys
 
 from torchx_monarch.cli import exit_codes
-from torchx_monarch.cli.json_output import add_json, print_json
+from torchx_monarch.cli.output import add_json, print_json
 from torchx_monarch.schedulers.doctor import diagnose, failed
 from torchx_monarch.system.untrusted_text import one_line
 

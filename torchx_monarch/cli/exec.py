@@ -10,12 +10,11 @@ from typing import get_args
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_role_and_address, hosts_of
 from torchx_monarch.cli.handles import add_handle
-from torchx_monarch.cli.json_output import add_json
+from torchx_monarch.cli.output import add_json
 from torchx_monarch.cli.run_output import print_accepted, stream_and_exit
 from torchx_monarch.client.hosts import START_TIMEOUT, say
 from torchx_monarch.client.run import Records
-from torchx_monarch.client.run_message import run_message
-from torchx_monarch.client.run_options import RunOptions
+from torchx_monarch.client.run_options import RunOptions, run_message
 from torchx_monarch.client.workspace_sync import SyncMode, current_workspace
 from torchx_monarch.system.termination import termination
 

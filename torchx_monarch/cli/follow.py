@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
-from torchx_monarch.cli.json_output import add_json
+from torchx_monarch.cli.output import add_json
 from torchx_monarch.cli.run_output import stream_and_exit
 from torchx_monarch.client.hosts import say
 from torchx_monarch.client.runs import follow_run

@@ -18,7 +18,7 @@ from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.timeline import Timeline
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.schedulers import job_status
-from torchx_monarch.schedulers.app_summary import log_folder
+from torchx_monarch.schedulers.description import log_folder
 from torchx_monarch.schedulers.job_status import JobStatus
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 

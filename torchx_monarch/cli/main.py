@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 from torchx.cli.cmd_base import SubCommand
 
-from torchx_monarch.cli import torchx_errors
+from torchx_monarch.cli import torchx_run
 
 SUB_COMMANDS = {
     "doctor": "what is installed, the configuration, and whether a scheduler can be used",
@@ -84,7 +84,7 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        torchx_errors.install()
+        torchx_run.install()
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         """Define the arguments of ``torchx monarch``."""
@@ -109,7 +109,7 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         from torchx_monarch.backends.core.errors import BackendError, UserError
         from torchx_monarch.cli import exit_codes
         from torchx_monarch.cli.handles import HandleError, resolve
-        from torchx_monarch.cli.standard_streams import OutputError, open_stderr, written_output
+        from torchx_monarch.cli.output import OutputError, open_stderr, written_output
         from torchx_monarch.client.hosts import say
         from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
 

@@ -5,20 +5,38 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 
-from torchx_monarch.cli import job_metrics, rank_metrics
-from torchx_monarch.cli.handles import add_handle
+from torchx_monarch.cli.handles import add_handle, app_id_of, opened
 from torchx_monarch.cli.job_history import JobHistory, read_history
-from torchx_monarch.cli.json_output import add_json
-from torchx_monarch.cli.output_file import write_output
-from torchx_monarch.cli.scheduler_access import app_id_of, opened
+from torchx_monarch.cli.output import add_json, write_output
 from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.rank_samples import ask_samples
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight.prometheus_text import Family, render
 from torchx_monarch.insight.rank_sample import RankSample
+from torchx_monarch.insight.timeline import Timeline
 from torchx_monarch.model.role_spec import WorkloadKind
+from torchx_monarch.model.state import State
+from torchx_monarch.schedulers.job_status import JobStatus
 from torchx_monarch.system.untrusted_text import one_line
+
+PREFIX = "torchx_monarch_"
+"""What the names of all metrics begin with."""
+
+_OF_RANKS: tuple[tuple[str, str, Callable[[RankSample], float | None]], ...] = (
+    ("cpu_seconds_total", "processor time of the ranks and their children", lambda rank: rank.cpu_seconds),
+    ("resident_memory_bytes", "resident memory of the ranks and their children", lambda rank: rank.rss_bytes),
+    ("collectives_total", "collectives that the ranks called", lambda rank: rank.collectives if rank.groups else None),
+    (
+        "gpu_memory_bytes",
+        "memory that the ranks have on GPUs",
+        lambda rank: sum(device.memory_bytes for device in rank.devices) if rank.devices else None,
+    ),
+    ("last_output_timestamp_seconds", "when the ranks printed something last", lambda rank: rank.last_output),
+)
+"""Name, meaning and value of the metrics that each rank has; None for a value that is not known."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     scheduler_name, app_id = app_id_of(args.handle)
     with opened(scheduler_name) as scheduler:
         history = read_history(scheduler, args.handle, app_id)
-    families = job_metrics.of_job(history.status, history.timeline, app_id)
+    families = of_job(history.status, history.timeline, app_id)
     if not history.status.has_ended:
         families += _of_ranks(history, app_id, args.per_rank)
     if args.json:
@@ -65,4 +83,81 @@ def _of_ranks(history: JobHistory, job: str, per_rank: bool) -> list[Family]:
                 continue
             for replica, why in missing.items():
                 say(f"no metrics of the ranks of host {replica}: {one_line(why, 300)}")
-    return rank_metrics.of_ranks(samples, job, per_rank)
+    return of_ranks(samples, job, per_rank)
+
+
+def of_job(status: JobStatus, timeline: Timeline, job: str) -> list[Family]:
+    """Return the metrics of a job as a whole, and of its roles' attempts and phases.
+
+    Args:
+        job: the label ``job``: the app's id.
+    """
+    label = {"job": job}
+    state = Family(f"{PREFIX}job_state", "1 for the state of the job, 0 for all others")
+    for job_state in State:
+        state.add({**label, "state": job_state.value}, int(job_state.value == status.state))
+    found = [state]
+    for name, text, value in (
+        ("job_submitted_timestamp_seconds", "when the job was submitted", status.submitted),
+        ("job_started_timestamp_seconds", "when the job began to run", status.started),
+        ("job_ended_timestamp_seconds", "when the job ended", status.ended),
+        ("job_elapsed_seconds", "seconds that the job has run, or has waited to run", status.elapsed),
+        ("job_exit_code", "exit code of the job that has ended", status.exit_code),
+        ("job_hosts", "number of hosts of the job", status.hosts),
+        ("job_ranks", "number of ranks that were started last", status.ranks),
+        ("job_restarts_total", "restarts of the app, of a replica or of ranks", status.restarts),
+    ):
+        family = Family(PREFIX + name, text)
+        family.add(label, value)
+        found.append(family)
+    return [*found, *_of_timeline(timeline, label)]
+
+
+def _of_timeline(timeline: Timeline, label: dict[str, str]) -> list[Family]:
+    attempts, phases = Counter[str](), defaultdict[tuple[str, str, str], float](float)
+    for span in timeline.spans:
+        if span.kind == "attempt":
+            attempts[span.role] += 1
+        elif span.kind == "phase":
+            around = timeline.spans[span.parent or 0]
+            attempt = str(around.number) if around.kind == "attempt" else ""
+            phases[span.role, attempt, span.name] += span.seconds
+    counted = Family(f"{PREFIX}attempts_total", "attempts of the role's ranks, of all runs")
+    for role, count in attempts.items():
+        counted.add({**label, "role": role}, count)
+    spent = Family(f"{PREFIX}phase_seconds_total", "seconds in a phase; the phases of a role add up to its whole time")
+    for (role, attempt, phase), seconds in phases.items():
+        spent.add({**label, "role": role, "attempt": attempt, "phase": phase}, round(seconds, 3))
+    return [counted, spent]
+
+
+def of_ranks(roles: Mapping[str, Sequence[RankSample]], job: str, per_rank: bool) -> list[Family]:
+    """Return the metrics of the ranks of an app, for each role and attempt the sum of all ranks.
+
+    Args:
+        job: the label ``job``: the app's id.
+        per_rank: whether there are metrics of each rank as well, with the labels ``rank`` and ``host``.
+    """
+    attempts = defaultdict[tuple[str, int], list[RankSample]](list)
+    for role, samples in roles.items():
+        for sample in samples:
+            attempts[role, sample.attempt + 1].append(sample)
+    groups = [
+        ({"job": job, "role": role, "attempt": str(attempt)}, ranks) for (role, attempt), ranks in attempts.items()
+    ]
+    states = Family(f"{PREFIX}ranks", "number of ranks in a state")
+    for labels, ranks in groups:
+        for state, count in sorted(Counter(rank.state for rank in ranks).items()):
+            states.add({**labels, "state": state}, count)
+    found = [states]
+    for name, text, value in _OF_RANKS:
+        total, single = Family(f"{PREFIX}{name}", f"{text}, of all ranks"), Family(f"{PREFIX}rank_{name}", text)
+        combine = max if name.endswith("_timestamp_seconds") else sum
+        for labels, ranks in groups:
+            measured = [(rank, number) for rank in ranks if (number := value(rank)) is not None]
+            if measured:
+                total.add(labels, combine(number for _, number in measured))
+            for rank, number in measured:
+                single.add({**labels, "rank": str(rank.rank), "host": rank.host}, number)
+        found += [total, single] if per_rank else [total]
+    return found

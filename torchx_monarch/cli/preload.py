@@ -8,8 +8,7 @@ import os
 import sys
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.cli.json_output import add_json, print_json
-from torchx_monarch.cli.table import print_table
+from torchx_monarch.cli.output import add_json, print_json, print_table
 from torchx_monarch.client.hosts import say
 from torchx_monarch.model.learned_modules import LearnedFile
 from torchx_monarch.system.untrusted_text import one_line

@@ -8,8 +8,7 @@ import time
 from typing import Any
 
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
-from torchx_monarch.cli.json_output import add_json, print_json
-from torchx_monarch.cli.table import print_table
+from torchx_monarch.cli.output import add_json, print_json, print_table
 from torchx_monarch.client.allocations import AllocationInfo, list_allocations
 from torchx_monarch.client.hosts import say
 from torchx_monarch.client.runs import list_runs

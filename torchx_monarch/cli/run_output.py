@@ -10,13 +10,13 @@ from collections import Counter
 from typing import Any, NoReturn
 
 from torchx_monarch.cli import exit_codes
-from torchx_monarch.cli.json_output import print_record
+from torchx_monarch.cli.output import print_record
 from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, RunRecords, collect_with_interrupts
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.model.host_result import HostResult
-from torchx_monarch.schedulers.caller_error_file import write_root_cause
+from torchx_monarch.schedulers.description import write_root_cause
 from torchx_monarch.system.termination import closed_terminal_is_null
 
 

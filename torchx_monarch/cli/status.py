@@ -16,15 +16,14 @@ from typing import Any
 from torchx_monarch.backends.core.backend import TimedLine
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot
-from torchx_monarch.cli.handles import add_handle, unknown
-from torchx_monarch.cli.json_output import add_json, print_json, print_record
+from torchx_monarch.cli.handles import add_handle, app_id_of, opened, unknown
+from torchx_monarch.cli.output import add_json, print_json, print_record
 from torchx_monarch.cli.sampled_ranks import SampledRanks
-from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.cli.status_text import render
 from torchx_monarch.insight.log_lines import host_text
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers.app_summary import log_folder
+from torchx_monarch.schedulers.description import log_folder
 from torchx_monarch.schedulers.job_status import JobStatus, LiveState, build, events_of
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 

@@ -9,7 +9,7 @@ import sys
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of, job_of
 from torchx_monarch.cli.handles import resolve
-from torchx_monarch.cli.json_output import add_json, print_json
+from torchx_monarch.cli.output import add_json, print_json
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.hosts import say
 from torchx_monarch.exceptions import AllocationError

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torchx_monarch.client.hosts import START_TIMEOUT, AllocationStatus, Hosts
 from torchx_monarch.client.result import RunInfo, RunResult
 from torchx_monarch.client.run import Collector, Records, RunHandle, collect_with_interrupts
-from torchx_monarch.client.run_message import run_message
-from torchx_monarch.client.run_options import Output, RunOptions, RunOptionsDict
+from torchx_monarch.client.run_options import Output, RunOptions, RunOptionsDict, run_message
 from torchx_monarch.client.runs import ask_runs
 from torchx_monarch.client.workspace_sync import SyncMode, check_when
 from torchx_monarch.exceptions import SPMDError, UnreachableError

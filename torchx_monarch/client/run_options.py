@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The options of a run on a live allocation."""
+"""The options of a run on a live allocation, and the message with which a client submits it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import re
+import shlex
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
-from torchx_monarch.client.workspace_sync import SyncMode, check_when
+from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.workspace_sync import SyncMode, check_when, sync_workspace
+from torchx_monarch.system.user_name import user_name
 
 Output = Literal["stream", "store", "none"] | Callable[[int, str, str], None]
 """Where the output of the ranks goes. ``stream``: to ``sys.stdout`` and ``sys.stderr``; ``store``: to
 ``RunResult.output``; ``none``: nowhere. A function is called with the rank, ``stdout`` or ``stderr``, and the text."""
+
+_COMMAND = re.compile(r"torchrun|python(3(\.\d+)?)?")
 
 
 class RunOptionsDict(TypedDict, total=False):
@@ -86,3 +94,54 @@ def check_output(output: Output) -> None:
     """
     if not callable(output) and output not in ("stream", "store", "none"):
         raise ValueError(f"output={output!r}: use 'stream', 'store', 'none' or a function of rank, stream and text")
+
+
+def split_command(command: str | Sequence[str]) -> list[str]:
+    """Return the words of a command. A string is split as a shell splits it.
+
+    Raises:
+        ValueError: the string has an unclosed quotation.
+    """
+    if not isinstance(command, str):
+        return [str(word) for word in command]
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"{error} in {command!r}") from None
+
+
+def run_message(hosts: Hosts, script_args: str | Sequence[str] | None, options: RunOptions) -> dict[str, Any]:
+    """Give the hosts the current state of the workspace, and return the ``run`` message that asks them for a run.
+
+    Args:
+        script_args: what to run, as for ``SPMDJob.run_spmd``.
+        options: the options of the run. Its ``workspace`` is the one to send; None to send none.
+
+    Raises:
+        CodeError: the workspace could not be sent to the hosts.
+        RefusedError: the hosts refuse this client.
+        AllocationError: the hosts have ended, or did not start in time.
+        UnreachableError: the hosts cannot be reached, and waiting does not help.
+        ValueError: ``script_args`` is empty or has an unclosed quotation.
+    """
+    words = split_command(script_args) if script_args is not None else None
+    if words == []:
+        raise ValueError("script_args is empty; None runs the allocation's own command")
+    whole = words is not None and _COMMAND.fullmatch(os.path.basename(words[0])) is not None
+    message: dict[str, Any] = {
+        "type": "run",
+        "command": words if whole else None,
+        "program": None if whole else words,
+        "env": {name: str(value) for name, value in (options.env or {}).items()},
+        "nproc": "" if options.nproc is None else str(options.nproc),
+        "timeout": options.timeout,
+        "cwd": options.cwd or "",
+        "queue": options.queue,
+        "by": f"{user_name()}@{socket.gethostname()}",
+    }
+    if options.workspace:
+        folder, when = os.path.expanduser(options.workspace), options.sync or "auto"
+        sent = hosts.reach(lambda target: sync_workspace(target, folder, when), ready=True)
+        workspace = f"{message['by']}:{os.path.realpath(folder)}"
+        message.update({"code": sent.code, "cwd": sent.cwd, "synced": sent.synced, "workspace": workspace})
+    return message

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.client.hosts import START_TIMEOUT
-from torchx_monarch.client.run_message import split_command
+from torchx_monarch.client.run_options import split_command
 from torchx_monarch.client.workspace_sync import SyncMode, check_when, current_workspace
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 

@@ -25,7 +25,7 @@ class ThisJob:
     """The job that this process is a rank, or the controller script, of. ``this_job`` returns it.
 
     Args:
-        path: path of the socket file of this rank's host (``host.attach_relay``).
+        path: path of the socket file of this rank's host (``host.worker_loops``).
 
     Raises:
         ClientError: the hosts cannot be found.

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
-from torchx_monarch.code_sync.archive import PIECE, ChangedError, pack
-from torchx_monarch.code_sync.manifest import MARKER, Tree, is_home_or_root
+from torchx_monarch.code_sync.manifest import MARKER, PIECE, ChangedError, Tree, is_home_or_root, pack
 from torchx_monarch.exceptions import CodeError, UnreachableError
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ import os
 import threading
 from collections.abc import Iterator
 
-from torchx_monarch.code_sync.archive import ChangedError, Unpacker, pack
-from torchx_monarch.code_sync.manifest import Tree, brief
+from torchx_monarch.code_sync.manifest import ChangedError, Tree, Unpacker, brief, pack
 from torchx_monarch.code_sync.work_folder import ContentError, WorkFolder
 from torchx_monarch.system import run_dirs
 

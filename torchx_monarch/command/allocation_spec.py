@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Parse the command of an allocation, and the commands of its runs.
+"""Parse the command of an allocation, the commands of its runs, and that of a Monarch controller script.
 
 The command of an allocation is ``python -m torchx_monarch.hosts [--idle-timeout SECONDS] [--nproc N]
 [--end-with-mesh] [-- COMMAND]``.
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from torchx_monarch.command.command import Command, CommandError, check, is_process_count, parse
+from torchx_monarch.command.command import ACTORS_MODULE, Command, CommandError, check, is_process_count, parse
 from torchx_monarch.command.torchrun_options import HelpRequested
 
 IDLE_TIMEOUT = 1800.0
@@ -121,3 +121,31 @@ def with_program(held: Command | None, program: Sequence[str]) -> Command:
     if held is None:
         return parsed
     return dataclasses.replace(held, program=parsed.program)
+
+
+def script_command(script: Sequence[str]) -> list[str]:
+    """Return the words of the command that runs a script.
+
+    Args:
+        script: a Python command, such as ``("python", "main.py")``.
+    """
+    return ["python", "-m", ACTORS_MODULE, "--", *script]
+
+
+def parse_script(command: Command, env: Mapping[str, str]) -> Command:
+    """Return the Python command of the script of a command of kind ``actors``.
+
+    Raises:
+        CommandError: what follows ``--`` is not a Python command.
+    """
+    separator, words = command.program.args[:1], command.program.args[1:]
+    if separator != ("--",) or not words:
+        given = " ".join(command.program.args) or "nothing"
+        raise CommandError(f"{ACTORS_MODULE} takes `-- python SCRIPT`, not {given!r}")
+    script = parse(words, env)
+    if script is None or script.kind != "python":
+        raise CommandError(
+            f"{' '.join(words)!r} is no command of the form `python SCRIPT` or `python -m MODULE`: a client of "
+            "actors is one Python process"
+        )
+    return script

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from torchx.specs import AppDef, Resource, Role
 
-from torchx_monarch.command.actors import script_command
+from torchx_monarch.command.allocation_spec import script_command
 from torchx_monarch.command.command import HOSTS_MODULE
-from torchx_monarch.model import sidecars
+from torchx_monarch.model import role_metadata
 from torchx_monarch.model.host_spec import show_seconds
 
 _TAKEN = ("query_engine", "query_engine_client", "telemetry_url", "dashboard_url", "admin_url")
@@ -39,7 +39,7 @@ def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = ()) -> App
         check_mesh_name(role.name)
         role.entrypoint, *role.args = script_command(script) if script and not index else hosts
         if index:
-            sidecars.mark(role)
+            role_metadata.mark(role)
     return ours
 
 

@@ -22,10 +22,10 @@ from torchx_monarch.command.command import HOST_MODULE, HOSTS_MODULE, Command, C
 from torchx_monarch.command.shell import SimpleCommand, command_string, simple_commands
 from torchx_monarch.command.template import escape, substitute
 from torchx_monarch.command.torchrun_options import UNEXPANDED
-from torchx_monarch.model import sidecars
+from torchx_monarch.model import role_metadata
 from torchx_monarch.model.host_spec import HostSpec, show_seconds
+from torchx_monarch.model.role_metadata import SparesError, read_spares
 from torchx_monarch.model.role_spec import MOST_REPLICAS, RoleSpec, WorkloadKind
-from torchx_monarch.model.spares import SparesError, read_spares
 
 _NPROC = "PET_NPROC_PER_NODE"
 """The variable from which torchrun takes the number of ranks if it is not typed."""
@@ -121,7 +121,7 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     peer_roles = _end_together(hosts, options.always_together) if has_main and options.application else 0
     awaited = []
     if peer_roles and options.always_together:  # the first role waits for the success of all others but sidecars
-        awaited = [role.name for role, _ in hosts[1:] if not sidecars.is_sidecar(role)]
+        awaited = [role.name for role, _ in hosts[1:] if not role_metadata.is_sidecar(role)]
     # The meshes of a script; roles of other commands have none that it could use.
     meshes = [role.name for role, found in zip(app.roles, commands, strict=True) if found and found.awaits_clients]
     peers = ",".join(f"{name}={options.rendezvous[name]}" for name in meshes if name in options.rendezvous)
@@ -163,7 +163,7 @@ def _count_spares(role: Role, found: _RankCommand | None, spares: int) -> int:
     if given and not has_spares:
         raise SparesError(f"role {role.name!r} has spare hosts, and it runs no ranks that could move to them")
     if given is None:
-        return spares if has_spares and not sidecars.is_sidecar(role) else 0
+        return spares if has_spares and not role_metadata.is_sidecar(role) else 0
     return given
 
 
@@ -217,7 +217,7 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT) -> AppDef:
         if found is not None and found.kind != "hosts":
             _insert(role, found, words)
     for role in held.roles[1:]:
-        sidecars.mark(role)
+        role_metadata.mark(role)
     return held
 
 

@@ -22,8 +22,7 @@ from torchx_monarch.command.command import PROCESS_COUNTS, is_process_count
 from torchx_monarch.command.component_arguments import unprotected
 from torchx_monarch.command.meshes import check_mesh_name
 from torchx_monarch.command.torchrun_options import Streams, node_range
-from torchx_monarch.model.sidecars import KEY
-from torchx_monarch.model.spares import SPARES
+from torchx_monarch.model.role_metadata import KEY, SPARES
 
 DEBUG_ENV = {
     "CUDA_LAUNCH_BLOCKING": "1",

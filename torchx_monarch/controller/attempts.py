@@ -38,6 +38,7 @@ from torchx_monarch.insight.hangs import Hang
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.backoff import describe as describe_delay
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import (
     EARLY_FAILURES_WITHIN,
     JobResult,
@@ -48,7 +49,6 @@ from torchx_monarch.model.job_result import (
     root_cause,
     shell_code,
 )
-from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import World
 
 _NOTED_WITHIN = 0.5

@@ -21,9 +21,9 @@ from torchx_monarch.command.command import Command
 from torchx_monarch.controller.host_events import HostEvent, HostExcluded
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.number_ranges import consecutive
-from torchx_monarch.model.registration import Registration
 
 _MAX_RUNS = 50
 """Runs of replicas that one line names."""

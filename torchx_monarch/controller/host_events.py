@@ -13,8 +13,8 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import ClassVar, TypeVar
 
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult, describe_code
-from torchx_monarch.model.registration import Registration
 
 T = TypeVar("T")
 

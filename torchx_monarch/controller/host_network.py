@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable
 
 from torchx_monarch.model.env_names import CREDENTIALS
-from torchx_monarch.model.registration import Registration
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.transport import connections, local_addresses
 from torchx_monarch.transport.address import REPLICA0_NAME, as_ipv6
 from torchx_monarch.transport.connections import Address, ConnectError, Identity

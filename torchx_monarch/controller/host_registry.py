@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from torchx_monarch.model.registration import Registration
+from torchx_monarch.model.host_facts import Registration
 
 
 class HostRegistry:

@@ -14,8 +14,8 @@ from torchx_monarch.controller.host_messages import Answer, Handler, RanksExited
 from torchx_monarch.controller.host_requests import HostCall, HostError, HostRequests
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.model.registration import Registration
 
 _STOP_MARGIN = 10.0
 """Seconds beyond the grace period that hosts have to report that their ranks have ended."""

@@ -25,7 +25,7 @@ from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.controller.session import Session
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.registration import Registration
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.transport import messages
 
 _MAX_NAMES = 1000

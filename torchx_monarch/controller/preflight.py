@@ -13,8 +13,7 @@ from typing import NamedTuple
 from torchx_monarch.controller.host_messages import FactsTaken, TakeFacts
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.host_facts import HostFacts
-from torchx_monarch.model.registration import Registration
+from torchx_monarch.model.host_facts import HostFacts, Registration
 from torchx_monarch.system.untrusted_text import one_line
 
 _LINE = 600

@@ -41,13 +41,12 @@ from torchx_monarch.controller.host_messages import RunOutput, SignalReceived, d
 from torchx_monarch.controller.host_registry import HostRegistry
 from torchx_monarch.controller.host_requests import HostRequests
 from torchx_monarch.model.codec import DecodeError, decode
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import connections, messages
-from torchx_monarch.transport.connections import Address, ConnectError, Identity
+from torchx_monarch.transport.connections import Address, ConnectError, Identity, Listener
 from torchx_monarch.transport.lease import Leases
-from torchx_monarch.transport.listener import Listener
 
 _GREETING_TIMEOUT = 10.0
 

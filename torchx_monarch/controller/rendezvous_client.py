@@ -13,9 +13,9 @@ from torchx_monarch.controller.host_messages import Answer, Handler, Refused, Re
 from torchx_monarch.controller.host_requests import HostResponder
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.model.codec import DecodeError
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import connections, messages
 from torchx_monarch.transport.connections import Address, ConnectError, Identity
 from torchx_monarch.transport.lease import Leases

@@ -37,8 +37,8 @@ from torchx_monarch.controller.rank_queries import SampleRecorder
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.model.registration import Registration
 
 _FINISH_TIMEOUT = 30.0
 """Seconds for the hosts to send the last output of a run and to prepare for the next run."""

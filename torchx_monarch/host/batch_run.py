@@ -10,7 +10,7 @@ import asyncio
 import os
 import shlex
 
-from torchx_monarch.command.actors import parse_script
+from torchx_monarch.command.allocation_spec import parse_script
 from torchx_monarch.command.command import Command, CommandError, check, parse
 from torchx_monarch.command.torchrun_options import unused_options
 from torchx_monarch.controller.elastic import NodeRange

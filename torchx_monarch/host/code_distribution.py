@@ -26,9 +26,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from torchx_monarch.code_sync.archive import PackError
 from torchx_monarch.code_sync.code_store import CodeStore, StoreError
-from torchx_monarch.code_sync.manifest import MAX_TREE, Tree, TreeError
+from torchx_monarch.code_sync.manifest import MAX_TREE, PackError, Tree, TreeError
 from torchx_monarch.controller.host_messages import FetchCode, ProbeFile
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.model.world import LaunchError

@@ -13,8 +13,8 @@ from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.breakpoints import Streams
 from torchx_monarch.host.workload import Workload
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import connections, messages
 from torchx_monarch.transport.connections import ConnectError
 

@@ -60,7 +60,7 @@ class Host:
 
     @property
     def attach_socket(self) -> str:
-        """The socket file to which ranks connect in order to attach to the hosts (see ``attach_relay``)."""
+        """The socket file to which ranks connect in order to attach to the hosts (see ``worker_loops``)."""
         return os.path.join(self.sockets, "attach")
 
     async def connect(self, greeting: messages.Message) -> Streams:

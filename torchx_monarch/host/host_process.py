@@ -28,10 +28,10 @@ from torchx_monarch.host.ranks.rank_process import reap_orphans
 from torchx_monarch.host.workload import Workload
 from torchx_monarch.insight.progress import Reporter, write_result
 from torchx_monarch.model.env_names import CREDENTIALS, TRACE_ENDPOINTS
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import error_files, open_files, processes, run_dirs, safe_files
 from torchx_monarch.system.console import Console, WriterThread

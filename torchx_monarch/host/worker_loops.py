@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The Monarch worker loops of a host that executes ranks: one for each attached client, in a process of its own.
+"""The Monarch worker loops of a host, one process for each attached client; the socket at which ranks attach.
 
 A process of its own, because the ranks must not notice: Monarch takes the GIL and signals of the process that it runs
 in, and prints to its stdout. The process (``worker_loop_main``) ends when the host closes its stdin, or ends itself.
@@ -20,14 +20,18 @@ from typing import IO
 
 from torchx_monarch.controller.host_messages import WorkerLoopEnded, WorkerLoopReady
 from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.rendezvous import RendezvousError
+from torchx_monarch.controller.roles import is_registered_address
 from torchx_monarch.host.host import Host
+from torchx_monarch.host.ranks.breakpoints import Streams
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.model.env_names import JOB_VARIABLES, is_for_hosts
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import processes, run_dirs
 from torchx_monarch.system.console import Console
-from torchx_monarch.transport import messages
+from torchx_monarch.transport import connections, local_addresses, messages
+from torchx_monarch.transport.connections import Address, ConnectError
 
 SCHEMES = {"unix": "ipc", "tls": "tls", "insecure-tcp": "tcp"}
 """Monarch's scheme for each scheme of a rendezvous address."""
@@ -37,6 +41,11 @@ _END_TIMEOUT = 5.0
 
 _MONARCH_NOISE = re.compile(rb"(Monarch internal logs are being written to|unable to create log file in) .*")
 """Lines that Monarch prints whenever it starts a process; ``monarch_api`` keeps Monarch's log out of ``/tmp``."""
+
+_PIECE = 1 << 16
+
+_RETRY_EVERY = 0.1
+"""Seconds until the next try to connect to another role, which may still be starting."""
 
 
 def _open_output(console: Console, stamped: bool) -> tuple[int, OutputPipe]:
@@ -166,3 +175,82 @@ class WorkerLoops:
             process.kill()
             processes.kill(actors)
             await process.wait()
+
+
+class AttachRelay:
+    """Serve the socket file to which the ranks of a host connect."""
+
+    def __init__(self, host: Host, network: HostNetwork) -> None:
+        self._host = host
+        self._network = network
+        text = host.options.peers or host.environ.get("MONARCH_PEERS", "")
+        self._others = dict(peer.split("=", 1) for peer in text.split(",") if peer)
+        self._others.pop(host.options.role, None)
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Start to listen."""
+        self._server = await asyncio.start_unix_server(self._serve, self._host.attach_socket)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        network, options = self._network, self._host.options
+        transport = f"{SCHEMES[network.rendezvous.scheme]}://{network.advertised}:0"
+        names = sorted({network.advertised, self._host.hostname, *local_addresses.interfaces().values()})
+        try:
+            role = (await messages.receive(reader) or {}).get("role")
+            here = {
+                "role": options.role,
+                "transport": transport if network.rendezvous.networked else "",
+                "others": list(self._others),
+                "timeout": options.host_timeout,
+            }
+            await messages.send(writer, {"type": "here", **here})
+            try:
+                from_leader, to_leader = await self._connect(str(role), {"type": "attach", "names": names})
+            except (ConnectError, RendezvousError, OSError, ValueError) as error:
+                await messages.send(writer, {"type": "refused", "reason": f"the leader is not reached: {error}"})
+                return
+            try:
+                passing = asyncio.ensure_future(_pass_on(from_leader, writer))
+                gone = asyncio.ensure_future(reader.read())
+                await asyncio.wait([passing, gone], return_when=asyncio.FIRST_COMPLETED)
+                passing.cancel()
+                gone.cancel()
+            finally:
+                to_leader.close()
+        except messages.ProtocolError as error:
+            await messages.send(writer, {"type": "refused", "reason": str(error)})
+        finally:
+            writer.close()
+
+    async def _connect(self, role: str, greeting: messages.Message) -> Streams:
+        """Connect to the leader of a role and send a greeting."""
+        if role in ("", self._host.options.role):
+            return await self._host.connect(greeting)
+        if role not in self._others:
+            raise ConnectError(f"role {role!r} has no mesh here, but {', '.join(self._others) or 'no other role'}")
+        loop, timeout = asyncio.get_running_loop(), self._host.options.host_timeout
+        until = loop.time() + timeout
+        while True:
+            try:
+                address = await self._address_of(role, until - loop.time())
+                identity, peer_timeout = self._network.identity, self._host.options.peer_timeout
+                return await connections.greet(address, greeting, identity, peer_timeout)
+            except ConnectError as error:
+                if loop.time() > until:
+                    raise ConnectError(f"role {role}: {error}, after {timeout:g} s (--host-timeout)") from None
+            await asyncio.sleep(_RETRY_EVERY)
+
+    async def _address_of(self, role: str, timeout: float) -> Address:
+        where, roles = self._others[role], self._host.roles
+        if roles is not None and roles.server is not None and is_registered_address(where):
+            return await roles.find(role, self._network, timeout)
+        expanded = local_addresses.expand_address(where, self._host.environ, is_first=False)
+        return Address.parse(expanded, f"role {role}")
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(_PIECE):
+            writer.write(data)
+            await writer.drain()

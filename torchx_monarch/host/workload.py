@@ -46,7 +46,6 @@ from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.controller.rank_queries import HostQueries, SampleRecorder
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.session import Session, SpmdWork
-from torchx_monarch.host.attach_relay import AttachRelay
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.breakpoints import Breakpoints
@@ -59,9 +58,9 @@ from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.timers import ENABLED, FILE
 from torchx_monarch.host.ranks.zygote import Zygotes
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
-from torchx_monarch.host.worker_loops import WorkerLoops
+from torchx_monarch.host.worker_loops import AttachRelay, WorkerLoops
+from torchx_monarch.insight.rank_sample import NAME, SampleLog
 from torchx_monarch.insight.run_log import RunLog
-from torchx_monarch.insight.sample_log import NAME, SampleLog
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.world import LaunchError
 

@@ -9,8 +9,7 @@ from importlib import resources
 
 from jinja2 import Environment, StrictUndefined
 
-from torchx_monarch.insight.report_curves import Curve
-from torchx_monarch.insight.report_picture import Picture, Share
+from torchx_monarch.insight.report_picture import Curve, Picture, Share
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.insight.timeline import PHASES, Moment, Span
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from torchx_monarch.model.sidecars import HasMetadata, is_sidecar
+from torchx_monarch.model.role_metadata import HasMetadata, is_sidecar
 
 MOST_REPLICAS = 1 << 16
 """The largest number of replicas of a role: a backend writes some lines for each of them."""

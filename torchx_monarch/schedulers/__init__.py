@@ -77,7 +77,7 @@ def _create(name: str, session_name: str) -> Scheduler[dict[str, object]]:
     import importlib
     import sys
 
-    from torchx_monarch.schedulers.compatibility import require_torchx_nightly
+    from torchx_monarch.schedulers.install_checks import require_torchx_nightly
 
     require_torchx_nightly()
     entry = _BACKENDS[name]
@@ -152,7 +152,7 @@ def wrap(
     """
     import sys
 
-    from torchx_monarch.schedulers.compatibility import require_torchx_nightly
+    from torchx_monarch.schedulers.install_checks import require_torchx_nightly
 
     require_torchx_nightly()
     from torchx_monarch.backends.wrapped.backend import WrappedBackend

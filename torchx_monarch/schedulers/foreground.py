@@ -14,8 +14,13 @@ submitted. Other apps, and apps submitted from Python, are described immediately
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import signal
+import stat
+import struct
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +30,7 @@ from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.insight import events
 from torchx_monarch.schedulers import command
-from torchx_monarch.schedulers.app_summary import summary_of
-from torchx_monarch.schedulers.unread_input import WARNING, has_unread_input
+from torchx_monarch.schedulers.description import summary_of
 from torchx_monarch.system.termination import closed_terminal_is_null, signal_of, termination
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -37,6 +41,8 @@ _SLICE = 0.05
 """Seconds between two reads of the events file."""
 
 _KILL_TIMEOUT = 15.0
+
+WARNING = "standard input is not forwarded to the job: its ranks have an empty one. Pass the data as a file."
 
 
 class Foreground:
@@ -200,3 +206,24 @@ def _waits() -> bool:
     """Whether this process executes a ``torchx run`` that waits for its app."""
     options = command.run_options
     return options is not None and (options.wait or options.log)
+
+
+def has_unread_input(fd: int = 0) -> bool:
+    """Return whether somebody has given content to this process in particular, of which nothing was read.
+
+    - A file counts if it has content and nobody has read from it. A shell that reads a script or a loop's lines from it
+      has moved its position.
+    - A pipe or a socket counts if bytes wait in it, and the parent process does not have the same one as its own
+      standard input. What cron, CI runners and ``curl … | sh`` give to a script is not meant for the commands in it.
+    """
+    try:
+        given = os.fstat(fd)
+        if stat.S_ISREG(given.st_mode):
+            return given.st_size > 0 and os.lseek(fd, 0, os.SEEK_CUR) == 0
+        if not stat.S_ISFIFO(given.st_mode) and not stat.S_ISSOCK(given.st_mode):
+            return False
+        if os.path.samestat(given, os.stat(f"/proc/{os.getppid()}/fd/0")):
+            return False
+        return bool(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0] > 0)
+    except OSError:  # it is closed, or the parent process is another user's
+        return False

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import glob
+import logging
 import operator
+import os
 import platform
 import re
 import sys
@@ -31,6 +33,15 @@ _COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     "<": operator.lt,
 }
 
+_BOTH_TORCHX = (
+    "it owns the same files as torchx-nightly, and lacks what torchx-monarch needs; "
+    "run: pip uninstall -y torchx torchx-nightly && pip install torchx-nightly"
+)
+
+logger = logging.getLogger("torchx_monarch")
+
+_REMEDY = "run: pip uninstall -y torchx torchx-nightly && pip install torchx-nightly"
+
 
 def check_installation() -> Iterator[CheckResult]:
     """Check the interpreter and the packages that every scheduler needs."""
@@ -53,12 +64,6 @@ def check_installation() -> Iterator[CheckResult]:
         yield check("torchx", stable, fail=_BOTH_TORCHX)
     yield check_devices(_version("torch") or "", len(glob.glob("/dev/nvidia[0-9]*")))
     yield from check_registration()
-
-
-_BOTH_TORCHX = (
-    "it owns the same files as torchx-nightly, and lacks what torchx-monarch needs; "
-    "run: pip uninstall -y torchx torchx-nightly && pip install torchx-nightly"
-)
 
 
 def check_extra(extra: str) -> list[CheckResult]:
@@ -151,3 +156,33 @@ def _release(version: str) -> tuple[int, ...]:
     while numbers and not numbers[-1]:
         numbers.pop()
     return tuple(numbers)
+
+
+def require_torchx_nightly() -> None:
+    """Check that the importable ``torchx`` is torchx-nightly.
+
+    Log a warning if both distributions are installed and the files in place are the nightly's.
+
+    Raises:
+        ImportError: ``torchx`` is the stable release, which lacks ``Role.workspace`` and more.
+        SystemExit: the same inside the ``torchx`` command, to avoid a traceback.
+    """
+    try:
+        stable = metadata.version("torchx")
+    except metadata.PackageNotFoundError:
+        stable = ""
+    from torchx.specs import Role
+
+    if not hasattr(Role, "__dataclass_fields__") or "workspace" not in Role.__dataclass_fields__:
+        import torchx
+
+        version = getattr(getattr(torchx, "version", None), "__version__", stable) or "unknown"
+        beside = " (it has overwritten torchx-nightly's files)" if stable else ""
+        message = f"torchx-monarch needs torchx-nightly, but torchx {version} is installed{beside}; {_REMEDY}"
+        if os.path.basename(sys.argv[0]) == "torchx":
+            raise SystemExit(message)
+        raise ImportError(message)
+    if stable:
+        logger.warning(
+            "torchx %s is installed beside torchx-nightly and either overwrites the other's files; %s", stable, _REMEDY
+        )

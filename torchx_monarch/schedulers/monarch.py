@@ -30,13 +30,11 @@ from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.exit_codes import parse_exit_codes
 from torchx_monarch.model.host_spec import ON_HANG, PREFLIGHT, RANKS, HostSpec, parse_ports, seconds_allowed
-from torchx_monarch.model.sidecars import SidecarError
-from torchx_monarch.model.spares import SparesError
+from torchx_monarch.model.role_metadata import SidecarError, SparesError
 from torchx_monarch.model.spelling import nearest
 from torchx_monarch.schedulers import image_push
-from torchx_monarch.schedulers.caller_error_file import write_root_cause
 from torchx_monarch.schedulers.command import exit_on_user_error, keep_threads_quiet, subcommand
-from torchx_monarch.schedulers.description import describe, shorten, summarize
+from torchx_monarch.schedulers.description import describe, shorten, summarize, write_root_cause
 from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.log_display import LogDisplay
 from torchx_monarch.schedulers.run_options import CheckedRunopts, read_section

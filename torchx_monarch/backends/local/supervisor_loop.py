@@ -36,9 +36,9 @@ from torchx_monarch.insight import events
 from torchx_monarch.model import backoff, job_result
 from torchx_monarch.model.role_spec import RetryPolicy, WorkloadKind
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor import signal_pipe
 from torchx_monarch.supervisor.graceful_stop import GracefulStop
 from torchx_monarch.supervisor.replica import Replica
+from torchx_monarch.supervisor.spawn import watch_signals
 from torchx_monarch.supervisor.stopped_hosts import StoppedHosts
 from torchx_monarch.system import processes
 
@@ -120,7 +120,7 @@ class SupervisorLoop:
             on_ready: called when all replicas have been started and the status says so. A submitter that waits for it
                 never sees PENDING, for which TorchX's commands sleep a second.
         """
-        wake = signal_pipe.watch((signal.SIGCHLD, signal.SIGTERM))
+        wake = watch_signals((signal.SIGCHLD, signal.SIGTERM))
         for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
             signal.signal(signum, signal.SIG_IGN)
         self._selector.register(wake, selectors.EVENT_READ, None)

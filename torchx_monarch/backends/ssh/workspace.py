@@ -17,8 +17,7 @@ from torchx.workspace import WorkspaceMixin
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.ssh.native import MachineConnection, SshError, concurrently
-from torchx_monarch.code_sync.archive import ChangedError, pack
-from torchx_monarch.code_sync.manifest import Tree, is_home_or_root
+from torchx_monarch.code_sync.manifest import ChangedError, Tree, is_home_or_root, pack
 
 _log = logging.getLogger("torchx_monarch")
 

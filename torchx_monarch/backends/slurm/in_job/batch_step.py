@@ -37,7 +37,7 @@ from torchx_monarch.model import backoff, job_result
 from torchx_monarch.model.host_result import no_retry_reason
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor import signal_pipe
+from torchx_monarch.supervisor.spawn import watch_signals
 from torchx_monarch.system import safe_files
 
 _STOP_EXTRA = HOST_EXTRA + 5.0
@@ -127,7 +127,7 @@ class BatchStep:
 
     def run(self) -> int:
         """Run the job and return the exit code of the role that decided its result."""
-        wake = signal_pipe.watch((signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD))
+        wake = watch_signals((signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD))
         with contextlib.suppress(OSError):  # a full disk
             safe_files.make_reserve(self._paths.reserve, _RESERVE)
         self._write()

@@ -18,8 +18,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import gpus, state
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.ssh.in_job.wire import PYTHON_FILE, Ending, Place
-from torchx_monarch.code_sync.archive import Unpacker
-from torchx_monarch.code_sync.manifest import Tree
+from torchx_monarch.code_sync.manifest import Tree, Unpacker
 from torchx_monarch.code_sync.work_folder import WorkFolder
 from torchx_monarch.insight import events
 from torchx_monarch.model import codec

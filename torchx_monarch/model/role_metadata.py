@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Mark sidecar roles, which end with the rest of their app, in role metadata: ``{"monarch": {"sidecar": True}}``.
-
-TorchX stores settings of one scheduler under a key of ``Role.metadata``, such as ``kubernetes`` for the pod overlay of
-``torchx.schedulers.kubernetes_scheduler``. The key of this package is ``monarch``.
-"""
+"""What a role's metadata says of it: that it is a sidecar, and how many spare hosts it has."""
 
 from __future__ import annotations
 
@@ -12,6 +8,8 @@ from typing import Any, Protocol
 
 KEY = "monarch"
 _SIDECAR = "sidecar"
+
+SPARES = "spares"
 
 
 class SidecarError(ValueError):
@@ -45,3 +43,20 @@ def is_sidecar(role: HasMetadata) -> bool:
             f"{{{_SIDECAR!r}: False}}, which says whether the role is ended when all others have succeeded"
         )
     return marked
+
+
+class SparesError(ValueError):
+    """Raised when a role's number of spare hosts is invalid, or its command cannot have spare hosts."""
+
+
+def read_spares(role: HasMetadata) -> int | None:
+    """Return the number of spare hosts that a role's metadata asks for; None if it does not say.
+
+    Raises:
+        SparesError: it is no number, 0 or more.
+    """
+    ours = role.metadata.get(KEY)
+    spares = ours.get(SPARES) if isinstance(ours, Mapping) else None
+    if spares is not None and (not isinstance(spares, int) or isinstance(spares, bool) or spares < 0):
+        raise SparesError(f"role {role.name!r}: the spares of its metadata {KEY!r} are {spares!r}; use 0 or more")
+    return spares

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What sub-commands write: tables, JSON, the file of ``-o FILE``, and standard streams that may be closed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator
+
+from torchx_monarch.backends.core.errors import UserError
+
+STDOUT = ("-", "/dev/stdout")
+
+_HELP = "print JSON instead of text, see docs/reference/json.md"
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Define ``-o``."""
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the file to write; - for stdout")
+
+
+def write_output(path: str, text: str) -> None:
+    """Write a text aside, and give it the name of ``-o`` and the permissions of the file that has this name.
+
+    Raises:
+        UserError: the file cannot be written, or something else has the name.
+    """
+    data = text.encode(errors="backslashreplace")  # a surrogate: a byte of a file name that is no UTF-8 (os.fsdecode)
+    if path in STDOUT:
+        sys.stdout.buffer.write(data)
+        return
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"cannot write {path}: it is no regular file")
+    path = os.path.realpath(path)
+    aside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}")
+    try:
+        mode = stat.S_IMODE(os.stat(path).st_mode) if os.path.exists(path) else None
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
+        with open(fd, "wb") as file:
+            if mode is not None:
+                os.fchmod(fd, mode)  # the umask has taken bits away
+            file.write(data)
+        os.replace(aside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def print_table(head: list[str], rows: list[list[str]]) -> None:
+    """Print rows in columns of equal width."""
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    for row in [head, *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Define ``--json``."""
+    parser.add_argument("--json", action="store_true", help=_HELP)
+
+
+def print_json(value: object) -> None:
+    """Print a value as indented JSON."""
+    print(json.dumps(value, indent=1))
+
+
+def print_record(value: object) -> None:
+    """Print a value as one line of a stream of JSON, at once."""
+    print(json.dumps(value), flush=True)
+
+
+class OutputError(Exception):
+    """Raised when stdout cannot be written, as on a full disk; the message gives the reason."""
+
+
+def open_stderr() -> None:
+    """Open stderr on ``/dev/null`` if the caller has closed it (``2>&-``): ``print`` would take stdout for None.
+
+    A closed stdout ends TorchX as it starts.
+    """
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+
+
+@contextlib.contextmanager
+def written_output() -> Iterator[None]:
+    """Write all that the block prints to stdout. After a failure stdout is ``/dev/null``, for Python's own end.
+
+    Raises:
+        BrokenPipeError: nobody reads it.
+        OutputError: it cannot be written.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _discard()
+        raise
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        _discard()
+        raise OutputError(error.strerror) from None
+
+
+def _discard() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
