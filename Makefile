@@ -102,6 +102,7 @@ demo: $(STAMP)
 lint: $(STAMP)
 	ruff check .
 	ruff format --check .
+	python -m docs.tools.budget
 
 types: $(STAMP)
 	mypy
