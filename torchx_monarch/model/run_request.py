@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from torchx_monarch.model.codec import decode
 from torchx_monarch.model.env_names import is_for_hosts
 
 _SHOWN_AT_MOST = 500
@@ -54,48 +55,29 @@ class RunRequest:
         Raises:
             ValueError: a field has an invalid value; the message says which.
         """
-        for name in ("command", "program"):
-            words = message.get(name)
-            if words is not None and not (
-                isinstance(words, list) and words and all(isinstance(word, str) for word in words)
-            ):
-                raise ValueError(f"{name} of the run is no list of words")
-        if message.get("command") is not None and message.get("program") is not None:
-            raise ValueError("a run has a command or a program, not both")
-        for name in ("nproc", "cwd", "code", "workspace", "by"):
-            if not isinstance(message.get(name) or "", str):
-                raise ValueError(f"{name} of the run is no text")
-        env = message.get("env") or {}
-        if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
-            raise ValueError("env of the run is no mapping from names to texts")
-        if bad := [name for name in env if not name or "=" in name or "\0" in name + env[name]]:
-            raise ValueError(f"env of the run has {bad[0]!r:.60}, which is no variable")
-        if reserved := sorted(name for name in env if is_for_hosts(name) or name == "MONARCH_JOB"):
-            raise ValueError(f"env of the run has {', '.join(reserved)}, which are the hosts' own")
-        if (cwd := message.get("cwd")) and not os.path.isabs(cwd):
-            raise ValueError(f"cwd of the run, {cwd!r:.200}, is no absolute path")
-        timeout = message.get("timeout")
-        if timeout is not None and not (isinstance(timeout, (int, float)) and 0 < timeout < float("inf")):
-            raise ValueError(f"timeout of the run is {timeout!r:.20}; it is a number of seconds above 0")
-        return cls(
-            command=_words(message.get("command")),
-            program=_words(message.get("program")),
-            nproc=message.get("nproc") or "",
-            env=env,
-            cwd=message.get("cwd") or "",
-            code=(message.get("code") or "")[:200],
-            synced=message.get("synced") is True,
-            workspace=(message.get("workspace") or "")[:5000],
-            timeout=timeout,
-            queue=message.get("queue") is True,
-            by=(message.get("by") or "")[:200],
+        given = {name: value for name, value in message.items() if value is not None}
+        request = decode(cls, {"command": None, "program": None, **given}, "the run")
+        request._check()
+        # What is shown to others is short, whatever a client sends.
+        return dataclasses.replace(
+            request, code=request.code[:200], workspace=request.workspace[:5000], by=request.by[:200]
         )
+
+    def _check(self) -> None:
+        if () in (self.command, self.program):
+            raise ValueError("command or program of the run has no words")
+        if self.command is not None and self.program is not None:
+            raise ValueError("a run has a command or a program, not both")
+        if bad := [name for name, value in self.env.items() if not name or "=" in name or "\0" in name + value]:
+            raise ValueError(f"env of the run has {bad[0]!r:.60}, which is no variable")
+        if reserved := sorted(name for name in self.env if is_for_hosts(name) or name == "MONARCH_JOB"):
+            raise ValueError(f"env of the run has {', '.join(reserved)}, which are the hosts' own")
+        if self.cwd and not os.path.isabs(self.cwd):
+            raise ValueError(f"cwd of the run, {self.cwd!r:.200}, is no absolute path")
+        if self.timeout is not None and self.timeout <= 0:
+            raise ValueError(f"timeout of the run is {self.timeout:g}; it is a number of seconds above 0")
 
     def shown_as(self, default_command: tuple[str, ...]) -> RunRequest:
         """Return a copy with ``shown`` set, where ``default_command`` is the allocation's own command."""
         text = shlex.join(self.command or self.program or default_command)
         return dataclasses.replace(self, shown=text if len(text) <= _SHOWN_AT_MOST else f"{text[:_SHOWN_AT_MOST]}…")
-
-
-def _words(words: list[str] | None) -> tuple[str, ...] | None:
-    return tuple(words) if words is not None else None
