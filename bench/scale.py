@@ -32,7 +32,8 @@ from torchx_monarch.controller.host_messages import (
 )
 from torchx_monarch.insight import hangs, rank_activity, rank_table, report_page, report_picture, stacks, timeline
 from torchx_monarch.insight.hangs import RankCollectives
-from torchx_monarch.insight.rank_sample import Collective, GroupStatus, RankSample, SampleLog
+from torchx_monarch.insight.rank_sample import Collective, GroupStatus, RankSample
+from torchx_monarch.insight.sample_log import SampleLog
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
 from torchx_monarch.schedulers.job_status import JobStatus
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from torchx.schedulers.ids import make_unique
 from torchx.specs import AppDef, Role, macros
 
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, TimedLine
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
 from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.schedulers.monarch import MonarchScheduler, create
 
 Request = tuple[AppDef, float]  # what to run, and the seconds from SIGTERM to SIGKILL

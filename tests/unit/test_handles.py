@@ -14,7 +14,8 @@ import pytest
 from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import since
-from torchx_monarch.cli.handles import HandleError, check_local, complete, known_apps, resolve, used_schedulers
+from torchx_monarch.cli.handles import HandleError, check_local, complete, resolve
+from torchx_monarch.cli.known_apps import known_apps, used_schedulers
 
 DIGITS = "monarch_local://torchx/digits-c2jz0w1r"
 DIGITS_2 = "monarch_local://torchx/digits-x7"

@@ -87,10 +87,17 @@ def test_a_host_of_ranks_imports_monarch_when_it_starts_a_worker_and_not_before(
     assert not theirs & {"torch", "monarch", "cryptography"}
 
 
-@pytest.mark.parametrize("module", ["local.supervisor", "slurm.in_job.batch_step", "slurm.in_job.task"])
+@pytest.mark.parametrize(
+    "module", ["local.supervisor", "slurm.in_job.batch_step", "slurm.in_job.task", "ssh.in_job.entry"]
+)
 def test_what_starts_hosts_needs_the_standard_library_alone(module: str) -> None:
     theirs = imported_by(f"import torchx_monarch.backends.{module}")
     assert not theirs & {"torchx", "psutil", "rich", "cryptography", "yaml"}
+
+
+@pytest.mark.parametrize("module", ["completion", "exec", "handles"])
+def test_what_runs_at_a_tab_or_begins_a_run_asks_no_scheduler(module: str) -> None:
+    assert "torchx" not in imported_by(f"import torchx_monarch.cli.{module}")
 
 
 def modules_imported(path: Path) -> set[str]:

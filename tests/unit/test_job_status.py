@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from torchx.specs import AppDef, Role
 
-from torchx_monarch.backends.core.backend import TimedLine
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import reduce
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli import status as status_command
 from torchx_monarch.cli.sampled_ranks import SampledRanks
 from torchx_monarch.cli.status_text import render

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchx_monarch.backends.core.backend import TimedLine
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli.logs import LogMerge
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.waits import WITHIN
-from torchx_monarch.backends.core.backend import TimedLine
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.supervisor import log_reader, log_writer
 from torchx_monarch.system import safe_files
 

@@ -22,7 +22,7 @@ from torchx_monarch.backends.core.backend import Capabilities
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.options import check_replica, matching
 from torchx_monarch.backends.core.state import AppStatus
-from torchx_monarch.cli import torchx_run
+from torchx_monarch.cli import torchx_errors
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.schedulers.run_options import CheckedRunopts
@@ -48,7 +48,7 @@ def torchx(
         with pytest.raises(BaseException) as ended, caplog.at_level(logging.ERROR):
             main(list(words))
         error = ended.value
-        message = error.code if isinstance(error, SystemExit) else torchx_run.explain(error)
+        message = error.code if isinstance(error, SystemExit) else torchx_errors.explain(error)
         assert message and message != 0, f"the command succeeds, or shows a traceback: {error!r}"
         said = capsys.readouterr()
         whole = "\n".join([str(message), said.out, said.err, *(each.getMessage() for each in caplog.records)])

@@ -11,9 +11,9 @@ import pytest
 
 from tests.unit.test_timeline import HOSTS, RESTARTED, START, event
 from torchx_monarch.insight.events import Event
-from torchx_monarch.insight.rank_sample import RankUse, SampledMoment
 from torchx_monarch.insight.report_page import Page, RoleTimes, render
 from torchx_monarch.insight.report_picture import curves, picture, shares
+from torchx_monarch.insight.sample_log import RankUse, SampledMoment
 from torchx_monarch.insight.timeline import Timeline, build
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=http://x/y onerror=alert(2)>{{ page }}</style>"

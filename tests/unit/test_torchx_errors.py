@@ -13,7 +13,7 @@ from torchx.cli.main import main
 from torchx.specs.api import MalformedAppHandleException, UnknownSchedulerException
 
 from torchx_monarch.backends.core.errors import MissingClientError
-from torchx_monarch.cli import torchx_run
+from torchx_monarch.cli import torchx_errors
 
 
 @pytest.mark.parametrize(
@@ -52,20 +52,20 @@ def test_explanations(command: str, error: BaseException, said: str, monkeypatch
     monkeypatch.setattr(sys, "argv", ["torchx", *command.split()])
     with pytest.raises(type(error)) as caught:
         main(command.split())
-    text = torchx_run.explain(caught.value)
+    text = torchx_errors.explain(caught.value)
     assert said in text and bool(text) == bool(said)
 
 
 def test_other_programs_keep_their_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "list"])
-    assert torchx_run.explain(KeyboardInterrupt()) == ""
+    assert torchx_errors.explain(KeyboardInterrupt()) == ""
 
 
 def test_the_hook_is_installed_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    torchx_run.install()
+    torchx_errors.install()
     first = sys.excepthook
-    torchx_run.install()
+    torchx_errors.install()
     assert sys.excepthook is first is not sys.__excepthook__
     monkeypatch.setattr(sys, "argv", ["torchx", "status", "x"])
     error = MalformedAppHandleException("x")

@@ -1,21 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Find the app that the user means, by a handle, its id or name, the beginning of one, or ``last``; list known apps."""
+"""Which app the user means: a handle, an app's id or name, the beginning of one, or ``last``."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from torchx_monarch.backends.core import client_credentials, state_files
-from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.insight.summary import show_duration
-from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.system.untrusted_text import one_line
 
 LAST = "last"
@@ -25,8 +19,6 @@ _HELP = "the app: its handle, its id or name, the beginning of one, or 'last'"
 
 _CANDIDATES = 8
 """Apps that a message lists at most."""
-
-LOCAL = "monarch_local"
 
 
 class HandleError(Exception):
@@ -60,7 +52,7 @@ def resolve(word: str) -> str:
     Raises:
         HandleError: no app, or several, are named so.
     """
-    from torchx_monarch.cli.handles import known_apps
+    from torchx_monarch.cli.known_apps import known_apps
 
     if "://" in word:
         return word
@@ -90,7 +82,7 @@ def check_local(handle: str) -> None:
     Raises:
         HandleError: there is no such app.
     """
-    from torchx_monarch.cli.handles import LOCAL, known_apps
+    from torchx_monarch.cli.known_apps import LOCAL, known_apps
 
     app_id = handle.rpartition("/")[2]
     stored_apps = ((app.scheduler, app.app_id) for app in known_apps())
@@ -100,7 +92,7 @@ def check_local(handle: str) -> None:
 
 def unknown(word: str) -> HandleError:
     """Return the error for a word that names no app, with the apps whose names are similar."""
-    from torchx_monarch.cli.handles import known_apps
+    from torchx_monarch.cli.known_apps import known_apps
     from torchx_monarch.model.spelling import similar
 
     apps = known_apps()
@@ -119,100 +111,10 @@ def _first(lines: Sequence[str]) -> list[str]:
 
 def complete(prefix: str, **_: object) -> list[str]:
     """Return the words that a shell may offer for a handle: ids, names and ``last``; handles if something is typed."""
-    from torchx_monarch.cli.handles import known_apps
+    from torchx_monarch.cli.known_apps import known_apps
 
     apps = [app for app in known_apps() if app.app_id.isprintable() and app.name.isprintable()]
     handles = [app.handle for app in apps] if prefix else []
     # Most ids begin with the name: offering both would complete neither.
     names = {app.name for app in apps if app.name and not app.app_id.rpartition(":")[2].startswith(app.name)}
     return [*(app.app_id for app in apps), *sorted(names), LAST, *handles]
-
-
-@dataclass(frozen=True)
-class KnownApp:
-    """An app of this machine's records.
-
-    Attributes:
-        scheduler: the name of its scheduler.
-        app_id: its id.
-        name: its name; empty if the records lack it.
-        submitted: when it was submitted, in seconds since the epoch.
-    """
-
-    scheduler: str
-    app_id: str
-    name: str
-    submitted: float
-
-    @property
-    def handle(self) -> str:
-        """The app's TorchX handle."""
-        return f"{self.scheduler}://torchx/{self.app_id}"
-
-    @property
-    def words(self) -> set[str]:
-        """The words that name the app: its id, also without a namespace or queue (``default:app-x7``), and its name."""
-        return {self.app_id, self.app_id.rpartition(":")[2], self.name} - {""}
-
-
-def known_apps() -> list[KnownApp]:
-    """Return all apps, the newest first."""
-    found = []
-    with contextlib.suppress(OSError):
-        for app_id in state_files.app_ids():
-            found.append(_app(LOCAL, app_id, state_files.app_paths(app_id).app))
-    for scheduler, app_id in client_credentials.stored_apps():
-        found.append(_app(scheduler, app_id, client_credentials.path(scheduler, app_id)))
-    return sorted(found, key=lambda app: (app.submitted, app.app_id), reverse=True)
-
-
-def _app(scheduler: str, app_id: str, file: str) -> KnownApp:
-    """Return an app whose submission has written this file."""
-    submitted = 0.0
-    with contextlib.suppress(OSError):
-        submitted = os.lstat(file).st_mtime
-    name = "" if scheduler == LOCAL else client_credentials.name_of(scheduler, app_id)
-    if not name:  # TorchX makes most ids of the name and a random suffix (torchx.schedulers.ids.make_unique)
-        name = app_id.rpartition("-")[0].rpartition(":")[2]
-    return KnownApp(scheduler, app_id, name, submitted)
-
-
-def used_schedulers() -> list[str]:
-    """Return the names of the schedulers that have run an app of this machine's records, the local one first."""
-    names = {scheduler for scheduler, _ in client_credentials.stored_apps()}
-    return [LOCAL, *sorted(names - {LOCAL})]
-
-
-def app_id_of(handle: str) -> tuple[str, str]:
-    """Return the scheduler's name and the app's id of a TorchX handle.
-
-    Raises:
-        torchx.specs.MalformedAppHandleException: it is no handle.
-    """
-    from torchx.specs import parse_app_handle
-
-    scheduler, _, app_id = parse_app_handle(handle)
-    return str(scheduler), str(app_id)
-
-
-@contextlib.contextmanager
-def opened(name: str) -> Iterator[MonarchScheduler]:
-    """Create a scheduler of this package; close its connections afterwards.
-
-    Raises:
-        UserError: the name is not that of a scheduler of this package.
-        BackendError: the client library that its backend needs is not installed.
-    """
-    from torchx.schedulers import get_scheduler_factories
-
-    factories = get_scheduler_factories()
-    ours = ", ".join(sorted(scheduler_name for scheduler_name in factories if scheduler_name.startswith("monarch_")))
-    if name not in factories:
-        raise UserError(f"there is no scheduler {name!r}; those of torchx-monarch are {ours}")
-    scheduler = factories[name]("torchx")
-    if not isinstance(scheduler, MonarchScheduler):
-        raise UserError(f"{name} is a scheduler of another package; those of torchx-monarch are {ours}")
-    try:
-        yield scheduler
-    finally:
-        scheduler.inner.close()

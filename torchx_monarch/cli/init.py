@@ -16,7 +16,8 @@ from torchx.runner import config
 from torchx.schedulers import get_scheduler_factories
 
 from torchx_monarch.cli import exit_codes
-from torchx_monarch.cli.output import add_json, print_json, write_output
+from torchx_monarch.cli.output import add_json, print_json
+from torchx_monarch.cli.output_file import write_output
 from torchx_monarch.client.hosts import say
 from torchx_monarch.model.spelling import did_you_mean
 from torchx_monarch.system.untrusted_text import one_line

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from torchx_monarch.backends.core.backend import TimedLine
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli.allocation_arguments import since
-from torchx_monarch.cli.handles import add_handle, app_id_of, opened, unknown
+from torchx_monarch.cli.handles import add_handle, unknown
 from torchx_monarch.cli.output import add_json, print_record
+from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import LogLine, is_coloured, is_terminal, stamp
 from torchx_monarch.schedulers.job_status import most_ranks

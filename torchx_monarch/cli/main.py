@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 from torchx.cli.cmd_base import SubCommand
 
-from torchx_monarch.cli import torchx_run
+from torchx_monarch.cli import torchx_errors
 
 SUB_COMMANDS = {
     "doctor": "what is installed, the configuration, and whether a scheduler can be used",
@@ -84,7 +84,7 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        torchx_run.install()
+        torchx_errors.install()
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         """Define the arguments of ``torchx monarch``."""

@@ -8,9 +8,11 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from torchx_monarch.cli.handles import add_handle, app_id_of, opened
+from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.job_history import JobHistory, read_history
-from torchx_monarch.cli.output import add_json, write_output
+from torchx_monarch.cli.output import add_json
+from torchx_monarch.cli.output_file import write_output
+from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.rank_samples import ask_samples
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError

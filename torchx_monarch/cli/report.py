@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator
 
 from torchx_monarch.backends.core.state_files import path_name
-from torchx_monarch.cli.handles import add_handle, app_id_of, opened
+from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.job_files import read_stacks
 from torchx_monarch.cli.job_history import JobHistory, read_history
-from torchx_monarch.cli.output import STDOUT, add_json, add_output, print_json, write_output
+from torchx_monarch.cli.output import add_json, print_json
+from torchx_monarch.cli.output_file import STDOUT, add_output, write_output
+from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.cli.status_text import size_of
-from torchx_monarch.insight import rank_sample
+from torchx_monarch.insight import sample_log
 from torchx_monarch.insight.report_page import Page, RoleTimes, render
 from torchx_monarch.insight.report_picture import Curve, curves, picture, shares
 from torchx_monarch.insight.summary import local_path, raised_at, show_duration
@@ -143,7 +145,7 @@ def _curves(history: JobHistory) -> Iterator[tuple[str, list[Curve]]]:
     folder = history.status.log_folder
     for role in history.timeline.of_kind("role") if folder else ():
         drawn = curves(
-            rank_sample.read(os.path.join(folder or ".", path_name(role.name), "0", rank_sample.NAME)),
+            sample_log.read(os.path.join(folder or ".", path_name(role.name), "0", sample_log.NAME)),
             history.timeline.job,
         )
         if drawn:

@@ -16,7 +16,7 @@ from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, RunRecords, collect_with_interrupts
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.model.host_result import HostResult
-from torchx_monarch.schedulers.description import write_root_cause
+from torchx_monarch.schedulers.caller_error_file import write_root_cause
 from torchx_monarch.system.termination import closed_terminal_is_null
 
 

@@ -13,12 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from torchx_monarch.backends.core.backend import TimedLine
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot
-from torchx_monarch.cli.handles import add_handle, app_id_of, opened, unknown
+from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.cli.handles import add_handle, unknown
 from torchx_monarch.cli.output import add_json, print_json, print_record
 from torchx_monarch.cli.sampled_ranks import SampledRanks
+from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.cli.status_text import render
 from torchx_monarch.insight.log_lines import host_text
 from torchx_monarch.model.role_spec import WorkloadKind

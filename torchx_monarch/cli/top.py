@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from torchx_monarch.cli import handles
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
-from torchx_monarch.cli.handles import app_id_of, opened
 from torchx_monarch.cli.output import add_json, print_record
+from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.cli.terminal_screen import TerminalScreen
 from torchx_monarch.cli.top_view import View, screen, show
 from torchx_monarch.client.hosts import Hosts

@@ -7,10 +7,12 @@ import argparse
 import json
 import os
 
-from torchx_monarch.cli.handles import add_handle, app_id_of, opened
+from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.job_files import read_collectives
 from torchx_monarch.cli.job_history import read_history
-from torchx_monarch.cli.output import STDOUT, add_json, add_output, print_json, write_output
+from torchx_monarch.cli.output import add_json, print_json
+from torchx_monarch.cli.output_file import STDOUT, add_output, write_output
+from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.chrome_trace import trace
 

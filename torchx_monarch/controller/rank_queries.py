@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from torchx_monarch.controller.host_messages import Request, SampleRanks, TakeStacks
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import RendezvousError
-from torchx_monarch.insight.rank_sample import SampleLog
+from torchx_monarch.insight.sample_log import SampleLog
 from torchx_monarch.transport import messages
 
 _TIMEOUT = 8.0

@@ -59,8 +59,8 @@ from torchx_monarch.host.ranks.timers import ENABLED, FILE
 from torchx_monarch.host.ranks.zygote import Zygotes
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.host.worker_loops import AttachRelay, WorkerLoops
-from torchx_monarch.insight.rank_sample import NAME, SampleLog
 from torchx_monarch.insight.run_log import RunLog
+from torchx_monarch.insight.sample_log import NAME, SampleLog
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.world import LaunchError
 

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from torchx_monarch.insight.rank_sample import SampledMoment
+from torchx_monarch.insight.sample_log import SampledMoment
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.insight.timeline import PHASES, Span, Timeline
 

@@ -7,10 +7,8 @@ prints them unchanged, and its parser for error files fails on some of them, so 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -26,14 +24,11 @@ from torchx_monarch.insight.summary import Summary, local_path, show_restarts, s
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.job_status import build, in_one_line
-from torchx_monarch.system import safe_files
 from torchx_monarch.system.safe_files import parse_json
 from torchx_monarch.system.untrusted_text import one_line, printable
 
 _MSG_CHARACTERS = 68
 """The length at which YAML, as which TorchX prints a message, keeps it on one line."""
-
-VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 _ROLES_SHOWN = 3
 
@@ -126,19 +121,6 @@ def _texts(value: Any) -> Any:
     if isinstance(value, dict):
         return {one_line(name): _texts(nested) for name, nested in value.items()}
     return value
-
-
-def write_root_cause(cause: str) -> None:
-    """Write the root cause of a failed job or run to the file that TORCHELASTIC_ERROR_FILE names, if it is set.
-
-    Args:
-        cause: the content of an error file; empty if the cause is unknown.
-    """
-    path = os.environ.get(VARIABLE)
-    if not path or not cause:
-        return
-    with contextlib.suppress(OSError):  # the exit code and the summary still report the failure
-        safe_files.write_named_file(path, cause.encode(), is_exposed=False)
 
 
 def summary_of(handle: str, app: AppSnapshot, status: AppStatus, submitted: float, now: float) -> Summary:

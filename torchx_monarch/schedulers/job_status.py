@@ -16,9 +16,9 @@ from typing import Any
 
 from torchx.specs import AppDef
 
-from torchx_monarch.backends.core.backend import TimedLine
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts, root_cause
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.command.command import Command
 from torchx_monarch.command.rewrite import rank_command
 from torchx_monarch.insight.events import Event

@@ -33,8 +33,9 @@ from torchx_monarch.model.host_spec import ON_HANG, PREFLIGHT, RANKS, HostSpec, 
 from torchx_monarch.model.role_metadata import SidecarError, SparesError
 from torchx_monarch.model.spelling import nearest
 from torchx_monarch.schedulers import image_push
+from torchx_monarch.schedulers.caller_error_file import write_root_cause
 from torchx_monarch.schedulers.command import exit_on_user_error, keep_threads_quiet, subcommand
-from torchx_monarch.schedulers.description import describe, shorten, summarize, write_root_cause
+from torchx_monarch.schedulers.description import describe, shorten, summarize
 from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.log_display import LogDisplay
 from torchx_monarch.schedulers.run_options import CheckedRunopts, read_section

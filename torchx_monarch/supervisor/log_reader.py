@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 
-from torchx_monarch.backends.core.backend import TimedLine
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.supervisor import log_writer
 from torchx_monarch.supervisor.log_writer import RECORD
 from torchx_monarch.system import safe_files

@@ -7,7 +7,7 @@ import errno
 import os
 import resource
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torchx_monarch.system import processes
 
@@ -139,14 +139,3 @@ def _become(
         os.write(report, f"{e.errno} {refused}".encode(errors="surrogateescape"))
     finally:
         os._exit(127)
-
-
-def watch_signals(numbers: Iterable[int]) -> int:
-    """Have the number of each of these signals written to a pipe as one byte; return its non-blocking read end."""
-    wake, signalled = os.pipe()
-    for end in (wake, signalled):
-        os.set_blocking(end, False)
-    signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
-    for number in numbers:
-        signal.signal(number, lambda *_: None)
-    return wake

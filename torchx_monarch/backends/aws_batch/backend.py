@@ -16,10 +16,11 @@ from torchx_monarch.backends.aws_batch.native import Aws
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, check_app, check_cloud, check_options
 from torchx_monarch.backends.aws_batch.request import BatchJob, result_key
 from torchx_monarch.backends.aws_batch.snapshot import BatchSnapshot, Results
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, TimedLine
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.state import State
 

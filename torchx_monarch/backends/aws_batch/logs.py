@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from torchx_monarch.backends.aws_batch.native import Aws, AwsError
-from torchx_monarch.backends.core.backend import TimedLine
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.system import signed_line
 
 POLL = 2.0

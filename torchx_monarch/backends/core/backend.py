@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torchx.schedulers.api import Stream
 from torchx.specs import AppDef, CfgVal, runopts
@@ -25,6 +25,7 @@ from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_o
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.env_names import replica0_variable
 
@@ -272,17 +273,3 @@ class Backend(abc.ABC, Generic[O, R, S]):
 
     def close(self) -> None:
         """Close connections."""
-
-
-class TimedLine(NamedTuple):
-    """One line of a replica's log.
-
-    Attributes:
-        time: when it was written, in seconds since the epoch, as exactly as the backend knows it; 0 if it does not.
-        text: the line with its line end. A part of an unfinished line, such as a progress bar, has no line end.
-        end: where it ends in the log, in bytes; 0 if the backend does not tell.
-    """
-
-    time: float
-    text: str
-    end: int = 0

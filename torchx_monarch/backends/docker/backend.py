@@ -19,11 +19,12 @@ from torchx.specs import AppDef, CfgVal, Role, runopts
 from torchx.workspace import WorkspaceMixin
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, TimedLine, read_undamaged
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.docker import logs, native
 from torchx_monarch.backends.docker.host_results import HostResults, add_files
 from torchx_monarch.backends.docker.native import Daemon, DaemonError, answering, map_concurrently

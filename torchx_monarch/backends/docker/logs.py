@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from docker.errors import NotFound
 from torchx.schedulers.api import Stream
 
-from torchx_monarch.backends.core.backend import LogQuery, TimedLine
+from torchx_monarch.backends.core.backend import LogQuery
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.docker.native import seconds
 from torchx_monarch.system.line_output import LineReader
 

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from torchx.specs import AppDef
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, TimedLine, read_undamaged
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.kubernetes import jobs, lifecycle, logs, names, objects, snapshot, volcano
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts

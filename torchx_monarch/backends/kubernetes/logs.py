@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 
-from torchx_monarch.backends.core.backend import LogQuery, TimedLine
+from torchx_monarch.backends.core.backend import LogQuery
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.snapshot import Attempt, KubernetesSnapshot
 

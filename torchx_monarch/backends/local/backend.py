@@ -17,11 +17,12 @@ from pathlib import Path
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core import state_files, submitted_app
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, TimedLine, read_undamaged
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import BackendError, RemoveError, StateAccessError
 from torchx_monarch.backends.core.options import MonarchOpts
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.local import render, request, state, submit
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord

@@ -38,7 +38,7 @@ from torchx_monarch.model.role_spec import RetryPolicy, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.graceful_stop import GracefulStop
 from torchx_monarch.supervisor.replica import Replica
-from torchx_monarch.supervisor.spawn import watch_signals
+from torchx_monarch.supervisor.signal_pipe import watch_signals
 from torchx_monarch.supervisor.stopped_hosts import StoppedHosts
 from torchx_monarch.system import processes
 

@@ -22,11 +22,12 @@ from torchx.specs import AppDef, Role
 from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
 from torchx_monarch.backends.core import state_files, submitted_app
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, TimedLine, read_undamaged
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.slurm import (
     folder,
     job_state,

@@ -16,10 +16,11 @@ from typing import Any
 
 from torchx.specs import AppDef
 
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, TimedLine, read_undamaged
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.ssh import request, workspace
 from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
 from torchx_monarch.backends.ssh.native import MachineConnection, Machines, RefusedOrderError, SshError, concurrently

@@ -22,11 +22,12 @@ from torchx.schedulers.local_scheduler import LocalScheduler
 from torchx.specs import AppDef, AppState, InvalidRunConfigException, Role, is_terminal, macros, runopts
 from torchx.workspace import WorkspaceMixin
 
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, TimedLine
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
 from torchx_monarch.backends.core.options import NetworkOpts, run_options
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.wrapped import logs
 from torchx_monarch.backends.wrapped.snapshot import AppRecords, Record, build, stored_app
 from torchx_monarch.exceptions import TorchXMonarchError

@@ -37,7 +37,7 @@ from torchx_monarch.model import backoff, job_result
 from torchx_monarch.model.host_result import no_retry_reason
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor.spawn import watch_signals
+from torchx_monarch.supervisor.signal_pipe import watch_signals
 from torchx_monarch.system import safe_files
 
 _STOP_EXTRA = HOST_EXTRA + 5.0

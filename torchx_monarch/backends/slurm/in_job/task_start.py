@@ -18,6 +18,7 @@ from torchx_monarch.backends.slurm import folder, macros
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.model.env_names import replica0_variable
 from torchx_monarch.supervisor import spawn
+from torchx_monarch.supervisor.signal_pipe import watch_signals
 from torchx_monarch.system import processes, run_dirs
 
 _HEAD_START = 0.1
@@ -78,7 +79,7 @@ class StartedTask:
         self.environ.setdefault("TORCHELASTIC_ERROR_FILE", self.paths.error_file(self.role, self.replica))
         os.makedirs(self.log_dir, mode=0o700, exist_ok=True)
         # SIGUSR1 and SIGUSR2 are meant for the ranks; without a handler they would end this process.
-        self.wake = spawn.watch_signals((signal.SIGCHLD, *STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2))
+        self.wake = watch_signals((signal.SIGCHLD, *STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2))
         self.pid: int | None = None
         self.started = 0.0
         self.pipes: Sequence[int] = ()

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
-from torchx_monarch.backends.core.backend import TimedLine
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.ssh.in_job import replicas
 from torchx_monarch.backends.ssh.in_job.replicas import Code
 from torchx_monarch.backends.ssh.in_job.wire import READY
