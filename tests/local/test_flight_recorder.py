@@ -20,7 +20,7 @@ import pytest
 from tests.local.hosts import Hosts
 from tests.local.test_stacks import stop, torchrun, wait_for
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
-from torchx_monarch.host.ranks.rank_recorder import GROUPS, HEAD
+from torchx_monarch.host.ranks.rank_recorder import FAILURE, GROUPS, HEAD, MAX_RECENT
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus
 
 START = """
@@ -130,7 +130,15 @@ async def _send(sockets: Path, sent: bytes, folder: Path | None) -> None:
 
 @pytest.mark.parametrize(
     "sent",
-    [dump(b"x" * 100, 1 << 60), dump(b"x" * 50, 100), b"", HEAD.pack(GROUPS, 2) + b"[]"],
+    [
+        dump(b"x" * 100, 1 << 60),
+        dump(b"x" * 50, 100),
+        b"",
+        dump() * 1000,
+        b"?" + dump(),
+        HEAD.pack(GROUPS, 2) + b"[]",
+        HEAD.pack(FAILURE, 1) + b"x",
+    ],
     ids=len,
 )
 def test_what_is_no_dump_is_not_stored(sockets: Path, sent: bytes) -> None:
@@ -186,9 +194,9 @@ async def _answers(sockets: Path, answer: bytes | None) -> dict[int, tuple[Group
 
 
 def test_the_groups_of_a_rank_are_decoded(sockets: Path) -> None:
-    sent = json.dumps([{**GROUP, "waiting": ENTRY, "recent": [ENTRY] * 2}]).encode()
+    sent = json.dumps([{**GROUP, "waiting": ENTRY, "recent": [ENTRY] * 100}]).encode()
     entry = Collective(3, "gloo:all_reduce", ((7,), ()), 1.5)
-    groups = (GroupStatus("0", "0-1", 3, 2, entry, (entry,) * 2),)
+    groups = (GroupStatus("0", "0-1", 3, 2, entry, (entry,) * MAX_RECENT),)
     assert asyncio.run(_answers(sockets, sent)) == {os.getpid(): groups, 1: ()}
     shutil.rmtree(sockets)
 
@@ -201,9 +209,12 @@ def test_a_rank_that_does_not_answer_has_no_groups(sockets: Path) -> None:
 @pytest.mark.parametrize(
     "sent",
     [
-        b"", b"[1]", b"[" * 100_000, b"\xff",
+        b"", b"{}", b"[1]", b"[" * 100_000, b"\xff", b"9" * 5000,
         *(json.dumps([{**GROUP, **wrong}]).encode() for wrong in (
-            {"ranks": [0, 1]}, {"enqueued": "3"}, {"waiting": {**ENTRY, "called": float("nan")}}, {"name": 7},
+            {"ranks": [0, 1]}, {"ranks": "-1"}, {"ranks": "0-9999999"}, {"ranks": "1-2:0"},
+            {"enqueued": 1 << 60}, {"enqueued": "3"}, {"completed": None},
+            {"waiting": {**ENTRY, "called": float("nan")}}, {"recent": [{**ENTRY, "sizes": [["x"]]}]}, {"name": 7},
+            {"recent": [{**ENTRY, "number": -1}]}, {"waiting": {**ENTRY, "called": 1e300}},
         )),
     ],
 )  # fmt: skip

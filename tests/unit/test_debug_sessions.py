@@ -84,7 +84,8 @@ def test_a_client_does_not_wait_in_a_breakpoint(monkeypatch: pytest.MonkeyPatch)
     asyncio.run(run())
 
 
-def test_a_rank_goes_on_if_replica_0_is_not_reached(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_rank", [True, False])
+def test_a_process_goes_on_if_it_is_no_rank_or_replica_0_is_not_reached(tmp_path: Path, is_rank: bool) -> None:
     said: list[str] = []
     asked: list[Any] = []
 
@@ -96,7 +97,7 @@ def test_a_rank_goes_on_if_replica_0_is_not_reached(tmp_path: Path) -> None:
         served = Breakpoints(str(tmp_path), 5.0, connect, said.append)
         await served.start()
         reader, writer = await asyncio.open_unix_connection(served.path)
-        writer.write(b'{"file": "a", "rank": 3, "pid": 7}\n')
+        writer.write(b'{"file": ["a"], "line": "b", "rank": %s, "pid": 7}\n' % (b"3" if is_rank else b'"x"'))
         assert await reader.read() == b""
         await close(writer)
         assert served._server is not None
@@ -105,8 +106,10 @@ def test_a_rank_goes_on_if_replica_0_is_not_reached(tmp_path: Path) -> None:
         os.unlink(served.path)
 
     asyncio.run(run())
-    assert [greeting["rank"] for greeting in asked] == [3]
-    assert said == ["rank 3 goes on without a debugger: replica 0 is not reached: nobody listens"]
+    place = {"file": "['a']", "line": 0, "function": "None"}  # of their types, whatever the program sends
+    sent = {"type": "breakpoint", "rank": 3, "pid": os.getpid(), "wait": 5.0, **place}
+    assert asked == ([sent] if is_rank else [])
+    assert said == (["rank 3 goes on without a debugger: replica 0 is not reached: nobody listens"] if is_rank else [])
 
 
 @pytest.mark.parametrize(

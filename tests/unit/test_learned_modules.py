@@ -16,13 +16,31 @@ from torchx_monarch.cli.main import CmdMonarch
 from torchx_monarch.host.ranks.learned_imports import InstalledModules, names_in
 from torchx_monarch.host.ranks.learned_preload import LearnedPreload
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.model.learned_modules import LearnedFile, LearnedModules
+from torchx_monarch.model.learned_modules import MAX_MODULES, LearnedFile, LearnedModules
+
+WRONG_NAMES = ["", "a b", "a..b", ".a", "a;b", "a\0", "ä", "a" * 201, "pkg.__main__", "__main__", "1a"]
 
 
-def test_each_is_learned_once_and_no_program_is() -> None:
+@pytest.mark.parametrize("name", WRONG_NAMES)
+def test_what_is_no_name_of_a_module_is_left_out(name: str) -> None:
     modules = LearnedModules()
-    assert modules.learn(["a", "b.c", "a", "b.__main__", "__main__"]) and modules.names == ("a", "b.c")
-    assert not modules.learn(["b.c", "a"])
+    assert modules.learn(["a", name, "b.c"])
+    assert modules.names == ("a", "b.c")
+
+
+@pytest.mark.parametrize("reported", [None, 3, "a", {"a": 1}, [], [[]], [7], [None]])
+def test_what_is_no_list_of_names_teaches_nothing(reported: object, tmp_path: Path) -> None:
+    path = tmp_path / "report"
+    path.write_text(json.dumps({"names": reported}))
+    assert LearnedModules.read(str(path)) == LearnedModules()
+
+
+def test_their_number_is_bounded_and_each_is_learned_once() -> None:
+    modules = LearnedModules()
+    assert modules.learn(["a", "b", "a"]) and modules.names == ("a", "b")
+    assert not modules.learn(["b", "a"])
+    modules.learn([f"m{number}" for number in range(3 * MAX_MODULES)])
+    assert len(modules.names) == MAX_MODULES
 
 
 def test_a_dropped_module_never_returns() -> None:
@@ -79,7 +97,7 @@ def test_a_report_is_taken_once_and_only_from_a_file(tmp_path: Path) -> None:
     assert not learned.collect()
     report.write_text(json.dumps({"names": ["a", 1]}))
     assert not learned.collect() and not report.exists()
-    report.write_text(json.dumps({"names": ["a"], "variables": ["B", "A"]}))
+    report.write_text(json.dumps({"names": ["a", "b c"], "variables": ["B", "A"]}))
     assert learned.collect() and learned.names == ("a",) and not report.exists()
     assert stored.read() == LearnedModules(("a",), {}, ("A", "B"))
     (tmp_path / "real").write_text('{"names": ["c"]}')

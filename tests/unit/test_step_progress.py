@@ -117,8 +117,8 @@ def framed(value: object) -> bytes:
 
 def test_what_was_framed_is_read() -> None:
     assert parse_progress(framed(FIELDS) + b"the end of an older report") == Progress(7, 9, 3.0, 1, {"a": 1.0}, 2, 1.0)
-    names = parse_progress(framed({**FIELDS, "metrics": {"\x1bx": 1.0}}))
-    assert names is not None and list(names.metrics) == ["\\x1bx"]
+    names = parse_progress(framed({**FIELDS, "metrics": {f"\x1b{'x' * 99}{number}": 1.0 for number in range(99)}}))
+    assert names is not None and list(names.metrics) == ["\\x1b" + "x" * 63]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +131,9 @@ def test_what_was_framed_is_read() -> None:
         framed(b"\xff"),
         framed(b"[" * 5000),
         framed([]),
+        framed({**FIELDS, "step": -1}),
+        framed({**FIELDS, "step": 1 << 60}),
+        framed({**FIELDS, "time": -5.0}),
         framed({**FIELDS, "metrics": {"a": "b"}}),
         framed(b'{"step": 1, "total": null, "time": NaN}'),
     ],

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The modules that ``-cfg preload=auto`` has learned of a program, and the files that keep them over jobs."""
+"""The modules that ``-cfg preload=auto`` has learned of a program, and the files that keep them over jobs.
+
+Their names come from ranks, and from files that other processes may have written: what is not valid is left out.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,24 @@ from torchx_monarch.system import safe_files
 FOLDER = "MONARCH_LEARNED_DIR"
 """The variable that names the folder in which the hosts of batch jobs store what they have learned."""
 
+MAX_MODULES = 5000
+"""Largest number of modules that are learned of one program; `import transformers` with a model makes about 2000."""
+
 MAX_BYTES = 1 << 20
-"""Largest size of a report of a rank, and of a file; `import transformers` with a model makes about 2000 modules."""
+"""Largest size of a report of a rank, and of a file."""
+
+_MAX_NAME = 200
 
 _MAX_FILES = 200
 """Programs of which the folder keeps the modules; the least recently written ones are removed."""
+
+
+def is_module_name(name: str) -> bool:
+    """Return whether a name can be that of a module that may be imported ahead."""
+    if len(name) > _MAX_NAME or not name.isascii():
+        return False
+    parts = name.split(".")
+    return all(part.isidentifier() for part in parts) and "__main__" not in parts  # importing that runs a program
 
 
 @dataclasses.dataclass
@@ -41,16 +57,20 @@ class LearnedModules:
     def read(cls, path: str) -> LearnedModules:
         """Read a file, or the report of a rank; return none if it is missing, damaged, or not this user's."""
         try:
-            return decode(cls, safe_files.read_json(path, limit=MAX_BYTES))
+            found = decode(cls, safe_files.read_json(path, limit=MAX_BYTES))
         except (OSError, ValueError):
             return cls()
+        modules = cls(dropped={name: why[:500] for name, why in found.dropped.items() if is_module_name(name)})
+        modules.learn(found.names, found.variables)
+        return modules
 
     def learn(self, modules: Iterable[str], variables: Iterable[str] = ()) -> bool:
         """Add modules and environment variables; return whether one is new."""
         before = (self.names, self.variables)
-        names = dict.fromkeys((*self.names, *modules))
-        self.names = tuple(name for name in names if "__main__" not in name.split(".") and not self._is_dropped(name))
-        self.variables = tuple(sorted({*self.variables, *variables}))
+        valid = [name for name in modules if is_module_name(name) and not self._is_dropped(name)]
+        self.names = tuple(dict.fromkeys((*self.names, *valid)))[:MAX_MODULES]
+        named = {name for name in variables if len(name) <= _MAX_NAME}
+        self.variables = tuple(sorted({*self.variables, *named})[:MAX_MODULES])
         return before != (self.names, self.variables)
 
     def drop(self, name: str, why: str) -> None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Connect ranks that wait in a breakpoint with their debuggers: each gets a terminal, whose other end is a client's.
 
-A rank connects in ``breakpoint()`` (``rank_debugger``) and sends its number, its process id and where it is, a JSON
-line. This host connects to replica 0 for it, with the greeting ``breakpoint``, and passes messages on, which
-``controller.debug_sessions`` lists. When a client attaches, the rank gets a JSON line with the device of its terminal,
-and answers with a byte. If none has attached in time, it gets an empty object, and does not wait again. The connection
-to the rank is closed by the host when the rank is to go on without a debugger, and by the rank, after another byte,
-when it is detached.
+A rank connects in ``breakpoint()`` (``rank_debugger``) and sends its number and where it is, a JSON line; the kernel
+tells its process id. This host connects to replica 0 for it, with the greeting ``breakpoint``, and passes messages on
+(``controller.debug_sessions`` lists them). When a client attaches, the rank gets a JSON line with the device of its
+terminal, and answers with a byte. If none has attached in time, it gets an empty object, and does not wait again. The
+connection to the rank is closed by the host when the rank is to go on without a debugger, and by the rank, after
+another byte, when it is detached.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import socket
 import struct
 import termios
 from collections.abc import Awaitable, Callable
@@ -36,6 +37,9 @@ _ANSWER_TIMEOUT = 5.0
 
 _DRAIN_TIMEOUT = 1.0
 """Seconds for the rest of a terminal's output when its rank has ended or detached."""
+
+_MAX_TEXT = 1000
+"""Characters of a file's path or a function's name."""
 
 _ENDED = "has ended"
 
@@ -64,22 +68,25 @@ class Breakpoints:
             self._server = self._server or await asyncio.start_unix_server(self._serve, self.path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid: int = struct.unpack("3i", credentials)[0]
         try:
             place = await messages.receive(reader, _ANSWER_TIMEOUT)
-            if place is None:
+            if place is None or type(rank := place.get("rank")) is not int:
                 return
+            greeting = {**_checked(place), "type": "breakpoint", "rank": rank, "pid": pid, "wait": self._wait}
             try:
-                near, far = await self._connect({**place, "type": "breakpoint", "wait": self._wait})
+                near, far = await self._connect(greeting)
             except Exception as error:
-                self._say(f"rank {place['rank']} goes on without a debugger: replica 0 is not reached: {error}")
+                self._say(f"rank {rank} goes on without a debugger: replica 0 is not reached: {error}")
                 return
             try:
-                reason = await self._session(place["pid"], (reader, writer), (near, far))
+                reason = await self._session(pid, (reader, writer), (near, far))
                 await messages.send(far, {"type": "end", "reason": reason})
             finally:
                 far.close()
         except (OSError, messages.ProtocolError, TimeoutError, asyncio.TimeoutError):
-            pass  # the rank has ended
+            pass  # the rank has ended, or sends something else
         finally:
             writer.close()
 
@@ -189,6 +196,16 @@ class _Pty:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, number)
+
+
+def _checked(place: messages.Message) -> messages.Message:
+    """Return the fields that say where a rank is, with values of their types: the program may send what it likes."""
+    line = place.get("line")
+    return {
+        "file": str(place.get("file"))[:_MAX_TEXT],
+        "line": line if type(line) is int else 0,
+        "function": str(place.get("function"))[:_MAX_TEXT],
+    }
 
 
 def _size_of(value: object) -> int:

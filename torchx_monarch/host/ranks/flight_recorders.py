@@ -4,13 +4,15 @@
 A rank connects when its program forms a process group (``rank_recorder``). It sends a dump of each recorder when the
 host asks, before ranks are stopped, and when its program fails; and its process groups when the host asks. Each message
 of a rank has a head, its kind and its size. A dump is a pickle in torch's own format, which the host stores in
-``attempt_N/flight_recorder/``, as ``gloo_rank_K`` or ``nccl_rank_K``, and does not read; the process groups are JSON.
+``attempt_N/flight_recorder/``, as ``gloo_rank_K`` or ``nccl_rank_K``, and does not read; the process groups are JSON,
+which is checked: what a rank says reaches the controller and every client.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -19,8 +21,8 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from torchx_monarch.host.ranks.rank_recorder import CODE, DUMP, DUMPS, FAILURE, GROUPS, HEAD
-from torchx_monarch.insight.rank_sample import GroupStatus
+from torchx_monarch.host.ranks.rank_recorder import CODE, DUMP, DUMPS, FAILURE, GROUPS, HEAD, MAX_GROUPS, MAX_RECENT
+from torchx_monarch.insight.rank_sample import Collective, GroupStatus, parse_ranks
 from torchx_monarch.model.codec import decode
 from torchx_monarch.system import safe_files
 
@@ -29,8 +31,17 @@ _FOLDER = "flight_recorder"
 _TIMEOUT = 0.5
 """Seconds by which a rank that does not send its dump, such as one that holds the GIL, delays the signal to stop."""
 
-_MAX_SIZE = 1 << 26
-"""Bytes of a message. torch keeps 2000 collectives by default, which take some megabytes with their stacks."""
+_MAX_SIZES = {FAILURE: CODE.size, DUMP: 0, GROUPS: 1 << 18, **dict.fromkeys(DUMPS, 1 << 26)}
+"""Bytes of a message of each kind. torch keeps 2000 collectives by default, some megabytes with their stacks."""
+
+_MAX_DUMPS = 40
+"""Dumps that are taken from one rank; each replaces the last one of its recorder."""
+
+_MAX_NAME = 200
+"""Characters of the name of a group or an operation that are kept."""
+
+_MAX_NUMBER = 1 << 53
+"""Sequence numbers and sizes are less than this, which every reader of JSON represents."""
 
 
 class FlightRecorders:
@@ -92,10 +103,12 @@ class FlightRecorders:
         pid: int = struct.unpack("3i", credentials)[0]
         connection = self._ranks[pid] = _Connection(writer)
         self._grouped[pid] = time.time()
-        with contextlib.suppress(OSError, EOFError, LookupError, ValueError, TypeError, RecursionError):
-            while True:
+        dumps = 0
+        with contextlib.suppress(OSError, EOFError, LookupError, ValueError, RecursionError, struct.error):
+            while dumps < _MAX_DUMPS:
                 kind, size = HEAD.unpack(await reader.readexactly(HEAD.size))
-                if size > _MAX_SIZE:
+                # A rank says nothing of its groups that it is not asked: reading costs the host time.
+                if size > _MAX_SIZES[kind] or (kind == GROUPS and not connection.is_asked(GROUPS)):
                     break
                 data = await reader.readexactly(size)
                 if kind == FAILURE:
@@ -103,9 +116,11 @@ class FlightRecorders:
                 elif kind == DUMP:
                     connection.answer(DUMP)
                 elif kind == GROUPS:
-                    connection.answer(GROUPS, tuple(decode(GroupStatus, group) for group in json.loads(data)))
-                elif pid not in self._failed:  # when its interpreter ends, a program may destroy the groups
-                    self._store(pid, DUMPS[kind], data)
+                    connection.answer(GROUPS, parse_groups(data))
+                else:
+                    dumps += 1
+                    if pid not in self._failed:  # when its interpreter ends, a program may destroy the groups
+                        self._store(pid, DUMPS[kind], data)
         if self._ranks.get(pid) is connection:
             del self._ranks[pid]
         connection.answer(DUMP)
@@ -125,12 +140,47 @@ class FlightRecorders:
             os.replace(aside, path)
 
 
+def parse_groups(data: bytes) -> tuple[GroupStatus, ...]:
+    """Parse the process groups that a rank has sent, and limit what it can make others keep.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    groups = decode(_Groups, {"groups": json.loads(data)}).groups
+    return tuple(map(_limited, groups[:MAX_GROUPS]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Groups:
+    groups: tuple[GroupStatus, ...]
+
+
+def _limited(group: GroupStatus) -> GroupStatus:
+    parse_ranks(group.ranks)
+    if not all(0 <= number < _MAX_NUMBER for number in (group.enqueued, group.completed)):
+        raise ValueError("a process group has a number out of range")
+    waiting = None if group.waiting is None else _limited_collective(group.waiting)
+    recent = tuple(map(_limited_collective, group.recent[-MAX_RECENT:]))
+    return dataclasses.replace(group, name=group.name[:_MAX_NAME], waiting=waiting, recent=recent)
+
+
+def _limited_collective(collective: Collective) -> Collective:
+    sizes = (number for size in collective.sizes for number in size)
+    if not all(0 <= number < _MAX_NUMBER for number in (collective.number, collective.called, *sizes)):
+        raise ValueError("a collective has a number out of range")
+    return dataclasses.replace(collective, name=collective.name[:_MAX_NAME])
+
+
 class _Connection:
     """The connection of one rank, with the answer to come to the last request of each kind."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._answers: dict[bytes, asyncio.Future[tuple[GroupStatus, ...]]] = {}
+
+    def is_asked(self, kind: bytes) -> bool:
+        """Return whether an answer is awaited."""
+        return kind in self._answers
 
     def ask(self, kind: bytes) -> asyncio.Future[tuple[GroupStatus, ...]]:
         """Return the answer to come. A second request waits for that of the first: none pile up in a stopped rank."""

@@ -68,7 +68,6 @@ def _wait(frame: FrameType, host: str, rank: int, own_files: Collection[str]) ->
     code = frame.f_code
     place = {
         "rank": rank,
-        "pid": os.getpid(),
         "file": code.co_filename,
         "line": frame.f_lineno,
         "function": code.co_name,

@@ -17,7 +17,7 @@ from typing import Any
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.rank_process import Rank
 from torchx_monarch.insight.rank_sample import DeviceUse, GroupStatus, Progress, RankSample
-from torchx_monarch.insight.step_progress import HEAD, NAME, SIZE
+from torchx_monarch.insight.step_progress import HEAD, MAX_METRICS, MAX_NAME, MAX_STEP, NAME, SIZE
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.system import process_status, processes, safe_files
 from torchx_monarch.system.untrusted_text import one_line
@@ -142,7 +142,11 @@ def parse_progress(data: bytes) -> Progress | None:
         found = decode(Progress, safe_files.parse_json(text.decode()))
     except (DecodeError, ValueError):
         return None
-    return dataclasses.replace(found, metrics={one_line(name): value for name, value in found.metrics.items()})
+    steps = [step for step in (found.step, found.total, found.checkpoint, found.first_step) if step is not None]
+    if not all(0 <= number < MAX_STEP for number in (*steps, found.time, found.first_time)):
+        return None
+    names = list(found.metrics)[:MAX_METRICS]
+    return dataclasses.replace(found, metrics={one_line(name[:MAX_NAME]): found.metrics[name] for name in names})
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
