@@ -405,7 +405,7 @@ class Contract:
             place.wait(handle, state)
             _read(place, handle, state)
         # Its result is decided, and the process that has submitted it does not ask.
-        role_metadata.mark(side)
+        role_metadata.mark_sidecar(side)
         handle = place.run(place.role("true"), side)
         with Runner("torchx", place.schedulers) as reader:
             until(lambda: reader.status(handle).roles[0].replicas[0].state is AppState.SUCCEEDED, "the trainer", WITHIN)

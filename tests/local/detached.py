@@ -84,7 +84,7 @@ class Detached:
         return state_files.app_paths(app_id)
 
     def watchers(self, app_id: str) -> state.Owners:
-        watchers = state.load(self.paths(app_id))
+        watchers = state.load_owners(self.paths(app_id))
         assert watchers is not None
         return watchers
 

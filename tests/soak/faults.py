@@ -100,7 +100,7 @@ def targets(job: Job, kind: str) -> list[int]:
     """The living processes of one kind, in the order of their pids."""
     if kind == "submitter":
         return [job.submitter.pid] if job.submitter is not None and job.submitter.poll() is None else []
-    who = state.load(job.paths) if job.app_id else None
+    who = state.load_owners(job.paths) if job.app_id else None
     if who is None:
         return []
     watchers = {"keeper": who.keeper.pid, "supervisor": who.supervisor.pid}

@@ -250,7 +250,7 @@ def test_a_nodes_shell_gives_words_and_variables_as_they_are(texts: list[str], f
     shows = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['MINE'], os.environ['PLAIN']]))"
     one = Role("r", "image", entrypoint=sys.executable, args=["-c", shows, *texts, "=${replica_id}'"], num_replicas=9)
     one.env = {"MINE": "'${replica_id}' ${replica_id}\n$$x", "PLAIN": "p"}
-    words, env = container.render(one, "q:app", first)
+    words, env = container.render_command(one, "q:app", first)
     assert words[:2] == ["sh", "-c"]
     environ = {**os.environ, **env, "AWS_BATCH_JOB_NODE_INDEX": str(first + replica)}
     done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=240, check=True)
@@ -259,9 +259,13 @@ def test_a_nodes_shell_gives_words_and_variables_as_they_are(texts: list[str], f
 
 def test_a_shell_is_needed_only_where_replicas_ask_for_their_number() -> None:
     plain = Role("r", "image", entrypoint="/program", args=["a b", "${app_id}"], num_replicas=3)
-    assert container.render(plain, "q:app", 0) == (["/program", "a b", "q:app"], {})
+    assert container.render_command(plain, "q:app", 0) == (["/program", "a b", "q:app"], {})
     alone = Role("r", "image", entrypoint="/program", args=["${replica_id}", "${rank0_env}"])
-    assert container.render(alone, "q:app", 4)[0] == ["/program", "0", "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"]
+    assert container.render_command(alone, "q:app", 4)[0] == [
+        "/program",
+        "0",
+        "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS",
+    ]
 
 
 @pytest.mark.parametrize("name", ["a" * 200, "-_-App.1", "name with blanks/and ümlauts", "x"])

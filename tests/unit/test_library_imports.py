@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.monarch_adapter import socket_guard
-from torchx_monarch.monarch_adapter.socket_guard import ImportsUnknown
+from torchx_monarch.monarch_adapter import library_imports
+from torchx_monarch.monarch_adapter.library_imports import ImportsUnknown
 
 _LIBRARY = getattr(_ctypes, "__file__", "")
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not _LIBRARY, reason="this Python has its module
 
 def called(name: str) -> set[int]:
     """What the library calls under a name."""
-    found = socket_guard.entries(_LIBRARY, (name,))
+    found = library_imports.entries(_LIBRARY, (name,))
     return {ctypes.c_size_t.from_address(entry).value for _, entry in found}
 
 
@@ -29,7 +29,7 @@ def address_of(name: str) -> int | None:
 
 
 def test_finds_where_a_library_keeps_the_functions_it_calls() -> None:
-    found = list(socket_guard.entries(_LIBRARY, ("dlopen", "dlsym", "no_such_function")))
+    found = list(library_imports.entries(_LIBRARY, ("dlopen", "dlsym", "no_such_function")))
     assert {name for name, _ in found} == {"dlopen", "dlsym"}
     for name in ("dlopen", "dlsym"):
         assert called(name) == {address_of(name)}
@@ -38,7 +38,7 @@ def test_finds_where_a_library_keeps_the_functions_it_calls() -> None:
 def test_replaces_a_function_and_puts_it_back() -> None:
     another = address_of("dlerror")
     assert another
-    undo = socket_guard.redirect(_LIBRARY, {"dlclose": another, "no_such_function": 0})
+    undo = library_imports.redirect(_LIBRARY, {"dlclose": another, "no_such_function": 0})
     try:
         assert called("dlclose") == {another}
     finally:
@@ -48,25 +48,25 @@ def test_replaces_a_function_and_puts_it_back() -> None:
 
 def test_says_why_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportsUnknown, match="calls none of accept4, accept"):
-        socket_guard.redirect(_LIBRARY, {"accept4": 0, "accept": 0})
+        library_imports.redirect(_LIBRARY, {"accept4": 0, "accept": 0})
     with pytest.raises(ImportsUnknown, match="nosuch"):
-        socket_guard.redirect(f"{tmp_path}/nosuch.so", {"accept4": 0})
+        library_imports.redirect(f"{tmp_path}/nosuch.so", {"accept4": 0})
     monkeypatch.setattr(platform, "machine", lambda: "i686")
     with pytest.raises(ImportsUnknown, match="not known how on i686, only on x86_64 and aarch64"):
-        socket_guard.redirect(_LIBRARY, {"dlclose": 0})
+        library_imports.redirect(_LIBRARY, {"dlclose": 0})
 
 
 def test_changes_nothing_when_one_entry_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = socket_guard._write
+    write = library_imports._write
 
     def refuses(entry: int, value: int) -> None:
         if value == 2:
             raise OSError(1, "mprotect")
         write(entry, value)
 
-    monkeypatch.setattr(socket_guard, "_write", refuses)
+    monkeypatch.setattr(library_imports, "_write", refuses)
     another = address_of("dlerror")
     assert another
     with pytest.raises(ImportsUnknown, match="mprotect"):
-        socket_guard.redirect(_LIBRARY, {"dlclose": another, "dlsym": 2})
+        library_imports.redirect(_LIBRARY, {"dlclose": another, "dlsym": 2})
     assert called("dlclose") == {address_of("dlclose")} and called("dlsym") == {address_of("dlsym")}

@@ -17,7 +17,7 @@ from torchx_monarch.monarch_adapter import socket_guard
 
 _PREPARED = """
 import _ctypes, _socket, ctypes, socket, threading
-from torchx_monarch.monarch_adapter import socket_guard, socket_guard
+from torchx_monarch.monarch_adapter import library_imports, socket_guard
 from torchx_monarch.monarch_adapter.socket_guard import TESTED, protect
 
 # Debian's Python has the module in its executable, which the dynamic linker knows by no name.
@@ -36,7 +36,7 @@ def ended():
 
 def values():
     # What each of the library's entries leads to: the function or, while no call has had the linker find it, a stub.
-    found = socket_guard.entries(LIBRARY, ("accept4", "accept"))
+    found = library_imports.entries(LIBRARY, ("accept4", "accept"))
     return {entry: ctypes.c_size_t.from_address(entry).value for name, entry in found}
 
 BEFORE = values()

@@ -17,7 +17,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaS
 from torchx_monarch.backends.core.state import SETTLE, AppStatus, RetryBudget, count_restarts, reduce
 from torchx_monarch.command.rewrite import hold
 from torchx_monarch.components import controller
-from torchx_monarch.model.role_metadata import is_sidecar, mark
+from torchx_monarch.model.role_metadata import is_sidecar, mark_sidecar
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_local
@@ -293,11 +293,11 @@ def test_a_host_that_others_wait_for_is_not_delayed_for_long() -> None:
 def test_a_mark_is_kept_and_read() -> None:
     role = Role("r", "image", metadata={"kubernetes": {"x": 1}})
     assert not is_sidecar(role)
-    mark(role)
+    mark_sidecar(role)
     assert is_sidecar(role) and role.metadata == {"kubernetes": {"x": 1}, **MARKED}
     assert RoleSpec.of(role) == RoleSpec("r", sidecar=True)
     kept = Role("r", "image", metadata={"monarch": {"sidecar": False}})
-    mark(kept)
+    mark_sidecar(kept)
     assert not is_sidecar(kept)
 
 

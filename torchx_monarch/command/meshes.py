@@ -39,7 +39,7 @@ def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = ()) -> App
         check_mesh_name(role.name)
         role.entrypoint, *role.args = script_command(script) if script and not index else hosts
         if index:
-            role_metadata.mark(role)
+            role_metadata.mark_sidecar(role)
     return ours
 
 

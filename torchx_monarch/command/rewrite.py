@@ -217,7 +217,7 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT) -> AppDef:
         if found is not None and found.kind != "hosts":
             _insert(role, found, words)
     for role in held.roles[1:]:
-        role_metadata.mark(role)
+        role_metadata.mark_sidecar(role)
     return held
 
 

@@ -23,6 +23,9 @@ _STEPS = [step * unit for unit in (0.001, 0.01, 0.1, 1) for step in (1, 2, 5)] +
     *(10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
 ]
 
+WIDTH, HEIGHT = 1000, 100
+"""The size of a curve's own coordinates, which the page stretches."""
+
 _LINES = 8
 """Ranks that have a line each; of more ranks the lowest, the middle and the highest value are shown."""
 
@@ -205,10 +208,6 @@ def _clock(seconds: float) -> str:
         return f"{seconds:g} s" if seconds == round(seconds, 3) else f"{seconds:.1f} s"
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours}:{rest // 60:02d} h" if hours else f"{rest // 60}:{rest % 60:02d} min"
-
-
-WIDTH, HEIGHT = 1000, 100
-"""The size of a curve's own coordinates, which the page stretches."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ class HasMetadata(Protocol):
     metadata: dict[str, Any]
 
 
-def mark(role: HasMetadata) -> None:
+def mark_sidecar(role: HasMetadata) -> None:
     """Mark a role as a sidecar, in place; keep a mark that the user has set."""
     ours = role.metadata.get(KEY)
     role.metadata[KEY] = {_SIDECAR: True, **(ours if isinstance(ours, Mapping) else {})}

@@ -59,7 +59,7 @@ def prepare_import() -> None:
 
     If Monarch is imported already, its log file is closed where another user may have planted it.
     """
-    close_unsafe(lambda text: print(f"[monarch] INSECURE: {text}", file=sys.stderr, flush=True))
+    close_unsafe_log(lambda text: print(f"[monarch] INSECURE: {text}", file=sys.stderr, flush=True))
     keep_monarch_log_private(os.environ)
     if "monarch._rust_bindings" not in sys.modules:
         atexit.register(_wait_for_threads)
@@ -234,7 +234,7 @@ def in_batch_job() -> bool:
     return os.environ.get("MONARCH_BATCH_JOB") == "1"
 
 
-def close_unsafe(say: Callable[[str], None]) -> None:
+def close_unsafe_log(say: Callable[[str], None]) -> None:
     """Have Monarch write no more to its log file if another user may have planted the file or its folder.
 
     Args:

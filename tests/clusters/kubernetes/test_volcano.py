@@ -101,7 +101,7 @@ def test_volcano_jobs_are_cancelled_and_fail_and_end_without_their_sidecars(volc
     apps.runner.delete(handle)
     apps.until_true(lambda: apps.runner.status(handle) is None, "its end")
     reader = apps.role("sleep", "1000", name="reader")
-    role_metadata.mark(reader)
+    role_metadata.mark_sidecar(reader)
     handle = apps.run(apps.role("true", name="main"), reader, mode="volcano")
     apps.wait(handle, AppState.SUCCEEDED)
     assert apps.states(handle)["reader/0"] is AppState.CANCELLED

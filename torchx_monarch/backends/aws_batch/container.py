@@ -146,7 +146,7 @@ def ulimits(texts: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def render(role: Role, app_id: str, first: int) -> tuple[list[str], dict[str, str]]:
+def render_command(role: Role, app_id: str, first: int) -> tuple[list[str], dict[str, str]]:
     """Return the words of a role's command, and its environment.
 
     Args:

@@ -127,7 +127,7 @@ def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJo
     result_key = secrets.token_hex()
     containers, first = [], 0
     for index, (role, spec) in enumerate(zip(app.roles, roles, strict=True)):
-        words, env = container.render(role, f"{queue}:{name}", first)
+        words, env = container.render_command(role, f"{queue}:{name}", first)
         env |= {"TORCHX_ROLE_IDX": str(index), ROLE_NAME: role.name, settings.ENV_TORCHX_IMAGE: role.image}
         if spec.runs_hosts:
             env.pop(CREDENTIALS, None)

@@ -104,7 +104,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         daemon.pull({container.image for container in request.containers})
         made: list[Container] = []
         try:
-            native.ensure(daemon.client)
+            native.ensure_network(daemon.client)
             for container in request.containers:
                 made.append(
                     daemon.create(

@@ -162,7 +162,7 @@ class Daemon:
         except NotFound as error:
             if not is_missing(error):
                 raise
-            ensure(self.client)
+            ensure_network(self.client)
             container.start()
 
     def remove(self, app_id: str, containers: Sequence[Container]) -> None:
@@ -170,7 +170,7 @@ class Daemon:
         map_concurrently(_remove, containers)
         with contextlib.suppress(NotFound):
             self.client.volumes.get(_marker(app_id)).remove()
-        remove_unused(self.client)
+        remove_unused_network(self.client)
 
 
 def stop(container: Container, timeout: float) -> None:
@@ -256,7 +256,7 @@ if TYPE_CHECKING:
     from docker import DockerClient
 
 
-def ensure(client: DockerClient) -> None:
+def ensure_network(client: DockerClient) -> None:
     """Create the network if it does not exist.
 
     TorchX's ``ensure_network`` locks a file in /tmp, which only the user who created the file can open.
@@ -279,7 +279,7 @@ def is_missing(error: NotFound) -> bool:
     return f"network {NETWORK} not found" in str(error)
 
 
-def remove_unused(client: DockerClient) -> None:
+def remove_unused_network(client: DockerClient) -> None:
     """Remove the network unless it has containers, including stopped ones and those of other programs."""
     if client.containers.list(all=True, sparse=True, limit=1, filters={"network": NETWORK}):
         return

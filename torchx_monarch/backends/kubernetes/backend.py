@@ -37,6 +37,8 @@ _RIGHTS = (
 )
 """Group, resource and verb of the rights that both modes need; docs/how_to/set_up_security.md has all."""
 
+_JOB, _VOLCANO = (("batch", "jobs", "create"),), (("batch.volcano.sh", "jobs", "create"),)
+
 
 class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSnapshot]):
     """Runs each replica as a pod of the cluster that the kubeconfig names."""
@@ -201,9 +203,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
             KubernetesError: the cluster is unreachable or refuses.
         """
         lifecycle.remove(self._api, app)
-
-
-_JOB, _VOLCANO = (("batch", "jobs", "create"),), (("batch.volcano.sh", "jobs", "create"),)
 
 
 def check_cluster(api: Api, options: KubernetesOpts | None) -> Iterator[CheckResult]:

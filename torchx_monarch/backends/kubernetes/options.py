@@ -104,7 +104,7 @@ def check(cfg: KubernetesOpts) -> None:
         refuse("namespace", "a namespace is called by up to 63 lower-case letters, digits and dashes")
     try:
         for taint in cfg.tolerations or ():
-            parse(taint)
+            parse_toleration(taint)
     except ValueError as error:
         refuse("tolerations", str(error))
     for name in ("pull_timeout", "ttl_seconds_after_finished", "reserved_millicpu", "reserved_memmb"):
@@ -117,7 +117,7 @@ def check(cfg: KubernetesOpts) -> None:
             refuse(name, f"it is for mode={other}, and the mode is {cfg.mode}")
 
 
-def parse(taint: str) -> Object:
+def parse_toleration(taint: str) -> Object:
     """Return the toleration of a pod that tolerates a taint.
 
     Args:

@@ -111,7 +111,7 @@ def finish(pod: Object, index: int, runs_hosts: bool, context: PodContext) -> No
     if cfg.exclude_nodes:
         _exclude_nodes(spec, cfg.exclude_nodes.split("+"))
     if cfg.tolerations:
-        spec.setdefault("tolerations", []).extend(options.parse(taint) for taint in cfg.tolerations)
+        spec.setdefault("tolerations", []).extend(options.parse_toleration(taint) for taint in cfg.tolerations)
     container = spec["containers"][0]
     container["terminationMessagePath"] = TERMINATION_LOG
     # A container without a host process, or whose host has not begun (such as an image without Python), writes no

@@ -101,7 +101,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             return AppSnapshot(app_id, app_id, (), is_supervised=True, native=Outcome(state_by_lock, str(error)))
         if record is None:
             return None
-        owning = state.load(paths)
+        owning = state.load_owners(paths)
         hostname = owning.hostname if owning else os.uname().nodename
         grace = float(LocalOpts.grace)
         with contextlib.suppress(state_files.DamagedFileError):
@@ -187,7 +187,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
                 another machine that cannot be seen from here.
         """
         paths = state_files.app_paths(app.app_id)
-        owning = state.load(paths)
+        owning = state.load_owners(paths)
         if owning is not None and not owning.is_here and not state.are_alive(paths):
             raise BackendError(
                 f"app {app.app_id} runs on {owning.hostname}, which cannot be seen from here: cancel it there. If that "

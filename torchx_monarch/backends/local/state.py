@@ -39,7 +39,7 @@ def request_stop(paths: state_files.AppPaths, grace: float | None) -> None:
     Raises:
         OSError: the request could not be written, and no supervisor can be signalled.
     """
-    owning = load(paths)
+    owning = load_owners(paths)
     found = [owning.supervisor, owning.keeper] if owning is not None else []
     found = [process for process in found if processes.identity(process.pid) == process]
     try:
@@ -93,7 +93,7 @@ def current_state(paths: state_files.AppPaths) -> status.AppRecord | None:
     record = status.load(paths)
     if record is None or record.terminal:
         return record
-    owning = load(paths)
+    owning = load_owners(paths)
     if owning is not None and not owning.is_here:
         record.msg = f"runs on {owning.hostname}" + ("" if alive else ", or has ended: that cannot be seen from here")
     elif not alive:
@@ -153,7 +153,7 @@ class Owners:
         return {"hostname": self.hostname, "keeper": self.keeper._asdict(), "supervisor": self.supervisor._asdict()}
 
 
-def load(paths: state_files.AppPaths) -> Owners | None:
+def load_owners(paths: state_files.AppPaths) -> Owners | None:
     """Read which processes own the app; return None if the supervisor has not started yet, or the file is damaged."""
     try:
         return state_files.load(Owners, paths.supervisor, paths.trusted)
