@@ -58,30 +58,22 @@ def build(
         results: what the hosts have written of their end, by role: JSON text, as far as that is known.
         hostname: the name of the machine of replicas of which nothing is told; empty if it is not known.
     """
-    now, error = state(response.state), "" if response.structured_error_msg == NONE else response.structured_error_msg
-    if now is State.UNKNOWN and record is not None and record.cancelled:
-        now = State.CANCELLED
-    elif now is State.UNKNOWN and len(results) == len(submitted.roles) > 0:
-        failed = any(HostResult.from_text(text).code for text in results.values())
-        now = State.FAILED if failed else State.SUCCEEDED
-    restarts = max(0, response.num_restarts) + sum(
-        HostResult.from_text(text).rank_restarts for text in results.values()
-    )
-    results = {role: text for role, text in results.items() if HostResult.from_text(text).reason}
-    if error and len(submitted.roles) == 1:  # of several roles, it does not say whose it is
-        results = {submitted.roles[0].name: error}
-    if now is not State.FAILED:
-        error, results = "", {}
+    ends = {role: HostResult.from_text(text) for role, text in results.items()}
+    now = _app_state(state(response.state), record, submitted, ends)
+    error = response.structured_error_msg
+    if now is not State.FAILED or error == NONE:
+        error = ""
+    causes = _failures_by_role(submitted, error, results, ends) if now is State.FAILED else {}
+    if error and not causes:
+        native = Outcome(now, HostResult.from_text(error).reason, error)
+    else:
+        native = Outcome(now, "" if response.msg == NONE or causes else response.msg)
     statuses = {(status.role, status.id): status for role in response.roles_statuses for status in role.replicas}
     roles = []
     for spec in submitted.roles:
         default = [ReplicaStatus(replica, response.state, spec.name, hostname) for replica in range(spec.replicas)]
         found = [statuses.get((spec.name, status.id), status) for status in default]
-        roles.append(RoleSnapshot(spec, [_replica(status, now, results.get(spec.name, "")) for status in found]))
-    if error and not results:
-        native = Outcome(now, HostResult.from_text(error).reason, error)
-    else:
-        native = Outcome(now, "" if response.msg == NONE or results else response.msg)
+        roles.append(RoleSnapshot(spec, [_replica(status, now, causes.get(spec.name, "")) for status in found]))
     return AppSnapshot(
         response.app_id,
         submitted.app.name,
@@ -90,9 +82,31 @@ def build(
         created=record.created if record else 0.0,
         native=native,
         is_supervised=True,  # the other scheduler may be about to start a replica again
-        restarts=restarts,
+        restarts=max(0, response.num_restarts) + sum(end.rank_restarts for end in ends.values()),
         ui_url=response.ui_url or "",
     )
+
+
+def _app_state(
+    described: State, record: Record | None, submitted: SubmittedApp, ends: Mapping[str, HostResult]
+) -> State:
+    """Return the state of an app: what its hosts tell of their end where the other scheduler does not know it."""
+    if described is not State.UNKNOWN:
+        return described
+    if record is not None and record.cancelled:
+        return State.CANCELLED
+    if not submitted.roles or len(ends) < len(submitted.roles):
+        return State.UNKNOWN
+    return State.FAILED if any(end.code for end in ends.values()) else State.SUCCEEDED
+
+
+def _failures_by_role(
+    submitted: SubmittedApp, error: str, results: Mapping[str, str], ends: Mapping[str, HostResult]
+) -> Mapping[str, str]:
+    """Return the results of the roles that failed. The other scheduler's ``error`` does not name its role."""
+    if error and len(submitted.roles) == 1:
+        return {submitted.roles[0].name: error}
+    return {role: text for role, text in results.items() if ends[role].reason}
 
 
 def _replica(status: ReplicaStatus, app: State, error: str) -> ReplicaSnapshot:
