@@ -8,7 +8,6 @@ every rank proved its end, FAILED only with who died, and only if it could not h
 its logs must hold every line that a rank has proved to have printed, and nothing may be left of it. By default the jobs
 contain every fault at every moment in every kind of job (``plans.cells``); the rest follows from the seed and a job's
 number.
-docs/explanation/faults.md has the details.
 
 Exit code 1 when anything was wrong; what is needed to look into it is then kept and named.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/explanation/security.md explains the messages and options that there are."""
+"""docs/explanation/security.md and docs/how_to/set_up_security.md explain the messages and options that there are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import pytest
 from torchx_monarch.transport import address, connections
 from torchx_monarch.transport.connections import Address
 
-PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "security.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "explanation" / "security.md").read_text()
+SETUP = (DOCS / "how_to" / "set_up_security.md").read_text()
 WHERE = Address("tls", "node0", 26599)
 
 
@@ -59,4 +61,4 @@ def test_every_option_of_the_network_is_explained() -> None:
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
     for option in ("--bind", "--advertise", "--ports", "--peer-timeout", "--rejoin-timeout"):
         assert option in text
-        assert f"`{option} " in PAGE
+        assert f"`{option} " in SETUP
