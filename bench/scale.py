@@ -21,7 +21,7 @@ from pathlib import Path
 
 from torchx.runner import get_runner
 
-from torchx_monarch.cli import top_view
+from torchx_monarch.cli import top
 from torchx_monarch.components import spmd
 from torchx_monarch.controller.host_messages import (
     CollectivesRead,
@@ -30,7 +30,7 @@ from torchx_monarch.controller.host_messages import (
     decode_answer,
     encode_message,
 )
-from torchx_monarch.insight import hangs, rank_activity, rank_table, report_page, report_picture, stacks, timeline
+from torchx_monarch.insight import hangs, rank_view, report_page, report_picture, stacks, timeline
 from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, RankSample
 from torchx_monarch.insight.sample_log import SampleLog
@@ -172,12 +172,10 @@ def measure(ranks: int, per_host: int, rounds: int) -> dict[str, float]:
     found["hang: diagnose"] = 1000 * seconds(diagnose, rounds)
     found["stacks: group and show"] = 1000 * seconds(lambda: stacks.render(job.stacks), rounds)
     status = JobStatus("monarch_slurm://torchx/1", "job", "RUNNING")
-    rows = rank_table.rows(job.samples, job.before)
-    view = top_view.View(status, rows)
-    found["top: rows"] = 1000 * seconds(lambda: rank_table.rows(job.samples, job.before), rounds)
-    found["top: screen"] = 1000 * seconds(lambda: top_view.screen(view, 160, 50, 0), rounds)
-    found["top: screen by host"] = 1000 * seconds(lambda: top_view.screen(view, 160, 50, 0, by_host=True), rounds)
-    found["status: activity of ranks"] = 1000 * seconds(lambda: rank_activity.activity(job.samples, job.before), rounds)
+    view = top.View(status, rank_view.rank_views(job.samples, job.before))
+    found["what ranks do"] = 1000 * seconds(lambda: rank_view.rank_views(job.samples, job.before), rounds)
+    found["top: screen"] = 1000 * seconds(lambda: top.screen(view, 160, 50, 0), rounds)
+    found["top: screen by host"] = 1000 * seconds(lambda: top.screen(view, 160, 50, 0, by_host=True), rounds)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "samples.jsonl")
         found["sample log: a moment"] = 1000 * seconds(lambda: SampleLog(str(path)).append(job.samples), 1)

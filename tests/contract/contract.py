@@ -34,8 +34,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.debugger import list_breakpoints
 from torchx_monarch.client.hosts import Hosts
-from torchx_monarch.client.rank_samples import ask_samples
-from torchx_monarch.client.rank_stacks import ask_stacks
+from torchx_monarch.client.rank_queries import ask_samples, ask_stacks
 from torchx_monarch.command.rewrite import hold
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.model import role_metadata

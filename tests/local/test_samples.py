@@ -17,7 +17,7 @@ import pytest
 from tests.local.hosts import Hosts
 from tests.local.live import Live
 from torchx_monarch.client.hosts import Hosts as Client
-from torchx_monarch.client.rank_samples import ask_samples
+from torchx_monarch.client.rank_queries import ask_samples
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.rank_process import Rank, RankProcess

@@ -20,7 +20,7 @@ from tests.ports import free_port
 from tests.waits import until
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.client.hosts import Hosts as Client
-from torchx_monarch.client.rank_stacks import ask_stacks
+from torchx_monarch.client.rank_queries import ask_stacks
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.host.ranks.rank_main import STACKS_SIGNAL
 from torchx_monarch.insight.stacks import ProcessStacks

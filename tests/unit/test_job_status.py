@@ -18,8 +18,8 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, 
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli import status as status_command
-from torchx_monarch.cli.sampled_ranks import SampledRanks
 from torchx_monarch.cli.status_text import render
+from torchx_monarch.client.rank_queries import RankWatch
 from torchx_monarch.insight.log_lines import stamp
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
@@ -311,7 +311,7 @@ def test_a_watched_status_does_not_scroll(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr("time.sleep", lambda _: None)
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((80, 3)))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    scheduler, ranks = SimpleNamespace(inner=SimpleNamespace(poll=0.0)), SampledRanks("x")
+    scheduler, ranks = SimpleNamespace(inner=SimpleNamespace(poll=0.0)), RankWatch()
     status_command._watch(scheduler, running, "app", ranks, as_json=False)  # type: ignore[arg-type]
     frames = re.split(r"\x1b\[(\d+)A\x1b\[J", capsys.readouterr().out)
     assert frames[1::2] == ["2"] * 3 and [frame.count("\n") for frame in frames[:-1:2]] == [2] * 3

@@ -14,12 +14,12 @@ import pytest
 
 from tests.unit.json_page import documented
 from torchx_monarch.cli import exit_codes, main, ps, run_output
-from torchx_monarch.cli.top_view import View
+from torchx_monarch.cli.top import View
 from torchx_monarch.client.allocations import AllocationInfo
 from torchx_monarch.client.debugger import Breakpoint
 from torchx_monarch.client.result import RankResult, RunInfo, RunResult
 from torchx_monarch.insight.prometheus_text import Family
-from torchx_monarch.insight.rank_table import Row
+from torchx_monarch.insight.rank_view import RankView
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.schedulers.job_status import PHASES, JobStatus, LiveState
@@ -64,8 +64,9 @@ def test_the_fields_of_stacks() -> None:
 
 
 def test_the_fields_of_top() -> None:
-    assert documented("a look") == names(View)
-    assert documented("ranks in `top`") == names(Row)
+    shown: Any = View(JobStatus("h", "n", "RUNNING"), [RankView(0, 0, "host", 1, "running")]).to_json()
+    assert documented("a look") == set(shown)
+    assert documented("ranks in `top`") == set(shown["ranks"][0])
 
 
 def test_the_fields_of_metrics() -> None:

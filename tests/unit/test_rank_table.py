@@ -10,6 +10,7 @@ import pytest
 from torchx_monarch.host.ranks.rank_recorder import format_ranks
 from torchx_monarch.insight import rank_table
 from torchx_monarch.insight.rank_sample import Collective, DeviceUse, GroupStatus, RankSample
+from torchx_monarch.insight.rank_view import rank_views
 
 
 def sample(rank: int, time: float = 100.0, **more: Any) -> RankSample:
@@ -26,11 +27,11 @@ def group(enqueued: int, called: float = 0.0, name: str = "0", ranks: tuple[int,
 def test_rates_are_those_between_two_samples_of_one_process() -> None:
     before = [sample(rank, 98.0, cpu_seconds=8.5, groups=(group(10),)) for rank in range(3)]
     after = [sample(0, groups=(group(15),)), sample(1, pid=7, groups=(group(2),)), sample(2)]
-    first, new, without = rank_table.rows(after, before)
-    assert (first.cpu, first.rate) == (0.75, 2.5)
-    assert (new.cpu, new.rate) == (None, None)  # another process: the ranks were restarted
-    assert (without.cpu, without.rate) == (0.75, None)
-    assert all(row.cpu is row.rate is None for row in rank_table.rows(after))
+    first, new, without = rank_views(after, before)
+    assert (first.cpu, first.collectives_per_second) == (0.75, 2.5)
+    assert (new.cpu, new.collectives_per_second) == (None, None)  # another process: the ranks were restarted
+    assert (without.cpu, without.collectives_per_second) == (0.75, None)
+    assert all(row.cpu is row.collectives_per_second is None for row in rank_views(after))
 
 
 def test_late_is_the_rank_for_which_others_wait() -> None:
@@ -41,7 +42,7 @@ def test_late_is_the_rank_for_which_others_wait() -> None:
         sample(2, groups=(group(6, called=99.0),)),
         sample(3, groups=(group(1, called=11.0, name="1", ranks=(0, 3)),)),
     ]
-    assert [row.late for row in rank_table.rows(samples)] == [None, 5.0, None, None]
+    assert [row.waited_for for row in rank_views(samples)] == [None, 5.0, None, None]
 
 
 def test_ranks_of_a_host_are_folded() -> None:
@@ -49,10 +50,9 @@ def test_ranks_of_a_host_are_folded() -> None:
     before = [sample(rank, 99.0, cpu_seconds=9.0, groups=(group(1),)) for rank in range(16)]
     after = [sample(rank, groups=(group(3 + rank),), devices=(device,)) for rank in range(15)]
     after.append(sample(15, state="stopped", last_line="the last"))
-    first, second = rank_table.fold(rank_table.rows(after, before))
-    assert (first.ranks, first.host, first.pid, first.state) == (tuple(range(8)), "node0", None, "running")
-    assert (first.cpu, first.rss_bytes, first.gpu_bytes, first.rate) == (8.0, 8 * (300 << 20), 64 << 30, 2.0)
-    assert (second.state, second.line) == ("7 running, 1 stopped", "the last")
+    _, first, second = rank_table.render(rank_views(after, before), 120, by_host=True)
+    assert first.split() == ["0-7", "node0", "running", "800%", "2.3G", "50%", "64G", "2.0"]
+    assert "7 running, 1 stopped" in second and second.endswith("  the last")
 
 
 @pytest.mark.parametrize("width", [80, 100])
@@ -60,10 +60,10 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     text = "epoch 3/8 loss 0.123 \x1b[31m" + "x" * 200
     device = DeviceUse(0, "H100", 1.0, 70 << 30, 80 << 30)
     samples = [sample(rank, last_line=text, devices=(device,), groups=(group(9, 1.0),)) for rank in range(256)]
-    lines = rank_table.render(rank_table.rows(samples, [sample(rank, 99.0) for rank in range(256)]), width)
+    lines = rank_table.render(rank_views(samples, [sample(rank, 99.0) for rank in range(256)]), width)
     assert len(lines) == 257 and max(map(len, lines)) <= width
     assert "\x1b" not in "".join(lines) and "epoch" in lines[1]
-    folded = rank_table.render(rank_table.fold(rank_table.rows(samples)), width)
+    folded = rank_table.render(rank_views(samples), width, by_host=True)
     assert len(folded) == 33 and max(map(len, folded)) <= width
 
 
@@ -74,7 +74,7 @@ def test_a_table_for_people() -> None:
         sample(1, groups=(group(309),), state="stopped", cpu_seconds=8.0),
         sample(2, groups=(group(310, called=97.0),), state="uninterruptible", rss_bytes=1700 << 20),
     ]
-    assert rank_table.render(rank_table.rows(after, before), 80) == [
+    assert rank_table.render(rank_views(after, before), 80) == [
         "RANK  HOST    PID  STATE       CPU   RSS  COLL/S   LATE  LAST LINE",
         "   0  node0  1000  running    100%  300M     150         step 31 loss 0.42",
         "   1  node0  1001  stopped      0%  300M     150  3.50s",

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 
 from tests.waits import WITHIN
-from torchx_monarch.cli import top_view
-from torchx_monarch.cli.top_view import View
-from torchx_monarch.insight.rank_table import Row
+from torchx_monarch.cli import top
+from torchx_monarch.cli.top import View
+from torchx_monarch.insight.rank_view import RankView
 from torchx_monarch.schedulers.job_status import Failure, JobStatus
 
 JOB = JobStatus("monarch_local://torchx/a-1", "a", "RUNNING", phase="running", elapsed=61, attempt=2, attempts=3)
 
 
 def view(ranks: int, **more: Any) -> View:
-    rows = [Row((rank,), f"node{rank // 8}", 100 + rank, "running", line="x" * 300) for rank in range(ranks)]
+    rows = [RankView(rank, 0, f"node{rank // 8}", 100 + rank, "running", last_line="x" * 300) for rank in range(ranks)]
     return View(JOB, rows, **more)
 
 
@@ -36,29 +36,28 @@ def test_a_screen_has_the_size_of_its_terminal(width: int, height: int, ranks: i
     missing = {str(replica): "it does not answer, " * 30 for replica in range(40)}
     for one in (view(ranks), view(ranks, missing=missing, problem="a problem " * 30)):
         for first in (0, 10, 10_000):
-            lines, _ = top_view.screen(one, width, height, first, by_host)
+            lines, _ = top.screen(one, width, height, first, by_host)
             assert len(lines) == height and max(map(len, lines)) <= width
             assert lines[0].startswith(JOB.handle[:20]) and lines[-1].startswith("q quit")
 
 
 def test_the_table_scrolls_to_its_end_and_not_beyond() -> None:
-    lines, first = top_view.screen(view(256), 80, 24, 10_000)
+    lines, first = top.screen(view(256), 80, 24, 10_000)
     assert first == 256 - 19 and "355" in lines[-2] and lines[-1].endswith("238-256 of 256")
-    lines, first = top_view.screen(view(256), 80, 24, 1)
+    lines, first = top.screen(view(256), 80, 24, 1)
     assert first == 1 and lines[4].split()[:3] == ["1", "node0", "101"]
-    lines, first = top_view.screen(view(256), 80, 60, 10_000, by_host=True)
+    lines, first = top.screen(view(256), 80, 60, 10_000, by_host=True)
     assert first == 0 and lines[4].split()[0] == "0-7" and "of 32" not in lines[-1]
 
 
 def test_the_head_says_what_is_wrong() -> None:
-    hang = Failure(2.0, "rank 1 makes rank 0 wait")
-    status = replace(JOB, hang=hang, last_failure=Failure(1.0, "rank 1 \x1b exited"), restarts=1, hosts=1, ranks=2)
+    hang = Failure(0.0, "rank 1 makes rank 0 wait")
+    status = replace(JOB, hang=hang, last_failure=Failure(0.0, "rank 1 \x1b exited"), restarts=1, hosts=1, ranks=2)
     failed = View(status, [], {"1": "no answer"}, "cannot be reached")
-    assert top_view.head(failed) == [
+    assert top.head(failed, 80) == [
         "monarch_local://torchx/a-1: RUNNING for 1 min 1 s",
-        "ranks run; attempt 2 of 3; 1 restart; 2 ranks on 1 host",
-        "hang: rank 1 makes rank 0 wait",
-        r"last failure: rank 1 \x1b exited",
+        "ranks run; attempt 2 of 3; 2 ranks on 1 host; hang: rank 1 makes rank 0 wait;",
+        r"last failure: rank 1 \x1b exited; 1 restart",
         "host 1: no answer",
         "cannot be reached",
     ]
@@ -66,22 +65,25 @@ def test_the_head_says_what_is_wrong() -> None:
 
 
 PROGRAM = """
-from torchx_monarch.cli.terminal_screen import TerminalScreen
-with TerminalScreen() as screen:
-    pressed = []
-    while pressed[-1:] != ["q"]:
-        screen.draw([f"pressed {pressed}"])
-        pressed += screen.keys(5)
+from torchx_monarch.cli.top import draw, pressed, whole_screen
+with whole_screen() as terminal:
+    keys = []
+    while keys[-1:] != ["q"]:
+        draw(terminal, [f"pressed {' '.join(keys)}."])
+        keys += filter(None, [pressed(terminal)])
 """
 
 
+@pytest.mark.parametrize("term", ["xterm-256color", "of-another-world"])
 @pytest.mark.parametrize("end", ["q", "ctrl-c", "ctrl-z", "sigterm", "sighup"])
-def test_the_terminal_is_as_it_was_before(end: str) -> None:
+def test_the_terminal_is_as_it_was_before(end: str, term: str) -> None:
     near, far = pty.openpty()
     before = termios.tcgetattr(far)
     words = [sys.executable, "-c", PROGRAM]
     # Ctrl-Z does not stop a group of processes that no shell, or other parent, could continue.
-    child = subprocess.Popen(words, stdin=far, stdout=far, stderr=subprocess.PIPE, preexec_fn=os.setpgrp)
+    child = subprocess.Popen(
+        words, stdin=far, stdout=far, stderr=subprocess.PIPE, preexec_fn=os.setpgrp, env={**os.environ, "TERM": term}
+    )
     shown = b""
 
     def until(text: bytes) -> None:
@@ -90,24 +92,24 @@ def test_the_terminal_is_as_it_was_before(end: str) -> None:
             shown += os.read(near, 4096)
 
     try:
-        until(b"pressed []")
-        assert shown.startswith(b"\x1b[?1049h\x1b[?25l") and not termios.tcgetattr(far)[3] & termios.ICANON
-        os.write(near, b"h\x1b[A\x1b[6~")
-        until(b"pressed ['h', 'up', 'pgdn']")
+        until(b"pressed .")
+        assert b"\x1b[?1049h" in shown and not termios.tcgetattr(far)[3] & termios.ICANON
+        os.write(near, b"h\x1bOA\x1b[6~")
+        until(b"KEY_NPAGE.")
         if end == "ctrl-z":
             child.send_signal(signal.SIGTSTP)
             assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
             assert termios.tcgetattr(far) == before
-            until(b"\x1b[?25h\x1b[?1049l")
+            until(b"\x1b[?1049l")
             shown = b""
             child.send_signal(signal.SIGCONT)
-            until(b"pressed ['h', 'up', 'pgdn']")
-            assert shown.startswith(b"\x1b[?1049h\x1b[?25l") and not termios.tcgetattr(far)[3] & termios.ICANON
+            until(b"pressed h KEY_UP KEY_NPAGE.")
+            assert b"\x1b[?1049h" in shown and not termios.tcgetattr(far)[3] & termios.ICANON
         if end in ("q", "ctrl-z"):
             os.write(near, b"q")
         else:
             child.send_signal({"ctrl-c": signal.SIGINT, "sigterm": signal.SIGTERM, "sighup": signal.SIGHUP}[end])
-        until(b"\x1b[?25h\x1b[?1049l")
+        until(b"\x1b[?1049l")
         child.wait(20)
         assert termios.tcgetattr(far) == before
     finally:

@@ -14,7 +14,7 @@ from torchx_monarch.cli.output import add_json
 from torchx_monarch.cli.output_file import write_output
 from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.client.hosts import Hosts, say
-from torchx_monarch.client.rank_samples import ask_samples
+from torchx_monarch.client.rank_queries import ask_samples
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight.prometheus_text import Family, render
 from torchx_monarch.insight.rank_sample import RankSample

@@ -15,7 +15,7 @@ from torchx_monarch.cli.job_history import JobHistory, read_history
 from torchx_monarch.cli.output import add_json, print_json
 from torchx_monarch.cli.output_file import STDOUT, add_output, write_output
 from torchx_monarch.cli.scheduler_access import app_id_of, opened
-from torchx_monarch.cli.status_text import size_of
+from torchx_monarch.cli.status_text import facts, state_and_time
 from torchx_monarch.insight import sample_log
 from torchx_monarch.insight.report_page import Page, RoleTimes, render
 from torchx_monarch.insight.report_picture import Curve, curves, picture, shares
@@ -28,6 +28,9 @@ from torchx_monarch.system.untrusted_text import one_line, printable
 _MOST_MOMENTS = 500
 _MOST_RANKS = 512
 _MOST_RUNS = 200
+
+_SHOWN_ELSEWHERE = ("message", "phase", "hang", "source")
+"""The facts of a status that the page has in other places."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,16 +68,15 @@ def page_of(history: JobHistory) -> Page:
     status, drawn = history.status, history.timeline
     result = HostResult.from_text(history.decided.error)
     ranks = _last_ranks(drawn)
-    took = f" {'after' if status.has_ended else 'for'} {show_duration(status.elapsed)}" if status.elapsed else ""
     return Page(
         name=one_line(status.name),
         handle=one_line(status.handle),
         state=status.state,
-        headline=f"{status.state}{took}",
+        headline=state_and_time(status),
         cause=one_line(result.reason or status.message or (PHASES[status.phase] if status.phase else "")),
         traceback=printable(result.traceback),
         log=one_line(local_path(result.log)),
-        facts=list(_facts(history)),
+        facts=_facts(history),
         start=drawn.job.start,
         picture=picture(drawn),
         is_from_log=not history.are_events_complete,
@@ -93,31 +95,18 @@ def page_of(history: JobHistory) -> Page:
     )
 
 
-def _facts(history: JobHistory) -> Iterator[tuple[str, str]]:
+def _facts(history: JobHistory) -> list[tuple[str, str]]:
     status = history.status
-    for role in status.roles:
-        yield (f"command of {role.role}" if len(status.roles) > 1 else "command"), role.command
-    if size := size_of(status):
-        yield "hosts", size + (f" (world size {status.ranks})" if status.ranks is not None else "")
-    if status.spares:
-        yield "spares", one_line(", ".join(status.spares))
-    for exclusion in status.excluded:
-        yield "excluded", one_line(exclusion.message)
-    for title, when in (("submitted", status.submitted), ("started", status.started), ("ended", status.ended)):
-        if when is not None:
-            yield title, _date(when)
-    if status.exit_code is not None:
-        yield "exit code", str(status.exit_code)
-    if status.attempt is not None:
-        yield "attempt", f"{status.attempt}{f' of {status.attempts}' if status.attempts is not None else ''}"
-    if status.restarts:
-        yield "restarts", str(status.restarts)
-    if raised := raised_at(HostResult.from_text(history.decided.error).traceback):
-        yield "raised", raised
-    if status.last_failure is not None:
-        yield "last failure", status.last_failure.message
-    if status.log_folder is not None:
-        yield "logs", one_line(status.log_folder)
+    stated = [(title.rstrip(": "), text) for title, text in facts(status) if title not in _SHOWN_ELSEWHERE]
+    dates = (("submitted", status.submitted), ("started", status.started), ("ended", status.ended))
+    found = [
+        *(fact for fact in stated if fact[0].startswith("command")),
+        *((title, _date(when)) for title, when in dates if when is not None),
+        *(fact for fact in stated if not fact[0].startswith(("command", "logs"))),
+        ("raised", raised_at(HostResult.from_text(history.decided.error).traceback)),
+        ("logs", one_line(status.log_folder or "")),
+    ]
+    return [(title, text) for title, text in found if text]
 
 
 def _lost(drawn: Timeline, role: str) -> str:

@@ -11,7 +11,7 @@ from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
 from torchx_monarch.cli.output import add_json, print_json
 from torchx_monarch.client.hosts import say
-from torchx_monarch.client.rank_stacks import ask_stacks
+from torchx_monarch.client.rank_queries import ask_stacks
 from torchx_monarch.insight.stacks import render
 from torchx_monarch.system.untrusted_text import one_line
 

@@ -18,18 +18,22 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli.handles import add_handle, unknown
 from torchx_monarch.cli.output import add_json, print_json, print_record
-from torchx_monarch.cli.sampled_ranks import SampledRanks
 from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.cli.status_text import render
+from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.rank_queries import RankWatch
+from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight.log_lines import host_text
+from torchx_monarch.insight.rank_view import RankView
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.description import log_folder
 from torchx_monarch.schedulers.job_status import JobStatus, LiveState, build, events_of
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 
-_EVERY = 1.0
-"""Seconds between two looks at a job that is watched, if its backend does not want more."""
+_INTERVAL_S = 1.0
+"""Time between two readings of a job that is watched, if its backend does not want more, and between the two samples
+of its ranks of which rates follow."""
 
 _TAIL = 200
 """Lines at the end of a replica's log in which its last output and its host's progress are looked for."""
@@ -40,7 +44,7 @@ _MOST_LOGS = 64
 _AT_A_TIME = 16
 
 _PATIENCE = 3.0
-"""Seconds to wait for the answer of a live allocation."""
+"""Seconds to wait for the connection to replica 0, and again for its answer."""
 
 _RUNS_SHOWN = 10
 
@@ -58,14 +62,14 @@ def run(args: argparse.Namespace) -> None:
     """Print the status of a job; with ``--watch`` each time that it changes, until its end."""
     scheduler_name, app_id = app_id_of(args.handle)
     with opened(scheduler_name) as scheduler:
-        status = _look(scheduler, args.handle, app_id, ranks := SampledRanks(args.handle))
+        status = _look(scheduler, args.handle, app_id, ranks := RankWatch())
         if not args.watch:
             print_json(status.to_json()) if args.json else print(render(status))
             return
         _watch(scheduler, status, app_id, ranks, args.json)
 
 
-def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, ranks: SampledRanks, as_json: bool) -> None:
+def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, ranks: RankWatch, as_json: bool) -> None:
     """Show a status whenever it changes; on a terminal every time, in place of the one before."""
     in_place = not as_json and sys.stdout.isatty()
     shown, height = "", 0
@@ -85,15 +89,15 @@ def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, ranks: S
         shown = facts
         if status.has_ended:
             return
-        time.sleep(max(_EVERY, scheduler.inner.poll))
+        time.sleep(max(_INTERVAL_S, scheduler.inner.poll))
         status = _look(scheduler, status.handle, app_id, ranks)
 
 
-def _look(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: SampledRanks) -> JobStatus:
+def _look(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: RankWatch) -> JobStatus:
     """Return the status of a job.
 
     Args:
-        ranks: the samples of its ranks, of which those of the first role with ranks are taken.
+        ranks: the earlier samples of its ranks; those of the first role with ranks are taken.
 
     Raises:
         HandleError: there is no such app.
@@ -124,7 +128,14 @@ def _look(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: SampledR
     first = next((role.spec for role in app.roles if role.spec.workload in _WITH_RANKS), None)
     if built.phase != "running" or first is None:
         return built
-    return replace(built, activity=ranks.sample(first.name))
+    return replace(built, activity=_activity(ranks, Hosts(handle, first.name)))
+
+
+def _activity(ranks: RankWatch, hosts: Hosts) -> list[RankView] | None:
+    """Return what each rank does; None if the hosts do not answer, or there are no ranks."""
+    with contextlib.suppress(UnreachableError, RefusedError, AllocationError, BackendError):
+        return ranks.ask(hosts, _INTERVAL_S, _PATIENCE)[0] or None
+    return None
 
 
 def _ends_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[list[TimedLine]]:
@@ -145,7 +156,6 @@ def _live(handle: str, app: AppSnapshot) -> LiveState | None:
     from torchx_monarch.client.connection import Connection, ask
     from torchx_monarch.client.runs import RUNS, read_runs
     from torchx_monarch.client.target import Target
-    from torchx_monarch.exceptions import RefusedError, UnreachableError
 
     role = next((role.spec.name for role in app.roles if role.spec.workload is WorkloadKind.SESSION), None)
     if role is None:

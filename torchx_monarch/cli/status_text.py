@@ -6,19 +6,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from torchx_monarch.insight.rank_activity import RankActivity
+from torchx_monarch.insight.rank_sample import Progress
+from torchx_monarch.insight.rank_view import RankView
 from torchx_monarch.insight.summary import show_duration
-from torchx_monarch.schedulers.job_status import PHASES, JobStatus, LiveState
+from torchx_monarch.schedulers.job_status import PHASES, Failure, JobStatus, LiveState
 from torchx_monarch.system.untrusted_text import one_line
 
 _RUNS = 5
 """Runs of a live allocation that are shown."""
 
-_LATE = 0.001
-"""Seconds by which a rank must be late to be named."""
+_MIN_LATE_S = 0.001
+"""Time by which a rank must be late to be named."""
 
-_ODD = 3
+_MAX_ODD = 3
 """Ranks that do not run whose state is shown."""
+
+_FROM_LOG = "what the ranks do, and how they failed, is from the log, which ranks can write to"
 
 
 def render(status: JobStatus, now: float | None = None) -> str:
@@ -27,79 +30,101 @@ def render(status: JobStatus, now: float | None = None) -> str:
     Args:
         now: the time in seconds since the epoch; None for the present.
     """
-    now = time.time() if now is None else now
+    return "\n".join([headline(status), *(f"  {title:<13}{text}" for title, text in facts(status, now))])
+
+
+def headline(status: JobStatus) -> str:
+    """Return the handle of a job, its state, and how long it took."""
+    return f"{one_line(status.handle)}: {state_and_time(status)}"
+
+
+def state_and_time(status: JobStatus) -> str:
+    """Return the state of a job, and how long it took: ``FAILED after 12.0 s``."""
     word = "after" if status.has_ended else "for"
-    took = f" {word} {show_duration(status.elapsed)}" if status.elapsed is not None else ""
-    lines = [f"{one_line(status.handle)}: {status.state}{took}"]
-    lines += [f"  {title:<13}{text}" for title, text in _facts(status, now)]
-    return "\n".join(lines)
+    return status.state + ("" if status.elapsed is None else f" {word} {show_duration(status.elapsed)}")
 
 
-def _facts(status: JobStatus, now: float) -> Iterator[tuple[str, str]]:
-    if status.message:
-        yield "message", status.message
-    if status.phase is not None:
-        yield "phase", PHASES[status.phase]
-    if status.exit_code is not None:
-        yield "exit code", str(status.exit_code)
-    if status.attempt is not None:
-        yield "attempt", f"{status.attempt}{f' of {status.attempts}' if status.attempts is not None else ''}"
-    if status.restarts:
-        yield "restarts", str(status.restarts)
-    if size := size_of(status):
-        yield "hosts", size + (f" (world size {status.ranks})" if status.ranks is not None else "")
-    if status.spares:
-        yield "spares", one_line(", ".join(status.spares))
-    for exclusion in status.excluded:
-        yield "excluded", one_line(exclusion.message)
-    if status.last_failure is not None:
-        ago = f"{show_duration(now - status.last_failure.time)} ago: " if status.last_failure.time else ""
-        yield "last failure", ago + status.last_failure.message
-    if status.hang is not None:
-        ago = f"{show_duration(now - status.hang.time)} ago: " if status.hang.time else ""
-        yield "hang", ago + status.hang.message
-    if status.from_log:
-        yield "source", "what the ranks do, and how they failed, is from the log, which ranks can write to"
+def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
+    """Return what is known of a job beside its state, as titles and texts; arguments as for ``render``."""
+    now = time.time() if now is None else now
+    activity, live = status.activity or (), status.live
+    command = "command of {}: " if len(status.roles) > 1 else "command"
+    found = [
+        ("message", status.message),
+        ("phase", PHASES.get(status.phase or "", "")),
+        ("exit code", _text(status.exit_code)),
+        ("attempt", _attempt(status)),
+        ("restarts", _text(status.restarts or None)),
+        ("hosts", size_of(status, " (world size {})")),
+        ("spares", one_line(", ".join(status.spares))),
+        *(("excluded", one_line(exclusion.message)) for exclusion in status.excluded),
+        ("last failure", _ago(status.last_failure, now)),
+        ("hang", _ago(status.hang, now)),
+        ("source", _FROM_LOG if status.from_log else ""),
+        ("last output", _last_output(status, now)),
+        ("progress", _slowest_progress(activity)),
+        ("collectives", _collectives(activity)),
+        ("each rank", _use(activity)),
+        *(_live(live, now) if live is not None else ()),
+        ("logs", one_line(status.log_folder or "")),
+        *((command.format(role.role), role.command) for role in status.roles),
+    ]
+    return [(title, text) for title, text in found if text]
+
+
+def _text(number: int | None) -> str:
+    return "" if number is None else str(number)
+
+
+def _attempt(status: JobStatus) -> str:
+    allowed = "" if status.attempts is None else f" of {status.attempts}"
+    return "" if status.attempt is None else f"{status.attempt}{allowed}"
+
+
+def _ago(failure: Failure | None, now: float) -> str:
+    if failure is None:
+        return ""
+    return (f"{show_duration(now - failure.time)} ago: " if failure.time else "") + failure.message
+
+
+def _last_output(status: JobStatus, now: float) -> str:
     printed = [rank.last_output for rank in status.activity or () if rank.last_output is not None]
-    if last := max(printed, default=status.last_output):
-        yield "last output", f"{show_duration(now - last)} ago"
-    yield from _activity(status.activity or ())
-    if status.live is not None:
-        yield from _live(status.live, now)
-    if status.log_folder is not None:
-        yield "logs", one_line(status.log_folder)
-    for role in status.roles:
-        yield (f"command of {role.role}: " if len(status.roles) > 1 else "command"), role.command
+    last = max(printed, default=status.last_output)
+    return f"{show_duration(now - last)} ago" if last else ""
 
 
-def _activity(ranks: Sequence[RankActivity]) -> Iterator[tuple[str, str]]:
-    """Yield three facts at most, for any number of ranks."""
-    reported = [rank for rank in ranks if rank.progress is not None]
-    if reported:
-        yield "progress", _progress(min(reported, key=lambda rank: rank.progress.step if rank.progress else 0))
-    if rates := [rank.collectives_per_second for rank in ranks if rank.collectives_per_second is not None]:
-        text = f"{_range(rates, '{:.1f}')} a second"
-        if late := [rank for rank in ranks if (rank.late_by or 0.0) >= _LATE]:
-            last = max(late, key=lambda rank: rank.late_by or 0.0)
-            text += f"; rank {last.rank} calls them last, {_short(last.late_by or 0.0)} after the first"
-        yield "collectives", text
+def _slowest_progress(ranks: Sequence[RankView]) -> str:
+    reported = [(rank.progress, rank.seconds_left) for rank in ranks if rank.progress is not None]
+    return _progress(*min(reported, key=lambda report: report[0].step)) if reported else ""
+
+
+def _collectives(ranks: Sequence[RankView]) -> str:
+    rates = [rank.collectives_per_second for rank in ranks if rank.collectives_per_second is not None]
+    late, last = max(((rank.late_by or 0.0, rank.rank) for rank in ranks), default=(0.0, 0))
+    text = f"; rank {last} calls them last, {_short(late)} after the first" if late >= _MIN_LATE_S else ""
+    return f"{_range(rates, '{:.1f}')} a second{text}" if rates else ""
+
+
+def _use(ranks: Sequence[RankView]) -> str:
     running = [rank for rank in ranks if rank.state != "ended"]
-    if running:
-        parts = [f"memory {_range([rank.rss_bytes / (1 << 30) for rank in running], '{:.2f}')} GiB"]
-        if cpus := [rank.cpu for rank in running if rank.cpu is not None]:
-            parts.insert(0, f"CPU {_range(cpus, '{:.2f}')} cores")
-        if busy := [device.busy * 100 for rank in running for device in rank.devices]:
-            parts.append(f"GPU {_range(busy, '{:.0f}')} %")
-        odd = [f"rank {rank.rank} is {rank.state}" for rank in ranks if rank.state not in ("running", "ended")]
-        yield "each rank", "; ".join([", ".join(parts), *odd[:_ODD], *(["…"] if len(odd) > _ODD else [])])
+    if not running:
+        return ""
+    cpus = [rank.cpu for rank in running if rank.cpu is not None]
+    busy = [device.busy * 100 for rank in running for device in rank.devices]
+    parts = [
+        f"CPU {_range(cpus, '{:.2f}')} cores" if cpus else "",
+        f"memory {_range([rank.rss_bytes / (1 << 30) for rank in running], '{:.2f}')} GiB",
+        f"GPU {_range(busy, '{:.0f}')} %" if busy else "",
+    ]
+    odd = [f"rank {rank.rank} is {rank.state}" for rank in running if rank.state != "running"]
+    more = ["…"] if len(odd) > _MAX_ODD else []
+    return "; ".join([", ".join(filter(None, parts)), *odd[:_MAX_ODD], *more])
 
 
-def _progress(rank: RankActivity) -> str:
-    progress = rank.progress
-    assert progress is not None
+def _progress(progress: Progress, seconds_left: float | None) -> str:
     parts = [f"step {progress.step}" + (f" of {progress.total}" if progress.total is not None else "")]
-    if rank.seconds_left is not None:
-        parts.append(f"{show_duration(rank.seconds_left)} left")
+    if seconds_left is not None:
+        parts.append(f"{show_duration(seconds_left)} left")
     if progress.checkpoint is not None:
         parts.append(f"checkpoint of step {progress.checkpoint}")
     parts += [f"{name} {value:.4g}" for name, value in progress.metrics.items()]
@@ -131,12 +156,14 @@ def _live(live: LiveState, now: float) -> Iterator[tuple[str, str]]:
         yield "idle", f"{show_duration(live.idle)}{limit}"
 
 
-def size_of(status: JobStatus) -> str:
-    """Return the number of hosts, and of ranks on each: ``2x4``; empty if it is not known."""
-    if status.hosts is None:
-        return ""
-    if status.ranks is None:
-        return str(status.hosts)
-    if status.ranks % status.hosts:
-        return f"{status.hosts} with {status.ranks} ranks"
-    return f"{status.hosts}x{status.ranks // status.hosts}"
+def size_of(status: JobStatus, world: str = "") -> str:
+    """Return the number of hosts, and of ranks on each: ``2x4``; empty if it is not known.
+
+    Args:
+        world: what is added for the number of all ranks, with ``{}`` for it.
+    """
+    if status.hosts is None or status.ranks is None:
+        return _text(status.hosts)
+    several = f"{status.hosts} with {status.ranks} ranks"
+    size = several if status.ranks % status.hosts else f"{status.hosts}x{status.ranks // status.hosts}"
+    return size + world.format(status.ranks)

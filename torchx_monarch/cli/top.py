@@ -4,47 +4,60 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import queue
 import shutil
+import signal
 import sys
+import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
 
 from torchx_monarch.cli import handles
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
 from torchx_monarch.cli.output import add_json, print_record
 from torchx_monarch.cli.scheduler_access import app_id_of, opened
-from torchx_monarch.cli.terminal_screen import TerminalScreen
-from torchx_monarch.cli.top_view import View, screen, show
+from torchx_monarch.cli.status_text import headline
 from torchx_monarch.client.hosts import Hosts
-from torchx_monarch.client.rank_samples import ask_samples
+from torchx_monarch.client.rank_queries import RankWatch
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight import rank_table
 from torchx_monarch.insight.log_lines import is_terminal
-from torchx_monarch.insight.rank_sample import RankSample
+from torchx_monarch.insight.rank_view import RankView
+from torchx_monarch.insight.summary import show_restarts
 from torchx_monarch.schedulers import job_status
+from torchx_monarch.schedulers.job_status import JobStatus
 from torchx_monarch.schedulers.monarch import MonarchScheduler
+from torchx_monarch.system.untrusted_text import one_line
 
-_INTERVAL = 2.0
-"""Seconds between two looks at the ranks, unless the user chooses others."""
+if TYPE_CHECKING:
+    import curses
 
-_LEAST_INTERVAL, _MOST_INTERVAL = 0.5, 86400.0
+_INTERVAL_S = 2.0
+"""Time between two questions to the hosts, unless the user chooses another."""
 
-_ONCE = 1.0
-"""Seconds between the two looks of ``--once``, of which rates follow."""
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 86400.0
+
+_ONCE_S = 1.0
+"""Time between the two samples of ``--once``, of which rates follow."""
 
 _NO_TERMINAL_WIDTH = 160
 """Columns of the lines where there is no terminal."""
 
-_KEYS_EVERY = 0.2
+_KEY_TIMEOUT_MS = 200
+
+_KEYS = "q quit   up/down/pgup/pgdn scroll   h {}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``torchx monarch top``."""
     add_handle(parser, optional=True)
     parser.add_argument(
-        "--interval", type=_interval, default=_INTERVAL, metavar="SECONDS", help="time between two looks (default: 2)"
+        "--interval", type=_interval, default=_INTERVAL_S, metavar="SECONDS", help="time between two looks (default: 2)"
     )
     parser.add_argument("--once", action="store_true", help="print it once, without a screen")
     parser.add_argument("--by-host", action="store_true", help="a line for each host instead of each rank")
@@ -53,119 +66,247 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _interval(text: str) -> float:
     try:
-        return min(max(_LEAST_INTERVAL, float(text)), _MOST_INTERVAL)
+        return min(max(_MIN_INTERVAL_S, float(text)), _MAX_INTERVAL_S)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
+
+
+@dataclass(frozen=True)
+class View:
+    """A job and its ranks at one moment.
+
+    Attributes:
+        status: status of the job.
+        ranks: its ranks, in their order.
+        missing: why a host has not answered, by replica.
+        problem: why there is no rank at all; empty if the hosts have answered.
+    """
+
+    status: JobStatus
+    ranks: Sequence[RankView]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        """Return the view as JSON values."""
+        ranks = [
+            {
+                "ranks": [rank.rank],
+                "host": rank.host,
+                "pid": rank.pid,
+                "state": rank.state,
+                "cpu": rank.cpu,
+                "rss_bytes": rank.rss_bytes,
+                "gpu_bytes": rank.gpu_bytes,
+                "gpu_busy": rank.gpu_busy,
+                "rate": rank.collectives_per_second,
+                "late": rank.waited_for,
+                "line": rank.last_line,
+            }
+            for rank in self.ranks
+        ]
+        return {
+            "status": self.status.to_json(),
+            "ranks": ranks,
+            "missing": dict(self.missing),
+            "problem": self.problem,
+        }
 
 
 def run(args: argparse.Namespace) -> None:
     """Show the job until it has ended, or until q or Ctrl-C."""
     args.handle = args.handle or handles.resolve(handles.LAST)
-    interval = args.interval
     if args.once:
-        found = views(args, min(_ONCE, interval))
-        first = next(found)
-        _print(first if first.status.has_ended else next(found), args)
+        _print(next(views(args, min(_ONCE_S, args.interval))), args)
     elif args.json or not (is_terminal(sys.stdout) and is_terminal(sys.stdin)):
-        for view in views(args, interval):
+        for view in views(args):
             _print(view, args)
     else:
-        last = _show(args, interval)
-        print("\n".join(show(last, _width())) if last.status.has_ended else last.status.handle)
+        last = _show(args)
+        print("\n".join(lines(last, _width())) if last.status.has_ended else last.status.handle)
 
 
-def views(args: argparse.Namespace, interval: float) -> Iterator[View]:
+def views(args: argparse.Namespace, first_pause: float = 0.0) -> Iterator[View]:
     """Yield the job and its ranks again and again, until the job has ended.
 
     Args:
-        interval: seconds between two looks, unless the scheduler is to be asked less often.
+        first_pause: seconds between the two samples of the first view; 0 for one sample, which tells no rates.
 
     Raises:
         HandleError: there is no such app.
         BackendError: its scheduler cannot be reached.
     """
     scheduler_name, app_id = app_id_of(args.handle)
-    hosts = hosts_of(args)
-    before: list[RankSample] = []
+    hosts, ranks = hosts_of(args), RankWatch()
     with opened(scheduler_name) as scheduler:
         while True:
-            view, samples = _look(scheduler, hosts, app_id, before)
-            yield view
+            yield (view := _view(scheduler, hosts, app_id, ranks, first_pause))
             if view.status.has_ended:
                 return
-            before = samples or before
-            time.sleep(max(interval, scheduler.inner.poll))
+            time.sleep(max(args.interval, scheduler.inner.poll))
 
 
-def _look(
-    scheduler: MonarchScheduler, hosts: Hosts, app_id: str, before: list[RankSample]
-) -> tuple[View, list[RankSample]]:
+def _view(scheduler: MonarchScheduler, hosts: Hosts, app_id: str, ranks: RankWatch, first_pause: float) -> View:
     found = scheduler.apps.read(app_id)
     if found is None:
         raise handles.unknown(hosts.handle)
     status = job_status.build(hosts.handle, *found, scheduler.read_events(app_id))
-    samples: list[RankSample] = []
-    missing: dict[str, str] = {}
-    problem = ""
-    if not status.has_ended:
-        try:
-            samples, missing = ask_samples(hosts)
-        except (UnreachableError, RefusedError, AllocationError) as error:
-            problem = str(error)
-    return View(status, rank_table.rows(samples, before), missing, problem), samples
+    if status.has_ended:
+        return View(status, [])
+    try:
+        return View(status, *ranks.ask(hosts, first_pause))
+    except (UnreachableError, RefusedError, AllocationError) as error:
+        return View(status, [], problem=str(error))
 
 
 def _print(view: View, args: argparse.Namespace) -> None:
     if args.json:
         print_record(view.to_json())
     else:
-        print("\n".join(show(view, _width(), args.by_host)), end="\n\n", flush=True)
+        print("\n".join(lines(view, _width(), args.by_host)), end="\n\n", flush=True)
 
 
 def _width() -> int:
     return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else _NO_TERMINAL_WIDTH
 
 
-def _show(args: argparse.Namespace, interval: float) -> View:
+# -- as lines ----------------------------------------------------------------------------------------------------------
+
+
+def head(view: View, width: int) -> list[str]:
+    """Return the lines above the table: the job, what it does, and what is wrong."""
+    status = view.status
+    facts = [job_status.in_one_line(status), show_restarts(status.restarts) if status.restarts else ""]
+    found = [headline(status), *textwrap.wrap(one_line("; ".join(filter(None, facts))), width)]
+    found += [one_line(f"host {replica}: {why}") for replica, why in view.missing.items()]
+    found += [one_line(view.problem)] if view.problem else []
+    return [line[:width] for line in found]
+
+
+def lines(view: View, width: int, by_host: bool = False) -> list[str]:
+    """Return all lines, none longer than ``width`` characters."""
+    return head(view, width) + (rank_table.render(view.ranks, width, by_host) if view.ranks else [])
+
+
+def screen(view: View, width: int, height: int, first: int, by_host: bool = False) -> tuple[list[str], int]:
+    """Return the lines of a terminal, and the first row that is shown.
+
+    Args:
+        first: the first row of the table to show; a number that is too large shows the end of the table.
+        by_host: whether there is one row for each host.
+    """
+    above = head(view, width)[: max(1, height - 4)]
+    table = rank_table.render(view.ranks, width, by_host) if view.ranks else [""]
+    room = max(1, height - len(above) - 3)
+    count = len(table) - 1
+    first = max(0, min(first, count - room))
+    shown = table[1 + first : 1 + first + room]
+    keys = _KEYS.format("by rank" if by_host else "by host")
+    if count > room:
+        keys = f"{keys}   {first + 1}-{first + len(shown)} of {count}"
+    body = [*above, "", table[0], *shown]
+    return [*body, *[""] * (height - 1 - len(body)), keys[:width]], first
+
+
+# -- on the whole screen -----------------------------------------------------------------------------------------------
+
+
+def _show(args: argparse.Namespace) -> View:
     """Show the job on the whole screen, and return what was shown last."""
-    looks: queue.SimpleQueue[View | BaseException] = queue.SimpleQueue()
+    arrived: queue.SimpleQueue[View | BaseException] = queue.SimpleQueue()
 
     def read_views() -> None:
         try:
-            for view in views(args, interval):
-                looks.put(view)
+            for view in views(args):
+                arrived.put(view)
         except BaseException as error:
-            looks.put(error)
+            arrived.put(error)
 
     # A daemon: q ends the command also while a host does not answer.
     threading.Thread(target=read_views, daemon=True).start()
-    view = _next(looks, None)
-    first, by_host, drawn = 0, args.by_host, None
-    with TerminalScreen() as terminal:
+    view = _next(arrived, None)
+    first, by_host = 0, args.by_host
+    with whole_screen() as terminal:
         while not view.status.has_ended:
-            width, height = terminal.size
-            lines, first = screen(view, width, height, first, by_host)
-            if lines != drawn:
-                terminal.draw(lines)
-                drawn = lines
+            height, width = terminal.getmaxyx()
+            shown, first = screen(view, width, height, first, by_host)
+            draw(terminal, shown)
+            key = pressed(terminal)
+            if key in ("q", "Q"):
+                return view
+            by_host = by_host != (key == "h")
             page = max(1, height - 8)
-            for key in terminal.keys(_KEYS_EVERY):
-                if key in ("q", "Q"):
-                    return view
-                by_host = by_host != (key == "h")
-                first += {"up": -1, "k": -1, "down": 1, "j": 1, "pgup": -page, "pgdn": page, " ": page}.get(key, 0)
-                first = {"home": 0, "g": 0, "end": len(view.ranks), "G": len(view.ranks)}.get(key, max(0, first))
-            view = _next(looks, view)
+            first += {
+                "KEY_UP": -1,
+                "k": -1,
+                "KEY_DOWN": 1,
+                "j": 1,
+                "KEY_PPAGE": -page,
+                "KEY_NPAGE": page,
+                " ": page,
+            }.get(key, 0)
+            ends = {"KEY_HOME": 0, "g": 0, "KEY_END": len(view.ranks), "G": len(view.ranks)}
+            first = ends.get(key, max(0, first))
+            view = _next(arrived, view)
     return view
 
 
-def _next(looks: queue.SimpleQueue[View | BaseException], present: View | None) -> View:
+def _next(arrived: queue.SimpleQueue[View | BaseException], present: View | None) -> View:
     """Return the next view, or the present one if there is none yet; wait for the first."""
     try:
-        found = looks.get(block=present is None)
+        found = arrived.get(block=present is None)
     except queue.Empty:
         assert present is not None
         return present
     if isinstance(found, BaseException):
         raise found
     return found
+
+
+@contextlib.contextmanager
+def whole_screen() -> Iterator[curses.window]:
+    """Use the whole terminal until the block ends. Ctrl-Z gives it back until the process is continued."""
+    import curses
+
+    # Before curses, which keeps handlers that are there: its own for SIGTERM exits with 1, and has none for SIGHUP.
+    handlers = [(number, signal.signal(number, _exit)) for number in (signal.SIGTERM, signal.SIGHUP)]
+    try:
+        curses.setupterm()
+    except curses.error:  # this machine does not know the kind of the terminal; nearly all do what xterm does
+        os.environ["TERM"] = "xterm"
+    terminal = curses.initscr()
+    try:
+        curses.noecho()
+        curses.cbreak()
+        terminal.keypad(True)
+        terminal.timeout(_KEY_TIMEOUT_MS)
+        with contextlib.suppress(curses.error):  # a terminal that cannot hide its cursor
+            curses.curs_set(0)
+        yield terminal
+    finally:
+        curses.endwin()
+        for number, handler in handlers:
+            signal.signal(number, handler)
+
+
+def draw(terminal: curses.window, shown: Sequence[str]) -> None:
+    """Show lines from the top on, in place of what is there."""
+    import curses
+
+    terminal.erase()
+    for row, line in enumerate(shown):
+        with contextlib.suppress(curses.error):  # the last cell of the screen: the cursor has no place behind it
+            terminal.addstr(row, 0, line)
+    terminal.refresh()
+
+
+def pressed(terminal: curses.window) -> str:
+    """Return the key that is pressed: a character, or a name as ``KEY_UP``; empty if there is none for a while."""
+    import curses
+
+    key = terminal.getch()
+    return "" if key < 0 else curses.keyname(key).decode(errors="replace")
+
+
+def _exit(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)

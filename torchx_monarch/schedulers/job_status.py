@@ -23,7 +23,7 @@ from torchx_monarch.command.command import Command
 from torchx_monarch.command.rewrite import rank_command
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.log_lines import host_text
-from torchx_monarch.insight.rank_activity import RankActivity
+from torchx_monarch.insight.rank_view import RankView
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.state import State
@@ -204,7 +204,7 @@ class JobStatus:
     log_folder: str | None = None
     roles: Sequence[RoleCommand] = field(default_factory=tuple)
     live: LiveState | None = None
-    activity: Sequence[RankActivity] | None = None
+    activity: Sequence[RankView] | None = None
     from_log: bool = False
 
     @property
@@ -298,7 +298,7 @@ def events_of(lines: Iterable[TimedLine]) -> list[Event]:
 
 
 def in_one_line(status: JobStatus, now: float | None = None) -> str:
-    """Return the facts of a job that has not ended as one line; empty if there is none beyond its state.
+    """Return the facts of a job as one line; empty if there is none beyond its state.
 
     Args:
         now: the time in seconds since the epoch; None for the present.
@@ -314,9 +314,9 @@ def in_one_line(status: JobStatus, now: float | None = None) -> str:
     if status.spares:
         parts.append(f"spare: {', '.join(status.spares)}")
     parts += [exclusion.message for exclusion in status.excluded[-1:]]
-    if status.hang is not None:
+    if status.hang is not None and not status.has_ended:
         parts.append(f"hang: {status.hang.message}")
-    if status.last_failure is not None:
+    if status.last_failure is not None and not status.has_ended:
         ago = f" {now - status.last_failure.time:.0f} s ago" if status.last_failure.time else ""
         parts.append(f"last failure{ago}: {status.last_failure.message}")
     return "; ".join(filter(None, parts))

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from torchx_monarch.cli.status_text import render
-from torchx_monarch.insight.rank_activity import activity, lateness
 from torchx_monarch.insight.rank_sample import Collective, DeviceUse, GroupStatus, Progress, RankSample
+from torchx_monarch.insight.rank_view import lateness, rank_views
 from torchx_monarch.schedulers.job_status import JobStatus
 
 
@@ -45,7 +45,7 @@ def test_collectives_that_a_sample_no_longer_tells_do_not_count() -> None:
 def test_what_an_earlier_sample_tells_counts_too() -> None:
     before = [sample(rank, 98.0, (1.0 + rank,)) for rank in range(2)]
     now = [replace(one, time=100.0, groups=(replace(one.groups[0], recent=()),)) for one in before]
-    assert [one.late_by for one in activity(now, before)] == [0.0, 1.0]
+    assert [one.late_by for one in rank_views(now, before)] == [0.0, 1.0]
 
 
 def test_a_rank_of_two_groups_is_as_late_as_in_the_worse_one() -> None:
@@ -61,11 +61,11 @@ def test_rates_of_two_samples() -> None:
         sample(1, called=(1.0,), cpu_seconds=0.0, state="ended"),
         sample(0, called=(1.0, 2.0, 3.0), cpu_seconds=8.0),
     ]
-    found = activity(now, before)
+    found = rank_views(now, before)
     assert [(one.rank, one.cpu, one.collectives_per_second) for one in found] == [
         *[(0, 1.5, 1.0), (1, None, None), (2, None, None)]
     ]
-    assert [one.cpu for one in activity(now, [])] == [None] * 3
+    assert [one.cpu for one in rank_views(now, [])] == [None] * 3
 
 
 def test_a_status_shows_what_ranks_do_in_a_few_lines() -> None:
@@ -76,7 +76,7 @@ def test_a_status_shows_what_ranks_do_in_a_few_lines() -> None:
         sample(0, called=(1.0, 2.0, 3.0), cpu_seconds=7.0, progress=progress, last_output=99.0, devices=(device,)),
         sample(1, called=(1.2, 2.2, 3.2), cpu_seconds=7.2, rss_bytes=3 << 29, state="stopped"),
     ]
-    status = JobStatus("h://s/a", "a", "RUNNING", phase="running", last_output=50.0, activity=activity(now, before))
+    status = JobStatus("h://s/a", "a", "RUNNING", phase="running", last_output=50.0, activity=rank_views(now, before))
     assert render(status, 101.0).splitlines()[2:] == [
         "  last output  2.0 s ago",
         "  progress     step 20 of 100, 1 min 20 s left, checkpoint of step 10, loss 0.1234, \\x1b 1",
@@ -85,5 +85,5 @@ def test_a_status_shows_what_ranks_do_in_a_few_lines() -> None:
     ]
     assert status.to_json()["activity"][0]["progress"]["step"] == 20
     many = [replace(one, rank=rank, state="stopped") for rank in range(9) for one in now[1:]]
-    shown = render(replace(status, activity=activity(many, [])), 101.0)
+    shown = render(replace(status, activity=rank_views(many, [])), 101.0)
     assert shown.endswith("rank 0 is stopped; rank 1 is stopped; rank 2 is stopped; …")

@@ -10,7 +10,7 @@ from torchx_monarch.insight.rank_sample import Collective, DeviceUse, GroupStatu
 
 
 @dataclasses.dataclass(frozen=True)
-class RankActivity:
+class RankView:
     """What a rank does now. None is a value that is not known.
 
     Attributes:
@@ -25,6 +25,7 @@ class RankActivity:
         collectives_per_second: how many collectives the rank calls in a second.
         late_by: seconds after the first rank of the group at which this one has called its last collectives, the mean
             of those that all ranks of the group have called. Clocks of different hosts may differ.
+        waited_for: seconds for which other ranks have waited for this one in a collective that it has not called.
         last_output: when it last printed something, in seconds since the epoch.
         last_line: the last line that it printed, escaped and cut.
         progress: the progress that its program has reported.
@@ -36,37 +37,44 @@ class RankActivity:
     host: str
     pid: int
     state: str
-    cpu: float | None
-    rss_bytes: int
-    devices: tuple[DeviceUse, ...]
-    collectives_per_second: float | None
-    late_by: float | None
-    last_output: float | None
-    last_line: str
-    progress: Progress | None
-    seconds_left: float | None
+    cpu: float | None = None
+    rss_bytes: int = 0
+    devices: tuple[DeviceUse, ...] = ()
+    collectives_per_second: float | None = None
+    late_by: float | None = None
+    waited_for: float | None = None
+    last_output: float | None = None
+    last_line: str = ""
+    progress: Progress | None = None
+    seconds_left: float | None = None
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """The memory that it has on GPUs; None without one."""
+        return sum(device.memory_bytes for device in self.devices) if self.devices else None
+
+    @property
+    def gpu_busy(self) -> float | None:
+        """The part of the time in which its GPUs compute, the mean of all; None without one."""
+        return sum(device.busy for device in self.devices) / len(self.devices) if self.devices else None
 
 
-def activity(samples: Iterable[RankSample], before: Iterable[RankSample]) -> list[RankActivity]:
-    """Return what each rank does, in the order of ranks."""
+def rank_views(samples: Iterable[RankSample], before: Iterable[RankSample] = ()) -> list[RankView]:
+    """Return what each rank does, in the order of ranks.
+
+    Args:
+        before: earlier samples, of which rates follow.
+    """
     ordered = sorted(samples, key=lambda sample: sample.rank)
-    present = {(sample.rank, sample.attempt, sample.host, sample.pid) for sample in ordered}
-    past_ones = {
-        key: sample for sample in before if (key := (sample.rank, sample.attempt, sample.host, sample.pid)) in present
-    }
+    present = set(map(_process, ordered))
+    past = {_process(sample): sample for sample in before if _process(sample) in present}
     # A rank reads its recorder only now and then: the earlier sample may tell what the present one does not.
-    late = lateness([*past_ones.values(), *ordered])
+    late, awaited = lateness([*past.values(), *ordered]), _awaited(ordered)
     found = []
     for sample in ordered:
-        past = past_ones.get((sample.rank, sample.attempt, sample.host, sample.pid))
-        seconds = sample.time - past.time if past is not None else 0.0
-        cpu = rate = None
-        if past is not None and seconds > 0 and sample.state != "ended":
-            cpu = max(0.0, sample.cpu_seconds - past.cpu_seconds) / seconds
-            if sample.groups and past.groups:
-                rate = max(0, sample.collectives - past.collectives) / seconds
+        cpu, rate = _rates(sample, past.get(_process(sample)))
         found.append(
-            RankActivity(
+            RankView(
                 rank=sample.rank,
                 replica=sample.replica,
                 host=sample.host,
@@ -77,12 +85,43 @@ def activity(samples: Iterable[RankSample], before: Iterable[RankSample]) -> lis
                 devices=sample.devices,
                 collectives_per_second=rate,
                 late_by=late.get(sample.rank),
+                waited_for=awaited.get(sample.rank),
                 last_output=sample.last_output,
                 last_line=sample.last_line,
                 progress=sample.progress,
                 seconds_left=sample.progress.seconds_left(sample.time) if sample.progress is not None else None,
             )
         )
+    return found
+
+
+def _process(sample: RankSample) -> tuple[int, int, str, int]:
+    return sample.rank, sample.attempt, sample.host, sample.pid
+
+
+def _rates(sample: RankSample, past: RankSample | None) -> tuple[float | None, float | None]:
+    """Return the cores that a rank uses, and its collectives in a second; None for what the samples do not tell."""
+    if past is None or sample.time <= past.time or sample.state == "ended":
+        return None, None
+    seconds = sample.time - past.time
+    rate = max(0, sample.collectives - past.collectives) / seconds if sample.groups and past.groups else None
+    return max(0.0, sample.cpu_seconds - past.cpu_seconds) / seconds, rate
+
+
+def _awaited(samples: Iterable[RankSample]) -> dict[int, float]:
+    """Return for how long other ranks have waited in a collective for each rank that has not called it."""
+    pairs = [(sample, group) for sample in samples for group in sample.groups]
+    waits: dict[tuple[str, str], dict[int, float]] = {}
+    for sample, group in pairs:
+        if group.waiting is not None and group.waiting.called:
+            longest = waits.setdefault((group.name, group.ranks), {})
+            waited = max(0.0, sample.time - group.waiting.called)
+            longest[group.waiting.number] = max(longest.get(group.waiting.number, 0.0), waited)
+    found: dict[int, float] = {}
+    for sample, group in pairs:  # ranks of a group wait in few different collectives
+        for number, waited in waits.get((group.name, group.ranks), {}).items():
+            if number > group.enqueued:
+                found[sample.rank] = max(found.get(sample.rank, 0.0), waited)
     return found
 
 

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ask all hosts of a job, through its replica 0, what their ranks do (see ``controller.rank_queries``)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TypeVar
+
+from torchx_monarch.client.connection import TIMEOUT, Connection
+from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.target import Target
+from torchx_monarch.exceptions import UnreachableError
+from torchx_monarch.insight.rank_sample import RankSample
+from torchx_monarch.insight.rank_view import RankView, rank_views
+from torchx_monarch.insight.stacks import ProcessStacks
+from torchx_monarch.model.codec import DecodeError, decode
+
+T = TypeVar("T")
+
+_SAMPLES_TIMEOUT = 12.0
+"""Seconds to wait for samples: replica 0 waits for the other hosts."""
+
+_STACKS_TIMEOUT = 40.0
+"""Seconds to wait for stacks: replica 0 waits for the other hosts and, with ``native``, for py-spy."""
+
+
+def ask_samples(hosts: Hosts, timeout: float = _SAMPLES_TIMEOUT) -> tuple[list[RankSample], dict[str, str]]:
+    """Return a sample of each rank, in their order, and why a host has not answered, by replica.
+
+    Args:
+        timeout: seconds to wait for the connection, and again for the answer.
+
+    Raises:
+        AllocationError: the job has ended.
+        UnreachableError: replica 0 cannot be reached, breaks the connection, or answers something else.
+        RefusedError: replica 0 refuses the request: the hosts are not together, or have no ranks.
+    """
+    samples, missing = _ask(hosts, {"type": "samples"}, RankSample, timeout)
+    return sorted(samples, key=lambda sample: sample.rank), missing
+
+
+def ask_stacks(
+    hosts: Hosts, rank: int | None = None, native: bool = False
+) -> tuple[list[ProcessStacks], dict[str, str]]:
+    """Return the stacks of the ranks that run, and why a host has not answered, by replica; raise as ``ask_samples``.
+
+    Args:
+        rank: the only global rank that is asked; None for all.
+        native: whether py-spy reads the stacks as well, with the functions of C libraries.
+    """
+    return _ask(hosts, {"type": "stacks", "rank": rank, "native": native}, ProcessStacks, _STACKS_TIMEOUT)
+
+
+class RankWatch:
+    """Ask again and again what ranks do: rates are those since the time before."""
+
+    def __init__(self) -> None:
+        self._before: list[RankSample] = []
+
+    def ask(
+        self, hosts: Hosts, first_pause: float = 0.0, timeout: float = _SAMPLES_TIMEOUT
+    ) -> tuple[list[RankView], dict[str, str]]:
+        """Return what each rank does, and why a host has not answered, by replica; raise as ``ask_samples``.
+
+        Args:
+            first_pause: seconds between the two samples of the first call; 0 for one sample, which tells no rates.
+        """
+        if first_pause and not self._before:
+            self._before = ask_samples(hosts, timeout)[0]
+            time.sleep(first_pause if self._before else 0)
+        samples, missing = ask_samples(hosts, timeout)
+        before, self._before = self._before, samples or self._before
+        return rank_views(samples, before), missing
+
+
+def _ask(hosts: Hosts, greeting: Mapping[str, object], kind: type[T], timeout: float) -> tuple[list[T], dict[str, str]]:
+    """Return what the hosts answer.
+
+    Args:
+        greeting: the query; its ``type`` is also that of the answers, and the name of the field with the values.
+    """
+
+    def ask_at(target: Target) -> tuple[list[T], dict[str, str]]:
+        found: list[T] = []
+        with Connection.open(target, dict(greeting), min(timeout, TIMEOUT)) as link:
+            while True:
+                answer = link.answer(timeout)
+                if answer.get("type") == "end":
+                    return found, {str(replica): str(why) for replica, why in dict(answer.get("missing") or {}).items()}
+                try:
+                    found += [decode(kind, value) for value in answer.get(str(greeting["type"])) or ()]
+                except DecodeError as error:
+                    raise UnreachableError(f"{target.address}: not the {greeting['type']} of a rank: {error}") from None
+
+    return hosts.reach(ask_at, wait=False)
