@@ -28,7 +28,7 @@ from torchx_monarch.host.ranks.learned_preload import LearnedPreload
 from torchx_monarch.host.ranks.rank_starter import RankStarter
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.zygote import Zygotes
-from torchx_monarch.model.learned_modules import LearnedFile
+from torchx_monarch.model.learned_modules import LearnedModules, files_in
 
 Eventually = Callable[..., object]
 
@@ -260,8 +260,10 @@ def test_a_job_on_this_machine_learns_for_the_next_of_its_name(python: str, scri
         app_id = apps.run(role, name="mine", preload="auto")
         assert apps.wait(app_id).state == AppState.SUCCEEDED
         assert expected in "".join(apps.log(app_id, "trainer"))
-    [file] = LearnedFile.all_in(os.path.join(state_files.state_dir(), "learned"))
-    assert (file.app, file.role, file.program, file.read().names) == ("mine", "trainer", f"script {path}", ("pack",))
+    [file] = files_in(os.path.join(state_files.state_dir(), "learned"))
+    modules = LearnedModules.read(file)
+    assert (modules.app, modules.role, modules.program) == ("mine", "trainer", f"script {path}")
+    assert modules.names == ("pack",)
 
 
 def test_a_module_whose_import_takes_too_long_is_dropped(
@@ -284,7 +286,7 @@ def test_a_module_whose_import_takes_too_long_is_dropped(
         await starter.prepare_next()
         for zygote in list(zygotes._zygotes):
             zygotes.discard(zygote)
-        return learned.names
+        return learned.modules.names
 
     assert asyncio.run(prepare()) == ("pack",)
     assert (

@@ -16,16 +16,16 @@ from torchx_monarch.cli.main import CmdMonarch
 from torchx_monarch.host.ranks.learned_imports import InstalledModules, names_in
 from torchx_monarch.host.ranks.learned_preload import LearnedPreload
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.model.learned_modules import MAX_MODULES, LearnedFile, LearnedModules
+from torchx_monarch.model.learned_modules import MAX_MODULES, LearnedModules, file_of, files_in
 
-WRONG_NAMES = ["", "a b", "a..b", ".a", "a;b", "a\0", "ä", "a" * 201, "pkg.__main__", "__main__", "1a"]
+WRONG_NAMES = ["", "a b", "a..b", ".a", "a;b", "a\0", "pkg.__main__", "__main__", "1a"]
 
 
 @pytest.mark.parametrize("name", WRONG_NAMES)
 def test_what_is_no_name_of_a_module_is_left_out(name: str) -> None:
     modules = LearnedModules()
-    assert modules.learn(["a", name, "b.c"])
-    assert modules.names == ("a", "b.c")
+    assert modules.learn(["a", name, "b.c"], (), {name: "why", "d": "why"})
+    assert modules.names == ("a", "b.c") and list(modules.dropped) == ["d"]
 
 
 @pytest.mark.parametrize("reported", [None, 3, "a", {"a": 1}, [], [[]], [7], [None]])
@@ -45,9 +45,14 @@ def test_their_number_is_bounded_and_each_is_learned_once() -> None:
 
 def test_a_dropped_module_never_returns() -> None:
     modules = LearnedModules(("a", "a.b", "ab", "a.b.c"))
-    modules.drop("a.b", "why")
+    modules.learn(dropped={"a.b": "why"})
     assert modules.names == ("a", "ab")
     assert not modules.learn(["a.b", "a.b.d"])
+
+
+def place(folder: Path, app_id: str = "app-x1", role: str = "role", program: str = "script /a.py") -> str:
+    """The path of the file of a program."""
+    return file_of(str(folder), app_id, role, program)[0]
 
 
 @pytest.mark.parametrize(
@@ -64,42 +69,38 @@ def test_a_dropped_module_never_returns() -> None:
     ],
 )
 def test_a_damaged_file_is_an_empty_one(tmp_path: Path, content: bytes) -> None:
-    file = LearnedFile.of(str(tmp_path), "app-x1", "role", "script /a.py")
-    Path(file.path).write_bytes(content)
-    assert file.read() == LearnedModules()
-    assert list(LearnedFile.all_in(str(tmp_path))) == []
+    Path(place(tmp_path)).write_bytes(content)
+    assert LearnedModules.read(place(tmp_path)) == LearnedModules()
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
 def test_what_is_no_file_is_not_read(tmp_path: Path, kind: str) -> None:
-    file = LearnedFile.of(str(tmp_path / "of"), "app-x1", "role", "script /a.py")
-    LearnedFile.of(str(tmp_path / "of"), "other-x1", "role", "script /a.py").write(LearnedModules(("a",)))
-    [real] = LearnedFile.all_in(str(tmp_path / "of"))
-    make: Any = {"link": lambda path: os.symlink(real.path, path), "fifo": os.mkfifo, "folder": os.mkdir}[kind]
-    make(file.path)
-    assert file.read() == LearnedModules()
-    assert [each.app for each in LearnedFile.all_in(str(tmp_path / "of"))] == ["other"]
+    real, path = place(tmp_path / "of", "other-x1"), place(tmp_path / "of")
+    LearnedModules(("a",)).write(real)
+    make: Any = {"link": lambda path: os.symlink(real, path), "fifo": os.mkfifo, "folder": os.mkdir}[kind]
+    make(path)
+    assert LearnedModules.read(path) == LearnedModules()
 
 
 def test_the_apps_of_one_name_share_a_file(tmp_path: Path) -> None:
-    modules = LearnedModules(("b", "a"), {"c": "it is unsafe"})
-    LearnedFile.of(str(tmp_path / "of"), "my-app-x1y2", "role", "script /a.py").write(modules)
-    assert LearnedFile.of(str(tmp_path / "of"), "my-app-z3", "role", "script /a.py").read() == modules
+    path, modules = file_of(str(tmp_path / "of"), "my-app-x1y2", "role", "script /a.py")
+    modules.learn(["b", "a"], (), {"c": "it is unsafe"})
+    modules.write(path)
+    assert file_of(str(tmp_path / "of"), "my-app-z3", "role", "script /a.py") == (path, modules)
     for other in (("my-x1", "role", "script /a.py"), ("my-app-x1", "r", "script /a.py"), ("my-app-x1", "role", "x")):
-        assert LearnedFile.of(str(tmp_path / "of"), *other).read() == LearnedModules()
+        assert place(tmp_path / "of", *other) != path
     assert (os.stat(tmp_path / "of").st_mode & 0o77) == 0
 
 
 def test_a_report_is_taken_once_and_only_from_a_file(tmp_path: Path) -> None:
     report = tmp_path / "imported"
-    stored = LearnedFile.of(str(tmp_path / "of"), "app-x1", "role", "script /a.py")
-    learned = LearnedPreload(str(report), print, stored)
+    learned = LearnedPreload(str(report), print, place(tmp_path / "of"))
     assert not learned.collect()
     report.write_text(json.dumps({"names": ["a", 1]}))
     assert not learned.collect() and not report.exists()
     report.write_text(json.dumps({"names": ["a", "b c"], "variables": ["B", "A"]}))
-    assert learned.collect() and learned.names == ("a",) and not report.exists()
-    assert stored.read() == LearnedModules(("a",), {}, ("A", "B"))
+    assert learned.collect() and learned.modules.names == ("a",) and not report.exists()
+    assert LearnedModules.read(place(tmp_path / "of")) == LearnedModules(("a",), {}, ("A", "B"))
     (tmp_path / "real").write_text('{"names": ["c"]}')
     report.symlink_to(tmp_path / "real")
     assert not learned.collect() and not report.is_symlink()
@@ -109,14 +110,13 @@ def test_a_report_is_taken_once_and_only_from_a_file(tmp_path: Path) -> None:
 
 def test_a_drop_is_said_once_and_kept_with_what_another_host_has_learned(tmp_path: Path) -> None:
     said: list[str] = []
-    stored = LearnedFile.of(str(tmp_path / "of"), "app-x1", "role", "script /a.py")
-    stored.write(LearnedModules(("a", "b")))
-    learned = LearnedPreload(str(tmp_path / "imported"), said.append, stored)
-    stored.write(LearnedModules(("a", "b", "c"), {"d": "x"}))
+    path = place(tmp_path / "of")
+    LearnedModules(("a", "b", "c"), {"d": "x"}).write(path)
+    learned = LearnedPreload(str(tmp_path / "imported"), said.append, path, LearnedModules(("a", "b")))
     learned.drop("a", "it runs a thread")
     learned.drop("a", "it runs a thread")
     assert said == ["learned preload: a is not imported ahead any more: it runs a thread"]
-    assert stored.read() == LearnedModules(("b", "c"), {"d": "x", "a": "it runs a thread"})
+    assert LearnedModules.read(path) == LearnedModules(("b", "c"), {"a": "it runs a thread", "d": "x"})
 
 
 def test_auto_stands_for_torch() -> None:
@@ -161,8 +161,9 @@ def test_it_is_listed_and_cleared(
 ) -> None:
     monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path))
     for app in ("one-x1", "two-x2"):
-        file = LearnedFile.of(str(tmp_path / "learned"), app, "role", "script /a.py")
-        file.write(LearnedModules(("b", "a.c"), {"t": "it runs a thread \x1b[31m"}))
+        path, modules = file_of(str(tmp_path / "learned"), app, "role", "script /a.py")
+        modules.learn(("b", "a.c"), (), {"t": "it runs a thread \x1b[31m"})
+        modules.write(path)
     preload()
     printed = capsys.readouterr().out
     assert "one  role  script /a.py  2        a, b" in printed
@@ -171,7 +172,7 @@ def test_it_is_listed_and_cleared(
     [entry] = json.loads(capsys.readouterr().out)
     assert (entry["app"], entry["names"], list(entry["dropped"])) == ("one", ["b", "a.c"], ["t"])
     preload("one", "--clear")
-    assert [each.app for each in LearnedFile.all_in(str(tmp_path / "learned"))] == ["two"]
+    assert [LearnedModules.read(path).app for path in files_in(str(tmp_path / "learned"))] == ["two"]
     preload("--clear")
     preload()
     assert capsys.readouterr().out.splitlines() == ["APP  ROLE  PROGRAM  MODULES  OF"]

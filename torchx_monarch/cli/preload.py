@@ -10,8 +10,10 @@ import sys
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.cli.output import add_json, print_json, print_table
 from torchx_monarch.client.hosts import say
-from torchx_monarch.model.learned_modules import LearnedFile
+from torchx_monarch.model.learned_modules import LearnedModules, files_in
 from torchx_monarch.system.untrusted_text import one_line
+
+_FIELDS = ("app", "role", "program", "names", "dropped", "variables")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,24 +25,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print or clear what was learned."""
-    folder = os.path.join(state_files.state_dir(), "learned")
-    found = [file for file in LearnedFile.all_in(folder) if args.app in (None, file.app)]
-    learned = [(file, {} if args.clear else vars(file.read())) for file in found]
+    read = ((path, LearnedModules.read(path)) for path in files_in(os.path.join(state_files.state_dir(), "learned")))
+    found = [(path, modules) for path, modules in read if modules.app and args.app in (None, modules.app)]
     if args.clear:
-        for file in found:
+        for path, _ in found:
             try:
-                os.unlink(file.path)
+                os.unlink(path)
             except OSError as error:
-                say(f"cannot remove {file.path}: {error.strerror}")
+                say(f"cannot remove {path}: {error.strerror}")
                 sys.exit(1)
     if args.json:
-        print_json([{"app": file.app, "role": file.role, "program": file.program, **more} for file, more in learned])
+        shown = ("app", "role", "program") if args.clear else _FIELDS
+        print_json([{name: getattr(modules, name) for name in shown} for _, modules in found])
     elif not args.clear:
         rows = []
-        for file, more in learned:
-            packages = ", ".join(sorted({name.partition(".")[0] for name in more["names"]}))
-            rows.append([*map(one_line, (file.app, file.role, file.program)), str(len(more["names"])), packages])
+        for _, modules in found:
+            packages = ", ".join(sorted({name.partition(".")[0] for name in modules.names}))
+            program = map(one_line, (modules.app, modules.role, modules.program))
+            rows.append([*program, str(len(modules.names)), packages])
         print_table(["APP", "ROLE", "PROGRAM", "MODULES", "OF"], rows)
-        for file, more in learned:
-            for name, why in more["dropped"].items():
-                print(f"{one_line(file.app)}: {name} is not imported ahead: {one_line(why)}")
+        for _, modules in found:
+            for name, why in modules.dropped.items():
+                print(f"{one_line(modules.app)}: {name} is not imported ahead: {one_line(why)}")

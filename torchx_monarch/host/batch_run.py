@@ -24,7 +24,7 @@ from torchx_monarch.host.ranks.run_spec import RunSpec, env_number
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.host.workload import Workload, check_script, log_folder
 from torchx_monarch.model.env_names import BATCH_JOB
-from torchx_monarch.model.learned_modules import FOLDER, LearnedFile
+from torchx_monarch.model.learned_modules import FOLDER, file_of
 from torchx_monarch.system import safe_files
 
 
@@ -105,5 +105,5 @@ class BatchRun(Workload):
         if not options.learns_preload or not folder:
             return None
         program = " ".join(program_key(command.program_of(0), os.getcwd()))
-        stored = LearnedFile.of(folder, options.app, options.role, program)
-        return LearnedPreload(os.path.join(host.sockets, "imported"), host.reporter.line, stored)
+        stored = file_of(folder, options.app, options.role, program)
+        return LearnedPreload(os.path.join(host.sockets, "imported"), host.reporter.line, *stored)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from torchx_monarch.command.command import Program
-from torchx_monarch.model.learned_modules import LearnedFile, LearnedModules
+from torchx_monarch.model.learned_modules import LearnedModules
 
 
 def program_key(program: Program, cwd: str) -> tuple[str, str]:
@@ -24,23 +24,20 @@ class LearnedPreload:
         report: the file in which a rank reports what its program has imported.
     """
 
-    def __init__(self, report: str, say: Callable[[str], None], stored: LearnedFile | None = None) -> None:
-        self.modules = stored.read() if stored is not None else LearnedModules()
+    def __init__(
+        self, report: str, say: Callable[[str], None], path: str = "", modules: LearnedModules | None = None
+    ) -> None:
+        self.modules = modules or LearnedModules()
         self.report = report
         self._say = say
-        self._stored = stored
+        self._path = path
         self._environ: Mapping[str, str] | None = None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The modules to import ahead."""
-        return self.modules.names
-
     def drop(self, name: str, why: str) -> None:
-        """Leave out a module from now on."""
+        """Leave out a module, and those inside it, from now on."""
         if name not in self.modules.dropped:
             self._say(f"learned preload: {name} is not imported ahead any more: {why}")
-            self.modules.drop(name, why)
+            self.modules.learn(dropped={name: why})
             self._store()
 
     def collect(self) -> bool:
@@ -48,8 +45,7 @@ class LearnedPreload:
         reported = LearnedModules.read(self.report)
         with contextlib.suppress(OSError):
             os.unlink(self.report)
-        is_new = self.modules.learn(reported.names, reported.variables)
-        if is_new:
+        if is_new := self.modules.learn(reported.names, reported.variables):
             self._store()
         return is_new
 
@@ -59,12 +55,10 @@ class LearnedPreload:
         return before == environ
 
     def _store(self) -> None:
-        if self._stored is None:
-            return
-        stored = self._stored.read()  # another host of this machine may have written it meanwhile
-        stored.dropped.update(self.modules.dropped)
-        stored.learn(self.modules.names, self.modules.variables)
-        try:
-            self._stored.write(stored)
-        except OSError as error:
-            self._say(f"learned preload: cannot keep what was learned: {error.strerror}: {error.filename}")
+        if self._path:
+            stored = LearnedModules.read(self._path)  # another host of this machine may have written it meanwhile
+            self.modules.learn(stored.names, stored.variables, stored.dropped)
+            try:
+                self.modules.write(self._path)
+            except OSError as error:
+                self._say(f"learned preload: cannot keep what was learned: {error.strerror}: {error.filename}")

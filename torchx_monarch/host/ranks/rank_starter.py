@@ -208,7 +208,7 @@ class RankStarter:
         A module that must not be imported ahead is dropped, and another zygote imports the rest.
         """
         assert self._learned is not None
-        while self._learned.names:
+        while self._learned.modules.names:
             run = self._with_learned(self._learned)
             if self._zygotes.find(run, self.count) is not None:
                 return
@@ -239,7 +239,7 @@ class RankStarter:
             self._run = plain if warm is not None and warm.ready else ahead
 
     def _with_learned(self, learned: LearnedPreload) -> RunSpec:
-        return dataclasses.replace(self._run, learned=learned.names, variables=learned.modules.variables)
+        return dataclasses.replace(self._run, learned=learned.modules.names, variables=learned.modules.variables)
 
     async def _is_wrong(self, zygote: Zygote) -> bool:
         """Return whether a learned module must not be imported ahead: drop it then, and end the zygote.
