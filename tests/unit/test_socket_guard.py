@@ -23,16 +23,8 @@ from torchx_monarch.monarch_adapter.socket_guard import TESTED, protect
 # Debian's Python has the module in its executable, which the dynamic linker knows by no name.
 LIBRARY = getattr(_socket, "__file__", None)
 
-socket_guard._SOCKET_TIMEOUT = 1.0
-socket_guard._PROOF_TIMEOUT = 1.0
-
 def warn(text):
     print("off:", text)
-
-def ended():
-    for thread in threading.enumerate():
-        if thread.name == "monarch-guard-proof":
-            thread.join(60)
 
 def values():
     # What each of the library's entries leads to: the function or, while no call has had the linker find it, a stub.
@@ -44,18 +36,6 @@ BEFORE = values()
 def guarded():
     # Whether none of them leads where it led before.
     return bool(BEFORE) and not BEFORE.items() & values().items()
-
-def listening(name=""):
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(name)
-    listener.listen()
-    return listener
-
-def accepting(listener):
-    def accept():
-        while True:
-            listener.accept()[0].close()
-    threading.Thread(target=accept, daemon=True).start()
 """
 
 _ACCEPTS = """
@@ -97,38 +77,14 @@ def test_a_guarded_library_accepts_our_own_connections() -> None:
     assert said(_ACCEPTS) == ["ok", "ok", "True"]
 
 
-def test_is_on_with_an_unknown_version_that_it_can_guard() -> None:
-    program = """
-protect(LIBRARY, "99.1", warn)
-accepting(listening())
-ended()
-print(guarded())
-"""
-    assert said(program) == ["True"]
-
-
 @pytest.mark.parametrize("version", ["99.1", ""])
-def test_is_off_with_an_unknown_version_that_accepts_in_another_way(version: str) -> None:
-    program = f"""
-protect(LIBRARY, "{version}", warn)
-sockets = listening()  # the connections of a program that has another function for it stay unseen
-ended()
-protect(LIBRARY, "{version}", warn)
-print(guarded())
-"""
-    text, guarded = said(program)
+def test_is_on_with_an_unknown_version_and_says_that_it_may_not_hold(version: str) -> None:
+    text, guarded = said(2 * f'protect(LIBRARY, "{version}", warn)\n' + "print(guarded())")
     assert text == (
-        f"off: the guard of Monarch's sockets is off (Monarch {version or 'of unknown version'}): "
-        "it is not tested with this version, and did not see a connection that it tried. "
-        "Other users of this machine might connect to Monarch and run code here"
+        f"off: the guard of Monarch's sockets is not tested with Monarch {version or 'of unknown version'}, which may "
+        "go around it. Other users of this machine might connect to Monarch and run code here"
     )
-    assert guarded == "False"
-
-
-def test_is_off_with_an_unknown_version_that_opens_no_socket() -> None:
-    text, guarded = said('protect(LIBRARY, "99.1", warn)\nended()\nprint(guarded())')
-    assert "(Monarch 99.1): it is not tested with this version, and had no socket to be tried on within 1 s. " in text
-    assert guarded == "False"
+    assert guarded == "True"
 
 
 def test_is_off_when_the_library_does_not_import_the_function() -> None:
@@ -138,21 +94,10 @@ def test_is_off_when_the_library_does_not_import_the_function() -> None:
 
 
 def test_a_local_build_of_a_tested_version_is_tested() -> None:
-    assert said('protect(LIBRARY, TESTED[0] + "+cu130", warn)\nended()\nprint(guarded())') == ["True"]
+    assert said('protect(LIBRARY, TESTED[0] + "+cu130", warn)\nprint(guarded())') == ["True"]
 
 
 def test_the_version_of_the_tests_is_among_the_tested_ones() -> None:
     constraints = (Path(__file__).parents[2] / "constraints.txt").read_text()
     pinned = re.search(r"^torchmonarch==(\S+)$", constraints, re.MULTILINE)
     assert pinned and pinned[1] in socket_guard.TESTED
-
-
-def test_finds_the_sockets_of_this_process() -> None:
-    program = """
-sockets = [listening("\\0here"), listening()]
-idle = socket.socket(socket.AF_UNIX)
-idle.bind("\\0idle")
-names = socket_guard.abstract_sockets()
-print(b"here" in names, b"idle" in names, len(names))
-"""
-    assert said(program) == ["True False 2"]

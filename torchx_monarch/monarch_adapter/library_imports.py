@@ -12,7 +12,7 @@ import mmap
 import os
 import platform
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 # 64-bit relocations that become the address of a symbol: in data, in the GOT, and in the PLT's part of the GOT.
 _RELOCATIONS = {"x86_64": (1, 6, 7), "aarch64": (257, 1025, 1026)}
@@ -39,38 +39,24 @@ class _LinkMap(ctypes.Structure):
     ]
 
 
-def redirect(library: str, functions: Mapping[str, int]) -> Callable[[], None]:
+def redirect(library: str, functions: Mapping[str, int]) -> None:
     """Have a loaded library call other functions than those that it imports.
 
     Args:
         library: path of the library's file.
         functions: address of the C function to call instead, by the name of the imported function.
 
-    Returns:
-        A function that undoes the change.
-
     Raises:
-        ImportsUnknown: the library imports none of the functions, or its imports cannot be found or written; it is
-            unchanged then.
+        ImportsUnknown: the library imports none of the functions, or its imports cannot be found or written.
     """
-    written: list[tuple[int, int]] = []
-
-    def undo() -> None:
-        while written:
-            _write(*written.pop())
-
     try:
         found = list(entries(library, tuple(functions)))
-        if not found:
-            raise ImportsUnknown(f"{library} calls none of {', '.join(functions)} by a name that can be led elsewhere")
         for name, entry in found:
-            before = ctypes.c_size_t.from_address(entry).value
             _write(entry, functions[name])
-            written.append((entry, before))
     except (OSError, AttributeError, MemoryError, struct.error) as error:
-        undo()
         raise ImportsUnknown(f"{library}: {error}") from error
-    return undo
+    if not found:
+        raise ImportsUnknown(f"{library} calls none of {', '.join(functions)} by a name that can be led elsewhere")
 
 
 def entries(library: str, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:

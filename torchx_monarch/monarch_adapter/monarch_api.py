@@ -10,8 +10,6 @@ import atexit
 import contextlib
 import functools
 import os
-import pwd
-import stat
 import sys
 import threading
 import time
@@ -22,7 +20,6 @@ from torchx_monarch.exceptions import ClientError
 from torchx_monarch.model.env_names import keep_monarch_log_private
 from torchx_monarch.monarch_adapter import socket_guard
 from torchx_monarch.monarch_adapter.attachment import CA, attach
-from torchx_monarch.system import safe_files
 
 if TYPE_CHECKING:
     from monarch import actor
@@ -57,9 +54,8 @@ _STOP_TIMEOUT = 5.0
 def prepare_import() -> None:
     """Have Monarch log to this program's stderr, and its threads end before the interpreter. Call it before the import.
 
-    If Monarch is imported already, its log file is closed where another user may have planted it.
+    If Monarch is imported already, it has opened its log file, and goes on with that.
     """
-    close_unsafe_log(lambda text: print(f"[monarch] INSECURE: {text}", file=sys.stderr, flush=True))
     keep_monarch_log_private(os.environ)
     if "monarch._rust_bindings" not in sys.modules:
         atexit.register(_wait_for_threads)
@@ -232,54 +228,3 @@ def batch_job(job: JobTrait) -> JobTrait:
 def in_batch_job() -> bool:
     """Return whether this process is the client script of a job."""
     return os.environ.get("MONARCH_BATCH_JOB") == "1"
-
-
-def close_unsafe_log(say: Callable[[str], None]) -> None:
-    """Have Monarch write no more to its log file if another user may have planted the file or its folder.
-
-    Args:
-        say: called with a line that names the file, if there is one.
-    """
-    if "monarch._rust_bindings" not in sys.modules:
-        return
-    try:
-        folder = os.path.join("/tmp", pwd.getpwuid(os.geteuid()).pw_name)
-        suffix = os.environ.get("MONARCH_LOG_SUFFIX")
-        path = os.path.join(folder, f"monarch_log_{suffix}.log" if suffix else "monarch_log.log")
-        log = os.stat(path)
-    except (KeyError, OSError):
-        return
-    descriptors = [fd for fd, found in _descriptors() if os.path.samestat(found, log)]
-    problem = _problem(folder, path)
-    if not descriptors or not problem:
-        return
-    if len(descriptors) == 1:  # else the program itself has opened the file to which a link leads
-        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(null, descriptors[0], inheritable=False)
-        os.close(null)
-    say(
-        f"Monarch was imported before torchx_monarch and has opened its log {path}: {problem}. Import torchx_monarch "
-        "first, which keeps Monarch from writing there (docs/explanation/security.md, Files)"
-    )
-
-
-def _descriptors() -> list[tuple[int, os.stat_result]]:
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.append((int(name), os.fstat(int(name))))
-        except OSError:  # that of the folder, or one that another thread has closed
-            continue
-    return found
-
-
-def _problem(folder: str, path: str) -> str:
-    """Return why other users may have planted a file, whose name follows; empty if they cannot have."""
-    if os.path.islink(folder):
-        return f"{folder} is a symbolic link"
-    try:
-        os.close(safe_files.open_file(path, below=folder))
-        mode = os.stat(folder).st_mode
-    except OSError as error:
-        return str(error)
-    return f"{folder} can be written to by other users" if mode & (stat.S_IWGRP | stat.S_IWOTH) else ""

@@ -11,9 +11,7 @@ The guard replaces the ``accept4`` that Monarch's library imports (``library_imp
 function holds the interpreter lock for some microseconds per connection, so no thread may wait for the accepting thread
 while it holds that lock.
 
-A later Monarch may accept connections in another way. With a version that is not among ``TESTED`` the guard therefore
-stays on only if it proves itself: it connects to the sockets of this process and must see each of its own connections
-being accepted.
+A later Monarch may accept connections in another way: with a version that is not among ``TESTED``, hosts say so.
 
 The guard can go when Monarch can serve without abstract sockets, or checks its peers itself.
 """
@@ -26,8 +24,6 @@ import errno
 import os
 import socket
 import struct
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,25 +34,12 @@ TESTED = ("0.7.0",)
 
 _FUNCTIONS = ("accept4", "accept")
 
-_SOCKET_TIMEOUT = 30.0
-"""Seconds for Monarch to open its first abstract socket, where the guard must prove itself. 0.7 takes under one."""
-
-_PROOF_TIMEOUT = 5.0
-"""Seconds for Monarch to accept a connection of the proof."""
-
 _CREDENTIALS = struct.Struct("=3i")
 
 # Keeps the callbacks alive: the library calls them until the process ends.
 _callbacks: list[Any] = []
 
-_proofs: dict[bytes, threading.Event] = {}
-"""The connections of the proof by the name of their own end; the event is set when the guard has seen one."""
-
 _called = False
-
-
-class GuardOff(Exception):
-    """The guard cannot prove itself; the message says why."""
 
 
 def protect(library: str, version: str, warn: Callable[[str], None]) -> None:
@@ -65,95 +48,35 @@ def protect(library: str, version: str, warn: Callable[[str], None]) -> None:
     Args:
         library: path of the file of Monarch's library, which is loaded.
         version: version of Monarch; empty if it is not known.
-        warn: called at most once, possibly from another thread and some seconds later, with a line for the log if the
-            guard is off: Monarch's version, the reason, and what it means.
+        warn: called at most once, with a line for the log if the guard is off, or not tested with this version.
     """
     global _called
     if _called:
         return
     _called = True
-
-    def off(reason: Exception) -> None:
-        warn(
-            f"the guard of Monarch's sockets is off (Monarch {version or 'of unknown version'}): {reason}. Other users "
-            "of this machine might connect to Monarch and run code here"
-        )
-
-    def prove() -> None:
-        try:
-            prove_guard()
-        except GuardOff as error:
-            undo()
-            off(error)
-
+    risk, shown = (
+        "Other users of this machine might connect to Monarch and run code here",
+        version or "of unknown version",
+    )
     try:
-        undo = install(library)
+        install(library)
     except ImportsUnknown as error:
-        off(error)
+        warn(f"the guard of Monarch's sockets is off (Monarch {shown}): {error}. {risk}")
         return
     if version.partition("+")[0] not in TESTED:
-        threading.Thread(target=prove, name="monarch-guard-proof", daemon=True).start()
+        warn(f"the guard of Monarch's sockets is not tested with Monarch {shown}, which may go around it. {risk}")
 
 
-def install(library: str) -> Callable[[], None]:
+def install(library: str) -> None:
     """Have a loaded library reject connections over unix sockets from users other than this one and root.
 
     A rejected peer reads the end of the connection. The library gets ECONNABORTED, as if the peer had closed the
     connection before it was accepted. Sockets of other families are not affected.
 
-    Returns:
-        A function that undoes it.
-
     Raises:
         ImportsUnknown: the library cannot be changed; the message says why.
     """
-    return redirect(library, {name: _replacement(name) for name in _FUNCTIONS})
-
-
-def prove_guard() -> None:
-    """Connect to this process's abstract sockets, and check that the guard sees the connections.
-
-    The sockets that Monarch opens first stand for those that it opens later.
-
-    Raises:
-        GuardOff: a connection failed or was not seen, or no socket was opened in time.
-    """
-    deadline = time.monotonic() + _SOCKET_TIMEOUT
-    while not (names := abstract_sockets()):
-        if time.monotonic() > deadline:
-            raise GuardOff(
-                f"it is not tested with this version, and had no socket to be tried on within {_SOCKET_TIMEOUT:g} s"
-            )
-        time.sleep(0.05)
-    for name in names:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(_PROOF_TIMEOUT)
-            connection.bind("")  # the kernel chooses a name
-            seen = _proofs[connection.getsockname()] = threading.Event()
-            try:
-                connection.connect(b"\0" + name)
-                if not seen.wait(_PROOF_TIMEOUT):
-                    raise GuardOff("it is not tested with this version, and did not see a connection that it tried")
-            except OSError as error:
-                raise GuardOff(f"it is not tested with this version, and could not be tried: {error}") from error
-            finally:
-                del _proofs[connection.getsockname()]
-
-
-def abstract_sockets() -> set[bytes]:
-    """Return the names, without the leading NUL, of the abstract unix sockets on which this process listens."""
-    inodes = set()
-    for descriptor in os.listdir(b"/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            inodes.add(os.readlink(b"/proc/self/fd/" + descriptor))
-    with open("/proc/net/unix", "rb") as table:
-        rows = [line.split() for line in table]
-    # Columns: Num RefCount Protocol Flags Type St Inode Path. The flag is the kernel's __SO_ACCEPTCON.
-    return {
-        row[7][1:]
-        for row in rows
-        if len(row) > 7 and row[7].startswith(b"@") and row[3] == b"00010000" and b"socket:[%s]" % row[6] in inodes
-    }
+    redirect(library, {name: _replacement(name) for name in _FUNCTIONS})
 
 
 def _replacement(name: str) -> int:
@@ -186,8 +109,6 @@ def _allowed(connection: int, ours: int) -> bool:
         try:
             if peer.family != socket.AF_UNIX:
                 return True
-            if _proofs and (seen := _proofs.get(peer.getpeername())):
-                seen.set()
             credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             return _CREDENTIALS.unpack(credentials)[1] in (ours, 0)
         finally:
