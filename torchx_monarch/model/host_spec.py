@@ -46,14 +46,14 @@ AUTO = "auto"
 """Stands among the modules to preload for torch and the modules that earlier runs of a program have imported."""
 
 
-_MOST_SECONDS = 1e9
+_MAX_SECONDS = 1e9
 """Seconds of an option at most, 31 years: clocks and timers can count them."""
 
-_MOST_GRACE = 2e6
+_MAX_GRACE = 2e6
 """Seconds of grace at most, 23 days: a process that waits for its end and for output uses epoll, which counts
 milliseconds in 32 bits, as does a socket's timeout while Docker stops a container."""
 
-_MOST_PEER_TIMEOUT = 80_000.0
+_MAX_PEER_TIMEOUT = 80_000.0
 """Seconds of peer_timeout at most, 22 hours: TCP_KEEPIDLE, which is two fifths of it, is at most 32,767."""
 
 
@@ -75,25 +75,8 @@ def show_seconds(value: float) -> str:
     return str(value).removesuffix(".0")
 
 
-def _parse_names(text: str) -> tuple[str, ...]:
+def _names(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split(",") if name)
-
-
-def parse_word(words: Sequence[str]) -> Callable[[str], str]:
-    """Return a function that returns a text if it is one of these words, and raises ``ValueError`` otherwise."""
-
-    def parse(text: str) -> str:
-        if text not in words:
-            raise ValueError(f"{text!r} is not {' or '.join(words)}")
-        return text
-
-    return parse
-
-
-def _parse_preflight(text: str) -> str:
-    if text not in PREFLIGHT:
-        raise ValueError(f"{text!r} is not {', '.join(PREFLIGHT)}")
-    return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,29 +85,34 @@ class _Flag:
 
     Attributes:
         help: the text of ``--help``.
-        parse: turns the text of the flag into the value of the field.
+        parse: turns the text of the flag into the value of the field; raises ``ValueError``.
         show: turns the value into text.
-        lowest: the lowest value of a number of seconds; None for fields of other kinds.
-        highest: the highest one.
+        range: the lowest and the highest value of a number of seconds; None for fields of other kinds.
         always: whether the flag is given even where the field has its default value.
-        repeated: whether the flag is given once for each element of the field.
     """
 
     help: str
     parse: Callable[[str], Any] = str
     show: Callable[[Any], str] = str
-    lowest: float | None = None
-    highest: float = 0.0
+    range: tuple[float, float] | None = None
     always: bool = False
-    repeated: bool = False
 
 
 def _flag(default: Any, help: str, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"flag": _Flag(help, **more)})
 
 
-def _seconds(default: float, help: str, lowest: float, always: bool = False, highest: float = _MOST_SECONDS) -> Any:
-    return _flag(default, help, parse=float, show=show_seconds, lowest=lowest, highest=highest, always=always)
+def _seconds(default: float, help: str, lowest: float, always: bool = False, highest: float = _MAX_SECONDS) -> Any:
+    return _flag(default, help, parse=float, show=show_seconds, range=(lowest, highest), always=always)
+
+
+def _word(words: Sequence[str], help: str) -> Any:
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"{text!r} is not {', '.join(words)}")
+        return text
+
+    return _flag(words[0], help, parse=parse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,24 +123,18 @@ class HostSpec:
     role: str = _flag("", "name of the role", always=True)
     replica: int = _flag(0, "number of the replica in its role, from 0", parse=int, always=True)
     replicas: int = _flag(1, "how many replicas the role has", parse=int, always=True)
-    grace: float = _seconds(30.0, "seconds between SIGTERM and SIGKILL of ranks", 0, always=True, highest=_MOST_GRACE)
+    grace: float = _seconds(30.0, "seconds between SIGTERM and SIGKILL of ranks", 0, always=True, highest=_MAX_GRACE)
     host_timeout: float = _seconds(300.0, "seconds that all hosts have to arrive", 0.001, always=True)
     preload: tuple[str, ...] = _flag(
         ("torch",),
         "modules that the zygote imports, of which ranks are forks, separated by commas",
-        parse=_parse_names,
+        parse=_names,
         show=",".join,
         always=True,
     )
-    ranks: str = _flag(
-        RANKS[0],
-        "fork: ranks are forks of the zygote; fresh: they are interpreters of their own",
-        parse=parse_word(RANKS),
-    )
-    preflight: str = _flag(
-        PREFLIGHT[0],
-        "on: the hosts are compared before ranks start, and a difference ends the job; warn: it is reported",
-        parse=_parse_preflight,
+    ranks: str = _word(RANKS, "fork: ranks are forks of the zygote; fresh: they are interpreters of their own")
+    preflight: str = _word(
+        PREFLIGHT, "on: the hosts are compared before ranks start, and a difference ends the job; warn: it is reported"
     )
     lease: float = _seconds(LEASE, "seconds without a message after which a host counts as lost", 1)
     hang_after: float = _seconds(
@@ -160,10 +142,8 @@ class HostSpec:
         "seconds for which ranks wait in a collective until the rank for which they wait is named; 0: never",
         0,
     )
-    on_hang: str = _flag(
-        ON_HANG[0],
-        "observe: hangs are reported; restart: the ranks are started again; fail: the job ends",
-        parse=parse_word(ON_HANG),
+    on_hang: str = _word(
+        ON_HANG, "observe: hangs are reported; restart: the ranks are started again; fail: the job ends"
     )
     debug_wait: float = _seconds(300.0, "seconds that a rank waits in a breakpoint for a debugger; 0: not at all", 0)
     timestamps: bool = _flag(
@@ -206,7 +186,10 @@ class HostSpec:
     )
     peer_roles: int = _flag(0, "how many roles are ended and restarted with the first one", parse=int)
     await_role: tuple[str, ...] = _flag(
-        (), "name of a role whose success the first role waits for before it ends; may be repeated", repeated=True
+        (),
+        "names of the roles whose success the first role waits for before it ends, separated by commas",
+        parse=_names,
+        show=",".join,
     )
     ports: tuple[int, int] | None = _flag(
         None,
@@ -217,7 +200,7 @@ class HostSpec:
     bind: str = _flag("", "address or interface to open ports on (default: all)")
     advertise: str = _flag("", "name or address by which other hosts connect to this one (default: as they see it)")
     peer_timeout: float = _seconds(
-        PEER_TIMEOUT, "seconds without an answer after which a machine counts as lost", 1, highest=_MOST_PEER_TIMEOUT
+        PEER_TIMEOUT, "seconds without an answer after which a machine counts as lost", 1, highest=_MAX_PEER_TIMEOUT
     )
     rejoin_timeout: float = _seconds(60.0, "seconds that a host which has lost replica 0 looks for another one", 0)
     command: tuple[str, ...] = ()
@@ -251,13 +234,11 @@ class HostSpec:
             placeholders: by field, the text that stands for a value which only the backend knows. Not escaped.
         """
         words: list[str] = []
-        for name, flag in _flags().items():
+        for name, flag in _FLAGS.items():
             value, given = getattr(self, name), (placeholders or {}).get(name)
             if given is not None:
                 words += [_option(name), given]
-            elif flag.repeated:
-                words += [word for entry in value for word in (_option(name), escape(entry))]
-            elif flag.always or value != _defaults()[name]:
+            elif flag.always or value != getattr(HostSpec, name):
                 words += [_option(name), escape(flag.show(value))]
         return words
 
@@ -272,27 +253,16 @@ class HostSpec:
             SystemExit: a word is wrong, and stderr says which and what is allowed; or ``--help`` was asked for.
         """
         parser = argparse.ArgumentParser("python -m torchx_monarch.host", description=description, allow_abbrev=False)
-        for name, flag in _flags().items():
-            kind = flag.parse if flag.parse in (int, float) else str
-            parser.add_argument(
-                _option(name),
-                type=kind,
-                required=name in ("app", "role"),
-                action="append" if flag.repeated else "store",
-                help=flag.help,
-            )
+        for name, flag in _FLAGS.items():
+            parser.add_argument(_option(name), required=name in ("app", "role"), help=flag.help)
         parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: the command of the role")
         words = vars(parser.parse_args(argv))
-        given: dict[str, Any] = {name: value for name, value in words.items() if value is not None}
-        for name, flag in _flags().items():
-            if name in given and not flag.repeated and flag.parse not in (int, float):
-                try:
-                    given[name] = flag.parse(given[name])
-                except ValueError as error:
-                    parser.error(f"{_option(name)}: {error}")
-        for name in given:
-            if isinstance(given[name], list):
-                given[name] = tuple(given[name])
+        given: dict[str, Any] = {"command": tuple(words.pop("command"))}
+        for name, text in words.items():
+            try:
+                given.update({} if text is None else {name: _FLAGS[name].parse(text)})
+            except ValueError as error:
+                parser.error(f"{_option(name)}: {error}")
         spec = cls(**given)
         if not 0 <= spec.replica < spec.replicas:
             parser.error(f"--replica {spec.replica} is not one of {spec.replicas} replicas, which count from 0")
@@ -305,19 +275,15 @@ class HostSpec:
         return spec
 
 
+_FLAGS: dict[str, _Flag] = {
+    field.name: field.metadata["flag"] for field in dataclasses.fields(HostSpec) if "flag" in field.metadata
+}
+
+
 def seconds_allowed() -> dict[str, tuple[float, float]]:
     """Return the lowest and the highest value of each field that is a number of seconds."""
-    flags = _flags().items()
-    return {name: (flag.lowest, flag.highest) for name, flag in flags if flag.lowest is not None}
+    return {name: flag.range for name, flag in _FLAGS.items() if flag.range is not None}
 
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _flags() -> dict[str, _Flag]:
-    return {field.name: field.metadata["flag"] for field in dataclasses.fields(HostSpec) if "flag" in field.metadata}
-
-
-def _defaults() -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(HostSpec)}

@@ -175,11 +175,7 @@ class RankExit:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RankExit:
-        """Build an exit from the output of ``to_json``; ignore other keys.
-
-        Raises:
-            DecodeError: a value has the wrong type.
-        """
+        """Build an exit from the output of ``to_json``; raise ``DecodeError`` if a value has the wrong type."""
         return decode(cls, values, "the exit")
 
 
@@ -209,11 +205,8 @@ class JobResult:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> JobResult:
-        """Build a result from the output of ``to_json``; ignore other keys of the message."""
-        cause = values.get("cause")
-        exit = RankExit.from_json(cause) if cause else None
-        others = [field.name for field in dataclasses.fields(cls) if field.name != "cause"]
-        return cls(cause=exit, **{name: values[name] for name in others})
+        """Build a result as ``RankExit.from_json`` builds an exit."""
+        return decode(cls, values, "the result")
 
 
 def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
@@ -222,9 +215,7 @@ def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
     A rank that blames a lost peer is chosen only if no other rank failed.
     """
     failed = (rank_exit for rank_exit in exits if rank_exit.failed)
-    return min(
-        failed, key=lambda rank_exit: (rank_exit.is_collateral, rank_exit.failed_at, rank_exit.rank), default=None
-    )
+    return min(failed, key=lambda found: (found.is_collateral, found.failed_at, found.rank), default=None)
 
 
 def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: int) -> str:
@@ -233,11 +224,9 @@ def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: i
     If only some ranks failed, all of them alike, the line names them. If they failed differently, it describes the root
     cause alone, and ``describe_others`` the others.
     """
-    alike = failed_alike(exits, cause)
-    if not alike:
+    if not (alike := failed_alike(exits, cause)):
         return cause.describe()
-    all_ranks = len(alike) == world_size
-    ranks = f"all {world_size} ranks" if all_ranks else f"{_ranks_in_words(alike)} of {world_size}"
+    ranks = f"all {world_size} ranks" if len(alike) == world_size else f"{_ranks_in_words(alike)} of {world_size}"
     return f"{ranks}: {one_line(cause.message) if cause.message else describe_code(cause.code) + cause._output}"
 
 

@@ -111,25 +111,9 @@ _ALERTS = {
 def explain(error: BaseException, address: Address) -> ConnectError:
     """Convert an exception of a connection attempt into a ``ConnectError`` that names the address and the cause."""
     where = f"{address.host}:{address.port}" if address.networked else address.path
-    if isinstance(error, ssl.SSLCertVerificationError):
-        code = error.verify_code
-        if code == _EXPIRED:
-            why = "its certificate has expired: the job is older than its certificates may be, or a clock is wrong"
-        elif code == _NOT_YET_VALID:
-            why = "its certificate is not valid yet by the clock of this machine: the two clocks differ by over an hour"
-        elif code in (_WRONG_NAME, _WRONG_ADDRESS):
-            why = f"its certificate is for another name than {address.host!r}: advertise the name that hosts dial"
-        else:
-            why = f"its certificate is not of this job's authority ({error.verify_message}): it belongs to another job"
-        return ConnectError(f"{where}: {why}", final=True)
     if isinstance(error, ssl.SSLError):
-        reason = str(error.reason or "")
-        for alert, why in _ALERTS.items():
-            if alert in reason:
-                return ConnectError(f"{where}: {why}", final=True)
-        if re.search("WRONG_VERSION_NUMBER|UNEXPECTED_MESSAGE|PACKET_LENGTH|RECORD_LAYER", reason):
-            return ConnectError(f"{where}: what listens there does not speak TLS: it is another program", final=True)
-        return ConnectError(f"{where}: the TLS handshake failed: {reason or error}")
+        why = _why_no_tls(error, address.host)
+        return ConnectError(f"{where}: {why or f'the TLS handshake failed: {error.reason or error}'}", final=bool(why))
     if isinstance(error, ConnectionAbortedError) and not error.errno:  # asyncio raises it when the handshake times out
         return ConnectError(f"{where}: no answer to the TLS handshake: it is another program, or busy")
     if isinstance(error, socket.gaierror):
@@ -146,3 +130,21 @@ def explain(error: BaseException, address: Address) -> ConnectError:
     # asyncio's error has no text when the peer breaks the connection during the handshake.
     why = getattr(error, "strerror", None) or str(error) or "the connection broke in the handshake"
     return ConnectError(f"{where}: {why}")
+
+
+def _why_no_tls(error: ssl.SSLError, host: str) -> str:
+    """Return why no other try can succeed; empty if it may."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code == _EXPIRED:
+            return "its certificate has expired: the job is older than its certificates may be, or a clock is wrong"
+        if error.verify_code == _NOT_YET_VALID:
+            return (
+                "its certificate is not valid yet by the clock of this machine: the two clocks differ by over an hour"
+            )
+        if error.verify_code in (_WRONG_NAME, _WRONG_ADDRESS):
+            return f"its certificate is for another name than {host!r}: advertise the name that hosts dial"
+        return f"its certificate is not of this job's authority ({error.verify_message}): it belongs to another job"
+    reason = str(error.reason or "")
+    if re.search("WRONG_VERSION_NUMBER|UNEXPECTED_MESSAGE|PACKET_LENGTH|RECORD_LAYER", reason):
+        return "what listens there does not speak TLS: it is another program"
+    return next((why for alert, why in _ALERTS.items() if alert in reason), "")

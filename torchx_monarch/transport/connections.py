@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 from torchx_monarch.system import open_files
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.address import CONNECT_TIMEOUT, Address, AddressError, ConnectError, explain
-from torchx_monarch.transport.messages import open_streams
 
 if TYPE_CHECKING:
     from torchx_monarch.transport.credentials import HostCredentials
@@ -82,11 +81,7 @@ class Identity:
 
     @classmethod
     def of(cls, credentials: HostCredentials, names: Iterable[str], folder: str) -> Identity:
-        """Sign a certificate for this host and write it, its key and the authority to files.
-
-        Args:
-            folder: folder for the files; mode 0700.
-        """
+        """Sign a certificate for this host and write it, its key and the authority to files in a folder (mode 0700)."""
         leaf = credentials.sign(names)
         paths = []
         for content in (leaf.certificate, leaf.key, credentials.authority):
@@ -98,7 +93,7 @@ class Identity:
 
     @property
     def files(self) -> tuple[str, str, str]:
-        """Return the paths of certificate, key and authority."""
+        """The paths of certificate, key and authority."""
         return self.certificate, self.key, self.authority
 
     def context(self, server: bool) -> ssl.SSLContext:
@@ -142,29 +137,22 @@ async def listen(
 
     Args:
         serve: called with each connection after its handshake. It calls ``Listener.mark_authenticated`` once the peer
-            has identified itself; until then the listener may close the connection.
+            has identified itself; until then the listener may close the connection, which ends when it returns.
         identity: this host's certificate; None without TLS.
         bind: local IP address to listen on; empty for all.
-        peer_timeout: seconds without an answer from the peer's machine after which the kernel breaks a connection.
-        say: as for ``Listener``.
+        peer_timeout: as for ``watch_peer``.
+        say: called with a line for the log, once, if connections wait because this process may open no more files.
 
     Raises:
         ConnectError: the process cannot listen on the address.
     """
     try:
-        if not address.networked:
-            return Listener(_socket_file(address.path), serve, None, messages.MAX_LINE, say)
-        context = identity.context(server=True) if identity else None
-        listening = _port(bind, address.port)
+        context = identity.context(server=True) if identity and address.networked else None
+        listening = _port(bind, address.port) if address.networked else _socket_file(address.path)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConnectError(f"cannot listen for the other hosts at {address.path or address}: {reason}") from None
-
-    async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        watch_peer(writer, peer_timeout)
-        await serve(reader, writer)
-
-    return Listener(listening, accepted, context, messages.MAX_LINE, say)
+    return Listener(listening, serve, context, peer_timeout, say)
 
 
 def _socket_file(path: str) -> socket.socket:
@@ -193,23 +181,17 @@ def _port(bind: str, port: int) -> socket.socket:
 async def connect(
     address: Address, identity: Identity | None, peer_timeout: float, handshake_timeout: float = LATER_HANDSHAKE_TIMEOUT
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the address of replica 0.
-
-    Args:
-        identity: this host's certificate; None without TLS.
-        peer_timeout: seconds without an answer from the peer's machine after which the kernel breaks the connection.
-        handshake_timeout: seconds for the TLS handshake.
+    """Connect to the address of replica 0, with this host's certificate; ``peer_timeout`` is as for ``watch_peer``.
 
     Raises:
-        ConnectError: the connection or the handshake failed; the message says why.
+        ConnectError: the connection or the TLS handshake failed; the message says why.
     """
-    limit = messages.MAX_LINE
     try:
         if not address.networked:
-            return await asyncio.open_unix_connection(address.path, limit=limit)
+            return await asyncio.open_unix_connection(address.path, limit=messages.MAX_LINE)
         connection = await asyncio.wait_for(_dial(address), CONNECT_TIMEOUT)
         context = identity.context(server=False) if identity else None
-        reader, writer = await open_streams(connection, limit, context, address.host, handshake_timeout)
+        reader, writer = await messages.open_streams(connection, context, address.host, handshake_timeout)
     except (OSError, asyncio.TimeoutError, ValueError, OverflowError) as error:
         raise explain(error, address) from None
     watch_peer(writer, peer_timeout)
@@ -223,10 +205,7 @@ async def greet(
     peer_timeout: float,
     handshake_timeout: float = LATER_HANDSHAKE_TIMEOUT,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the address of replica 0 and send a greeting, to which the protocol's version is added.
-
-    The other arguments and the exceptions are those of ``connect``.
-    """
+    """Connect as ``connect`` does and send a greeting, to which the protocol's version is added."""
     reader, writer = await connect(address, identity, peer_timeout, handshake_timeout)
     await messages.send(writer, {**greeting, "version": messages.VERSION})
     return reader, writer
@@ -272,28 +251,20 @@ def watch_peer(writer: asyncio.StreamWriter, seconds: float) -> None:
 
 
 class Listener:
-    """Accept the connections of one listening socket.
-
-    Args:
-        serve: called with each connection after its handshake; the connection is closed when it returns.
-        context: SSL context; None without TLS.
-        limit: longest line in bytes that is read from a connection.
-        say: called with a line for the log, once, if connections wait because this process may open no more files; None
-            for no line.
-    """
+    """Accept the connections of one listening socket (see ``listen``)."""
 
     def __init__(
         self,
         listening: socket.socket,
         serve: Serve,
         context: ssl.SSLContext | None,
-        limit: int,
-        say: Callable[[str], None] | None = None,
+        peer_timeout: float,
+        say: Callable[[str], None] | None,
     ) -> None:
         self._listening = listening
         self._serve = serve
         self._context = context
-        self._limit = limit
+        self._peer_timeout = peer_timeout
         self._say = say
         self._unauthenticated: dict[asyncio.Task[None], asyncio.TimerHandle] = {}  # with their time-outs; oldest first
         self._all: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
@@ -342,11 +313,8 @@ class Listener:
     def _make_room(self, age: float) -> bool:
         """Close the oldest unauthenticated connection if it is at least ``age`` seconds old; return whether it was."""
         oldest, timer = next(iter(self._unauthenticated.items()), (None, None))
-        if (
-            oldest is None
-            or timer is None
-            or asyncio.get_running_loop().time() < timer.when() - _AUTHENTICATION_TIMEOUT + age
-        ):
+        now = asyncio.get_running_loop().time()
+        if oldest is None or timer is None or now < timer.when() - _AUTHENTICATION_TIMEOUT + age:
             return False
         self._forget_unauthenticated(oldest)
         oldest.cancel()
@@ -354,13 +322,12 @@ class Listener:
 
     async def _receive(self, connection: socket.socket) -> None:
         try:
-            reader, writer = await open_streams(
-                connection, self._limit, self._context, handshake_timeout=_HANDSHAKE_TIMEOUT
-            )
+            reader, writer = await messages.open_streams(connection, self._context, None, _HANDSHAKE_TIMEOUT)
         except OSError as error:  # the handshake failed or timed out, or the certificate is not accepted
             # The traceback's frames refer to the future that holds the error: a cycle that keeps the buffers alive.
             error.__traceback__ = None
             return
+        watch_peer(writer, self._peer_timeout)
         try:
             await self._serve(reader, writer)
             writer.close()

@@ -72,11 +72,7 @@ class ClientCredentials:
 
     @classmethod
     def from_text(cls, text: str) -> ClientCredentials:
-        """Parse the result of ``to_text``.
-
-        Raises:
-            CredentialsError: the text does not hold client credentials.
-        """
+        """Parse the result of ``to_text``; raise ``CredentialsError`` if the text is something else."""
         values = _unpack(text, ("authority", "certificate", "key"))
         return cls(values["authority"], Leaf(values["certificate"], values["key"]))
 
@@ -101,11 +97,7 @@ class HostCredentials:
 
     @classmethod
     def from_text(cls, text: str) -> HostCredentials:
-        """Parse the result of ``to_text``.
-
-        Raises:
-            CredentialsError: the text does not hold host credentials.
-        """
+        """Parse the result of ``to_text``; raise ``CredentialsError`` if the text is something else."""
         return cls(**_unpack(text, ("authority", "key", "client_authority")))
 
     @classmethod
@@ -122,9 +114,8 @@ class HostCredentials:
             with open(path, errors="replace") as file:
                 text = file.read().strip()
         except OSError as error:
-            raise CredentialsError(
-                f"{CREDENTIALS} names a file that cannot be read: {path}: {error.strerror}"
-            ) from None
+            why = f"{CREDENTIALS} names a file that cannot be read: {path}: {error.strerror}"
+            raise CredentialsError(why) from None
         try:
             return cls.from_text(text)
         except CredentialsError as error:
@@ -159,10 +150,8 @@ def create(valid_for: datetime.timedelta = VALID_FOR) -> tuple[HostCredentials, 
     hosts, hosts_key = _authority(HOST_AUTHORITY, valid_for)
     clients, clients_key = _authority(CLIENT_AUTHORITY, valid_for)
     leaf = _leaf("client", clients, clients_key, (ExtendedKeyUsageOID.CLIENT_AUTH,), ())
-    return (
-        HostCredentials(_pem(hosts), _key_pem(hosts_key), _pem(clients)),
-        ClientCredentials(_pem(hosts), leaf),
-    )
+    ours = HostCredentials(_pem(hosts), _key_pem(hosts_key), _pem(clients))
+    return ours, ClientCredentials(_pem(hosts), leaf)
 
 
 def _authority(name: str, valid_for: datetime.timedelta) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -183,9 +172,7 @@ def _leaf(
     builder = _builder(name, str(issuer), key, authority.not_valid_after_utc, is_authority=False)
     builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
     if names:
-        builder = builder.add_extension(
-            x509.SubjectAlternativeName([_general_name(subject) for subject in names]), False
-        )
+        builder = builder.add_extension(x509.SubjectAlternativeName(list(map(_general_name, names))), critical=False)
     return Leaf(_pem(builder.sign(authority_key, hashes.SHA256())), _key_pem(key))
 
 
@@ -194,16 +181,12 @@ def _builder(
 ) -> x509.CertificateBuilder:
     """Return a certificate to sign, which is valid until ``end``; that of an authority may sign others."""
     constraints = x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None)
+    unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     usage = x509.KeyUsage(
         digital_signature=not is_authority,
         key_cert_sign=is_authority,
         crl_sign=is_authority,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
+        **dict.fromkeys((*unused, "encipher_only", "decipher_only"), False),
     )
     return (
         x509.CertificateBuilder()
@@ -249,8 +232,6 @@ def _unpack(text: str, names: Sequence[str]) -> dict[str, str]:
         raise CredentialsError(f"{CREDENTIALS} does not hold a job's credentials: not JSON in base64") from None
     if not isinstance(values, dict) or set(values) != set(names):
         raise CredentialsError(f"{CREDENTIALS} does not hold a job's credentials: it needs {', '.join(names)}")
-    if not all(
-        isinstance(value, str) and value.isascii() and value.startswith("-----BEGIN ") for value in values.values()
-    ):
+    if not all(isinstance(pem, str) and pem.isascii() and pem.startswith("-----BEGIN ") for pem in values.values()):
         raise CredentialsError(f"{CREDENTIALS} does not hold a job's credentials: its values are not PEM")
     return values

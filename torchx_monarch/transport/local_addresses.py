@@ -75,14 +75,7 @@ def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> 
 
     On replica 0, schedulers leave the variable unset or set it to ``localhost``; the host is then this machine. TorchX
     sets it to ``localhost`` on all replicas where they share a machine. ``@`` without a name is resolved on replica 0
-    only; other hosts ask the registry (``controller.roles``).
-
-    Args:
-        address: the address, with or without ``@NAME``.
-        is_first: whether this host is replica 0.
-
-    Returns:
-        The address; unchanged where it has no ``@``.
+    (``is_first``) only; other hosts ask the registry (``controller.roles``).
 
     Raises:
         NetworkError: this host is not replica 0, and NAME is missing, or its variable is unset or empty.
@@ -118,8 +111,6 @@ def advertised(rendezvous: Address, is_first: bool, options: NetworkOptions, our
     0, because a machine may have several addresses and its own name often resolves to 127.0.1.1.
 
     Args:
-        rendezvous: address on which replica 0 listens.
-        is_first: whether this host is replica 0.
         ours: this machine's address if the backend knows it, else empty. On Kubernetes a host's name does not resolve
             at first.
     """
@@ -149,19 +140,17 @@ def bind_port(options: NetworkOptions) -> socket.socket:
     address = address_of(options.bind)
     low, high = options.ports or (0, 0)
     for port in range(low, high + 1):
-        kind = socket.AF_INET6 if ":" in address else socket.AF_INET
-        sock = socket.socket(kind, socket.SOCK_STREAM)
+        sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         try:
             sock.bind((address, port))
             return sock
         except OSError as error:
             sock.close()
             failure = error.strerror
-    raise NetworkError(
-        f"no port can be opened on {address or 'any address'}: {failure}"
-        if options.ports is None
-        else f"none of the ports {low}-{high} (--ports) can be opened on {address or 'any address'}: {failure}"
+    what = (
+        "no port can be opened" if options.ports is None else f"none of the ports {low}-{high} (--ports) can be opened"
     )
+    raise NetworkError(f"{what} on {address or 'any address'}: {failure}")
 
 
 def gloo_interface(advertised_as: str) -> str:
@@ -169,13 +158,10 @@ def gloo_interface(advertised_as: str) -> str:
 
     Gloo listens on the address of the machine's own name, often 127.0.1.1, which no other machine can dial.
     """
-    try:
+    with contextlib.suppress(OSError, ValueError):
         if not ipaddress.ip_address(socket.gethostbyname(socket.gethostname())).is_loopback:
             return ""
-    except (OSError, ValueError):
-        pass
-    try:
+    with contextlib.suppress(OSError):
         ours = socket.gethostbyname(advertised_as)
-    except OSError:
-        return ""
-    return next((name for name, address in interfaces().items() if address == ours), "")
+        return next((name for name, address in interfaces().items() if address == ours), "")
+    return ""

@@ -145,28 +145,21 @@ class _TLSProtocol(asyncio.sslproto.SSLProtocol):
 
 async def open_streams(
     connection: socket.socket,
-    limit: int,
-    context: ssl.SSLContext | None = None,
-    server_hostname: str | None = None,
-    handshake_timeout: float | None = None,
+    context: ssl.SSLContext | None,
+    server_hostname: str | None,
+    handshake_timeout: float,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open streams over a connected socket, after the TLS handshake if there is one.
-
-    The streams own the socket; it is closed when this fails or is cancelled.
+    """Open streams over a connected socket, which they own, after the TLS handshake if there is a context.
 
     Args:
-        limit: longest line in bytes that is read.
-        context: SSL context; None without TLS.
-        server_hostname: name that the peer's certificate must have, for the connecting end of TLS; None for the
-            accepting end.
-        handshake_timeout: seconds for the TLS handshake; None for asyncio's 60.
+        server_hostname: name that the peer's certificate must have; None for the accepting end of TLS.
 
     Raises:
         OSError: the connection broke, or the TLS handshake failed or timed out.
         ValueError: the name cannot be that of a certificate.
     """
     loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=limit)
+    reader = asyncio.StreamReader(limit=MAX_LINE)
     protocol = asyncio.StreamReaderProtocol(reader)
     transport: asyncio.Transport | None = None
     try:
