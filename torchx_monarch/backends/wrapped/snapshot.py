@@ -60,9 +60,8 @@ def build(
     """
     ends = {role: HostResult.from_text(text) for role, text in results.items()}
     now = _app_state(state(response.state), record, submitted, ends)
-    error = response.structured_error_msg
-    if now is not State.FAILED or error == NONE:
-        error = ""
+    error = response.structured_error_msg if now is State.FAILED else NONE
+    error = "" if error == NONE else error
     causes = _failures_by_role(submitted, error, results, ends) if now is State.FAILED else {}
     if error and not causes:
         native = Outcome(now, HostResult.from_text(error).reason, error)
