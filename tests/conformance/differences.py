@@ -17,7 +17,7 @@ class Difference(Enum):
         "`MASTER_ADDR` on one machine",
         "`localhost`",
         "`127.0.0.1`",
-        "the address that the store is bound to; nothing has to resolve a name, and no other machine can reach it",
+        "nothing has to resolve a name, and no other machine can reach the store",
     )
 
     MASTER_PORT = (
@@ -30,36 +30,35 @@ class Difference(Enum):
         "`TORCHELASTIC_ERROR_FILE` without `--log-dir`",
         "in a new folder under `/tmp`, which stays",
         "in the job's own log folder",
-        "found again by the app's id, and removed with the job's logs",
+        "it is found again, and removed with the job's logs",
     )
     RUN_ID = (
         "`TORCHELASTIC_RUN_ID` on one machine",
         "a random one, whatever `--rdzv-id` says, unless a rendezvous endpoint is given",
         "`--rdzv-id`, or else the app's id",
-        "the name by which `torchx status` and `torchx log` know the job",
+        "`torchx status` and `torchx log` know the job by it",
     )
     RELATIVE = (
         "`TORCHELASTIC_ERROR_FILE` with a relative `--log-dir`",
         "relative: a script that changes its folder loses it",
         "absolute",
-        "the report finds the error file wherever the script has gone",
+        "it is found wherever the script has gone",
     )
     PRELOAD = (
         "Modules imported before the script begins",
         "none",
-        "torch, with `-cfg preload=torch`, the default; none with `-cfg ranks=fresh`; with `-cfg preload=auto` "
-        "also what an earlier run of the program has imported of installed modules. What they print then is in the "
-        "host's log. Modules of the standard library that they import are in `sys.modules` from the start; others when "
-        "the program imports them, and until then `sys.meta_path` has one more finder",
-        "one interpreter per host imports it while the hosts find each other, which is most of the time that a start "
-        "takes",
+        "torch (`-cfg preload=torch`, the default); with `-cfg preload=auto` also installed modules that an "
+        "earlier run has imported; none with `-cfg ranks=fresh`. What they print then is in the host's log. "
+        "Modules of the standard library that they import are in `sys.modules` from the start; others once the "
+        "program imports them, and until then `sys.meta_path` has one more finder",
+        "one interpreter per host imports them while the hosts find each other, which is most of a start",
     )
 
     MONARCH_LOG = (
         "`MONARCH_LOG_SUFFIX` and `MONARCH_FILE_LOG` in a rank's environment",
         "as the caller has them",
         "set: a rank that imports Monarch has its errors on stderr",
-        "Monarch would log to a path below `/tmp` at which another user can put a link",
+        "Monarch would log below `/tmp`, where another user can put a link",
     )
     THIS_JOB = (
         "`MONARCH_THIS_JOB` in a rank's environment",
@@ -70,37 +69,38 @@ class Difference(Enum):
     STARTUP_FILES = (
         "`sitecustomize`, `usercustomize` and `.pth` files of a rank",
         "see its whole environment",
-        "run once per host, and see its environment, without `RANK` and the like; with `-cfg preload=none` or "
-        "`-cfg ranks=fresh` as there",
-        "ranks are forks of one interpreter, which has started before",
+        "run once per host, without `RANK` and the like in the environment; as under torchrun with `-cfg "
+        "preload=none` or `-cfg ranks=fresh`",
+        "ranks are forks of an interpreter that has started before",
     )
     EARLY_VARIABLES = (
-        "A variable that only an import of torch reads (`PYTORCH_ALLOC_CONF`, `TORCH_TRACE`, `KMP_*`, ...), set by the "
-        "script before it imports torch",
+        "A variable that only an import of torch reads (`PYTORCH_ALLOC_CONF`, `TORCH_TRACE`, `KMP_*`, ...), set by "
+        "the script before it imports torch",
         "has effect",
-        "has none where torch is preloaded, and rank 0 says so; with `-cfg preload=none` or `-cfg ranks=fresh` it has. "
-        "`OMP_NUM_THREADS`, `MKL_NUM_THREADS`, `OPENBLAS_NUM_THREADS`, the processors that the script chooses, "
-        "`TORCH_LOGS` and `TORCH_DISTRIBUTED_DEBUG` have effect in any case",
-        "torch has been imported ahead; set it where the job is submitted (`--env`)",
+        "has none where torch is preloaded, and rank 0 says so. `OMP_NUM_THREADS`, `MKL_NUM_THREADS`, "
+        "`OPENBLAS_NUM_THREADS`, the processors that the script chooses, `TORCH_LOGS` and "
+        "`TORCH_DISTRIBUTED_DEBUG` have effect in any case",
+        "torch has been imported ahead; set it where the job is submitted (`--env`), or use `-cfg preload=none` or "
+        "`-cfg ranks=fresh`",
     )
 
     NO_TEXT = (
         "A script that cannot be decoded (NUL, not UTF-8, unknown coding)",
         "SyntaxError in the words of `python script.py`",
         "SyntaxError in the words of `import script`",
-        "the script is compiled from memory, as modules are; exit code and kind of error are the same",
+        "the script is compiled from memory; exit code and kind of error are the same",
     )
     NUMA = (
         "`--numa-binding`",
         "ranks are started through `numactl`, which must be installed; what is wrong is a traceback of the launcher",
         "each rank binds itself before the program begins; what is wrong is one line",
-        "it is a process before it is a rank; torch chooses the same CPUs, and no tool has to be there",
+        "torch chooses the same CPUs, and no tool has to be there",
     )
     MISSING_SCRIPT = (
         "A script that does not exist",
         "every rank starts and prints that it cannot open it",
         "one line from the launcher, no rank",
-        "said once, and before anything is started; the exit code is the rank's, 2",
+        "nothing is started in vain; the exit code is the rank's, 2",
     )
     EXECUTABLE = (
         "`--no-python` with a program that cannot be executed",
@@ -119,20 +119,19 @@ class Difference(Enum):
         "`faulthandler`",
         "off",
         "on, and a real-time signal (`SIGRTMAX-3`) has the stacks of all threads written for the host",
-        "a crash shows where it was, and so does a rank that hangs (`torchx monarch stacks`); a script may switch it "
-        "off or point it elsewhere",
+        "a crash, and a rank that hangs, show where they are; a script may switch it off or point it elsewhere",
     )
     STACKS = (
         "An open file of a rank",
         "none beside stdin, stdout and stderr",
         "one more, of the highest number up to 1023, which programs that it starts do not get",
-        "the stacks that `torchx monarch stacks` shows are written there, and not among the program's own output",
+        "`torchx monarch stacks` does not write among the program's own output",
     )
     EVIDENCE = (
         "Files of an attempt whose ranks were stopped",
         "`stdout.log`, `stderr.log` and `error.json` of each rank",
         "also `stacks.txt`, and what torch's flight recorder has, in `flight_recorder/`",
-        "they say where each rank was and in which collective, when another one had failed or had to be waited for",
+        "they say where each rank was, and in which collective",
     )
     RECORDER = (
         "A rank that has formed a process group, with torch preloaded",
@@ -144,15 +143,15 @@ class Difference(Enum):
         "A rank that is about to be stopped",
         "gets SIGTERM",
         "gets `SIGRTMAX-3` before, and SIGTERM when its stacks are written, 0.5 s later at most",
-        "`attempt_N/stacks.txt` says where each rank was. A C function that does not repeat an interrupted system call "
-        "is interrupted by it, as by any signal that has a handler",
+        "`attempt_N/stacks.txt` says where it was. A C function that does not repeat an interrupted system call is "
+        "interrupted, as by any signal that has a handler",
     )
     BREAKPOINT = (
         "`breakpoint()` and `pdb.set_trace()`",
         "read commands from the launcher's stdin, of one rank at a time, and end the rank where it is empty",
-        "wait `-cfg debug_wait` seconds for `torchx monarch debug`, and go on without a debugger. For that "
-        "`pdb.set_trace` is another function, and, until pdb is imported, `sys.meta_path` has one more finder",
-        "each rank has a terminal of its own, and a breakpoint that was forgotten ends no job. `PYTHONBREAKPOINT` and "
+        "wait `-cfg debug_wait` seconds for `torchx monarch debug`, and go on without a debugger. `pdb.set_trace` "
+        "is another function, and until pdb is imported `sys.meta_path` has one more finder",
+        "each rank has a terminal of its own, and a forgotten breakpoint ends no job. `PYTHONBREAKPOINT` and "
         "`sys.breakpointhook` mean what they do elsewhere",
     )
     STREAMS = (
@@ -165,31 +164,30 @@ class Difference(Enum):
         "stdin of a rank",
         "the launcher's, shared by all ranks",
         "empty",
-        "the job is no child of the terminal that submitted it, and all ranks would read from one",
+        "the job is no child of the terminal that submitted it",
     )
     DEATH_WITH_HOST = (
         "A rank whose launcher is killed",
         "runs on",
         "is killed",
-        "nothing outlives its owner: no rank keeps a GPU that nobody knows of",
+        "no rank keeps a GPU that nobody knows of",
     )
 
     STORE = (
         "Where the job's TCPStore is served without torch preloaded (`-cfg preload=none`, `--no-python`)",
         "in the launcher, with `TORCHELASTIC_USE_AGENT_STORE` `True`",
-        "in rank 0's program, as `init_process_group` does, with `TORCHELASTIC_USE_AGENT_STORE` `False`",
-        "to import torch for it alone would take seconds; preloaded, a fork of the zygote has it already",
+        "in rank 0's program, with `TORCHELASTIC_USE_AGENT_STORE` `False`",
+        "to import torch for it alone would take seconds",
     )
     SHARED_BY_FORKS = (
         "What the interpreters of a host's ranks share",
         "nothing",
-        "addresses in memory (`id`, ASLR), the seed of string hashes, and what the preloaded modules have computed "
-        "when they were imported, such as ids that they drew then; with `-cfg ranks=fresh` nothing",
-        "they are forks of one interpreter, which has imported the modules once. Hashes and addresses decide the order "
-        "of sets alone, unless a program takes them for a seed. Made anew in each rank: the random generators of all "
-        "modules, unless they have a seed of the module's, `multiprocessing` keys, `tempfile` and the like. A module "
-        "that seeds the generators of `random`, numpy or torch, or that makes memory which forks share, such as a lock "
-        "of `multiprocessing`, is imported by each rank",
+        "addresses in memory (`id`, ASLR), the seed of string hashes, and what preloaded modules have computed "
+        "when they were imported, such as ids; with `-cfg ranks=fresh` nothing",
+        "they are forks of one interpreter. Hashes and addresses decide the order of sets alone, unless a program "
+        "takes them for a seed. Made anew in each rank: the random generators of all modules, unless they have a "
+        "seed of the module's, `multiprocessing` keys, `tempfile` and the like. A module that seeds the generators "
+        "of `random`, numpy or torch, or makes memory that forks share, is imported by each rank",
     )
     NEW_STORE = (
         "The job's TCPStore after a restart",
@@ -201,41 +199,41 @@ class Difference(Enum):
         "Exit code of the job when a rank fails",
         "1",
         "that of the rank which began it; 128 + N for signal N, as in a shell",
-        "the caller can tell an assertion from a kill for memory; `max_retries` and schedulers look at it",
+        "the caller can tell an assertion from a kill for memory",
     )
 
     UNRECORDED = (
         "Error file of a program without `@record`",
         "none",
         "as with `@record`",
-        "the report names the exception and shows its traceback, also of a program that you did not write",
+        "the report names the exception and shows its traceback",
     )
 
     ALL_FILES = (
         "Log files of streams that are not redirected",
         "none",
         "`stdout.log` and `stderr.log` of every rank, always",
-        "what a rank said is still there when it is asked for; `torchx log` and the report point at it",
+        "what a rank said is still there when it is asked for",
     )
     LOG_DIR = (
         "Folder of a run below `--log-dir`",
         "`ID_xxxxxxxx`, a new one each time",
         "`ID`, shared by the hosts; `filtered_*.log` of host N is `filtered_*.N.log`, except for host 0",
-        "its path is known before the job runs; give each run an `--rdzv-id` of its own or none at all",
+        "its path is known before; give each run an `--rdzv-id` of its own or none at all",
     )
     TEE = (
-        "`--tee`, filtered or not, of carriage returns, bytes that are not UTF-8, a last line without an end, and of "
-        "lines being written",
+        "`--tee`, filtered or not, of carriage returns, bytes that are not UTF-8, a last line without an end, and "
+        "of lines being written",
         "a carriage return begins a line with a prefix; bytes become U+FFFD; half a line may get a prefix of its own",
         "bytes are passed on as they are, one prefix after each line feed; the last line is ended",
-        "a progress bar stays one line, shown as it is drawn, and output can be compared with the file it is also in",
+        "a progress bar stays one line, and output can be compared with the file it is also in",
     )
 
     TORN = (
         "Lines of several ranks without `--tee`",
         "mixed within a line: `print` of an unbuffered interpreter writes piece by piece",
-        "whole lines, so a line is seen when it ends; one of more than 64 kB, or a progress bar, is shown in pieces, "
-        "and a piece that another rank's line parts from the one before begins with `[continued]`",
+        "whole lines; one of more than 64 kB, or a progress bar, is shown in pieces, and a piece that another "
+        "rank's line parts from the one before begins with `[continued]`",
         "one can read it; a rank's own file gets every byte at once",
     )
 
@@ -250,7 +248,7 @@ class Difference(Enum):
         "run on",
         "get SIGTERM, and SIGKILL 2 s later; those that have left the rank's process group first get 4 s to end by "
         "themselves, when all ranks of the host have ended",
-        "nothing outlives its owner: a data loader that was forgotten holds no memory of a GPU",
+        "a forgotten data loader holds no memory of a GPU",
     )
 
     RESTARTS = (
@@ -258,7 +256,7 @@ class Difference(Enum):
         "none",
         "exit code 78 (EX_CONFIG); a program that cannot begin; the second time in a row that a rank fails in "
         "`init_process_group` and has been in no group yet",
-        "another attempt would end in the same way, and takes the machines as long; the log says so",
+        "another attempt would end in the same way; the log says so",
     )
 
     TIMERS = (
@@ -283,15 +281,15 @@ class Difference(Enum):
     RESTART_DELAY = (
         "`--max-restarts` with a program that fails again and again at once",
         "started again at once each time",
-        "the first restart is immediate; further ones wait 1, 2, 4 … 60 s, with jitter, until an attempt has lived for "
-        "a minute",
-        "a thousand restarts would be spent, and logged, within minutes",
+        "the first restart is immediate; further ones wait 1, 2, 4 … 60 s, with jitter, until an attempt has lived "
+        "for a minute",
+        "a thousand restarts would be spent within minutes",
     )
     SEVERAL_HOSTS = (
         "`--max-restarts` on several hosts",
         "each launcher counts the failures of its own ranks, and they see that in `TORCHELASTIC_RESTART_COUNT`",
         "one budget and one count for the job",
-        "all ranks start again together, and all see which attempt it is",
+        "all ranks start again together, and see which attempt it is",
     )
     OTHER_HOSTS = (
         "Ranks on other hosts when one fails for good, and their launchers",
@@ -309,14 +307,14 @@ class Difference(Enum):
     LOST_HOST = (
         "A host of an elastic job that is lost, or told to stop alone",
         "the ranks of the others fail, which counts for `--max-restarts`, or wait for theirs to time out",
-        "the ranks of the others are stopped and start again without its, and nothing is counted",
-        "the loss of a host is no fault of the program, and is known at once",
+        "the ranks of the others are stopped and start again without it, and nothing is counted",
+        "the loss of a host is no fault of the program",
     )
     LAST_CALL = (
         "A host that joins an elastic job when others are still missing",
         "all ranks are stopped, and then wait for `last_call_timeout`",
         "the ranks run on for that time, and are stopped then",
-        "hosts that come one after the other are one interruption, and nobody is idle meanwhile",
+        "hosts that come one after the other are one interruption",
     )
     RESTARTS_BEFORE = (
         "`TORCHELASTIC_RESTART_COUNT` of the ranks of a host that has joined",
