@@ -11,6 +11,7 @@ import argparse
 import inspect
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,9 +89,34 @@ def components_page() -> str:
     return _page(parts)
 
 
+_EXAMPLES = {
+    "doctor": "torchx monarch doctor -s monarch_slurm -cfg partition=gpu",
+    "init": "torchx monarch init -s monarch_slurm",
+    "ls": "torchx monarch ls --state running,failed --since 1d",
+    "status": "torchx monarch status last --watch",
+    "logs": "torchx monarch logs last --rank 0,2-3 --since 10m -f",
+    "exec": "torchx monarch exec HANDLE -- torchrun --nproc-per-node 4 train.py --lr 0.1",
+    "follow": "torchx monarch follow HANDLE 3",
+    "ps": "torchx monarch ps HANDLE",
+    "stop": "torchx monarch stop HANDLE --run 3",
+    "debug": "torchx monarch debug last --rank 1",
+    "stacks": "torchx monarch stacks last --native",
+    "trace": "torchx monarch trace last -o job.json",
+    "report": "torchx monarch report last -o job.html",
+    "top": "torchx monarch top last --by-host",
+    "metrics": "torchx monarch metrics last -o /var/lib/node_exporter/job.prom",
+    "preload": "torchx monarch preload train",
+    "completion": "torchx monarch completion bash",
+}
+"""An example of each sub-command of ``torchx monarch``."""
+
+
 def commands_page() -> str:
-    """Return the page of the sub-commands of ``torchx monarch``."""
+    """Return the page of the sub-commands of ``torchx monarch``: first the arguments that several of them have."""
     names = main.SUB_COMMANDS
+    rows = {name: _arguments(name) for name in names}
+    counted = Counter(row for of in rows.values() for row in of)
+    shared = [row for row, count in counted.items() if count > 2]
     parts = [
         "# Commands",
         _paragraph(
@@ -98,25 +124,35 @@ def commands_page() -> str:
             "`delete`, which work for every job. `torchx monarch COMMAND --help` prints the same. [Exit codes]"
             "(exit_codes.md) and [JSON](json.md) are the same on all backends."
         ),
-        _table(
-            ("command", "what it does"), [(f"[`{name}`](#torchx-monarch-{name})", _text(names[name])) for name in names]
-        ),
+        "These arguments are the same for all commands that have them:",
+        _table(_HEAD, shared),
     ]
     for name in names:
-        parser = argparse.ArgumentParser(add_help=False)
-        main.load(name).add_arguments(parser)
-        rows = [
-            (
-                _argument(action),
-                _value(action.default) if action.option_strings and action.nargs != 0 else "",
-                _text(action.help).replace(", see docs/reference/json.md", " ([fields](json.md))"),
-            )
-            for action in parser._actions
-            if action.help != argparse.SUPPRESS
-        ]
+        own = [row for row in rows[name] if row not in shared]
+        others = [row[0] for row in rows[name] if row in shared]
         parts += [f"## torchx monarch {name}", f"{_text(names[name])[:1].upper()}{_text(names[name])[1:]}."]
-        parts += [_table(("argument", "default", "meaning"), rows)] if rows else []
+        parts += [f"    {_EXAMPLES[name]}"]
+        parts += [_table(_HEAD, own)] if own else []
+        parts += [f"{'Also' if own else 'Arguments'}: {', '.join(others)}."] if others else []
     return _page(parts)
+
+
+_HEAD = ("argument", "default", "meaning")
+
+
+def _arguments(command: str) -> list[tuple[str, str, str]]:
+    """Return the rows of the arguments of a command."""
+    parser = argparse.ArgumentParser(add_help=False)
+    main.load(command).add_arguments(parser)
+    return [
+        (
+            _argument(action),
+            _value(action.default) if action.option_strings and action.nargs != 0 else "",
+            _text(action.help).replace(", see docs/reference/json.md", " ([fields](json.md))"),
+        )
+        for action in parser._actions
+        if action.help != argparse.SUPPRESS
+    ]
 
 
 PAGES: dict[str, Callable[[], str]] = {
