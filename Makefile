@@ -76,8 +76,8 @@ system:
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
 		$(SYSTEM_PACKAGES) >/dev/null; } || echo "not installed: $(SYSTEM_PACKAGES); the tests over networks, of mounts, of shells and of the report in a browser will skip"
 
-# Without constraints, in an environment of its own; pip's own configuration decides which build of torch that is. Its
-# outcome is written down in docs/reference/newest.md.
+# Without constraints, in an environment of its own; pip's own configuration decides which build of torch that is.
+# CONTRIBUTING.md has its latest outcome.
 test-newest: system
 	"$(PYTHON)" -m venv --clear .venv-newest
 	.venv-newest/bin/python -m pip install -q --upgrade pip

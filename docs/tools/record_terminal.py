@@ -2,8 +2,8 @@
 """Record a real session in a terminal as a picture: ``python -m docs.tools.record_terminal [NAME ...]``.
 
 Each recording of ``RECORDINGS`` runs its commands one after the other in a pseudo-terminal of its size, in a copy of
-``examples`` with a home folder of its own, and writes its pictures into ``docs/pictures``. Only the
-paths of that folder and of the interpreter are edited: they are shown as ``~`` and ``~/.venv``.
+``examples`` with a home folder of its own, and writes ``docs/pictures/NAME.svg``. Only the paths of that folder and of
+the interpreter are edited: they are shown as ``~`` and ``~/.venv``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Recording:
     Attributes:
         commands: what is typed, one after the other.
         columns: width of the terminal.
-        rows: height of the terminal, whose first and last screen are pictures; 0 for one picture of all lines.
+        rows: height of the terminal, whose last screen is the picture; 0 for all lines.
         files: the content of files beside the examples, by name.
         before: a command that is executed first, and not shown.
         after: a command that is executed last, and not shown.
@@ -121,10 +121,7 @@ for step in range(600):
 
 RECORDINGS = {
     "session": Recording((_TRAIN,), 96),
-    "success_80x24": Recording((_TRAIN,), 80, 24),
-    "success_100x30": Recording((_TRAIN,), 100, 30),
-    "failure_80x24": Recording((_FAIL,), 80, 24),
-    "failure_100x30": Recording((_FAIL,), 100, 30),
+    "failure": Recording((_FAIL,), 80, 24),
     "debug": Recording(
         ("torchx monarch logs last", "torchx monarch debug last"),
         120,
@@ -133,19 +130,16 @@ RECORDINGS = {
         "until torchx monarch debug last --json | grep -q pid; do sleep 0.2; done",
         keys=("w", "p loss, scale", "!scale = 0.5", "n", "p sca\t", "c"),
     ),
-    **{
-        f"top_{columns}x{rows}": Recording(
-            ("torchx monarch top last",),
-            columns,
-            rows,
-            files={"train.py": _SLOW_RANK},
-            before="torchx run -s monarch_local monarch.spmd -j 2x4 train.py > handle;"
-            "until torchx monarch logs last | grep -q 'step 60'; do sleep 0.2; done",
-            after="torchx cancel $(cat handle)",
-            seconds=8.5,
-        )
-        for columns, rows in ((80, 24), (100, 30))
-    },
+    "top": Recording(
+        ("torchx monarch top last",),
+        80,
+        24,
+        files={"train.py": _SLOW_RANK},
+        before="torchx run -s monarch_local monarch.spmd -j 2x4 train.py > handle;"
+        "until torchx monarch logs last | grep -q 'step 60'; do sleep 0.2; done",
+        after="torchx cancel $(cat handle)",
+        seconds=8.5,
+    ),
 }
 
 
@@ -232,17 +226,6 @@ def run(recording: Recording) -> list[Text]:
     return screen(output.replace(str(home), "~").replace(sys.prefix, "~/.venv"), recording.columns)
 
 
-def pictures(name: str, recording: Recording) -> dict[str, str]:
-    """Return the pictures of a recording by the names of their files."""
-    lines, rows = run(recording), recording.rows
-    if not rows or recording.seconds:
-        return {f"{name}.svg": picture(lines, recording.columns, "torchx-monarch")}
-    return {
-        f"{name}_{part}.svg": picture([*shown, *[Text("")] * (rows - len(shown))], recording.columns, f"{part} screen")
-        for part, shown in (("first", lines[:rows]), ("last", lines[-rows:]))
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(RECORDINGS)}")
@@ -250,9 +233,10 @@ def main() -> None:
     for name in names:
         if name not in RECORDINGS:
             parser.error(f"no recording {name}; there are {', '.join(RECORDINGS)}")
-        for file, svg in pictures(name, RECORDINGS[name]).items():
-            (PICTURES / file).write_text(svg)
-            print(f"docs/pictures/{file}")
+        recording = RECORDINGS[name]
+        lines = run(recording)[-recording.rows :]
+        (PICTURES / f"{name}.svg").write_text(picture(lines, recording.columns, "torchx-monarch"))
+        print(f"docs/pictures/{name}.svg")
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def test_links_lead_somewhere_on_pypi() -> None:
     links = re.findall(r"\]\(([^)]+)\)", description)
     assert len(links) == len(re.findall(r"\]\([^)]+\)", (ROOT / "README.md").read_text()))
     assert all(re.match(r"https://[\w./-]+$", link) for link in links)
-    assert "/raw/main/docs/pictures/session.svg)" in description
+    assert "/raw/main/docs/pictures/launch.svg)" in description
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
