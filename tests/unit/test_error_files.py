@@ -142,7 +142,7 @@ def test_a_termination_message_that_is_too_deep() -> None:
         "spec": {"containers": [{"name": "c"}]},
         "status": {"phase": "Failed", "containerStatuses": [{"name": "c", "state": state}]},
     }
-    found = Attempt.of(pod)
+    found = Attempt(pod)
     assert found.error == ""
     assert found.failure.startswith("exited with code 3")
 

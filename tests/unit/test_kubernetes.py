@@ -365,7 +365,7 @@ def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]
     ],
 )
 def test_why_a_pod_failed(reported: dict[str, Any], words: str) -> None:
-    replicas = role("r", [Attempt.of(pod("Failed", **reported))]).replicas
+    replicas = role("r", [Attempt(pod("Failed", **reported))]).replicas
     assert replicas[0].failure == f"replica r/0 on node n1 {words}"
 
 
@@ -384,44 +384,42 @@ def test_a_pod_that_ended_because_it_was_deleted_is_no_cause(reported: dict[str,
     deleted = pod("Failed", **reported)
     deleted["metadata"]["deletionTimestamp"] = "2026-11-20T10:00:09Z"
     later = pod("Failed", **ended(3))  # Kubernetes tells whole seconds
-    first, second = role("r", [Attempt.of(deleted)], [Attempt.of(later)], job=FAILED).replicas
+    first, second = role("r", [Attempt(deleted)], [Attempt(later)], job=FAILED).replicas
     assert first.was_stopped is not is_cause
     assert is_cause or first.distance > second.distance
 
 
 def test_why_a_pod_waits() -> None:
     waiting = {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}
-    stuck = Attempt.of(pod(containerStatuses=[{"name": "main", "state": {"waiting": waiting}}]))
+    stuck = Attempt(pod(containerStatuses=[{"name": "main", "state": {"waiting": waiting}}]))
     assert (stuck.waiting, stuck.stuck_since) == ("ImagePullBackOff: Back-off pulling image", 1795168800.0)
-    creating = Attempt.of(
-        pod(containerStatuses=[{"name": "main", "state": {"waiting": {"reason": "ContainerCreating"}}}])
-    )
+    creating = Attempt(pod(containerStatuses=[{"name": "main", "state": {"waiting": {"reason": "ContainerCreating"}}}]))
     assert (creating.waiting, creating.stuck_since) == ("", 0.0)
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
-    nowhere = Attempt.of(pod(conditions=[condition]))
+    nowhere = Attempt(pod(conditions=[condition]))
     assert (nowhere.waiting, nowhere.stuck_since) == ("no node can take it (Unschedulable): 0/3 nodes", 0.0)
 
 
 def test_restarts_of_ranks_are_those_of_all_containers_that_have_ended() -> None:
     now = ended(1, message=HostResult(1, "x" * 5000, rank_restarts=2).to_text(4096))
     now["containerStatuses"][1]["lastState"] = {"terminated": {"exitCode": 137, "message": '{"rank_restarts": 3}'}}
-    one = Attempt.of(pod("Failed", **now))
+    one = Attempt(pod("Failed", **now))
     assert one.rank_restarts == 5 and len(one.error) <= 4096
     assert json.loads(one.error)["message"]["message"].startswith("xxx")
-    killed = Attempt.of(pod("Failed", **ended(137, message='{"rank_restarts": 1}')))
+    killed = Attempt(pod("Failed", **ended(137, message='{"rank_restarts": 1}')))
     assert (killed.rank_restarts, killed.error) == (1, "")
     assert killed.failure == "on node n1 was killed by signal 9 (SIGKILL)"
     for message in ("[1]", "7", "last words", '{"rank_restarts": "1"}'):
-        assert Attempt.of(pod("Failed", **ended(1, message=message))).rank_restarts == 0
+        assert Attempt(pod("Failed", **ended(1, message=message))).rank_restarts == 0
 
 
 def test_the_output_of_a_pod_without_a_host_is_no_result() -> None:
     """Kubernetes takes the end of its log for its termination message."""
     forged = HostResult(7, "boom", replica=3, rank_restarts=5, no_retry_reason="x").to_text()
-    one = Attempt.of(pod("Failed", runs_host=False, **ended(3, message=f"x\n{forged}\n")))
+    one = Attempt(pod("Failed", runs_host=False, **ended(3, message=f"x\n{forged}\n")))
     assert (one.error, one.rank_restarts) == ("", 0)
     assert one.failure.startswith('on node n1 exited with code 3; its last output: {"message": ')
-    one = Attempt.of(pod("Failed", runs_host=False, **ended(3, message="\x1b[2Jx\u202ey")))
+    one = Attempt(pod("Failed", runs_host=False, **ended(3, message="\x1b[2Jx\u202ey")))
     assert one.failure == r"on node n1 exited with code 3; its last output: \x1b[2Jx\u202ey"
 
 
@@ -446,8 +444,7 @@ def role(
     sidecar: bool = False,
 ) -> RoleSnapshot:
     spec = RoleSpec(name, len(attempts), fewest, sidecar, retries)
-    record = AppObjects("job", "n", {"metadata": {"name": "a"}})
-    replicas = [snapshot.replica(spec, number, each, job, record, NOW - 60) for number, each in enumerate(attempts)]
+    replicas = [snapshot.replica(spec, number, each, job, ".a.n.svc", NOW - 60) for number, each in enumerate(attempts)]
     return RoleSnapshot(spec, replicas, job.is_active, job.finished, job.reason)
 
 
@@ -460,7 +457,9 @@ def state_of(*roles: RoleSnapshot, ending: State | None = None) -> AppStatus:
 
 
 def run(phase: str = "Running", at: float = 0.0, **more: Any) -> Attempt:
-    return Attempt(f"p{at}", phase=phase, ended=at, failure="exited with code 1", **more)
+    attempt = Attempt(pod(phase))
+    vars(attempt).update(ended=at, failure="exited with code 1", **more)
+    return attempt
 
 
 def test_succeeds_when_all_roles_have_and_ends_sidecars() -> None:
@@ -472,7 +471,7 @@ def test_succeeds_when_all_roles_have_and_ends_sidecars() -> None:
     found = state_of(done, role("other", [run()], sidecar=True))
     assert (found.state, found.is_stop_due) == (State.RUNNING, True)
     assert found.outcome is not None and found.outcome.state is State.SUCCEEDED
-    sidecar = role("other", [run("Failed", 950.0, stopping=True)], job=GONE, sidecar=True)
+    sidecar = role("other", [run("Failed", 950.0, has_deadline=True)], job=GONE, sidecar=True)
     found = state_of(done, sidecar)
     assert (found.state, found.cause, found.shown(sidecar.replicas[0])) == (State.SUCCEEDED, None, State.CANCELLED)
 
@@ -524,9 +523,9 @@ def test_a_failed_replica_whose_pod_was_removed_has_failed() -> None:
 
 
 def test_cancelled_is_cancelled_unless_all_had_succeeded() -> None:
-    stopping = state_of(role("main", [run(stopping=True)], job=GONE), ending=State.CANCELLED)
+    stopping = state_of(role("main", [run(has_deadline=True)], job=GONE), ending=State.CANCELLED)
     assert (stopping.state, stopping.is_stop_due) == (State.RUNNING, False)
-    deleting = state_of(role("main", [run(deleting=True)], job=GONE), ending=State.CANCELLED)
+    deleting = state_of(role("main", [run(is_deleted=True)], job=GONE), ending=State.CANCELLED)
     assert (deleting.state, deleting.is_stop_due) == (State.RUNNING, False)
     assert state_of(role("main", [], job=GONE), ending=State.CANCELLED).state is State.CANCELLED
     done = role("main", [run("Succeeded", 900.0)], job=COMPLETE)
@@ -535,7 +534,7 @@ def test_cancelled_is_cancelled_unless_all_had_succeeded() -> None:
 
 def test_a_pod_that_can_never_start_fails_the_app_after_a_while() -> None:
     def stuck(since: float) -> Attempt:
-        return Attempt("p", waiting="ErrImagePull: not found", stuck_since=since)
+        return run("Pending", waiting="ErrImagePull: not found", stuck_since=since)
 
     found = state_of(role("main", [stuck(950.0)], [run()]))
     assert (found.state, found.message) == (State.RUNNING, "replica main/0: ErrImagePull: not found")
@@ -554,7 +553,7 @@ def test_the_error_is_that_of_the_root_cause() -> None:
     cause = run("Failed", 995.0, error=error("rank 3 failed", False))
     found = state_of(role("main", [lost], [cause], [run("Failed", 1.0)], job=FAILED))
     assert "rank 3 failed" in found.error
-    words = Attempt.of(pod("Failed", **ended(1, message="last words")))
+    words = Attempt(pod("Failed", **ended(1, message="last words")))
     assert state_of(role("main", [words], job=FAILED)).error == ""
 
 
@@ -592,8 +591,8 @@ def test_a_snapshot_of_an_apps_objects() -> None:
     assert [one.state for one in found.replicas] == [State.RUNNING, State.PENDING]
     assert found.replicas[0].hostname == "app-r-0.a.n.svc"
     assert found.open_jobs == [job]
-    refused = stored(packed(), jobs=[job], refusals={"u": "gets no pods: quota"})
-    assert reduce(snapshot.assemble(refused, NOW)).message == "role main gets no pods: quota"
+    refused = snapshot.assemble(stored(packed(), jobs=[job]), NOW, {"u": "gets no pods: quota"})
+    assert reduce(refused).message == "role main gets no pods: quota"
 
 
 @pytest.mark.parametrize(
@@ -658,7 +657,7 @@ def test_a_followed_log_ends_at_its_end_also_if_the_pod_is_silent(monkeypatch: p
     api = cast(Any, SimpleNamespace(server_time=NOW + 10.0, lines=silent))
     monkeypatch.setattr(logs, "_POLL", 0.0)
     until = datetime.fromtimestamp(NOW, timezone.utc)
-    pods = [Attempt("p", phase="Running")]
+    pods = [run()]
     query = LogQuery[Any](until=until, follow=True, has_ended=lambda: False)
     assert list(logs.lines(api, "/pods", lambda: pods, query)) == []
 

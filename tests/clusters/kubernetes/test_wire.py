@@ -174,15 +174,6 @@ def test_an_object_whose_answer_was_lost_is_not_made_twice(wire: Wire, api: Api)
         api.create("/api/v1/namespaces/n/secrets", {"metadata": {"name": "a"}})
 
 
-def test_pages_that_expire_are_asked_for_at_once(wire: Wire, api: Api) -> None:
-    page = {"items": [{"n": 1}], "metadata": {"continue": "token"}, "apiVersion": "v1", "kind": "PodList"}
-    wire.script = [(200, page), (410, {"reason": "Expired"}), (200, {"items": [{"n": 1}, {"n": 2}]})]
-    assert [one["n"] for one in api.items("/pods", "a")] == [1, 2]
-    assert "continue=token" in wire.asked[1] and "limit" not in wire.asked[2]
-    wire.script = [(200, page), (200, {"items": [{"n": 2}], "metadata": {}})]
-    assert [one["n"] for one in api.items("/pods", "a")] == [1, 2]
-
-
 def submitted(runner: Runner, **cfg: Any) -> str:
     role = Role("r", image="i", entrypoint="sh", args=["-c", "true"], num_replicas=2)
     options = {"mode": "job", **cfg}

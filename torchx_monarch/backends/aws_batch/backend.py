@@ -56,19 +56,11 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def checks(self, options: AWSBatchOpts | None) -> Iterable[CheckResult]:
-        """Check the credentials and the job queue.
-
-        Raises:
-            AwsError: AWS is unreachable or refuses.
-        """
+        """Check the credentials and the job queue."""
         return check_cloud(self._aws, options)
 
     def check_options(self, options: AWSBatchOpts) -> None:
-        """Check the run options.
-
-        Raises:
-            UserError: a value is not allowed.
-        """
+        """Check the run options."""
         check_options(options)
 
     def replica0_host(self, app: AppDef, role: int) -> str:
@@ -79,20 +71,12 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         return "@" if role else f"@{RANK0}"
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: AWSBatchOpts) -> BatchJob:
-        """Return the request that runs an app.
-
-        Raises:
-            UserError: AWS Batch cannot run the app; the message says what is allowed.
-        """
+        """Return the request that runs an app."""
         check_app(app, submitted.roles, options)
         return request.render(app, submitted.roles, options)
 
     def submit(self, request: BatchJob, submitted: SubmittedApp, credentials: str) -> str:
-        """Submit the job and return the app's id, QUEUE:NAME.
-
-        Raises:
-            UserError: this request was submitted before.
-        """
+        """Submit the job and return the app's id, QUEUE:NAME."""
         self._jobs.submit(request, submitted, credentials)
         return request.app_id
 
@@ -104,57 +88,50 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         if job is None:
             return None
         nodes = self._jobs.nodes(job)
-        ended = snapshot.state(job).is_terminal
-        return snapshot.app_snapshot(app_id, job, nodes, self._results(job, nodes) if ended and not brief else {})
+        has_ended = snapshot.state(job).is_terminal
+        return snapshot.app_snapshot(app_id, job, nodes, self._results(job, nodes) if has_ended and not brief else {})
 
     def _results(self, job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]]) -> Results:
         """Read the result of the main node's host, and of the node that failed first if the main node has none."""
         key, results = result_key(job), dict[int, list[str]]()
         for index in dict.fromkeys((0, snapshot.first_failed(nodes))):
-            if index in nodes and not any(map(any, results.values())):
-                results[index] = logs.results(self._aws, snapshot.streams(job, nodes[index]), key)
+            if key and index in nodes and not any(map(any, results.values())):
+                streams = snapshot.streams(job, nodes[index])
+                results[index] = [logs.last_result(self._aws, stream, key) for stream in streams]
         return results
 
     def snapshots(self, options: Cfg) -> list[BatchSnapshot]:
         """Read the state of all apps of the queue in ``options``, or of all queues, without the nodes."""
         chosen = options.get("queue")
-        found = [
+        apps = [
             snapshot.app_snapshot(f"{queue}:{job['jobName']}", job, {}, {})
             for queue in ([request.queue_name(str(chosen))] if chosen else self._jobs.queues())
             for job in self._jobs.in_queue(queue)
         ]
-        return sorted(found, key=lambda app: app.created, reverse=True)
+        return sorted(apps, key=lambda app: app.created, reverse=True)
 
     def read_log(
         self, app: BatchSnapshot, role: str, replica: int, query: LogQuery[BatchSnapshot]
     ) -> Iterable[TimedLine]:
-        """Return lines of a replica's log, from all of its attempts.
-
-        Raises:
-            UserError: AWS Batch has forgotten the job.
-        """
+        """Return lines of a replica's log, from all of its attempts."""
         if app.is_forgotten:
             raise UserError(f"there is no log of {app.app_id}: {snapshot.FORGOTTEN}")
         index = [(node.role, node.id) for node in app.replicas].index((role, replica))
 
-        def poll() -> tuple[list[tuple[str, str]], bool]:
-            now = query.latest() if query.follow else app
-            found = snapshot.streams(now.job, now.nodes.get(index, {})) if now else []
-            return found, not query.follow or query.has_ended()
+        def streams() -> list[tuple[str, str]]:
+            latest = query.latest() if query.follow else app
+            return snapshot.streams(latest.job, latest.nodes.get(index, {})) if latest else []
 
-        return logs.lines(self._aws, poll, since=query.since, until=query.until, tail=query.tail, follow=query.follow)
+        return logs.lines(self._aws, streams, query)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def stop(self, app: BatchSnapshot, outcome: Outcome, grace: float | None) -> None:
         """Have Batch end the job."""
-        self._end(app)
+        if snapshot.state(app.job) in (State.PENDING, State.RUNNING):
+            self._jobs.end(app.job, snapshot.CANCELLED)
 
     def remove(self, app: BatchSnapshot) -> None:
         """End the job, and remove its definition and its secret."""
-        self._end(app)
+        self.stop(app, Outcome(State.CANCELLED), None)
         self._jobs.remove(app.app_id, app.job)
-
-    def _end(self, app: BatchSnapshot) -> None:
-        if snapshot.state(app.job) in (State.PENDING, State.RUNNING):
-            self._jobs.end(app.job, snapshot.CANCELLED)

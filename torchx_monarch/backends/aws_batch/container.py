@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Render Batch's container properties of a role: resources, devices, mounts, environment."""
+"""Render Batch's container properties of a role: command, resources, devices, mounts, environment."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torchx_monarch.backends.core.errors import UserError
 
 _PERMISSIONS = {"r": "READ", "w": "WRITE", "m": "MKNOD"}
 
-_LOWEST_MEMORY = 4
+_MIN_MEMORY = 4
 """Smallest memory of a container that Batch accepts, in MiB."""
 
 RANK0 = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
 """Batch's variable with the address of the main node (replica 0 of the first role); Batch leaves it unset there."""
 
-REPLICA = "TORCHX_REPLICA_ID"
+_REPLICA = "TORCHX_REPLICA_ID"
 """The shell variable that holds the replica number."""
 
 _UNKNOWN = "\0"
@@ -36,35 +36,44 @@ def properties(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSB
     Raises:
         UserError: Batch cannot provide a resource or mount of the role, or a ulimit is malformed.
     """
-    volumes, points, devices = _mounts(role)
-    found: dict[str, Any] = {
+    memory = role.resource.memMB
+    if memory < _MIN_MEMORY:
+        raise UserError(
+            f"role {role.name!r} asks for {memory} MB of memory; AWS Batch must be told how much, {_MIN_MEMORY} MB or "
+            "more (memMB, or a named resource)"
+        )
+    amounts = {"VCPU": max(1, role.resource.cpu), "MEMORY": memory, "GPU": max(0, role.resource.gpu)}
+    mounts = [*role.mounts, *get_device_mounts(role.resource.devices)]
+    storage = [(f"mount_{index}", mount) for index, mount in enumerate(mounts) if not isinstance(mount, DeviceMount)]
+    optional = {
+        "ulimits": ulimits(cfg.ulimits or []),
+        "jobRoleArn": cfg.job_role_arn,
+        "executionRoleArn": cfg.execution_role_arn,
+    }
+    return {
         "image": role.image,
         "command": command,
         "environment": [{"name": name, "value": value} for name, value in env.items()],
         "privileged": cfg.privileged,
-        "resourceRequirements": _requirements(role),
+        "resourceRequirements": [{"type": kind, "value": str(amount)} for kind, amount in amounts.items() if amount],
         "linuxParameters": {
             # The kernel discards signals, SIGTERM among them, that process 1 of a container has no handler for.
             "initProcessEnabled": True,
             # Data loaders need more than 64 MB of shared memory, the usual size in a container.
-            "sharedMemorySize": role.resource.memMB,
-            "devices": devices,
+            "sharedMemorySize": memory,
+            "devices": [_device(role, mount) for mount in mounts if isinstance(mount, DeviceMount)],
         },
         "logConfiguration": {
             "logDriver": "awslogs",
             **({"options": {"awslogs-group": cfg.log_group}} if cfg.log_group else {}),
         },
-        "volumes": volumes,
-        "mountPoints": points,
+        "volumes": [{"name": name, **_volume(role, mount)} for name, mount in storage],
+        "mountPoints": [
+            {"sourceVolume": name, "containerPath": mount.dst_path, "readOnly": mount.read_only}
+            for name, mount in storage
+        ],
+        **{name: value for name, value in optional.items() if value},
     }
-    limits = ulimits(cfg.ulimits or [])
-    if limits:
-        found["ulimits"] = limits
-    if cfg.job_role_arn:
-        found["jobRoleArn"] = cfg.job_role_arn
-    if cfg.execution_role_arn:
-        found["executionRoleArn"] = cfg.execution_role_arn
-    return found
 
 
 def instance_type(resource: Resource) -> str | None:
@@ -73,58 +82,23 @@ def instance_type(resource: Resource) -> str | None:
     return str(found) if found else None
 
 
-def _requirements(role: Role) -> list[dict[str, str]]:
-    resource = role.resource
-    if resource.memMB < _LOWEST_MEMORY:
+def _device(role: Role, mount: DeviceMount) -> dict[str, Any]:
+    if set(mount.permissions) - set(_PERMISSIONS):
         raise UserError(
-            f"role {role.name!r} asks for {resource.memMB} MB of memory; AWS Batch must be told how much, "
-            f"{_LOWEST_MEMORY} MB or more (memMB, or a named resource)"
+            f"role {role.name!r}: permissions {mount.permissions!r} of {mount.src_path}: r, w and m are known"
         )
-    found = [
-        {"type": "VCPU", "value": str(max(1, resource.cpu))},
-        {"type": "MEMORY", "value": str(resource.memMB)},
-    ]
-    if resource.gpu > 0:
-        found.append({"type": "GPU", "value": str(resource.gpu)})
-    return found
+    permissions = [_PERMISSIONS[letter] for letter in mount.permissions]
+    return {"hostPath": mount.src_path, "containerPath": mount.dst_path, "permissions": permissions}
 
 
-def _mounts(role: Role) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the volumes, mount points and devices of a role, including the devices of its resource."""
-    volumes: list[dict[str, Any]] = []
-    points, devices = [], []
-    for index, mount in enumerate([*role.mounts, *get_device_mounts(role.resource.devices)]):
-        if isinstance(mount, DeviceMount):
-            unknown = set(mount.permissions) - set(_PERMISSIONS)
-            if unknown:
-                raise UserError(
-                    f"role {role.name!r}: permissions {mount.permissions!r} of {mount.src_path}: r, w and m are known"
-                )
-            devices.append(
-                {
-                    "hostPath": mount.src_path,
-                    "containerPath": mount.dst_path,
-                    "permissions": [_PERMISSIONS[letter] for letter in mount.permissions],
-                }
-            )
-            continue
-        name = f"mount_{index}"
-        if isinstance(mount, BindMount):
-            volumes.append({"name": name, "host": {"sourcePath": mount.src_path}})
-        elif isinstance(mount, VolumeMount):
-            volumes.append({"name": name, "efsVolumeConfiguration": _efs(mount.src)})
-        else:
-            raise UserError(
-                f"role {role.name!r} has a mount of another kind than bind, volume (EFS) and device: {mount}"
-            )
-        points.append({"sourceVolume": name, "containerPath": mount.dst_path, "readOnly": mount.read_only})
-    return volumes, points, devices
-
-
-def _efs(source: str) -> dict[str, str]:
-    """Convert ``fs-12345678``, or ``fs-12345678:/folder`` for one of its folders, to an EFS volume configuration."""
-    system, _, folder = source.partition(":")
-    return {"fileSystemId": system, **({"rootDirectory": folder} if folder else {})}
+def _volume(role: Role, mount: BindMount | VolumeMount) -> dict[str, Any]:
+    """Return a volume: a host's folder, or an EFS file system (``fs-12345678``, ``fs-12345678:/folder``)."""
+    if isinstance(mount, BindMount):
+        return {"host": {"sourcePath": mount.src_path}}
+    if not isinstance(mount, VolumeMount):
+        raise UserError(f"role {role.name!r} has a mount of another kind than bind, volume (EFS) and device: {mount}")
+    system, _, folder = mount.src.partition(":")
+    return {"efsVolumeConfiguration": {"fileSystemId": system, **({"rootDirectory": folder} if folder else {})}}
 
 
 def ulimits(texts: list[str]) -> list[dict[str, Any]]:
@@ -133,17 +107,13 @@ def ulimits(texts: list[str]) -> list[dict[str, Any]]:
     Raises:
         UserError: a text has another form.
     """
-    found = []
+    limits = []
     for text in filter(None, (ulimit.strip() for ulimit in texts)):
-        parts = text.split(":")
-        try:
-            name, soft, hard = parts[0], int(parts[1]), int(parts[2])
-            if len(parts) != 3 or not name:
-                raise ValueError
-        except (IndexError, ValueError):
-            raise UserError(f"run option ulimits: {text!r} is not NAME:SOFT:HARD, such as memlock:-1:-1") from None
-        found.append({"name": name, "softLimit": soft, "hardLimit": hard})
-    return found
+        found = re.fullmatch(r"([^:]+):(-?\d+):(-?\d+)", text)
+        if found is None:
+            raise UserError(f"run option ulimits: {text!r} is not NAME:SOFT:HARD, such as memlock:-1:-1")
+        limits.append({"name": found[1], "softLimit": int(found[2]), "hardLimit": int(found[3])})
+    return limits
 
 
 def render_command(role: Role, app_id: str, first: int) -> tuple[list[str], dict[str, str]]:
@@ -156,10 +126,9 @@ def render_command(role: Role, app_id: str, first: int) -> tuple[list[str], dict
         UserError: a variable's name is reserved by Batch, or no shell can set it though its value uses the replica
             number.
     """
-    is_single = role.num_replicas == 1
-    values = macros.Values(img_root="", app_id=app_id, replica_id="0" if is_single else _UNKNOWN, rank0_env=RANK0)
-    filled = values.apply(role)
-    words, env = [filled.entrypoint, *filled.args], dict(filled.env)
+    number = "0" if role.num_replicas == 1 else _UNKNOWN
+    applied = macros.Values(img_root="", app_id=app_id, replica_id=number, rank0_env=RANK0).apply(role)
+    words, env = [applied.entrypoint, *applied.args], dict(applied.env)
     for name in env:
         if name.startswith("AWS_BATCH"):
             raise UserError(
@@ -168,7 +137,7 @@ def render_command(role: Role, app_id: str, first: int) -> tuple[list[str], dict
     late = {name: value for name, value in env.items() if _UNKNOWN in value}
     if not late and not any(_UNKNOWN in word for word in words):
         return words, env
-    lines = [f"{REPLICA}=$((${{AWS_BATCH_JOB_NODE_INDEX:-{first}}} - {first}))"]
+    lines = [f"{_REPLICA}=$((${{AWS_BATCH_JOB_NODE_INDEX:-{first}}} - {first}))"]
     for name, value in late.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise UserError(
@@ -182,4 +151,4 @@ def render_command(role: Role, app_id: str, first: int) -> tuple[list[str], dict
 
 def _quoted(text: str) -> str:
     """Quote a text as one shell word, with the placeholder replaced by the shell variable."""
-    return f'"${REPLICA}"'.join(shlex.quote(part) if part else "" for part in text.split(_UNKNOWN)) or "''"
+    return f'"${_REPLICA}"'.join(shlex.quote(part) if part else "" for part in text.split(_UNKNOWN)) or "''"

@@ -16,10 +16,10 @@ from torchx_monarch.backends.aws_batch.request import BatchJob, secrets_of
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 
-_AT_A_TIME = 100
-"""Most jobs in one DescribeJobs request, by Batch's documentation."""
+_MAX_DESCRIBED = 100
+"""Jobs in one DescribeJobs request, by Batch's documentation."""
 
-_LARGEST_SUBMISSION = 30 << 10
+_MAX_SUBMISSION = 30 << 10
 """AWS Batch's quota for a SubmitJob request, in bytes."""
 
 _log = logging.getLogger("torchx_monarch")
@@ -37,13 +37,12 @@ class Jobs:
 
         Raises:
             UserError: this request was submitted before.
-            AwsError: AWS is unreachable or refuses; the secret and the job definition are removed again.
+            AwsError: AWS refuses; the secret and the job definition are removed again.
         """
         if job.app_id in self._ids:
             raise UserError(f"this request was submitted already, as {job.app_id}; another job needs another dry run")
         arguments = _with_app(job.submit, submitted)
-        undo = contextlib.ExitStack()
-        with undo:
+        with contextlib.ExitStack() as undo:
             if job.secret:
                 secret = {**job.secret, "SecretString": credentials}
                 credentials = self._aws.call("secretsmanager", "CreateSecret", **secret)["ARN"]
@@ -56,11 +55,9 @@ class Jobs:
         self._ids[job.app_id] = answer["jobId"]
 
     def find(self, app_id: str) -> Mapping[str, Any] | None:
-        """Return Batch's description of an app's job.
+        """Return Batch's description of an app's job, or of its definition if Batch has forgotten the job.
 
-        Returns:
-            The description of the job definition if Batch has forgotten the job; None if the app does not exist or was
-            deleted.
+        None stands for an app that does not exist or was deleted.
         """
         queue, _, name = app_id.rpartition(":")
         if not queue or not name:
@@ -94,15 +91,13 @@ class Jobs:
 
         (TorchX's former scheduler examined the first hundred jobs only.)
         """
+        ids = []
         # Without a filter, ListJobs returns running jobs only.
-        ever = [{"name": "AFTER_CREATED_AT", "values": ["1"]}]
-        ids = [
-            summary["jobId"]
-            for summary in self._summaries(queue, ever)
+        for summary in self._summaries(queue, [{"name": "AFTER_CREATED_AT", "values": ["1"]}]):
             # This scheduler gives each job a definition of the same name. Other jobs need no DescribeJobs.
-            if f"job-definition/{summary['jobName']}:"
-            in summary.get("jobDefinition", f"job-definition/{summary['jobName']}:")
-        ]
+            own_definition = f"job-definition/{summary['jobName']}:"
+            if own_definition in summary.get("jobDefinition", own_definition):
+                ids.append(summary["jobId"])
         for job in self._described(ids):
             tags = job.get("tags", {})
             if tags.get(request.TAG_SCHEDULER) == request.SCHEDULER and request.TAG_DELETED not in tags:
@@ -116,9 +111,6 @@ class Jobs:
         """Deregister the definition of a job, delete its secret and tag the job as deleted.
 
         Batch itself keeps jobs for a week. Logs stay in CloudWatch for the retention time of the log group.
-
-        Args:
-            job: the result of ``find``.
         """
         secrets = dict.fromkeys(secrets_of(job))
         for definition in self._definitions(app_id):
@@ -135,8 +127,8 @@ class Jobs:
 
     def _described(self, ids: Sequence[str]) -> list[dict[str, Any]]:
         found = []
-        for start in range(0, len(ids), _AT_A_TIME):
-            found += self._aws.call("batch", "DescribeJobs", jobs=list(ids[start : start + _AT_A_TIME]))["jobs"]
+        for start in range(0, len(ids), _MAX_DESCRIBED):
+            found += self._aws.call("batch", "DescribeJobs", jobs=list(ids[start : start + _MAX_DESCRIBED]))["jobs"]
         return found
 
     def _definitions(self, app_id: str) -> list[dict[str, Any]]:
@@ -161,15 +153,12 @@ class Jobs:
 
 def _with_app(arguments: Mapping[str, Any], submitted: SubmittedApp) -> dict[str, Any]:
     """Return the arguments of SubmitJob with the app among the job's parameters, unless that exceeds Batch's quota."""
-    parameters = {**arguments.get("parameters", {}), request.APP_PARAMETER: submitted.pack()}
-    complete = {**arguments, "parameters": parameters}
+    complete = {**arguments, "parameters": {**arguments.get("parameters", {}), request.APP_PARAMETER: submitted.pack()}}
     size = len(json.dumps(complete).encode())
-    if size <= _LARGEST_SUBMISSION:
+    if size <= _MAX_SUBMISSION:
         return complete
     _log.warning(
-        "the app is too large to travel with its job (%d bytes; AWS Batch takes %d): `describe` will show it as the "
-        "job definition has it",
-        size,
-        _LARGEST_SUBMISSION,
+        f"the app is too large to travel with its job ({size} bytes; AWS Batch takes {_MAX_SUBMISSION}): `describe` "
+        "will show it as the job definition has it"
     )
     return dict(arguments)

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchx_monarch.backends.aws_batch.native import Aws, AwsError
+from torchx_monarch.backends.core.backend import LogQuery
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.system import signed_line
 
@@ -22,53 +22,44 @@ _POLL_THROTTLED = 15.0
 _DELAY = 5.0
 """Seconds after a job's end in which CloudWatch may still receive its last lines."""
 
-_MOST_EVENTS = 10_000
+_MAX_EVENTS = 10_000
 """The most lines that one request returns."""
 
 _TAIL = 200
 """How many of a log's last lines are searched for a result."""
 
-Poll = Callable[[], tuple[list[tuple[str, str]], bool]]
-"""Returns a node's log streams as (group, stream), one for each attempt in order, and whether the job has ended."""
 
-
-def lines(
-    aws: Aws, poll: Poll, *, since: datetime | None, until: datetime | None, tail: int = 0, follow: bool
-) -> Iterator[TimedLine]:
-    """Yield the lines.
+def lines(aws: Aws, streams: Callable[[], list[tuple[str, str]]], query: LogQuery[Any]) -> Iterator[TimedLine]:
+    """Yield the lines of a node's log. Throttling of a followed log only delays the next poll.
 
     Args:
-        since: omit lines written before this time; None for no limit. A time without a zone is local time.
-        until: omit lines written after this time; None for no limit.
-        tail: how many of each attempt's last lines to yield at least; 0 for all.
-
-    Raises:
-        AwsError: AWS is unreachable or refuses; throttling of a followed log only delays the next poll.
+        streams: returns the node's log streams as (group, stream), one for each attempt in order.
     """
     window: dict[str, int] = {}
-    if since is not None:
-        window["startTime"] = int(since.timestamp() * 1000)
-    if until is not None:
-        window["endTime"] = int(until.timestamp() * 1000) + 1  # GetLogEvents excludes endTime itself
+    if query.since is not None:
+        window["startTime"] = int(query.since.timestamp() * 1000)
+    if query.until is not None:
+        window["endTime"] = int(query.until.timestamp() * 1000) + 1  # GetLogEvents excludes endTime itself
     at, token, ended_at = 0, "", 0.0
     while True:
         try:
-            found, ended = poll()
+            found = streams()
             # Ask before reading: every line written before the end is then still read.
-            ended_at = ended_at or (time.monotonic() if ended else 0.0)
-            last = not follow or (ended_at > 0 and time.monotonic() >= ended_at + _DELAY)
-            last = last or (until is not None and time.time() > until.timestamp() + _DELAY)
+            if not ended_at and (not query.follow or query.has_ended()):
+                ended_at = time.monotonic()
+            last = not query.follow or (ended_at > 0 and time.monotonic() >= ended_at + _DELAY)
+            last = last or (query.until is not None and time.time() > query.until.timestamp() + _DELAY)
             while at < len(found):
                 before = token
-                texts, token = _page(aws, found[at], token, window, tail)
-                yield from texts
+                page, token = _page(aws, found[at], token, window, query.tail)
+                yield from page
                 # An empty page is not the end. At the end, GetLogEvents returns the token of the request.
                 if token == before:
                     if at + 1 == len(found):
                         break
                     at, token = at + 1, ""
         except AwsError as error:
-            if not follow or not error.throttled:
+            if not query.follow or not error.throttled:
                 raise
             time.sleep(_POLL_THROTTLED)
             continue
@@ -81,35 +72,28 @@ def _page(
     aws: Aws, stream: tuple[str, str], token: str, window: dict[str, int], tail: int
 ) -> tuple[list[TimedLine], str]:
     """Return the lines of one page of a stream, and the token of the next page."""
-    group, name = stream
-    arguments: dict[str, Any] = {"logGroupName": group, "logStreamName": name, "startFromHead": True, **window}
+    more: dict[str, Any] = {"startFromHead": True, **window}
     if token:
-        arguments["nextToken"] = token
+        more["nextToken"] = token
     elif tail:
-        arguments.update({"startFromHead": False, "limit": min(tail, _MOST_EVENTS)})
+        more.update({"startFromHead": False, "limit": min(tail, _MAX_EVENTS)})
     try:
-        answer = aws.call("logs", "GetLogEvents", **arguments)
+        answer = _events(aws, stream, **more)
     except AwsError as error:
         if error.code == "ResourceNotFoundException":
             return [], token  # the stream does not exist before its first line
         raise
-    found = [TimedLine(event["timestamp"] / 1000, event["message"].rstrip("\n") + "\n") for event in answer["events"]]
-    return found, answer["nextForwardToken"]
+    page = [TimedLine(event["timestamp"] / 1000, event["message"].rstrip("\n") + "\n") for event in answer["events"]]
+    return page, answer["nextForwardToken"]
 
 
-def results(aws: Aws, streams: Sequence[tuple[str, str]], key: str) -> list[str]:
-    """Return the last signed result among the last lines of each stream; empty for a stream without one.
-
-    Args:
-        key: the key of the job; empty if none of its hosts signs results.
-    """
-    return [_result(aws, stream, key) for stream in streams] if key else []
-
-
-def _result(aws: Aws, stream: tuple[str, str], key: str) -> str:
-    group, name = stream
-    arguments = {"logGroupName": group, "logStreamName": name, "startFromHead": False, "limit": _TAIL}
+def last_result(aws: Aws, stream: tuple[str, str], key: str) -> str:
+    """Return the last result among the last lines of a stream that is signed with a key; empty if there is none."""
     with contextlib.suppress(AwsError):
-        events = aws.call("logs", "GetLogEvents", **arguments)["events"]
+        events = _events(aws, stream, startFromHead=False, limit=_TAIL)["events"]
         return next(reversed(signed_line.verified([event["message"] for event in events], key)), "")
     return ""
+
+
+def _events(aws: Aws, stream: tuple[str, str], **more: Any) -> dict[str, Any]:
+    return aws.call("logs", "GetLogEvents", logGroupName=stream[0], logStreamName=stream[1], **more)

@@ -15,8 +15,8 @@ from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.model.check_result import CheckResult, check
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 
-_MOST_ROLES = 5
-"""Most node ranges of one job."""
+_MAX_ROLES = 5
+"""Node ranges of one job."""
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -77,19 +77,16 @@ class AWSBatchOpts(NetworkOpts):
 
 
 def check_options(options: AWSBatchOpts) -> None:
-    """Check the values of the run options.
-
-    Raises:
-        UserError: a value is not allowed.
-    """
-    if options.job_type not in ("auto", "multinode", "container"):
-        raise UserError(f"run option job_type is {options.job_type!r}; it is auto, multinode or container")
-    if not 0 <= options.priority <= 9999:
-        raise UserError(f"run option priority is {options.priority}; it is a number from 0 to 9999")
-    if options.timeout is not None and options.timeout < 60:
-        raise UserError(f"run option timeout is {options.timeout}; it is a number of seconds, 60 or more")
-    if options.host_retries < 0:
-        raise UserError(f"run option host_retries is {options.host_retries}; it is a number, 0 or more")
+    """Raise UserError for a run option whose value is not allowed."""
+    checks = (
+        (options.job_type in ("auto", "multinode", "container"), "job_type", "auto, multinode or container"),
+        (0 <= options.priority <= 9999, "priority", "a number from 0 to 9999"),
+        (options.timeout is None or options.timeout >= 60, "timeout", "a number of seconds, 60 or more"),
+        (options.host_retries >= 0, "host_retries", "a number, 0 or more"),
+    )
+    for is_allowed, name, allowed in checks:
+        if not is_allowed:
+            raise UserError(f"run option {name} is {options[name]!r}; it is {allowed}")
     if options.secret and not options.execution_role_arn:
         raise UserError("run option secret needs execution_role_arn, a role that may read secrets (GetSecretValue)")
 
@@ -100,9 +97,10 @@ def check_app(app: AppDef, roles: Sequence[RoleSpec], options: AWSBatchOpts) -> 
     Raises:
         UserError: Batch cannot run the app; the message says what is allowed.
     """
-    if len(roles) > _MOST_ROLES:
+    main, *others = roles
+    if len(roles) > _MAX_ROLES:
         raise UserError(
-            f"app {app.name!r} has {len(roles)} roles; a job of AWS Batch has at most {_MOST_ROLES} node ranges, one "
+            f"app {app.name!r} has {len(roles)} roles; a job of AWS Batch has at most {_MAX_ROLES} node ranges, one "
             "for each role"
         )
     replicas = sum(role.replicas for role in roles)
@@ -113,8 +111,18 @@ def check_app(app: AppDef, roles: Sequence[RoleSpec], options: AWSBatchOpts) -> 
             raise UserError(
                 f"role {role.name!r} has spare hosts, and a job of AWS Batch ends when it loses a node: leave them out"
             )
-        _check_hosts(role, roles[0])
-    _warn_of_unawaited(roles)
+        if role.runs_hosts and role.replicas > 1:
+            _check_hosts(role, main)
+    # Only host processes wait for another role.
+    ended = [other.name for other in others if not (other.runs_hosts and main.runs_hosts) and not other.sidecar]
+    if ended:
+        _log.warning(
+            "AWS Batch ends role %s when the first role, %s, has ended: only roles of torchrun or Python commands wait "
+            "for each other. Mark what is to end so as a sidecar, or make it an app of its own "
+            "(docs/reference/backends.md)",
+            ", ".join(ended),
+            main.name,
+        )
 
 
 def _check_hosts(role: RoleSpec, main: RoleSpec) -> None:
@@ -123,8 +131,6 @@ def _check_hosts(role: RoleSpec, main: RoleSpec) -> None:
     Args:
         main: the app's first role; its replica 0 is Batch's main node.
     """
-    if not role.runs_hosts or role.replicas == 1:
-        return
     if not main.runs_hosts:
         raise UserError(
             f"role {role.name!r} has {role.replicas} replicas that are to meet, and AWS Batch tells its nodes the "
@@ -139,32 +145,8 @@ def _check_hosts(role: RoleSpec, main: RoleSpec) -> None:
         )
 
 
-def _warn_of_unawaited(roles: Sequence[RoleSpec]) -> None:
-    """Warn of roles that Batch ends with the first role though they are not sidecars.
-
-    Only host processes wait for another role. So these are the roles without hosts, or all if the first has no hosts.
-    """
-    main, *others = roles
-    ended = [other.name for other in others if not (other.runs_hosts and main.runs_hosts) and not other.sidecar]
-    if ended:
-        _log.warning(
-            "AWS Batch ends role %s when the first role, %s, has ended: only roles of torchrun or Python commands wait "
-            "for each other. Mark what is to end so as a sidecar, or make it an app of its own "
-            "(docs/reference/backends.md)",
-            ", ".join(ended),
-            main.name,
-        )
-
-
 def check_cloud(aws: Aws, options: AWSBatchOpts | None) -> Iterator[CheckResult]:
-    """Check that jobs can be submitted with run options.
-
-    Args:
-        options: the run options; None to check only the credentials.
-
-    Raises:
-        AwsError: AWS is unreachable or refuses.
-    """
+    """Check that jobs can be submitted with run options; with None, only the credentials."""
     identity = aws.call("sts", "GetCallerIdentity")
     yield check("AWS", f"{identity.get('Arn', '')}, region {aws.client('batch').meta.region_name}")
     if options is None:

@@ -47,29 +47,25 @@ TAG_DELETED = "torchx-monarch/deleted"
 APP_PARAMETER = "torchx-monarch-app"
 """Job parameter that holds the app (``SubmittedApp.pack``). Batch passes parameters to no container."""
 
+ROLE_NAME = "TORCHX_ROLE_NAME"
+"""Variable of each container, from TorchX's former scheduler. It names the roles if the app is too large to store."""
+
+SECRET_PREFIX = "torchx-monarch/"
+"""Beginning of the names of the secrets that are made for jobs."""
+
 _LATER = "(made when the job is submitted)"
 """The value of the secret until the job is submitted."""
 
 _ATTEMPT = "AWS_BATCH_JOB_ATTEMPT"
 """Batch's variable with the number of the job's attempt, the same on all nodes."""
 
-_MOST_ATTEMPTS = 10
+_MAX_ATTEMPTS, _MAX_NAME, _MAX_TAGS = 10, 128, 50
 
-_LARGEST_DEFINITION = 24 << 10
+_MAX_DEFINITION = 24 << 10
 """AWS Batch's quota for a RegisterJobDefinition request, in bytes."""
 
 _CREDENTIALS_SIZE = 2048
 """Largest size in bytes of the credentials of the hosts of one role."""
-
-_LONGEST_NAME = 128
-
-_MOST_TAGS = 50
-
-ROLE_NAME = "TORCHX_ROLE_NAME"
-"""Variable of each container, from TorchX's former scheduler. It names the roles if the app is too large to store."""
-
-SECRET_PREFIX = "torchx-monarch/"
-"""Beginning of the names of the secrets that are made for jobs."""
 
 _DEFAULT_LOG_GROUP = "/aws/batch/job"
 
@@ -105,7 +101,7 @@ class BatchJob:
 
 def new_name(app_name: str) -> str:
     """Return a unique job name of the characters that Batch allows."""
-    safe = re.sub(r"[^A-Za-z0-9_-]", "-", make_unique(app_name))[-_LONGEST_NAME:]
+    safe = re.sub(r"[^A-Za-z0-9_-]", "-", make_unique(app_name))[-_MAX_NAME:]
     return safe.lstrip("-_") or "app"
 
 
@@ -115,7 +111,7 @@ def queue_name(queue: str) -> str:
 
 
 def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJob:
-    """Return the request for an app that ``check`` allows.
+    """Return the request for an app that ``options.check_app`` allows.
 
     Args:
         app: the app; its images must be in a registry that the nodes can reach.
@@ -124,32 +120,34 @@ def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJo
         UserError: AWS Batch cannot run the app; the message says what is allowed.
     """
     name, queue = new_name(app.name), queue_name(cfg.queue)
-    result_key = secrets.token_hex()
-    containers, first = [], 0
+    key, tags = secrets.token_hex(), _tags(app, cfg)
+    ranges: list[dict[str, Any]] = []
+    first = 0
     for index, (role, spec) in enumerate(zip(app.roles, roles, strict=True)):
         words, env = container.render_command(role, f"{queue}:{name}", first)
         env |= {"TORCHX_ROLE_IDX": str(index), ROLE_NAME: role.name, settings.ENV_TORCHX_IMAGE: role.image}
         if spec.runs_hosts:
             env.pop(CREDENTIALS, None)
-            env[KEY_VARIABLE] = result_key
+            env[KEY_VARIABLE] = key
             if len(app.roles) > 1:
                 env["MONARCH_START"] = f"@{_ATTEMPT}"
-        containers.append(container.properties(role, words, env, cfg))
+        nodes = f"{first}:{first + role.num_replicas - 1}"
+        ranges.append({"targetNodes": nodes, "container": container.properties(role, words, env, cfg)})
         first += role.num_replicas
-    definition: dict[str, Any] = {"jobDefinitionName": name, "tags": _tags(app, cfg)}
-    if _is_single(app, cfg):
-        definition |= {"type": "container", "platformCapabilities": ["EC2"], "containerProperties": containers[0]}
+    instance_types = [container.instance_type(role.resource) for role in app.roles]
+    definition: dict[str, Any] = {"jobDefinitionName": name, "tags": tags, "retryStrategy": _retries(app, cfg)}
+    if cfg.job_type == "container" or (cfg.job_type == "auto" and first == 1 and not instance_types[0]):
+        properties = ranges[0]["container"]
+        definition |= {"type": "container", "platformCapabilities": ["EC2"], "containerProperties": properties}
     else:
-        definition |= {"type": "multinode", "nodeProperties": _nodes(app, containers)}
-    definition["retryStrategy"] = _retries(app, cfg)
+        for node_range, instance_type in zip(ranges, instance_types, strict=True):
+            if instance_type:
+                node_range["container"]["instanceType"] = instance_type
+        properties = {"numNodes": first, "mainNode": 0, "nodeRangeProperties": ranges}
+        definition |= {"type": "multinode", "nodeProperties": properties}
     if cfg.timeout is not None:
         definition["timeout"] = {"attemptDurationSeconds": cfg.timeout}
-    submit: dict[str, Any] = {
-        "jobName": name,
-        "jobQueue": cfg.queue,
-        "jobDefinition": name,
-        "tags": dict(definition["tags"]),
-    }
+    submit: dict[str, Any] = {"jobName": name, "jobQueue": cfg.queue, "jobDefinition": name, "tags": dict(tags)}
     if cfg.share_id is not None:
         submit["shareIdentifier"] = cfg.share_id
         definition["schedulingPriority"] = cfg.priority
@@ -161,7 +159,12 @@ def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJo
             "SecretString": _LATER,
             "Tags": [{"Key": TAG_SCHEDULER, "Value": SCHEDULER}],
         }
-    _check_size(job, roles)
+    size = len(json.dumps(with_credentials(job, roles, "arn" if job.secret else "x" * _CREDENTIALS_SIZE)).encode())
+    if size > _MAX_DEFINITION:
+        raise UserError(
+            f"the job definition has {size} bytes; AWS Batch takes {_MAX_DEFINITION}. Arguments and environments "
+            "of all roles are part of it: put the larger ones into the image or into a file that the program reads"
+        )
     return job
 
 
@@ -179,34 +182,6 @@ def with_credentials(job: BatchJob, roles: Sequence[RoleSpec], value: str) -> di
     return definition
 
 
-def _check_size(job: BatchJob, roles: Sequence[RoleSpec]) -> None:
-    value = "arn" if job.secret else "x" * _CREDENTIALS_SIZE
-    size = len(json.dumps(with_credentials(job, roles, value)).encode())
-    if size > _LARGEST_DEFINITION:
-        raise UserError(
-            f"the job definition has {size} bytes; AWS Batch takes {_LARGEST_DEFINITION}. Arguments and environments "
-            "of all roles are part of it: put the larger ones into the image or into a file that the program reads"
-        )
-
-
-def _is_single(app: AppDef, cfg: AWSBatchOpts) -> bool:
-    if cfg.job_type != "auto":
-        return cfg.job_type == "container"
-    only = app.roles[0] if len(app.roles) == 1 else None
-    return only is not None and only.num_replicas == 1 and container.instance_type(only.resource) is None
-
-
-def _nodes(app: AppDef, containers: list[dict[str, Any]]) -> dict[str, Any]:
-    ranges, first = [], 0
-    for role, properties in zip(app.roles, containers, strict=True):
-        kind = container.instance_type(role.resource)
-        if kind is not None:
-            properties["instanceType"] = kind
-        ranges.append({"targetNodes": f"{first}:{first + role.num_replicas - 1}", "container": properties})
-        first += role.num_replicas
-    return {"numNodes": first, "mainNode": 0, "nodeRangeProperties": ranges}
-
-
 def _retries(app: AppDef, cfg: AWSBatchOpts) -> dict[str, Any]:
     """Return Batch's retry strategy. Batch restarts a whole job when its main node has failed, whatever the policy.
 
@@ -214,15 +189,17 @@ def _retries(app: AppDef, cfg: AWSBatchOpts) -> dict[str, Any]:
     """
     retries = max(role.max_retries for role in app.roles)
     attempts = 1 + (retries or cfg.host_retries)
-    if attempts > _MOST_ATTEMPTS:
-        what = "max_retries" if retries else "run option host_retries"
-        raise UserError(f"{what} is {attempts - 1}; AWS Batch starts a job again at most {_MOST_ATTEMPTS - 1} times")
+    if attempts > _MAX_ATTEMPTS:
+        option = "max_retries" if retries else "run option host_retries"
+        raise UserError(f"{option} is {attempts - 1}; AWS Batch starts a job again at most {_MAX_ATTEMPTS - 1} times")
+    if attempts == 1:
+        return {"attempts": 1}
     rules = [{"onExitCode": str(NO_RESTART), "action": "EXIT"}]
-    if not retries and cfg.host_retries:
+    if not retries:
         # The instance sends its containers SIGTERM before it shuts down.
         shutdown = {"onExitCode": str(128 + signal.SIGTERM), "action": "RETRY"}
         rules = [{"onStatusReason": "Host EC2*", "action": "RETRY"}, shutdown, {"onReason": "*", "action": "EXIT"}]
-    return {"attempts": attempts, **({"evaluateOnExit": rules} if attempts > 1 else {})}
+    return {"attempts": attempts, "evaluateOnExit": rules}
 
 
 def _tags(app: AppDef, cfg: AWSBatchOpts) -> dict[str, str]:
@@ -234,16 +211,16 @@ def _tags(app: AppDef, cfg: AWSBatchOpts) -> dict[str, str]:
         TAG_SCHEDULER: SCHEDULER,
     }
     app_tags = {_safe(name, 128): value for name, value in app.metadata.items() if not name.startswith("aws:")}
-    spare = _MOST_TAGS - len(own_tags)
+    spare = _MAX_TAGS - len(own_tags)
     return {name: _safe(value, 256) for name, value in (*list(app_tags.items())[:spare], *own_tags.items()) if name}
 
 
-def _safe(text: str, longest: int) -> str:
-    return re.sub(r"[^\w\s.:/=+@-]", "_", str(text))[:longest]
+def _safe(text: str, size: int) -> str:
+    return re.sub(r"[^\w\s.:/=+@-]", "_", str(text))[:size]
 
 
 def containers_of(job: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the container properties of each role."""
+    """Return the container properties of each role, from Batch's description of a job or of its definition."""
     if nodes := job.get("nodeProperties"):
         return [node_range["container"] for node_range in nodes["nodeRangeProperties"]]
     single = job.get("containerProperties") or job.get("container")
@@ -252,18 +229,14 @@ def containers_of(job: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def result_key(job: Mapping[str, Any]) -> str:
     """Return the key with which the hosts of a job sign their results; empty if none runs hosts."""
-    environments = [_environment(properties) for properties in containers_of(job)]
-    return next((env[KEY_VARIABLE] for env in environments if KEY_VARIABLE in env), "")
+    return next((env[KEY_VARIABLE] for env in map(_environment, containers_of(job)) if KEY_VARIABLE in env), "")
 
 
 def secrets_of(job: Mapping[str, Any]) -> list[str]:
     """Return the ARNs of the secrets that were made for the credentials of a job's hosts."""
-    given = [
-        (secret["name"], secret["valueFrom"])
-        for properties in containers_of(job)
-        for secret in properties.get("secrets", ())
-    ]
-    return [arn for name, arn in given if name == CREDENTIALS and f":{SECRET_PREFIX}" in arn]
+    variables = [secret for properties in containers_of(job) for secret in properties.get("secrets", ())]
+    arns = [variable["valueFrom"] for variable in variables if variable["name"] == CREDENTIALS]
+    return [arn for arn in arns if f":{SECRET_PREFIX}" in arn]
 
 
 def log_group(job: Mapping[str, Any]) -> str:
@@ -273,48 +246,28 @@ def log_group(job: Mapping[str, Any]) -> str:
 
 
 def roles_of(job: Mapping[str, Any]) -> list[Role]:
-    """Reconstruct the roles of a job that does not hold its app."""
-    nodes = job.get("nodeProperties")
-    if not nodes:
-        return [_role(properties, 1) for properties in containers_of(job) or [{}]]
-    ranges = nodes["nodeRangeProperties"]
-    return [
-        _role(node_range["container"], _count(node_range["targetNodes"], nodes["numNodes"])) for node_range in ranges
-    ]
-
-
-def _count(target: str, nodes: int) -> int:
-    """Return the number of nodes in a range ``2:5``, ``:5``, ``2:`` or ``2`` of a job of ``nodes`` nodes."""
-    first, colon, last = target.partition(":")
-    return int(last or nodes - 1) - int(first or 0) + 1 if colon else 1
-
-
-def _role(properties: Mapping[str, Any], replicas: int) -> Role:
-    env = {name: text for name, text in _environment(properties).items() if name not in (CREDENTIALS, KEY_VARIABLE)}
-    words = properties.get("command") or [""]
-    return Role(
-        env.pop(ROLE_NAME, "node"),
-        image=properties.get("image", ""),
-        entrypoint=words[0],
-        args=list(words[1:]),
-        env=env,
-        num_replicas=replicas,
-        resource=_resource(properties),
-    )
+    """Reconstruct the roles of a job that does not hold its app, from what ``render`` has made of them."""
+    roles = []
+    ranges = job.get("nodeProperties", {}).get("nodeRangeProperties") or [{"targetNodes": "0:0"}]
+    for node_range, properties in zip(ranges, containers_of(job) or [{}], strict=True):
+        first, _, last = node_range["targetNodes"].partition(":")
+        env = _environment(properties)
+        name = env.pop(ROLE_NAME, "node")
+        amounts = {needed["type"]: int(float(needed["value"])) for needed in properties.get("resourceRequirements", ())}
+        entrypoint, *args = properties.get("command") or [""]
+        roles.append(
+            Role(
+                name,
+                image=properties.get("image", ""),
+                entrypoint=entrypoint,
+                args=args,
+                env={name: value for name, value in env.items() if name not in (CREDENTIALS, KEY_VARIABLE)},
+                num_replicas=int(last) - int(first) + 1,
+                resource=Resource(amounts.get("VCPU", -1), amounts.get("GPU", 0), amounts.get("MEMORY", -1)),
+            )
+        )
+    return roles
 
 
 def _environment(properties: Mapping[str, Any]) -> dict[str, str]:
     return {variable["name"]: variable.get("value", "") for variable in properties.get("environment", ())}
-
-
-def _resource(properties: Mapping[str, Any]) -> Resource:
-    """Convert container properties to a resource; -1 for what is unknown.
-
-    Batch may return the older fields ``vcpus`` and ``memory`` instead of ``resourceRequirements``.
-    """
-    amounts = {"VCPU": int(properties.get("vcpus", -1)), "MEMORY": int(properties.get("memory", -1))}
-    amounts |= {
-        requirement["type"]: int(float(requirement["value"]))
-        for requirement in properties.get("resourceRequirements", ())
-    }
-    return Resource(cpu=amounts["VCPU"], gpu=amounts.get("GPU", 0), memMB=amounts["MEMORY"])

@@ -7,7 +7,6 @@ when the main node ends. So the main node's host first waits for the other roles
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,10 +30,7 @@ CANCELLED = "cancelled through torchx"
 FORGOTTEN = "AWS Batch has forgotten the job, as it does a week after its end; only the job definition is left"
 
 _STATES = {
-    "SUBMITTED": State.PENDING,
-    "PENDING": State.PENDING,
-    "RUNNABLE": State.PENDING,
-    "STARTING": State.PENDING,
+    **dict.fromkeys(("SUBMITTED", "PENDING", "RUNNABLE", "STARTING"), State.PENDING),
     "RUNNING": State.RUNNING,
     "SUCCEEDED": State.SUCCEEDED,
     "FAILED": State.FAILED,
@@ -72,10 +68,7 @@ _HINTS = (
     ("CannotStartContainerError", "see the command and the mounts"),
     ("CannotCreateContainerError", "see the mounts and devices"),
     ("ResourceInitializationError", "see execution_role_arn, secrets and mounts"),
-    (
-        "Host EC2",
-        "the instance was taken away or broke: host_retries, or max_retries, starts such a job again",
-    ),
+    ("Host EC2", "the instance was taken away or broke: host_retries, or max_retries, starts such a job again"),
 )
 
 
@@ -117,8 +110,7 @@ def app_snapshot(
     """Return the snapshot of an app.
 
     Args:
-        job: as for ``BatchSnapshot``.
-        nodes: as for ``BatchSnapshot``.
+        job, nodes: as for ``BatchSnapshot``.
         results: what the hosts have logged of their end; empty in a brief snapshot, and before the end of the job.
     """
     word = job.get("parameters", {}).get(APP_PARAMETER)  # None if the app is too large for it
@@ -126,18 +118,15 @@ def app_snapshot(
     name = job.get("tags", {}).get(TAG_APP) or app_id.rpartition(":")[2]
     app = submitted.app if submitted else AppDef(name, request.roles_of(job))
     specs = submitted.roles if submitted else [RoleSpec.of(role) for role in app.roles]
-    errors = {index: error_files.cleaned(texts[-1]) for index, texts in results.items() if texts}
-    indexes = itertools.count()
-    roles = [
-        RoleSnapshot(
-            spec,
-            [
-                _replica(spec.name, replica, job, nodes.get(index), errors.get(index, ""))
-                for replica, index in zip(range(spec.replicas), indexes, strict=False)
-            ],
-        )
-        for spec in specs
-    ]
+    roles, index = [], 0
+    for spec in specs:
+        replicas = []
+        for replica in range(spec.replicas):
+            error = error_files.cleaned(results[index][-1]) if results.get(index) else ""
+            replicas.append(_replica(spec.name, replica, job, nodes.get(index), error))
+            index += 1
+        roles.append(RoleSnapshot(spec, replicas))
+    starts = [attempt["startedAt"] for attempt in [*job.get("attempts", ()), job] if attempt.get("startedAt")]
     # Each attempt of the main node's host logs how often it has restarted the ranks.
     ranks = sum(HostResult.from_text(text).rank_restarts for text in results.get(0, ()))
     return BatchSnapshot(
@@ -146,8 +135,7 @@ def app_snapshot(
         roles,
         app=app,
         created=job.get("createdAt", 0) / 1000,
-        started=min(filter(None, (attempt.get("startedAt") for attempt in [*job.get("attempts", ()), job])), default=0)
-        / 1000,
+        started=min(starts, default=0) / 1000,
         native=replace(_outcome(job, nodes), time=job.get("stoppedAt", 0) / 1000),
         # Batch ends a job with its main node, and may restart it; it would not restart a job that a request has ended.
         is_supervised=True,
@@ -164,11 +152,11 @@ def _outcome(job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]]) -> 
     if "jobId" not in job:
         return Outcome(now, FORGOTTEN)
     if now is State.PENDING and reason:
-        return Outcome(now, f"{job['status']}: {with_hint(reason, {})}")
+        return Outcome(now, f"{job['status']}: {_with_hint(reason, {})}")
     if now is State.CANCELLED:
         return Outcome(now, CANCELLED)
     if now is State.FAILED and first_failed(nodes) < 0:
-        return Outcome(now, with_hint(reason, container_of(job)))
+        return Outcome(now, _with_hint(reason, container_of(job)))
     return Outcome(now)
 
 
@@ -183,18 +171,22 @@ def _replica(
     """
     if node is None:
         return ReplicaSnapshot(role, replica, State.PENDING if "jobId" in job else State.UNKNOWN)
-    now, address = state(node), _address(node)
-    has_failed = now is State.FAILED
+    container = container_of(node)
+    # Batch reports no address of a container on its host's network.
+    address = str((container.get("networkInterfaces") or [{}])[0].get("privateIpv4Address", ""))
+    region = (str(job.get("jobArn", "")).split(":") + [""] * 4)[3]
+    domain = "ec2.internal" if region == "us-east-1" else f"{region}.compute.internal"  # the VPC's DNS
+    has_failed = state(node) is State.FAILED
     return ReplicaSnapshot(
         role,
         replica,
-        now,
-        hostname=_hostname(address, str(job.get("jobArn", ""))),
+        state(node),
+        hostname=f"ip-{address.replace('.', '-')}.{domain}" if address else "",
         address=address,
         started=node.get("startedAt", 0) / 1000,
         ended=node.get("stoppedAt", 0) / 1000,
-        exit_code=container_of(node).get("exitCode"),
-        failure=f"replica {role}/{replica} {failure(node, job)}" if has_failed else "",
+        exit_code=container.get("exitCode"),
+        failure=f"replica {role}/{replica} {_failure(node, job)}" if has_failed else "",
         error=error if has_failed else "",
     )
 
@@ -203,21 +195,6 @@ def _restarts(job: Mapping[str, Any]) -> int:
     """Return how often Batch has restarted a job."""
     ended = sum("stoppedAt" in attempt for attempt in job.get("attempts", ()))
     return max(0, ended - 1) if state(job).is_terminal else ended
-
-
-def _address(node: Mapping[str, Any]) -> str:
-    """Return a node's private address; empty if Batch reports none, as for a container on its host's network."""
-    interfaces = container_of(node).get("networkInterfaces") or [{}]
-    return str(interfaces[0].get("privateIpv4Address", ""))
-
-
-def _hostname(address: str, arn: str) -> str:
-    """Return the VPC's DNS name for an address, since Batch reports addresses only; empty for an empty address."""
-    if not address:
-        return ""
-    region = (arn.split(":") + [""] * 4)[3]
-    domain = "ec2.internal" if region == "us-east-1" else f"{region}.compute.internal"
-    return f"ip-{address.replace('.', '-')}.{domain}"
 
 
 def streams(job: Mapping[str, Any], node: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -245,29 +222,24 @@ def container_of(node: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**attempts[-1].get("container", {}), **node.get("container", {})}
 
 
-def failure(node: Mapping[str, Any], job: Mapping[str, Any]) -> str:
+def _failure(node: Mapping[str, Any], job: Mapping[str, Any]) -> str:
     """Return how a node of a job failed: its exit code and the reasons that Batch and ECS give."""
     container = container_of(node)
     given = (container.get("reason"), node.get("statusReason"), job.get("statusReason"))
-    reasons = [
-        reason for reason in dict.fromkeys(map(str, filter(None, given))) if not reason.startswith(_GENERIC_REASONS)
-    ]
-    code = container.get("exitCode")
-    ended = [describe_shell_code(code)] if code else []
-    return ": ".join([*ended, *(with_hint(reason, container) for reason in reasons)]) or "failed"
+    reasons = [str(reason) for reason in dict.fromkeys(given) if reason]
+    parts = [_with_hint(reason, container) for reason in reasons if not reason.startswith(_GENERIC_REASONS)]
+    if code := container.get("exitCode"):
+        parts.insert(0, describe_shell_code(code))
+    return ": ".join(parts) or "failed"
 
 
-def with_hint(reason: str, container: Mapping[str, Any]) -> str:
+def _with_hint(reason: str, container: Mapping[str, Any]) -> str:
     """Return a reason followed by advice, if there is any.
 
     Args:
         container: the container that it is about; may be empty.
     """
-    given = [
-        requirement["value"]
-        for requirement in container.get("resourceRequirements", ())
-        if requirement["type"] == "MEMORY"
-    ]
-    memory = given[0] if given else container.get("memory", "?")
+    needed = {needed["type"]: needed["value"] for needed in container.get("resourceRequirements", ())}
+    memory = needed.get("MEMORY", container.get("memory", "?"))
     hint = next((text for start, text in _HINTS if reason.startswith(start)), "")
     return f"{reason.rstrip('.')} ({hint.format(memory=memory)})" if hint else reason

@@ -18,26 +18,18 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.kubernetes import jobs, lifecycle, logs, names, objects, snapshot, volcano
+from torchx_monarch.backends.kubernetes import jobs, lifecycle, logs, names, objects, options, snapshot, volcano
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
-from torchx_monarch.backends.kubernetes.options import check as check_options
 from torchx_monarch.backends.kubernetes.request import KubernetesRequest, collection
 from torchx_monarch.backends.kubernetes.snapshot import Attempt, KubernetesSnapshot
 from torchx_monarch.model.check_result import CheckResult, check
 
-_OLDEST = (1, 29)
+_MIN_VERSION = (1, 29)
 """The oldest Kubernetes with what ``mode=job`` needs."""
 
-_REVIEW = "authorization.k8s.io/v1"
-
-_RIGHTS = (
-    *(("", "services", "create"), ("", "secrets", "create"), ("", "secrets", "patch")),
-    *(("", "pods", "list"), ("", "pods", "delete"), ("", "pods/log", "get")),
-)
-"""Group, resource and verb of the rights that both modes need; docs/how_to/set_up_security.md has all."""
-
-_JOB, _VOLCANO = (("batch", "jobs", "create"),), (("batch.volcano.sh", "jobs", "create"),)
+_RIGHTS = "create services, create secrets, patch secrets, list pods, delete pods, get pods/log"
+"""The rights that both modes need; docs/how_to/set_up_security.md has all."""
 
 
 class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSnapshot]):
@@ -68,108 +60,76 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def checks(self, options: KubernetesOpts | None) -> Iterable[CheckResult]:
-        """Check that the cluster answers, and the user's rights there.
-
-        Raises:
-            KubernetesError: the cluster is unreachable or refuses.
-        """
+        """Check that the cluster answers, and the user's rights there."""
         return check_cluster(self._api, options)
 
-    def check_options(self, options: KubernetesOpts) -> None:
-        """Check the options and the cluster's configuration.
-
-        Raises:
-            InvalidRunConfigException: the value of an option is not allowed.
-            KubernetesError: no cluster is configured, and ``mode=auto`` or ``validate_spec`` needs one.
-        """
-        check_options(options)
-        if options.mode == "auto" or options.validate_spec:
+    def check_options(self, cfg: KubernetesOpts) -> None:
+        """Check the options and, for those that need a cluster, the cluster's configuration."""
+        options.check(cfg)
+        if cfg.mode == "auto" or cfg.validate_spec:
             _ = self._api
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: KubernetesOpts) -> KubernetesRequest:
         """Return the request that runs an app.
 
         Queries the cluster for Volcano (``mode=auto``) and has it validate the objects (``validate_spec``).
-
-        Raises:
-            UserError: the app cannot run on Kubernetes.
-            KubernetesError: the cluster is unreachable or would refuse the objects.
         """
         record = {
             names.ANNOTATION_APP: submitted.pack(),
             names.ANNOTATION_OPTIONS: json.dumps({"grace": options.grace, "pull_timeout": options.pull_timeout}),
         }
         size = sum(len(key) + len(value) for key, value in record.items())
-        if size > names.LARGEST_ANNOTATIONS:
+        if size > names.MAX_ANNOTATIONS:
             raise UserError(
-                f"the app takes {size} bytes when it is packed, and Kubernetes keeps {names.LARGEST_ANNOTATIONS} "
+                f"the app takes {size} bytes when it is packed, and Kubernetes keeps {names.MAX_ANNOTATIONS} "
                 "with an object; put what is large among its arguments and environment into files"
             )
         mode = options.mode
         if mode == "auto":
             mode = "volcano" if objects.has_volcano(self._api) else "job"
+        namespace = options.namespace
+        if namespace is None:
+            try:
+                namespace = self._api.namespace
+            except KubernetesError:  # a dry run with mode=job,validate_spec=False needs no cluster
+                if options.mode != "job" or options.validate_spec:
+                    raise
+                namespace = "default"
         render = volcano.render if mode == "volcano" else jobs.render
-        # A dry run with mode=job,validate_spec=False needs no cluster, and may have no context with a namespace.
-        offline = options.mode == "job" and not options.validate_spec
-        namespace = options.namespace or ("default" if offline and not self._is_configured() else self._api.namespace)
         request = render(app, submitted.roles, options, namespace, record)
         if options.validate_spec:
             lifecycle.validate(self._api, request)
         return request
 
-    def _is_configured(self) -> bool:
-        try:
-            return bool(self._api)
-        except KubernetesError:
-            return False
-
     def submit(self, request: KubernetesRequest, submitted: SubmittedApp, credentials: str) -> str:
-        """Create all objects of a request, and return the app's id.
-
-        Raises:
-            KubernetesError: an object could not be created; those created before are removed.
-        """
+        """Create all objects of a request, and return the app's id."""
         lifecycle.submit(self._api, request, credentials)
         return f"{request.namespace}:{request.app_id}"
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> KubernetesSnapshot | None:
-        """Read the state of an app; return None if it does not exist.
-
-        Raises:
-            KubernetesError: the cluster is unreachable or refuses.
-        """
-        try:
-            namespace, name = names.split(app_id)
-        except ValueError:
-            return None  # no app has such an id
-        found = objects.find(self._api, namespace, name)
+        """Read the state of an app; return None if it does not exist."""
+        place = names.split(app_id)
+        found = objects.find(self._api, *place) if place else None
         if found is None:
             return None
-        return snapshot.assemble(found if brief else objects.with_refusals(self._api, found), self._api.server_time)
+        refusals = {} if brief else objects.refusals(self._api, found)
+        return snapshot.assemble(found, self._api.server_time, refusals)
 
     def snapshots(self, options: Cfg) -> list[KubernetesSnapshot]:
         """Read the state of this scheduler's apps in one namespace. (TorchX lists all Volcano jobs of all users.)
 
         Args:
             options: its ``namespace`` is the namespace; without it, that of the kubeconfig's context.
-
-        Raises:
-            KubernetesError: the cluster is unreachable or refuses.
         """
-        namespace = str(options.get("namespace") or self._api.namespace)
-        found = objects.find_all(self._api, namespace)
+        found = objects.find_all(self._api, str(options.get("namespace") or self._api.namespace))
         return read_undamaged(found, lambda objects: snapshot.assemble(objects, self._api.server_time))
 
     def read_log(
         self, app: KubernetesSnapshot, role: str, replica: int, query: LogQuery[KubernetesSnapshot]
     ) -> Iterator[TimedLine]:
-        """Yield the lines of one replica's log, from all of its pods that still exist.
-
-        Raises:
-            KubernetesError: the cluster is unreachable or refuses.
-        """
+        """Yield the lines of one replica's log, from all of its pods that still exist."""
 
         def attempts() -> Sequence[Attempt]:
             latest = query.latest() if query.follow else None
@@ -189,54 +149,42 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def stop(self, app: KubernetesSnapshot, outcome: Outcome, grace: float | None) -> None:
-        """Begin to end what is left of an app. The pods have their grace period, whatever ``grace`` is.
-
-        Raises:
-            KubernetesError: the cluster is unreachable or refuses.
-        """
+        """Begin to end what is left of an app. The pods have their grace period, whatever ``grace`` is."""
         lifecycle.stop(self._api, app, outcome)
 
     def remove(self, app: KubernetesSnapshot) -> None:
-        """Delete all objects of an app; running pods get their grace period.
-
-        Raises:
-            KubernetesError: the cluster is unreachable or refuses.
-        """
+        """Delete all objects of an app; running pods get their grace period."""
         lifecycle.remove(self._api, app)
 
 
 def check_cluster(api: Api, options: KubernetesOpts | None) -> Iterator[CheckResult]:
-    """Check that jobs can be submitted with run options.
-
-    Args:
-        options: the run options; None to check only that the cluster answers.
-
-    Raises:
-        KubernetesError: the cluster is unreachable or refuses.
-    """
+    """Check that jobs can be submitted with run options; with None, that the cluster answers."""
     version = str(api.get("/version").get("gitVersion", ""))
     found = re.match(r"v?(\d+)\.(\d+)", version)
-    old = found is not None and (0, 0) < (int(found[1]), int(found[2])) < _OLDEST  # 0.0 is a build without a version
-    advice = f"mode=job needs Kubernetes {_OLDEST[0]}.{_OLDEST[1]} or later" if old else ""
+    # 0.0 is a build without a version.
+    is_old = found is not None and (0, 0) < (int(found[1]), int(found[2])) < _MIN_VERSION
+    advice = f"mode=job needs Kubernetes {_MIN_VERSION[0]}.{_MIN_VERSION[1]} or later" if is_old else ""
     yield check("Kubernetes", f"{version} at {api.host}", warn=advice)
     if options is None:
         return
     namespace = options.namespace or api.namespace
-    volcano = objects.has_volcano(api)
-    missing = options.mode == "volcano" and not volcano
-    advice = "Volcano is not installed in the cluster; use -cfg mode=job" if missing else ""
-    mode = "volcano" if options.mode == "auto" and volcano else "job" if options.mode == "auto" else options.mode
-    yield check("mode", mode, fail=advice)
-    rights = (*_RIGHTS, *(_VOLCANO if mode == "volcano" else _JOB))
-    lacking = [f"{right[2]} {right[1]}" for right in rights if not _may(api, namespace, *right)]
+    has_volcano = objects.has_volcano(api)
+    mode = options.mode if options.mode != "auto" else "volcano" if has_volcano else "job"
+    advice = "Volcano is not installed in the cluster; use -cfg mode=job"
+    yield check("mode", mode, fail=advice if mode == "volcano" and not has_volcano else "")
+    group = "batch.volcano.sh" if mode == "volcano" else "batch"
+    lacking = [right for right in _RIGHTS.split(", ") if not _may(api, namespace, "", right)]
+    lacking += [] if _may(api, namespace, group, "create jobs") else ["create jobs"]
     advice = f"you lack the rights to {', '.join(lacking)}; docs/how_to/set_up_security.md has a role with all"
     yield check("namespace", namespace, fail=advice if lacking else "")
 
 
-def _may(api: Api, namespace: str, group: str, resource: str, verb: str) -> bool:
+def _may(api: Api, namespace: str, group: str, right: str) -> bool:
     """Return whether the user has a right in a namespace; True if the cluster does not tell."""
+    verb, _, resource = right.partition(" ")
     name, _, part = resource.partition("/")
     attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": name, "subresource": part}
-    body = {"apiVersion": _REVIEW, "kind": "SelfSubjectAccessReview", "spec": {"resourceAttributes": attributes}}
-    answer = api.create(f"/apis/{_REVIEW}/selfsubjectaccessreviews", body)
+    version = "authorization.k8s.io/v1"
+    body = {"apiVersion": version, "kind": "SelfSubjectAccessReview", "spec": {"resourceAttributes": attributes}}
+    answer = api.create(f"/apis/{version}/selfsubjectaccessreviews", body)
     return bool((answer.get("status") or {}).get("allowed", True))

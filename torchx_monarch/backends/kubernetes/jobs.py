@@ -11,12 +11,21 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from torchx.specs import AppDef
+from torchx.schedulers.kubernetes_scheduler import LABEL_REPLICA_ID, pod_labels, role_to_pod, sanitize_for_serialization
+from torchx.specs import AppDef, Role, macros
+from torchx.specs.overlays import get_overlay
 
 from torchx_monarch.backends.kubernetes import names, pods
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import KubernetesRequest, Object, secret
 from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.torchx_adapter import torchx_api
+
+_INDEX = "JOB_COMPLETION_INDEX"
+_INDEX_ANNOTATION = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+_REPLICA = "<torchx-monarch:replica>"
+"""Placeholder for the replica's number, replaced by ``$(JOB_COMPLETION_INDEX)`` after the user's text is escaped."""
 
 
 def render(
@@ -30,41 +39,27 @@ def render(
     app_id = names.app_id(app.name)
     jobs = names.job_names(app_id, [role.name for role in app.roles])
     for role, job in zip(app.roles, jobs, strict=True):
-        last = f"replica {role.name}/{role.num_replicas - 1}"
-        names.check_host_name(f"{job}-{role.num_replicas - 1}", last)
+        names.check_host_name(f"{job}-{role.num_replicas - 1}", f"{role.name}/{role.num_replicas - 1}")
     # The pods' subdomain is the Service's name. POD.SERVICE resolves within the namespace.
     context = pods.PodContext(app_id, namespace, cfg, [f"{job}-0.{app_id}" for job in jobs])
-    # The record first: after a submission that is killed, `torchx list` shows the app and `torchx delete` removes it.
-    objects = [_service(app_id, cfg, record), secret(_metadata(app_id, app_id, cfg))]
-    for index, (job, spec) in enumerate(zip(jobs, specs, strict=True)):
-        template = pods.template(app, index, spec.runs_hosts, context)
-        objects.append(_job(job, index, spec, app_id, cfg, template))
-    return KubernetesRequest("job", namespace, app_id, objects)
-
-
-def _service(app_id: str, cfg: KubernetesOpts, record: dict[str, str]) -> Object:
-    return {
+    metadata: Object = {"name": app_id, "labels": {names.LABEL_APP: app_id, **(cfg.labels or {})}}
+    service: Object = {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {**_metadata(app_id, app_id, cfg), "annotations": record},
+        "metadata": {**metadata, "annotations": record},
         # Hosts resolve each other's names before their pods are ready.
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {names.LABEL_APP: app_id}},
     }
+    # The record first: after a submission that is killed, `torchx list` shows the app and `torchx delete` removes it.
+    objects = [service, secret(metadata)]
+    for index, (job, spec) in enumerate(zip(jobs, specs, strict=True)):
+        objects.append(_job(job, index, spec, metadata["labels"], cfg, _template(app, index, spec.runs_hosts, context)))
+    return KubernetesRequest("job", namespace, app_id, objects)
 
 
-def _metadata(name: str, app_id: str, cfg: KubernetesOpts) -> Object:
-    return {"name": name, "labels": {names.LABEL_APP: app_id, **(cfg.labels or {})}}
-
-
-def _job(name: str, index: int, spec: RoleSpec, app_id: str, cfg: KubernetesOpts, template: Object) -> Object:
-    described = _metadata(name, app_id, cfg)
-    described["labels"][names.LABEL_ROLE] = str(index)
-    if cfg.annotations:
-        described["annotations"] = dict(cfg.annotations)
-    if cfg.kueue_queue:
-        described["labels"]["kueue.x-k8s.io/queue-name"] = cfg.kueue_queue
-    if cfg.kueue_priority:
-        described["labels"]["kueue.x-k8s.io/priority-class"] = cfg.kueue_priority
+def _job(name: str, index: int, spec: RoleSpec, labels: Object, cfg: KubernetesOpts, template: Object) -> Object:
+    kueue = {"kueue.x-k8s.io/queue-name": cfg.kueue_queue, "kueue.x-k8s.io/priority-class": cfg.kueue_priority}
+    labels = {**labels, names.LABEL_ROLE: str(index), **{label: value for label, value in kueue.items() if value}}
     job: Object = {
         "completionMode": "Indexed",
         "completions": spec.replicas,
@@ -74,7 +69,8 @@ def _job(name: str, index: int, spec: RoleSpec, app_id: str, cfg: KubernetesOpts
     }
     if cfg.ttl_seconds_after_finished is not None:
         job["ttlSecondsAfterFinished"] = cfg.ttl_seconds_after_finished
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": described, "spec": job}
+    metadata = {"name": name, "labels": labels, "annotations": dict(cfg.annotations or {})}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job}
 
 
 def _retries(spec: RoleSpec) -> Object:
@@ -84,11 +80,9 @@ def _retries(spec: RoleSpec) -> Object:
     of the role exits with the result when one host is lost, and Kubernetes replaces each of their pods once: one
     retry. Under REPLICA the other hosts go on, and Kubernetes replaces the lost pod alone.
     """
-    rules: list[Object] = [
-        # A program exits with EX_CONFIG to ask for no restart. FailIndex, not FailJob: when a Job fails, Kubernetes
-        # deletes its running pods, which have yet to report the cause.
-        {"action": "FailIndex", "onExitCodes": {"operator": "In", "values": [os.EX_CONFIG]}}
-    ]
+    # A program exits with EX_CONFIG to ask for no restart. FailIndex, not FailJob: when a Job fails, Kubernetes
+    # deletes its running pods, which have yet to report the cause.
+    rules: list[Object] = [{"action": "FailIndex", "onExitCodes": {"operator": "In", "values": [os.EX_CONFIG]}}]
     if spec.max_retries > 0:
         # Pods lost to a drained node, preemption or eviction are replaced without counting as a retry.
         rules.append({"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]})
@@ -102,3 +96,35 @@ def _retries(spec: RoleSpec) -> Object:
         # fails would delete their pods and logs.
         fields["maxFailedIndexes"] = spec.replicas - spec.min_replicas if spec.min_replicas is not None else 0
     return fields
+
+
+def _template(app: AppDef, index: int, runs_hosts: bool, context: pods.PodContext) -> Object:
+    """Return the pod template of a role, the same for all of its replicas."""
+    role, cfg = app.roles[index], context.cfg
+    values = macros.Values(img_root="", app_id=context.app_id, replica_id=_REPLICA, rank0_env=pods.RANK0)
+    applied: Role = values.apply(role)
+    applied.env["TORCHX_IMAGE"] = applied.image  # as in TorchX
+    pod = role_to_pod(
+        "main", applied, cfg.service_account, cfg.reserved_millicpu, cfg.reserved_memmb, cfg.efa_device_count
+    )
+    if overlay := get_overlay(role, "kubernetes", "V1Pod"):
+        torchx_api.apply_pod_overlay(pod, overlay)
+    made: Object = sanitize_for_serialization(pod)
+    labels = pod_labels(app=app, role_idx=index, role=role, replica_id=0, app_id=context.app_id)
+    del labels[LABEL_REPLICA_ID]
+    made["metadata"].setdefault("labels", {}).update(labels)
+    pods.complete(made, index, runs_hosts, context)
+    spec = made["spec"]
+    spec["subdomain"] = context.app_id
+    container = spec["containers"][0]
+    # A variable can refer only to variables before it, and Kubernetes appends its own JOB_COMPLETION_INDEX at the end.
+    position = {"name": _INDEX, "valueFrom": {"fieldRef": {"fieldPath": _INDEX_ANNOTATION}}}
+    container["env"] = [position, *container["env"]]
+    container["command"] = [word.replace(_REPLICA, f"$({_INDEX})") for word in container["command"]]
+    for variable in container["env"]:
+        if "value" in variable:
+            variable["value"] = variable["value"].replace(_REPLICA, f"$({_INDEX})")
+    # TorchX's role_to_pod takes over the instance type only.
+    selected = {name: str(value) for name, value in role.resource.capabilities.items() if "/" in name}
+    spec["nodeSelector"] = {**selected, **(spec.get("nodeSelector") or {})}
+    return {"metadata": made["metadata"], "spec": spec}

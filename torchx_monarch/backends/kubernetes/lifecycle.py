@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
 
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.kubernetes import names
@@ -30,122 +29,99 @@ from torchx_monarch.backends.kubernetes.snapshot import DEADLINE, Attempt, Kuber
 _NEEDED = ("completionMode", "backoffLimitPerIndex")
 """Fields of a Job that a server older than 1.29 silently drops."""
 
-_IN_FLIGHT = 0.5
-"""Seconds after which an interrupted request has taken effect, if it takes effect at all."""
-
 _log = logging.getLogger("torchx_monarch")
 
 
 def validate(api: Api, request: KubernetesRequest) -> None:
-    """Have the API server validate the objects of a request without storing them.
-
-    Raises:
-        KubernetesError: the cluster would refuse an object.
-    """
+    """Have the API server validate the objects of a request without storing them."""
     for resource in request.objects:
-        _check_kept(resource, api.create(collection_of(resource, request.namespace), resource, dry_run=True))
+        _create(api, resource, request.namespace, dry_run=True)
 
 
 def submit(api: Api, request: KubernetesRequest, credentials: str) -> None:
-    """Create all objects of a request.
+    """Create all objects of a request; remove those that exist if an object cannot be created.
 
     Objects that are created after the jobs belong to them from the start; those created before are given to them last.
-
-    Raises:
-        KubernetesError: an object could not be created; those created before are removed.
     """
-    made: list[Object] = []
-    doubtful: list[Object] = []
+    namespace = request.namespace
+    objects: list[Object] = []
+    jobs: list[Object] = []
     try:
         for resource in with_credentials(request.objects, credentials):
-            jobs = [owner(job) for job in made if job["kind"] == "Job"]
             if jobs and resource["kind"] != "Job":
                 resource = {**resource, "metadata": {**resource["metadata"], "ownerReferences": jobs}}
-            doubtful = [resource]
-            made.append(api.create(collection_of(resource, request.namespace), resource))
-            doubtful.clear()
-            _check_kept(resource, made[-1])
-        owners = [owner(job) for job in made if job["kind"] == "Job"]
-        # The record, made first, comes last: by it an app is found whose Secret has no owner yet.
-        for resource in reversed(made):
-            if resource["kind"] != "Job" and not resource["metadata"].get("ownerReferences"):
-                api.patch(path_of(resource, request.namespace), {"metadata": {"ownerReferences": owners}})
-    except BaseException as error:
-        # With a 4xx status the object was not created, and an object of that name may belong to another app.
-        if isinstance(error, KubernetesError) and 400 <= error.status < 500:
-            doubtful.clear()
-        _remove(api, [*doubtful, *reversed(made)], request.namespace)
-        if doubtful:
-            time.sleep(_IN_FLIGHT)
-            _remove(api, doubtful, request.namespace)
+            objects.append(resource)
+            try:
+                stored = _create(api, resource, namespace)
+            except KubernetesError as error:
+                if 400 <= error.status < 500:
+                    objects.pop()  # it was not created, and an object of that name may belong to another app
+                raise
+            if resource["kind"] == "Job":
+                jobs.append(owner(stored))
+        # The record, created first, comes last: by it an app is found whose Secret has no owner yet.
+        for resource in reversed(objects):
+            if resource["kind"] != "Job" and "ownerReferences" not in resource["metadata"]:
+                api.patch(path_of(resource, namespace), {"metadata": {"ownerReferences": jobs}})
+    except BaseException:
+        for resource in reversed(objects):
+            try:
+                api.delete(path_of(resource, namespace))
+            except KubernetesError as error:
+                name = f"{resource['kind'].lower()} {resource['metadata']['name']} --namespace {namespace}"
+                _log.warning("not removed, to be done by `kubectl delete %s`: %s", name, error)
         raise
 
 
-def _remove(api: Api, objects: Sequence[Object], namespace: str) -> None:
-    """Delete the objects of a failed submission; log a warning for each object that cannot be deleted."""
-    for resource in objects:
-        try:
-            api.delete(path_of(resource, namespace))
-        except KubernetesError as error:
-            what = f"{resource['kind'].lower()} {resource['metadata']['name']} --namespace {namespace}"
-            _log.warning("not removed, to be done by `kubectl delete %s`: %s", what, error)
-
-
-def _check_kept(sent: Object, stored: Object) -> None:
-    """Check that the server has kept the fields of a Job that this package needs.
-
-    Raises:
-        KubernetesError: the server has dropped a field.
-    """
-    dropped = [key for key in _NEEDED if key in sent.get("spec", {}) and key not in stored.get("spec", {})]
+def _create(api: Api, resource: Object, namespace: str, dry_run: bool = False) -> Object:
+    """Create an object, and check that the server has kept the fields that this package needs."""
+    stored = api.create(collection_of(resource, namespace), resource, dry_run)
+    dropped = [key for key in _NEEDED if key in resource.get("spec", {}) and key not in stored.get("spec", {})]
     if dropped:
         raise KubernetesError(
             f"the cluster does not know {' and '.join(dropped)} of a Job: mode=job needs Kubernetes 1.29 or later"
         )
+    return stored
 
 
 def stop(api: Api, app: KubernetesSnapshot, outcome: Outcome) -> None:
-    """Start to end the pods of an app; return without waiting for them.
+    """Start to end the pods of an app; return without waiting for them. The call can be repeated.
 
     Args:
         outcome: how it ends, which is noted in its record. An earlier note takes precedence: two processes may describe
             or cancel the app concurrently.
-
-    Raises:
-        KubernetesError: the record, a Job or a pod cannot be changed. The call can be repeated.
     """
     ending = app.ending or outcome
     note = json.dumps({"state": ending.state.name, "msg": ending.message, "time": ending.time or time.time()})
     metadata: Object = {"annotations": {names.ANNOTATION_ENDED: note}}
-    record = path_of(app.objects.record, app.objects.namespace)
-    if app.objects.mode == "volcano":
+    objects, record = app.objects, path_of(app.objects.record, app.objects.namespace)
+    if objects.mode == "volcano":
         api.patch(record, {"metadata": metadata})
         _abort(api, record)
         return
     jobs = app.open_jobs
     # The record must no longer be owned by Jobs that are deleted below: Kubernetes would delete it with its last owner.
-    metadata["ownerReferences"] = [owner(job) for job in app.objects.jobs if job not in jobs] or None
+    metadata["ownerReferences"] = [owner(job) for job in objects.jobs if job not in jobs] or None
     api.patch(record, {"metadata": metadata})
     for job in jobs:
-        api.delete(path_of(job, app.objects.namespace), "Orphan")
-    _stop_pods(api, app.objects.namespace, app.objects.name)
+        api.delete(path_of(job, objects.namespace), "Orphan")
+    path = collection("v1", "Pod", objects.namespace)
+    for pod in api.items(path, f"{names.LABEL_APP}={objects.name}"):
+        attempt = Attempt(pod)
+        if attempt.is_running and not attempt.is_stopping:
+            _stop_pod(api, f"{path}/{attempt.name}", attempt.phase)
 
 
-def remove(api: Api, app: KubernetesSnapshot) -> None:
-    """Delete all objects of an app; running pods get their grace period.
-
-    Raises:
-        KubernetesError: an object cannot be deleted. The call can be repeated.
-    """
-    namespace, name = app.objects.namespace, app.objects.name
-    for job in app.objects.jobs:
-        api.delete(path_of(job, namespace))
-    if app.objects.mode == "volcano":
-        api.delete(path_of(app.objects.record, namespace))
-    api.delete(collection("v1", "Pod", namespace), labelSelector=f"{names.LABEL_APP}={name}")
-    api.delete(f"{collection('v1', 'Secret', namespace)}/{name}")
-    if app.objects.mode == "job":  # the record last: while it exists, the app is listed and the call can be repeated
-        api.delete(path_of(app.objects.record, namespace))
+def _stop_pod(api: Api, path: str, phase: str) -> None:
+    """End a running pod by a deadline; delete a pending pod, which has no log."""
+    if phase != "Pending":
+        try:
+            api.patch(path, {"spec": {"activeDeadlineSeconds": DEADLINE}})
+            return
+        except KubernetesError as error:
+            if error.status != 403:  # a user without the right to patch pods may have the right to delete them
+                raise
+    api.delete(path)
 
 
 def _abort(api: Api, path: str) -> None:
@@ -160,20 +136,13 @@ def _abort(api: Api, path: str) -> None:
                 raise
 
 
-def _stop_pods(api: Api, namespace: str, name: str) -> None:
-    """End the running pods of an app by a deadline; delete its pending pods, which have no log."""
-    path = collection("v1", "Pod", namespace)
-    for pod in api.items(path, f"{names.LABEL_APP}={name}"):
-        attempt = Attempt.of(pod)
-        if not attempt.lives or attempt.stopping or attempt.deleting:
-            continue
-        try:
-            if attempt.phase == "Pending":
-                api.delete(f"{path}/{attempt.pod}")
-            else:
-                api.patch(f"{path}/{attempt.pod}", {"spec": {"activeDeadlineSeconds": DEADLINE}})
-        except KubernetesError as error:
-            if error.status != 403:
-                raise
-            # A user without the right to patch pods may have the right to delete them.
-            api.delete(f"{path}/{attempt.pod}")
+def remove(api: Api, app: KubernetesSnapshot) -> None:
+    """Delete all objects of an app; running pods get their grace period. The call can be repeated."""
+    namespace, name = app.objects.namespace, app.objects.name
+    owners = [app.objects.record] if app.objects.mode == "volcano" else app.objects.jobs
+    for job in owners:
+        api.delete(path_of(job, namespace))
+    api.delete(collection("v1", "Pod", namespace), labelSelector=f"{names.LABEL_APP}={name}")
+    api.delete(f"{collection('v1', 'Secret', namespace)}/{name}")
+    if app.objects.mode == "job":  # the record last: while it exists, the app is listed and the call can be repeated
+        api.delete(path_of(app.objects.record, namespace))

@@ -10,92 +10,69 @@ from datetime import datetime, timezone
 from torchx_monarch.backends.core.backend import LogQuery
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
-from torchx_monarch.backends.kubernetes.snapshot import Attempt, KubernetesSnapshot
+from torchx_monarch.backends.kubernetes.snapshot import Attempt, KubernetesSnapshot, nanoseconds
 
 _POLL = 0.5
 """Seconds between two polls of a followed replica that has no running pod."""
 
-_LATE = 2e9
-"""Nanoseconds after which a line's time is certainly past by the server's clock, which it tells in whole seconds."""
+_CLOCK_STEP = 2 * 10**9
+"""Nanoseconds after which a time is certainly past by the server's clock, which it tells in whole seconds."""
 
 
 def lines(
     api: Api, path: str, attempts: Callable[[], Sequence[Attempt]], query: LogQuery[KubernetesSnapshot]
 ) -> Iterator[TimedLine]:
-    """Yield the lines. Bytes that are not UTF-8 are replaced.
+    """Yield the lines. Bytes that are not UTF-8 are replaced. What does not exist or has not started has an empty log.
 
     TorchX passes the server a number of seconds for ``since``, which is wrong for a time with a zone, refuses
     ``until``, and stops following when the pod ends.
 
     Args:
         path: URL path of the pods' collection.
-
-    Raises:
-        KubernetesError: the server refuses; a missing pod or a container that has not started counts as an empty log.
     """
-    first = _nanoseconds_of(query.since) if query.since else 0
-    last = _nanoseconds_of(query.until) if query.until else None
+    since = int(query.since.timestamp() * 10**6) * 1000 if query.since else 0
+    until = int(query.until.timestamp() * 10**6) * 1000 if query.until else None
     read: dict[str, int] = {}
-    over: set[str] = set()
+    ended: set[str] = set()
     while True:
         # Ask before reading: every line written before the end is then still read.
-        final = not query.follow or query.has_ended() or (last is not None and api.server_time * 1e9 > last + _LATE)
+        is_past = until is not None and api.server_time * 1e9 > until + _CLOCK_STEP
+        final = not query.follow or query.has_ended() or is_past
         for attempt in attempts():
-            if attempt.pod in over:
+            if attempt.name in ended:
                 continue
-            start = max(first, read.get(attempt.pod, -1) + 1)
-            # The log of a silent pod that is followed would not end at `last`.
-            live = query.follow and last is None and not final and attempt.lives
-            tail = 0 if attempt.pod in read else query.tail
-            for stamp, text in _of_pod(api, f"{path}/{attempt.pod}/log", attempt.container, start, live, tail):
-                if last is not None and stamp > last:
+            options = {"timestamps": "true", "container": attempt.container}
+            # The log of a silent pod that is followed would not end at `until`.
+            if query.follow and until is None and not final and attempt.is_running:
+                options["follow"] = "true"
+            if query.tail and attempt.name not in read:
+                options["tailLines"] = str(query.tail)
+            start = max(since, read.get(attempt.name, -1) + 1)
+            for stamp, text in _lines_of_pod(api, f"{path}/{attempt.name}/log", start, options):
+                if until is not None and stamp > until:
                     return
-                read[attempt.pod] = stamp
+                read[attempt.name] = stamp
                 yield TimedLine(stamp / 1e9, text)
-            if not attempt.lives:
-                over.add(attempt.pod)
+            if not attempt.is_running:
+                ended.add(attempt.name)
         if final:
             return
         time.sleep(_POLL)
 
 
-def _of_pod(api: Api, path: str, container: str, start: int, follow: bool, tail: int) -> Iterator[tuple[int, str]]:
-    query = {"timestamps": "true", "container": container}
-    if follow:
-        query["follow"] = "true"
-    if tail:
-        query["tailLines"] = str(tail)
-    if start:
-        whole = datetime.fromtimestamp(start // 10**9, timezone.utc)  # the server accepts whole seconds only
-        query["sinceTime"] = whole.strftime("%Y-%m-%dT%H:%M:%SZ")
+def _lines_of_pod(api: Api, path: str, start: int, options: dict[str, str]) -> Iterator[tuple[int, str]]:
+    if start:  # the server accepts whole seconds only
+        options["sinceTime"] = datetime.fromtimestamp(start // 10**9, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     stamp = 0
     try:
-        for line in api.lines(path, **query):
-            stamped = line.decode(errors="replace")
-            word, _, text = stamped.partition(" ")
-            if moment := _nanoseconds(word):
-                stamp = moment
-            else:  # continuation of a very long line, which carries no timestamp
-                text = stamped
+        for line in api.lines(path, **options):
+            text = line.decode(errors="replace")
+            word, _, rest = text.partition(" ")
+            if moment := nanoseconds(word):  # none: the continuation of a very long line, which carries no timestamp
+                stamp, text = moment, rest
             if stamp >= start:
                 yield stamp, text
     except KubernetesError as error:
         # 404: the pod no longer exists. 400: its container has not started.
         if error.status not in (400, 404):
             raise
-
-
-def _nanoseconds(text: str) -> int:
-    """Convert ``2026-11-20T10:11:12.123456789Z`` to nanoseconds since the epoch; 0 for any other text."""
-    head, dot, tail = text.partition(".")
-    digits = tail[: -len(tail.lstrip("0123456789")) or None] if dot else ""
-    zone = tail[len(digits) :] if dot else ""
-    try:
-        whole = datetime.fromisoformat((head + zone).replace("Z", "+00:00"))
-    except ValueError:
-        return 0
-    return int(whole.timestamp()) * 10**9 + int((digits + "0" * 9)[:9])
-
-
-def _nanoseconds_of(when: datetime) -> int:
-    return int(when.timestamp() * 10**6) * 1000

@@ -25,17 +25,16 @@ ANNOTATION_OPTIONS = "torchx-monarch/options"
 ANNOTATION_ENDED = "torchx-monarch/ended"
 """Annotation of the record: how this scheduler has begun to end the app, as JSON: ``state``, ``msg``, ``time``."""
 
-LARGEST_ANNOTATIONS = 256 << 10
+MAX_ANNOTATIONS = 256 << 10
 """Largest total size of an object's annotations in bytes; the API server refuses more."""
 
-_LONGEST = 63
-"""Longest host name, DNS label and Service name, in characters."""
+_MAX_LABEL = 63
+"""Characters of a host name, DNS label or Service name."""
 
 _LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 """Pattern of a DNS label."""
 
-_LONGEST_APP = 22
-_LONGEST_ROLE = 18
+_MAX_APP, _MAX_ROLE = 22, 18
 # The sum is 63: app 22 + dash 1 + random 14, dash 1 + role 18 + role index 2 if names clash, dash 1 + replica 4.
 
 
@@ -46,50 +45,35 @@ def app_id(name: str) -> str:
 
 def short_app(name: str) -> str:
     """Return the part of an app's id that comes from its name."""
-    return _safe(name).lstrip("0123456789-")[:_LONGEST_APP].strip("-") or "app"
+    return _safe(name).lstrip("0123456789-")[:_MAX_APP].strip("-") or "app"
 
 
 def job_names(app_id: str, roles: Sequence[str]) -> list[str]:
     """Return the name of each role's Job. The host name of replica k is this name followed by ``-k``."""
-    short = [_safe(role)[:_LONGEST_ROLE].strip("-") or "role" for role in roles]
+    short = [_safe(role)[:_MAX_ROLE].strip("-") or "role" for role in roles]
     if len(set(short)) < len(short):
         short = [f"{name}-{index}" for index, name in enumerate(short)]
     return [f"{app_id}-{name}" for name in short]
 
 
-def check_host_name(name: str, what: str) -> None:
-    """Check the length of a pod's host name.
-
-    Raises:
-        ValueError: the name has more than 63 characters.
-    """
-    if len(name) > _LONGEST:
+def check_host_name(name: str, replica: str) -> None:
+    """Raise UserError if the host name of a replica's pod is too long."""
+    if len(name) > _MAX_LABEL:
         raise UserError(
-            f"{what} would be the host {name!r}, which has {len(name)} characters, and host names have {_LONGEST} at "
-            "most; give the app or the role a shorter name"
+            f"replica {replica} would be the host {name!r}, which has {len(name)} characters, and host names have "
+            f"{_MAX_LABEL} at most; give the app or the role a shorter name"
         )
 
 
-def host(pod: str, service: str, namespace: str) -> str:
-    """Return the DNS name of a pod that resolves in every namespace of its cluster."""
-    return f"{pod}.{service}.{namespace}.svc"
-
-
-def split(app_id: str) -> tuple[str, str]:
-    """Split an app's id into namespace and name.
-
-    Raises:
-        ValueError: the id does not have the form NAMESPACE:NAME.
-    """
-    namespace, colon, name = app_id.partition(":")
-    if not colon or not is_namespace(namespace) or not re.fullmatch(_LABEL, name):
-        raise ValueError(f"{app_id!r} is no id of an app on Kubernetes, which has the form NAMESPACE:NAME")
-    return namespace, name
+def split(app_id: str) -> tuple[str, str] | None:
+    """Split an app's id into namespace and name; return None if no app can have this id."""
+    namespace, _, name = app_id.partition(":")
+    return (namespace, name) if is_namespace(namespace) and re.fullmatch(_LABEL, name) else None
 
 
 def is_namespace(name: str) -> bool:
     """Whether this is a valid namespace name. Only such a name may become part of a URL."""
-    return len(name) <= _LONGEST and re.fullmatch(_LABEL, name) is not None
+    return len(name) <= _MAX_LABEL and re.fullmatch(_LABEL, name) is not None
 
 
 def _safe(name: str) -> str:

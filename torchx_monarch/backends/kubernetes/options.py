@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from torchx.schedulers.kubernetes_scheduler import RESERVED_MEMMB, RESERVED_MILLICPU
 from torchx.specs import InvalidRunConfigException
@@ -13,9 +13,9 @@ from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.backends.kubernetes import names
 from torchx_monarch.backends.kubernetes.request import Object
 
-MODES = ("auto", "job", "volcano")
+_MODES = ("auto", "job", "volcano")
 
-EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 _TAINT = re.compile(r"(?P<key>[^=:\s]+)(=(?P<value>[^=:\s]*))?(:(?P<effect>\w+))?")
 
@@ -92,14 +92,12 @@ def check(cfg: KubernetesOpts) -> None:
     Raises:
         InvalidRunConfigException: a value is not allowed; the message names the option, its value and what is allowed.
     """
-    options = {field.name: cfg[field.name] for field in fields(cfg) if not field.name.startswith("_")}
 
     def refuse(name: str, allowed: str) -> None:
-        reason = f"Run option `{name}` is {options[name]!r}; {allowed}"
-        raise InvalidRunConfigException(reason, name, options)
+        raise InvalidRunConfigException(f"Run option `{name}` is {cfg[name]!r}; {allowed}", name, dict(cfg))
 
-    if cfg.mode not in MODES:
-        refuse("mode", f"allowed are {', '.join(MODES)}")
+    if cfg.mode not in _MODES:
+        refuse("mode", f"allowed are {', '.join(_MODES)}")
     if cfg.namespace is not None and not names.is_namespace(cfg.namespace):
         refuse("namespace", "a namespace is called by up to 63 lower-case letters, digits and dashes")
     try:
@@ -108,11 +106,11 @@ def check(cfg: KubernetesOpts) -> None:
     except ValueError as error:
         refuse("tolerations", str(error))
     for name in ("pull_timeout", "ttl_seconds_after_finished", "reserved_millicpu", "reserved_memmb"):
-        if (options[name] or 0) < 0:
+        if (cfg[name] or 0) < 0:
             refuse(name, "allowed is 0 or more")
     only = {"volcano": ("kueue_queue", "kueue_priority", "ttl_seconds_after_finished"), "job": ("queue",)}
     for name in only.get(cfg.mode, ()):
-        if options[name] is not None:
+        if cfg[name] is not None:
             other = "job" if cfg.mode == "volcano" else "volcano"
             refuse(name, f"it is for mode={other}, and the mode is {cfg.mode}")
 
@@ -130,11 +128,7 @@ def parse_toleration(taint: str) -> Object:
     found = _TAINT.fullmatch(taint)
     if found is None:
         raise ValueError(f"{taint!r} is not of the form KEY=VALUE:EFFECT, KEY:EFFECT, KEY=VALUE or KEY")
-    toleration: Object = {"key": found["key"], "operator": "Exists"}
-    if found["value"] is not None:
-        toleration |= {"operator": "Equal", "value": found["value"]}
-    if found["effect"] is not None:
-        if found["effect"] not in EFFECTS:
-            raise ValueError(f"{taint!r} has the effect {found['effect']!r}; effects are {', '.join(EFFECTS)}")
-        toleration["effect"] = found["effect"]
-    return toleration
+    parts = {name: value for name, value in found.groupdict().items() if value is not None}
+    if parts.get("effect", _EFFECTS[0]) not in _EFFECTS:
+        raise ValueError(f"{taint!r} has the effect {parts['effect']!r}; effects are {', '.join(_EFFECTS)}")
+    return {**parts, "operator": "Equal" if "value" in parts else "Exists"}

@@ -12,15 +12,6 @@ import yaml
 Object = dict[str, Any]
 """A Kubernetes object, as decoded from JSON."""
 
-_PATHS = {
-    ("v1", "Service"): "/api/v1/namespaces/{namespace}/services",
-    ("v1", "Secret"): "/api/v1/namespaces/{namespace}/secrets",
-    ("v1", "Pod"): "/api/v1/namespaces/{namespace}/pods",
-    ("v1", "Event"): "/api/v1/namespaces/{namespace}/events",
-    ("batch/v1", "Job"): "/apis/batch/v1/namespaces/{namespace}/jobs",
-    ("batch.volcano.sh/v1alpha1", "Job"): "/apis/batch.volcano.sh/v1alpha1/namespaces/{namespace}/jobs",
-}
-
 VOLCANO = "batch.volcano.sh/v1alpha1"
 
 SECRET_KEY = "credentials"
@@ -29,7 +20,7 @@ SECRET_KEY = "credentials"
 TERMINATION_VARIABLE = "MONARCH_TERMINATION_LOG"
 """The variable of a container that runs a host: the file for its termination message."""
 
-_NO_CREDENTIALS = "(made when the job is submitted)"
+_NO_CREDENTIALS = {SECRET_KEY: "(made when the job is submitted)"}
 """The content of the Secret until the app is submitted."""
 
 
@@ -39,7 +30,6 @@ class KubernetesRequest:
 
     Attributes:
         mode: ``job`` or ``volcano``.
-        namespace: the namespace of its objects.
         app_id: the app's id without the namespace.
         objects: the objects in the order of their creation; the jobs own the others.
     """
@@ -55,20 +45,19 @@ class KubernetesRequest:
 
 def secret(metadata: Object) -> Object:
     """Return the Secret for the credentials of an app's hosts, as yet without them."""
-    data = {SECRET_KEY: _NO_CREDENTIALS}
+    data = dict(_NO_CREDENTIALS)
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "stringData": data}
 
 
 def with_credentials(objects: Iterable[Object], credentials: str) -> list[Object]:
     """Return the objects with the credentials in the app's Secret; the arguments are not changed."""
-    without = {SECRET_KEY: _NO_CREDENTIALS}
     data = {"stringData": {SECRET_KEY: credentials}}
-    return [{**resource, **data} if resource.get("stringData") == without else resource for resource in objects]
+    return [{**resource, **data} if resource.get("stringData") == _NO_CREDENTIALS else resource for resource in objects]
 
 
 def collection(api_version: str, kind: str, namespace: str) -> str:
     """Return the URL path of all objects of a kind in a namespace."""
-    return _PATHS[api_version, kind].format(namespace=namespace)
+    return f"/{'apis' if '/' in api_version else 'api'}/{api_version}/namespaces/{namespace}/{kind.lower()}s"
 
 
 def collection_of(resource: Object, namespace: str) -> str:
@@ -83,9 +72,5 @@ def path_of(resource: Object, namespace: str) -> str:
 
 def owner(resource: Object) -> Object:
     """Return an owner reference to an existing object. Kubernetes deletes an object after the last of its owners."""
-    return {
-        "apiVersion": resource["apiVersion"],
-        "kind": resource["kind"],
-        "name": resource["metadata"]["name"],
-        "uid": resource["metadata"]["uid"],
-    }
+    metadata = {key: resource["metadata"][key] for key in ("name", "uid")}
+    return {"apiVersion": resource["apiVersion"], "kind": resource["kind"], **metadata}

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from torchx.schedulers.kubernetes_scheduler import JOB_STATE, LABEL_REPLICA_ID
 
@@ -27,22 +29,13 @@ _INDEX = "batch.kubernetes.io/job-completion-index"
 DEADLINE = 1
 """The ``activeDeadlineSeconds`` that ``stop`` sets on a running pod: seconds from the pod's start."""
 
-_NOT_STARTED = frozenset(
-    {
-        "CreateContainerConfigError",
-        "CreateContainerError",
-        "ErrImageNeverPull",
-        "ErrImagePull",
-        "ImageInspectError",
-        "ImagePullBackOff",
-        "InvalidImageName",
-        "RegistryUnavailable",
-        "RunContainerError",
-    }
-)
-"""Reasons for which a container waits because the kubelet cannot start it. It retries for ever (torchx#207)."""
+_NOT_STARTED = ("CreateContainer", "ErrImage", "Image", "InvalidImage", "RegistryUnavailable", "RunContainer")
+"""Beginnings of the reasons for which a container waits because it cannot be started: the kubelet retries for ever
+(torchx#207)."""
 
-_LONGEST_LINE = 300
+_MAX_LINE = 300
+
+_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +77,12 @@ class JobReport:
     is_aborted: bool = False
 
 
-def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
+def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None = None) -> KubernetesSnapshot:
     """Return the snapshot of an app.
 
     Args:
         now: the API server's time, in seconds since the epoch.
+        refusals: why Jobs cannot create pods, by their uids.
 
     Raises:
         DamagedFileError: the annotation with the app is damaged.
@@ -101,26 +95,27 @@ def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
     submitted = SubmittedApp.unpack(annotations[names.ANNOTATION_APP], source)
     native = _volcano_outcome(objects.record) if objects.mode == "volcano" else None
     jobs = {job["metadata"]["labels"].get(names.LABEL_ROLE): job for job in objects.jobs}
+    pods = _by_replica(objects.pods)
     roles, attempts = [], dict[tuple[str, int], Sequence[Attempt]]()
     for index, spec in enumerate(submitted.roles):
-        job = jobs.get(str(index))
         if native is not None:
-            status = JobReport(not native.state.is_terminal, is_aborted=native.state is State.CANCELLED)
+            report = JobReport(not native.state.is_terminal, is_aborted=native.state is State.CANCELLED)
         else:
-            status = job_status(job, objects.refusals)
+            report = _job_report(jobs.get(str(index)), refusals or {})
         replicas = []
-        for number, replica_attempts in enumerate(_attempts(objects.pods, index, spec.replicas)):
-            attempts[spec.name, number] = replica_attempts
-            replicas.append(
-                replica(spec, number, replica_attempts, status, objects, now - float(options["pull_timeout"]))
-            )
-        roles.append(RoleSnapshot(spec, replicas, status.is_active, status.finished, status.reason))
-    ending = _ending(annotations)
+        for number in range(spec.replicas):
+            attempts[spec.name, number] = its_attempts = pods.get((index, number), [])
+            host_suffix = f".{objects.name}.{objects.namespace}.svc"  # resolves in every namespace of the cluster
+            stuck_before = now - float(options["pull_timeout"])
+            replicas.append(replica(spec, number, its_attempts, report, host_suffix, stuck_before))
+        roles.append(RoleSnapshot(spec, replicas, report.is_active, report.finished, report.reason))
+    ending = None
+    if names.ANNOTATION_ENDED in annotations:
+        note = json.loads(annotations[names.ANNOTATION_ENDED])
+        ending = Outcome(State[note["state"]], note["msg"])  # without the time, so that the rest is stopped immediately
     if native is not None and native.state is State.CANCELLED and ending is not None:
         native = ending  # ``stop`` has aborted the job
-    elif native is not None and any(
-        replica_snapshot.failure or replica_snapshot.waiting for role in roles for replica_snapshot in role.replicas
-    ):
+    elif native is not None and any(replica.failure or replica.waiting for role in roles for replica in role.replicas):
         native = Outcome(native.state)  # a pod's reason is more exact than Volcano's
     return KubernetesSnapshot(
         app_id=app_id,
@@ -138,36 +133,39 @@ def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
 
 
 def replica(
-    spec: RoleSpec, index: int, attempts: Sequence[Attempt], job: JobReport, app: AppObjects, stuck_before: float
+    spec: RoleSpec, index: int, attempts: Sequence[Attempt], job: JobReport, host_suffix: str, stuck_before: float
 ) -> ReplicaSnapshot:
     """Return the snapshot of a replica.
 
     Args:
+        host_suffix: what follows the host name of a pod in its DNS name.
         stuck_before: a pod that could not be started since before this time, in seconds since the epoch, is stuck.
     """
     last = attempts[-1] if attempts else None
-    living = [attempt for attempt in attempts if attempt.lives]
     state = _replica_state(spec, index, last, job)
     failed = state is State.FAILED
+    if last is None:
+        failure = f"replica {spec.name}/{index} failed; its pod is gone" if failed else ""
+        return ReplicaSnapshot(spec.name, index, state, failure=failure, is_error_lost=failed)
+    running = [attempt for attempt in attempts if attempt.is_running]
     return ReplicaSnapshot(
         role=spec.name,
         id=index,
         state=state,
-        hostname=names.host(last.host, app.name, app.namespace) if last and last.host else "",
-        address=last.address if last else "",
-        started=last.started if last else 0.0,
-        ended=last.ended if last else 0.0,
-        exit_code=last.exit_code if last else None,
-        restarts=max(0, len(attempts) - 1),
+        hostname=f"{last.host}{host_suffix}" if last.host else "",
+        address=last.address,
+        started=last.started,
+        ended=last.ended,
+        exit_code=last.exit_code,
+        restarts=len(attempts) - 1,
         rank_restarts=sum(attempt.rank_restarts for attempt in attempts),
-        failure=f"replica {spec.name}/{index} {last.failure if last else 'failed; its pod is gone'}" if failed else "",
-        error=last.error if failed and last else "",
-        waiting=last.waiting if last else "",
-        is_stuck=last is not None and 0 < last.stuck_since < stuck_before,
-        is_stopping=bool(living) and all(attempt.stopping or attempt.deleting for attempt in living),
-        is_error_lost=failed and last is None,
-        was_stopped=last is not None and last.was_deleted,
-        lingers=state.is_terminal and bool(living),
+        failure=f"replica {spec.name}/{index} {last.failure}" if failed else "",
+        error=last.error if failed else "",
+        waiting=last.waiting,
+        is_stuck=0 < last.stuck_since < stuck_before,
+        is_stopping=bool(running) and all(attempt.is_stopping for attempt in running),
+        was_stopped=last.was_deleted,
+        lingers=state.is_terminal and bool(running),
     )
 
 
@@ -176,43 +174,33 @@ def _replica_state(spec: RoleSpec, index: int, last: Attempt | None, job: JobRep
         return State.SUCCEEDED
     if last is None:
         return State.FAILED if index in job.failed else State.PENDING if job.is_active else State.CANCELLED
-    if last.lives:
+    if last.is_running:
         return State.PENDING if last.phase == "Pending" else State.RUNNING
     if index in job.failed or not job.is_active or spec.max_retries == 0:
-        is_cancelled = last.stopping or (job.is_aborted and last.was_deleted)
+        is_cancelled = last.has_deadline or (job.is_aborted and last.was_deleted)
         return State.CANCELLED if is_cancelled else State.FAILED
     return State.PENDING  # Kubernetes will start it again
 
 
-def job_status(job: Object | None, refusals: Mapping[str, str]) -> JobReport:
-    """Return what an Indexed Job reports.
-
-    Args:
-        job: the Job; None if it was deleted.
-        refusals: as in ``AppObjects``.
-    """
+def _job_report(job: Object | None, refusals: Mapping[str, str]) -> JobReport:
+    """Return what an Indexed Job reports; None stands for a Job that was deleted."""
     if job is None:
         return JobReport(False)
     status = job.get("status") or {}
-    true = {
-        condition["type"]: condition
-        for condition in status.get("conditions") or ()
-        if condition.get("status") == "True"
-    }
+    conditions = _conditions(status)
     finished, reason = None, ""
-    if "Complete" in true:
+    if _holds(conditions, "Complete"):
         finished = State.SUCCEEDED
-    elif "Failed" in true:
-        finished = State.FAILED
-        reason = f"{true['Failed'].get('reason', '')}: {true['Failed'].get('message', '')}".strip(": ")
+    elif _holds(conditions, "Failed"):
+        finished, reason = State.FAILED, _reason(conditions["Failed"])
     elif job["spec"].get("suspend"):
         queue = job["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
         reason = f"waits for Kueue to admit it to the queue {queue}" if queue else "is suspended"
     else:
         reason = refusals.get(job["metadata"]["uid"], "")
     is_active = finished is None and "deletionTimestamp" not in job["metadata"]
-    completed, failed = indexes(status.get("completedIndexes")), indexes(status.get("failedIndexes"))
-    return JobReport(is_active, finished, completed, failed, reason)
+    succeeded, failed = indexes(status.get("completedIndexes")), indexes(status.get("failedIndexes"))
+    return JobReport(is_active, finished, succeeded, failed, reason)
 
 
 def indexes(text: str | None) -> frozenset[int]:
@@ -227,61 +215,45 @@ def indexes(text: str | None) -> frozenset[int]:
 
 def _volcano_outcome(job: Object) -> Outcome:
     """Return the state of a Volcano job, with Volcano's reason if it fails or waits."""
-    status = job.get("status") or {}
-    reported = status.get("state") or {}
-    phase = reported.get("phase", "")
-    # TorchX reports a job without a phase as UNKNOWN (torchx#999). One value of JOB_STATE is of a different enum.
-    state = State[JOB_STATE[phase].name] if phase in JOB_STATE else State.PENDING
-    message = str(reported.get("message", "")) if state in (State.FAILED, State.PENDING) else ""
+    status = job.get("status")
     if not status:
         queue = job["spec"].get("queue")
         message = f"Volcano has not looked at the job yet: does it run here, and is there a queue {queue}?"
-    return Outcome(state, message)
+        return Outcome(State.PENDING, message)
+    reported = status.get("state") or {}
+    # TorchX reports a job without a phase as UNKNOWN (torchx#999). One value of JOB_STATE is of a different enum.
+    phase = reported.get("phase", "")
+    state = State[JOB_STATE[phase].name] if phase in JOB_STATE else State.PENDING
+    return Outcome(state, str(reported.get("message", "")) if state in (State.FAILED, State.PENDING) else "")
 
 
-def _attempts(pods: Sequence[Object], role: int, replicas: int) -> list[list[Attempt]]:
-    """Return the pods of each replica of a role, the oldest first."""
-    found: list[list[Attempt]] = [[] for _ in range(replicas)]
+def _by_replica(pods: Sequence[Object]) -> dict[tuple[int, int], list[Attempt]]:
+    """Return the pods by the index of their role in the app and of their replica in the role, the oldest first."""
+    found: dict[tuple[int, int], list[Attempt]] = {}
     for pod in pods:
-        index, number = _place(pod)
-        if index == role and 0 <= number < replicas:
-            found[number].append(Attempt.of(pod))
-    for replica_attempts in found:
-        replica_attempts.sort(key=lambda attempt: (attempt.created, attempt.lives))
+        labels, annotations = pod["metadata"]["labels"], pod["metadata"].get("annotations") or {}
+        number = annotations.get(_INDEX) or labels.get(LABEL_REPLICA_ID, "")
+        place = f"{labels.get(names.LABEL_ROLE)} {number}"
+        if re.fullmatch(r"\d+ \d+", place):
+            role_index, replica_index = map(int, place.split())
+            found.setdefault((role_index, replica_index), []).append(Attempt(pod))
+    for attempts in found.values():
+        attempts.sort(key=lambda attempt: (attempt.created, attempt.is_running))
     return found
 
 
-def _place(pod: Object) -> tuple[int, int]:
-    """Return the index of a pod's role in the app, and of its replica in the role; -1 for what its labels lack."""
-    labels, annotations = pod["metadata"]["labels"], pod["metadata"].get("annotations") or {}
-    role, number = labels.get(names.LABEL_ROLE, ""), str(annotations.get(_INDEX) or labels.get(LABEL_REPLICA_ID) or "")
-    return int(role) if role.isdigit() else -1, int(number) if number.isdigit() else -1
-
-
-def _ending(annotations: Mapping[str, str]) -> Outcome | None:
-    """Return how this package has begun to end an app, without the time, so that the rest is stopped immediately."""
-    if names.ANNOTATION_ENDED not in annotations:
-        return None
-    note = json.loads(annotations[names.ANNOTATION_ENDED])
-    return Outcome(State[note["state"]], note["msg"])
-
-
-@dataclass(frozen=True)
 class Attempt:
     """One start of a replica: one pod.
 
     Attributes:
-        pod: the pod's name.
         container: name of the container that runs the role's command, which is the first one.
+        phase: the pod's phase in Kubernetes.
         host: the pod's host name; empty before the pod starts.
         address: the pod's IP address; empty unless it runs.
-        phase: the pod's phase in Kubernetes.
-        created: when the pod was created, in seconds since the epoch.
-        started: when its node began to start it, in seconds since the epoch; 0 before.
-        ended: when it ended, in seconds since the epoch; 0 before.
+        created, started, ended: times in seconds since the epoch; 0 before.
         exit_code: exit code of its container; None before its end.
-        deleting: whether the pod is being deleted.
-        stopping: whether ``stop`` has ended it by a deadline.
+        is_deleted: whether the pod is being deleted.
+        has_deadline: whether ``stop`` has ended it by a deadline.
         was_deleted: whether it ended by the signal that the deletion of its pod has sent, and left no error file: its
             Job deletes the pods that still run when too many others have failed.
         waiting: why it cannot be scheduled or started; empty for normal progress.
@@ -291,122 +263,118 @@ class Attempt:
         rank_restarts: restarts of its ranks that its ended containers have reported.
     """
 
-    pod: str
-    container: str = ""
-    host: str = ""
-    address: str = ""
-    phase: str = "Pending"
-    created: float = 0.0
-    started: float = 0.0
-    ended: float = 0.0
-    exit_code: int | None = None
-    deleting: bool = False
-    stopping: bool = False
-    was_deleted: bool = False
-    waiting: str = ""
-    stuck_since: float = 0.0
-    failure: str = ""
-    error: str = ""
-    rank_restarts: int = 0
+    def __init__(self, pod: Object) -> None:
+        metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status") or {}
+        self._spec = spec
+        self.name: str = metadata["name"]
+        self.container: str = spec["containers"][0].get("name", "")
+        self.phase: str = status.get("phase") or "Pending"
+        self.host: str = "" if self.phase == "Pending" else spec.get("hostname") or self.name
+        self.address: str = (status.get("podIP") or "") if self.phase == "Running" else ""
+        self.created = seconds(metadata["creationTimestamp"])
+        self.started = seconds(status.get("startTime"))
+        self.is_deleted = "deletionTimestamp" in metadata
+        self.has_deadline = spec.get("activeDeadlineSeconds") == DEADLINE
+        conditions = _conditions(status)
+        # A pod overlay may have added further containers.
+        statuses = {container["name"]: container for container in status.get("containerStatuses") or ()}
+        own_status: Object = statuses.get(self.container, {})
+        state = own_status.get("state") or {}
+        self._read_waiting(conditions.get("PodScheduled", {}), state.get("waiting") or {})
+        before = (own_status.get("lastState") or {}).get("terminated") or {}
+        self._read_end(status, conditions, state.get("terminated") or {}, before)
 
     @property
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         """Whether the pod runs or may still start."""
         return self.phase not in ("Succeeded", "Failed")
 
-    @classmethod
-    def of(cls, pod: Object) -> Attempt:
-        """Read a pod object."""
-        metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status") or {}
-        conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
-        name = spec["containers"][0].get("name", "")
-        # A pod overlay may have added further containers.
-        statuses = status.get("containerStatuses") or ()
-        container: Object = next(
-            (container_status for container_status in statuses if container_status.get("name") == name), {}
-        )
-        state, before = container.get("state") or {}, (container.get("lastState") or {}).get("terminated") or {}
-        waits, terminated = state.get("waiting") or {}, state.get("terminated") or {}
-        started = seconds(status.get("startTime") or "")
-        waiting, stuck = "", 0.0
-        scheduled = conditions.get("PodScheduled") or {}
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the pod was asked to stop."""
+        return self.has_deadline or self.is_deleted
+
+    def _read_waiting(self, scheduled: Object, waiting: Object) -> None:
+        self.waiting, self.stuck_since = "", 0.0
         if scheduled.get("reason") == "Unschedulable":
-            waiting = f"no node can take it (Unschedulable): {scheduled.get('message', '')}"
-        elif waits.get("reason") in _NOT_STARTED:
-            waiting = f"{waits['reason']}: {waits.get('message', '')}"
-            stuck = started or seconds(metadata["creationTimestamp"])
-        phase = status.get("phase") or "Pending"
-        result, earlier = (_result(termination, spec) for termination in (terminated, before))
-        deleting = "deletionTimestamp" in metadata
-        disruption = _disruption(status, conditions)
-        return cls(
-            pod=metadata["name"],
-            container=name,
-            host=spec.get("hostname") or metadata["name"] if phase != "Pending" else "",
-            address=(status.get("podIP") or "") if phase == "Running" else "",
-            phase=phase,
-            created=seconds(metadata["creationTimestamp"]),
-            started=started,
-            ended=seconds(terminated.get("finishedAt") or "") or _ended(conditions, phase),
-            exit_code=terminated.get("exitCode"),
-            deleting=deleting,
-            stopping=spec.get("activeDeadlineSeconds") == DEADLINE,
-            was_deleted=deleting
-            and terminated.get("exitCode") in STOP_CODES
-            and not (disruption or result.names_cause or terminated.get("reason") == "OOMKilled"),
-            waiting=waiting.strip(": "),
-            stuck_since=stuck,
-            failure=_failure(disruption, terminated, spec) if phase == "Failed" else "",
-            error=error_files.cleaned(terminated["message"]) if result.names_cause else "",
-            rank_restarts=result.rank_restarts + earlier.rank_restarts,
-        )
+            self.waiting = f"no node can take it (Unschedulable): {scheduled.get('message', '')}".rstrip(": ")
+        elif waiting.get("reason", "").startswith(_NOT_STARTED):
+            self.waiting, self.stuck_since = _reason(waiting), self.started or self.created
+
+    def _read_end(self, status: Object, conditions: Mapping[str, Object], ended: Object, before: Object) -> None:
+        """Read how the pod has ended.
+
+        Args:
+            ended, before: the termination of its container, and of an earlier one; empty for none.
+        """
+        self.exit_code: int | None = ended.get("exitCode")
+        self.ended = seconds(ended.get("finishedAt"))
+        if not self.is_running and not self.ended:
+            changes = [seconds(condition.get("lastTransitionTime")) for condition in conditions.values()]
+            self.ended = max(changes, default=0.0)
+        result = self._result(ended)
+        self.rank_restarts = result.rank_restarts + self._result(before).rank_restarts
+        self.error = error_files.cleaned(ended["message"]) if result.names_cause else ""
+        disruption = ""
+        if status.get("reason"):  # Evicted, NodeLost, DeadlineExceeded, UnexpectedAdmissionError ...
+            disruption = f"was ended by its node ({_reason(status)})"
+        elif _holds(conditions, "DisruptionTarget"):
+            disruption = f"was taken away by Kubernetes ({_reason(conditions['DisruptionTarget'])})"
+        has_cause = disruption or self.error or ended.get("reason") == "OOMKilled"
+        self.was_deleted = self.is_deleted and self.exit_code in STOP_CODES and not has_cause
+        self.failure = ""
+        if self.phase == "Failed":
+            place = f"on node {self._spec['nodeName']} " if self._spec.get("nodeName") else ""
+            self.failure = place + (disruption or self._failure(ended))
+
+    def _result(self, ended: Object) -> HostResult:
+        """Return the result that a host has left as its termination message; an empty one for a pod without a host.
+
+        The message of a pod without a host is what its program has written, its output or a file.
+        """
+        return HostResult.from_text(ended.get("message") if self._runs_host else None)
+
+    @property
+    def _runs_host(self) -> bool:
+        variables = self._spec["containers"][0].get("env") or ()
+        return any(variable["name"] == TERMINATION_VARIABLE for variable in variables)
+
+    def _failure(self, ended: Object) -> str:
+        reason, message = ended.get("reason"), (ended.get("message") or "").strip()
+        if reason == "OOMKilled":
+            limits = (self._spec["containers"][0].get("resources") or {}).get("limits") or {}
+            limit = limits.get("memory", "no limit")
+            return f"was killed for want of memory (OOMKilled), of which it had {limit} (memMB)"
+        if reason in ("StartError", "ContainerCannotRun", "ContainerStatusUnknown"):
+            return f"could not be started ({reason}): {message}".rstrip(": ")
+        how = describe_shell_code(ended["exitCode"]) if ended else "failed"
+        if message and not (self._runs_host and message.startswith("{")):
+            how += f"; its last output: {one_line(message.splitlines()[-1], _MAX_LINE)}"
+        return how
 
 
-def _result(terminated: Object, spec: Object) -> HostResult:
-    """Return the result that a host has left as its termination message; an empty one for a pod without a host.
-
-    The message of a pod without a host is what its program has written, its output or a file.
-    """
-    return HostResult.from_text(terminated.get("message") if _runs_host(spec) else None)
+def _conditions(status: Object) -> dict[str, Object]:
+    return {condition["type"]: condition for condition in status.get("conditions") or ()}
 
 
-def _runs_host(spec: Object) -> bool:
-    return any(variable["name"] == TERMINATION_VARIABLE for variable in spec["containers"][0].get("env") or ())
+def _holds(conditions: Mapping[str, Object], kind: str) -> bool:
+    return bool(conditions.get(kind, {}).get("status") == "True")
 
 
-def _ended(conditions: Mapping[str, Object], phase: str) -> float:
-    if phase not in ("Succeeded", "Failed"):
-        return 0.0
-    return max((seconds(condition.get("lastTransitionTime") or "") for condition in conditions.values()), default=0.0)
+def _reason(described: Mapping[str, Any]) -> str:
+    """Return the reason and the message that Kubernetes gives for a condition, a status or a waiting container."""
+    return f"{described.get('reason', '')}: {described.get('message', '')}".strip(": ")
 
 
-def _disruption(status: Object, conditions: Mapping[str, Object]) -> str:
-    """Describe how its node or Kubernetes has ended a pod; empty if neither has."""
-    target = conditions.get("DisruptionTarget") or {}
-    if status.get("reason"):
-        # Evicted, NodeLost, DeadlineExceeded, UnexpectedAdmissionError ...
-        return f"was ended by its node ({status['reason']}: {status.get('message', '')})".replace(": )", ")")
-    if target.get("status") == "True":
-        return f"was taken away by Kubernetes ({target.get('reason', '')}: {target.get('message', '')})"
-    return ""
+def nanoseconds(text: str) -> int:
+    """Convert ``2026-11-20T10:11:12.123456789Z`` to nanoseconds since the epoch; 0 for any other text."""
+    found = _TIME.fullmatch(text)
+    if found is None:
+        return 0
+    whole = datetime.fromisoformat(found[1] + found[3].replace("Z", "+00:00"))
+    return int(whole.timestamp()) * 10**9 + int((found[2] or "").ljust(9, "0")[:9])
 
 
-def _failure(disruption: str, terminated: Object, spec: Object) -> str:
-    """Describe how a pod failed, as a clause that follows the replica's name: "on node n1 exited with code 1"."""
-    code = terminated.get("exitCode", 0)
-    how = describe_shell_code(code) if terminated else "failed"
-    reason = terminated.get("reason")
-    if reason == "OOMKilled":
-        limits = (spec["containers"][0].get("resources") or {}).get("limits") or {}
-        how = f"was killed for want of memory (OOMKilled), of which it had {limits.get('memory', 'no limit')} (memMB)"
-    elif reason in ("StartError", "ContainerCannotRun", "ContainerStatusUnknown"):
-        how = f"could not be started ({reason}): {terminated.get('message', '')}".rstrip(": ")
-    elif (said := (terminated.get("message") or "").strip()) and not (said.startswith("{") and _runs_host(spec)):
-        how += f"; its last output: {one_line(said.splitlines()[-1], _LONGEST_LINE)}"
-    how = disruption or how
-    return f"on node {spec['nodeName']} {how}" if spec.get("nodeName") else how
-
-
-def seconds(text: str) -> float:
-    """Convert a Kubernetes time such as ``2026-11-20T10:11:12Z`` to seconds since the epoch; 0.0 for an empty text."""
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else 0.0
+def seconds(text: str | None) -> float:
+    """Convert a Kubernetes time to seconds since the epoch; 0.0 for None and an empty text."""
+    return nanoseconds(text or "") / 1e9

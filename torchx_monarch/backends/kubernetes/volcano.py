@@ -33,35 +33,23 @@ def render(
         role.env = {name: value.replace(macros.rank0_env, pods.RANK0) for name, value in role.env.items()}
         if role.retry_policy is RetryPolicy.ROLE:
             role.retry_policy = RetryPolicy.APPLICATION  # TorchX raises KeyError; Volcano has no policy per role
+    sizes = (cfg.reserved_millicpu, cfg.reserved_memmb, cfg.efa_device_count)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchX warns about retries in Volcano 1.4
-        resource = app_to_resource(
-            adapted,
-            cfg.queue or "default",
-            cfg.service_account,
-            cfg.priority_class,
-            cfg.reserved_millicpu,
-            cfg.reserved_memmb,
-            cfg.efa_device_count,
-        )
+        resource = app_to_resource(adapted, cfg.queue or "default", cfg.service_account, cfg.priority_class, *sizes)
     job: Object = sanitize_for_serialization(resource)
     app_id = job["metadata"]["name"]
     job["metadata"]["labels"] = {names.LABEL_APP: app_id, **(cfg.labels or {})}
     job["metadata"]["annotations"] = {**record, **(cfg.annotations or {})}
     # Volcano's plugin svc names a pod's host JOB-TASK-0 and its domain like the job.
-    tasks, hosts = iter(job["spec"]["tasks"]), list[str]()
-    placed: list[tuple[int, Object]] = []
-    for index, role in enumerate(adapted.roles):
-        for replica in range(role.num_replicas):
-            task = next(tasks)
-            placed.append((index, task))
-            host = f"{app_id}-{task['name']}-0"
-            names.check_host_name(host, f"replica {role.name}/{replica}")
-            if replica == 0:
-                hosts.append(f"{host}.{app_id}")
-    context = pods.PodContext(app_id, namespace, cfg, hosts)
-    for index, task in placed:
-        pods.finish(task["template"], index, specs[index].runs_hosts, context)
+    replicas = [(index, replica) for index, role in enumerate(adapted.roles) for replica in range(role.num_replicas)]
+    hosts = [f"{app_id}-{task['name']}-0" for task in job["spec"]["tasks"]]
+    for (index, replica), host in zip(replicas, hosts, strict=True):
+        names.check_host_name(host, f"{adapted.roles[index].name}/{replica}")
+    first_hosts = [f"{host}.{app_id}" for (_, replica), host in zip(replicas, hosts, strict=True) if replica == 0]
+    context = pods.PodContext(app_id, namespace, cfg, first_hosts)
+    for (index, _), task in zip(replicas, job["spec"]["tasks"], strict=True):
+        pods.complete(task["template"], index, specs[index].runs_hosts, context)
     # The job first: it is the record, and the Secret belongs to it from its creation on. A node tries again
     # to start a container whose Secret does not exist yet.
     metadata = {"name": app_id, "labels": dict(job["metadata"]["labels"])}
