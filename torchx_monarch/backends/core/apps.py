@@ -116,7 +116,8 @@ class Apps(Generic[S]):
         check_replica(
             app_id, {role_snapshot.spec.name: len(role_snapshot.replicas) for role_snapshot in app.roles}, role, replica
         )
-        query = self._query(app_id, since, until, stream, 0, follow and not status.state.is_terminal)
+        follow = follow and not status.state.is_terminal
+        query = self._query(app_id, since=since, until=until, stream=stream, follow=follow)
         return matching((line.text for line in self._backend.read_log(app, role, replica, query)), regex)
 
     def replica_log(
@@ -128,25 +129,14 @@ class Apps(Generic[S]):
             since: as in ``LogQuery``.
             tail: as in ``LogQuery``.
         """
-        return self._backend.read_log(app, role, replica, self._query(app.app_id, since, None, None, tail, follow))
+        query = self._query(app.app_id, since=since, tail=tail, follow=follow)
+        return self._backend.read_log(app, role, replica, query)
 
-    def _query(
-        self,
-        app_id: str,
-        since: datetime | None,
-        until: datetime | None,
-        stream: Stream | None,
-        tail: int,
-        follow: bool,
-    ) -> LogQuery[S]:
+    def _query(self, app_id: str, **lines: Any) -> LogQuery[S]:
         return LogQuery(
-            since,
-            until,
-            stream,
-            tail,
-            follow,
             latest=lambda: latest[0] if (latest := self.recent(app_id)) else None,
             has_ended=lambda: self.has_ended(app_id),
+            **lines,
         )
 
     def recent(self, app_id: str) -> tuple[S, AppStatus] | None:

@@ -44,18 +44,22 @@ class SubmitError(BackendError):
     """Raised when an app could not be started; nothing is left of it."""
 
 
-class StateDirError(SubmitError):
-    """Raised when the state directory cannot be written.
+class _PathError(BackendError):
+    """An error about a file or folder.
 
     Attributes:
-        path: the file or folder that could not be written.
-        reason: the system's error message.
+        path: the file or folder.
+        reason: what is wrong with it.
     """
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
         self.path = path
         self.reason = reason
+
+
+class StateDirError(SubmitError, _PathError):
+    """Raised when the state directory cannot be written."""
 
     def __str__(self) -> str:
         return (
@@ -64,18 +68,8 @@ class StateDirError(SubmitError):
         )
 
 
-class StateAccessError(BackendError):
-    """Raised when this user must not use a part of the state directory.
-
-    Attributes:
-        path: the file or folder.
-        reason: why it must not be used.
-    """
-
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path = path
-        self.reason = reason
+class StateAccessError(_PathError):
+    """Raised when this user must not use a part of the state directory."""
 
     @classmethod
     def of(cls, error: OSError, path: str) -> StateAccessError:

@@ -34,8 +34,8 @@ SETTLE = 5.0
 HOST_EXTRA = 10.0
 """Seconds that a host has beyond the grace period, in which it ends its ranks and writes its result."""
 
-_AWAITED = 30.0
-"""The longest delay in seconds of a single host, for which the others wait ``--rejoin-timeout``: 60 s by default."""
+MAX_HOST_DELAY = 30.0
+"""Maximum seconds until a lost host starts again; the others wait for it (``--rejoin-timeout``, 60 s by default)."""
 
 
 @dataclass(frozen=True)
@@ -93,22 +93,21 @@ def reduce(app: AppSnapshot) -> AppStatus:
 def _from_replicas(app: AppSnapshot) -> AppStatus:
     """Decide the state of an app from its replicas, whatever the backend's own controller says of the app."""
     failures = sorted(
-        (replica for role in app.roles for replica in role.failures), key=lambda replica: replica.distance
+        (failure for role in app.roles for failure in role.failures), key=lambda failure: failure.distance
     )
-    outcome, cause = _decide(app, failures)
-    alive = [replica for replica in app.replicas if replica.is_alive]
-    active = any(role.is_active for role in app.roles)
+    outcome = next(filter(None, (rule(app, failures) for rule in _RULES)), None)
     if outcome is None:
         running = any(replica.state is State.RUNNING for replica in app.replicas)
         return AppStatus(State.RUNNING if running else State.PENDING, _with_notes(_waiting(app), app))
-    left = any(not replica.is_stopping for replica in alive) or any(role.is_open for role in app.roles)
+    left = any(replica.is_alive and not replica.is_stopping for replica in app.replicas)
+    left = left or any(role.is_open for role in app.roles)
     is_cancelled = app.ending is not None and app.ending.state is State.CANCELLED
     is_stop_due = left and not app.is_supervised and not is_cancelled
     hint = "it has succeeded; `torchx cancel` ends what still runs" if is_stop_due else ""
     return AppStatus(
-        state=State.RUNNING if alive or active else outcome.state,
+        state=outcome.state if _is_idle(app) else State.RUNNING,
         message=_with_notes(outcome.message or hint, app),
-        cause=cause,
+        cause=failures[0] if failures and outcome.state is State.FAILED else None,
         error=_error(app) if outcome.state is State.FAILED else "",
         outcome=outcome,
         is_stop_due=is_stop_due,
@@ -116,38 +115,63 @@ def _from_replicas(app: AppSnapshot) -> AppStatus:
     )
 
 
-def _decide(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> tuple[Outcome | None, ReplicaSnapshot | None]:
-    """Decide how an app ends.
+def _is_idle(app: AppSnapshot) -> bool:
+    """Whether no replica runs or may still start."""
+    return not any(replica.is_alive for replica in app.replicas) and not any(role.is_active for role in app.roles)
 
-    Args:
-        failures: the failed replicas that no role tolerates, the root cause first.
 
-    Returns:
-        The outcome, None if it is open; and the replica that is the root cause, or None.
-    """
-    awaited_roles = awaited(app.roles)
-    cause = failures[0] if failures else None
-    ending = app.ending
-    if ending is not None and ending.state is State.FAILED:
-        return replace(ending, message=ending.message or (cause.failure if cause else "")), cause
-    if awaited_roles and all(role.has_succeeded for role in awaited_roles):
-        decided = max((replica.ended for role in awaited_roles for replica in role.replicas), default=0.0)
-        if not any(replica.ended < decided for replica in failures):
-            return Outcome(State.SUCCEEDED, time=decided), None
-    if ending is not None:
-        return ending, None
-    if cause is not None:
-        return Outcome(State.FAILED, cause.failure, time=cause.ended), cause
-    broken = next((role for role in app.roles if role.finished is State.FAILED and not role.has_succeeded), None)
-    if broken is not None:
-        return Outcome(State.FAILED, f"role {broken.spec.name} failed: {broken.reason}"), None
+# The rules by which an app ends. The first that applies decides; ``failures`` are the failed replicas that no role
+# tolerates, the root cause first.
+
+
+def _ended_as_failed(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
+    if app.ending is None or app.ending.state is not State.FAILED:
+        return None
+    return replace(app.ending, message=app.ending.message or (failures[0].failure if failures else ""))
+
+
+def _has_succeeded(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
+    roles = awaited(app.roles)
+    if not roles or not all(role.has_succeeded for role in roles):
+        return None
+    decided = max((replica.ended for role in roles for replica in role.replicas), default=0.0)
+    return None if any(replica.ended < decided for replica in failures) else Outcome(State.SUCCEEDED, time=decided)
+
+
+def _ended_otherwise(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
+    return app.ending
+
+
+def _replica_failed(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
+    return Outcome(State.FAILED, failures[0].failure, time=failures[0].ended) if failures else None
+
+
+def _role_failed(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
+    for role in app.roles:
+        if role.finished is State.FAILED and not role.has_succeeded:
+            return Outcome(State.FAILED, f"role {role.spec.name} failed: {role.reason}")
+    return None
+
+
+def _cannot_start(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
     stuck = next((replica for role in app.roles for replica in role.stuck), None)
-    if stuck is not None:
-        return Outcome(State.FAILED, f"replica {stuck.name} cannot start: {stuck.waiting}"), None
-    idle = not any(replica.is_alive for replica in app.replicas) and not any(role.is_active for role in app.roles)
-    if idle and any(replica.started or replica.ended or replica.state is State.UNKNOWN for replica in app.replicas):
-        return Outcome(State.FAILED), None  # the exit codes of some replicas are lost
-    return None, None
+    return Outcome(State.FAILED, f"replica {stuck.name} cannot start: {stuck.waiting}") if stuck is not None else None
+
+
+def _codes_are_lost(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
+    begun = any(replica.started or replica.ended or replica.state is State.UNKNOWN for replica in app.replicas)
+    return Outcome(State.FAILED) if begun and _is_idle(app) else None
+
+
+_RULES = (
+    _ended_as_failed,
+    _has_succeeded,
+    _ended_otherwise,
+    _replica_failed,
+    _role_failed,
+    _cannot_start,
+    _codes_are_lost,
+)
 
 
 def root_cause(failed: Sequence[ReplicaSnapshot]) -> tuple[ReplicaSnapshot | None, str]:
@@ -228,7 +252,7 @@ class RetryBudget:
             replica: as for ``take``.
         """
         delay = self._backoffs[_scope(role, replica)].delay(lived)
-        return min(delay, _AWAITED) if role.runs_hosts and role.retry_policy is RetryPolicy.REPLICA else delay
+        return min(delay, MAX_HOST_DELAY) if role.runs_hosts and role.retry_policy is RetryPolicy.REPLICA else delay
 
 
 def _scope(role: RoleSpec, replica: int) -> tuple[str, int]:
