@@ -22,10 +22,11 @@ from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult, RankExit
 from torchx_monarch.system.console import Console, WriterThread
 
-OPTIONS = JobOptions("id", 0, 0, (), 0, NodeRange(2, 2, 0.2), 1.0, 1.0, "", "", 0.05, 0.05)
+OPTIONS = JobOptions(HostSpec(host_timeout=1.0, lease=0.05), NodeRange(2, 2, 0.2), "id", 1.0, report_timeout=0.05)
 PREEMPTED = HostPreempted(1, JobResult(143, "preempted", stopped=True, replica=1))
 
 

@@ -28,6 +28,7 @@ from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.session import SpmdWork
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport.connections import Address
@@ -53,7 +54,7 @@ class Job:
         self._steps = list(steps)
         reporter = Reporter(Console(2), None, "trainer")
         self.gatherer = HostGatherer(sizes, self.rendezvous, reporter, HostFailures(2, 60.0))
-        options = JobOptions("id", 0, replacements, (), 0, sizes, 1.0, 1.0, "", "", 0.05, 0.05)
+        options = JobOptions(HostSpec(replacements=replacements, lease=0.05), sizes, "id", 1.0, report_timeout=0.05)
         self.controller = Controller(options, self.rendezvous, reporter, self.gatherer, cast(SpmdWork, self))
         self.register(range(replicas))
 

@@ -30,13 +30,14 @@ from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport.address import Address
 
 REPLICAS = 3
 HOSTS = [Registration(replica, f"node{replica}", 7, 1) for replica in range(REPLICAS)]
-OPTIONS = JobOptions("id", 1, 0, (), 0, NodeRange(3, 3, 1.0), 1.0, 1.0, "node0", "", 0.05, 0.05)
+OPTIONS = JobOptions(HostSpec(host_timeout=1.0, lease=0.05), NodeRange(3, 3, 1.0), "id", 1.0, 1, report_timeout=0.05)
 
 
 class Replica:

@@ -34,13 +34,14 @@ from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.session import Session, SpmdWork
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult, RankExit
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport.connections import Address
 
 HOSTS = [Registration(0, "node0", 1, 1), Registration(1, "node1", 1, 1, attempt=1)]
 FIXED = NodeRange(2, 2, 1.0)
-OPTIONS = JobOptions("id", 1, 0, (), 0, FIXED, 1.0, 1.0, "node0", "", 0.05, 0.05)
+OPTIONS = JobOptions(HostSpec(host_timeout=1.0, lease=0.05), FIXED, "id", 1.0, 1, report_timeout=0.05)
 REFUSED = Refused(1, "host 1 (node1)", "cannot write the ranks' logs", 1)
 
 

@@ -133,10 +133,13 @@ class Attempts:
             for line in describe_others(self.exits.values(), cause):
                 self._reporter.line(f"also: {line}")
             before, never_joined = never_joined, retry.never_joined(self.exits.values())
-            stuck = self._same_step.why_not(self.exits.values(), cause, self._options.same_step_limit)
+            stuck = self._same_step.why_not(self.exits.values(), cause, self._options.spec.same_step_limit)
             if excluded := self._blame_host_of(cause, failure):
                 self._same_step, stuck = retry.SameStep(), ""  # other machines may get further
-            reason = retry.why_not(cause, never_joined, before, self._options.retry_on, self._options.on_hang) or stuck
+            reason = (
+                retry.why_not(cause, never_joined, before, self._options.spec.retry_on, self._options.spec.on_hang)
+                or stuck
+            )
             if self._restarts_left == 0 or reason:
                 if self._restarts_left:
                     self._reporter.line(f"no restart: {reason}")
@@ -167,7 +170,7 @@ class Attempts:
             raise Interrupted(_joined(newcomers[0]))
         world = await self._world(hosts)
         self._launched = self.number
-        launched = [answer async for answer in self._hosts.ask(LaunchRanks(world), self._options.host_timeout)]
+        launched = [answer async for answer in self._hosts.ask(LaunchRanks(world), self._options.spec.host_timeout)]
         self._reporter.phase(
             "ranks", f"ranks {world.size}/{world.size}", attempt=self.number, hosts=_shown(launched, world, hosts)
         )
@@ -236,9 +239,9 @@ class Attempts:
         """Open the port where the ranks meet; return the ranks of the attempt."""
         options = self._options
         opening = self._hosts.ask_own(
-            OpenStore(options.store_bind, options.master_addr, len(hosts)), options.host_timeout
+            OpenStore(options.store_bind, options.master_addr, len(hosts)), options.spec.host_timeout
         )
-        modules = ", ".join(options.preload)
+        modules = ", ".join(options.spec.preload_modules if options.spec.forks_ranks else ())
         imports = f"the import of {modules}, once for all ranks of a host" if modules else "the ranks' interpreters"
         store = await self._reporter.while_waiting(opening, lambda: imports)
         assert isinstance(store, StoreOpened)
@@ -264,7 +267,7 @@ class Attempts:
             return
         reason = f"host {stopped[0].replica} has stopped its ranks and not reported why: {stopped[0].describe()}"
         failure = StopRequested(0, JobResult(shell_code(stopped[0].code) or 1, reason))
-        raise Interrupted(await self._events.report_within(self._options.lease, failure))
+        raise Interrupted(await self._events.report_within(self._options.spec.lease, failure))
 
     async def _stop_others(self, world_size: int) -> None:
         """Stop the ranks after one has failed; write the failure to the log before the last of them has ended."""

@@ -34,7 +34,7 @@ class Controller:
         work: SpmdWork,
     ) -> None:
         self._sizes = options.sizes
-        self._replacements_left = options.replacements
+        self._replacements_left = options.spec.replacements
         self._rendezvous = rendezvous
         self._events = rendezvous.events
         self._reporter = reporter

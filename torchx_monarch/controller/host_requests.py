@@ -37,14 +37,25 @@ class HostCall:
 
     Attributes:
         number: the id of the request.
+        until: when all answers are due, by the time of the event loop; None for never.
         waiting: replicas of the hosts that have not answered.
         answers: the answers or errors that have arrived, each with the host's replica.
     """
 
-    def __init__(self, number: int, replicas: Iterable[int]) -> None:
+    def __init__(self, number: int, replicas: Iterable[int], timeout: float | None = None) -> None:
         self.number = number
+        self.until = None if timeout is None else asyncio.get_running_loop().time() + timeout
         self.waiting = set(replicas)
         self.answers: asyncio.Queue[tuple[int, Answer | HostError]] = asyncio.Queue()
+
+    async def next(self) -> tuple[int, Answer | HostError]:
+        """Return the next answer or error, with the host's replica.
+
+        Raises:
+            asyncio.TimeoutError: it has not arrived in time.
+        """
+        left = None if self.until is None else self.until - asyncio.get_running_loop().time()
+        return await asyncio.wait_for(self.answers.get(), left)
 
     def put(self, replica: int, answer: Answer | HostError) -> None:
         """Add the answer of a host, unless it has answered before."""
@@ -65,13 +76,13 @@ class HostRequests:
         """Return whether a host other than this one is connected."""
         return replica in self._writers
 
-    def begin(self, request: Request, replicas: Iterable[int], local: int) -> HostCall:
+    def begin(self, request: Request, replicas: Iterable[int], local: int, timeout: float | None = None) -> HostCall:
         """Send a request to hosts, and do not wait: a host that reads slowly delays no other.
 
         Args:
             local: the one of them that is not sent the request, because it is this process.
         """
-        call = HostCall(next(self._numbers), replicas)
+        call = HostCall(next(self._numbers), replicas, timeout)
         name, fields = encode_request(request)
         data = messages.encode({"type": "request", "id": call.number, "name": name, "fields": fields})
         self._calls[call.number] = call

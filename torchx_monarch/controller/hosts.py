@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import Any
 
 from torchx_monarch.controller.elastic import listed
-from torchx_monarch.controller.host_events import HostEvent, HostEvents, HostLost, Interrupted, StopRequested
+from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, StopRequested
 from torchx_monarch.controller.host_messages import Answer, Handler, RanksExited, Refused, Request, StopRanks
 from torchx_monarch.controller.host_requests import HostCall, HostError, HostRequests
 from torchx_monarch.controller.job_options import JobOptions
@@ -106,18 +106,15 @@ class JobHosts:
             Interrupted: an event is pending, a host is lost, or not all hosts answer in time.
             HostRefused: a host refused the request.
         """
-        loop = asyncio.get_running_loop()
-        until = None if timeout is None else loop.time() + timeout
-        with self.call(request) as call:
+        with self.call(request, timeout) as call:
             for _ in self.present:
-                waiting = asyncio.wait_for(call.answers.get(), None if until is None else until - loop.time())
                 try:
-                    _, answer = await self._events.interrupt(waiting)
+                    _, answer = await self._events.interrupt(call.next())
                 except asyncio.TimeoutError:
                     raise Interrupted(self._no_answer(request, call.waiting, timeout or 0.0)) from None
                 if isinstance(answer, HostError):  # the event of the host's loss names the cause better
                     failure = StopRequested(0, JobResult(1, str(answer)))
-                    raise Interrupted(await self._events.report_within(self._options.lease, failure))
+                    raise Interrupted(await self._events.report_within(self._options.spec.lease, failure))
                 if isinstance(answer, Refused):
                     raise HostRefused(answer)
                 yield answer
@@ -133,11 +130,9 @@ class JobHosts:
         found: list[Any] = []
         with self.call(request) as call:
             for _ in self.present:
-                _, answer = await call.answers.get()
-                if isinstance(answer, HostError):
-                    raise HostsError(str(answer))
-                if isinstance(answer, Refused):
-                    raise HostsError(f"{answer.host}: {answer.reason}")
+                _, answer = await call.next()
+                if isinstance(answer, (HostError, Refused)):
+                    raise HostsError(f"{answer.host}: {answer.reason}" if isinstance(answer, Refused) else str(answer))
                 found.append(answer)
         return found
 
@@ -149,19 +144,14 @@ class JobHosts:
         """
         found: list[Any] = []
         missing: dict[int, str] = {}
-        until = asyncio.get_running_loop().time() + timeout
-        with self.call(request) as call:
+        with self.call(request, timeout) as call, contextlib.suppress(asyncio.TimeoutError):
             for _ in self.present:
-                left = until - asyncio.get_running_loop().time()
-                try:
-                    replica, answer = await asyncio.wait_for(call.answers.get(), left)
-                except asyncio.TimeoutError:
-                    break
+                replica, answer = await call.next()
                 if isinstance(answer, (HostError, Refused)):
                     missing[replica] = str(answer) if isinstance(answer, HostError) else answer.reason
                 else:
                     found.append(answer)
-            missing.update(dict.fromkeys(sorted(call.waiting), f"no answer within {timeout:g} s"))
+        missing.update(dict.fromkeys(sorted(call.waiting), f"no answer within {timeout:g} s"))
         return found, missing
 
     async def stop(self, number: int, grace: float, note: Callable[[RanksExited], None]) -> None:
@@ -174,35 +164,27 @@ class JobHosts:
         """
         if not self.present:
             return
-        asked, loop = set(self.running), asyncio.get_running_loop()
-        until = loop.time() + grace + _STOP_MARGIN
-        with self.call(StopRanks(number, grace)) as call:
-            # One task for all rounds of the loop: the loss of a host that arrives with an answer must not lose the
-            # answer.
-            getting = asyncio.ensure_future(call.answers.get())
-            while asked:
-                try:
-                    waiting = asyncio.wait([getting], timeout=until - loop.time())
-                    await self._events.interrupt(waiting, lambda event: _is_loss_of(event, asked))
-                except Interrupted as interruption:
-                    asked.discard(interruption.event.replica)
-                    continue
-                if not getting.done():
-                    late = listed(asked)
-                    self._reporter.line(f"host {late} did not stop its ranks within {grace + _STOP_MARGIN:g} s")
-                    break
-                (replica, answer), getting = getting.result(), asyncio.ensure_future(call.answers.get())
-                asked.discard(replica)
-                if isinstance(answer, RanksExited):
-                    note(answer)
-            getting.cancel()
+        asked, within = set(self.running), grace + _STOP_MARGIN
+        with self.call(StopRanks(number, grace), within) as call:
+            try:
+                while asked:
+                    replica, answer = await call.next()
+                    asked.discard(replica)
+                    if isinstance(answer, RanksExited):
+                        note(answer)
+            except asyncio.TimeoutError:
+                self._reporter.line(f"host {listed(asked)} did not stop its ranks within {within:g} s")
         self.running -= {event.replica for event in self._events.pending if isinstance(event, HostLost)}
 
     @contextlib.contextmanager
-    def call(self, request: Request) -> Iterator[HostCall]:
-        """Send a request to every host; its answers arrive within the context, and its end cancels what is missing."""
+    def call(self, request: Request, timeout: float | None = None) -> Iterator[HostCall]:
+        """Send a request to every host; its answers arrive within the context, and its end cancels what is missing.
+
+        Args:
+            timeout: seconds for all answers; None for no limit.
+        """
         own = self.present[0].replica
-        call = self._requests.begin(request, [host.replica for host in self.present], own)
+        call = self._requests.begin(request, [host.replica for host in self.present], own, timeout)
 
         async def ask_own() -> None:
             call.put(own, await self._own_host(request))
@@ -219,7 +201,3 @@ class JobHosts:
     def _no_answer(self, request: Request, replicas: Collection[int], timeout: float) -> StopRequested:
         reason = f"host {listed(replicas)}: no answer to {type(request).__name__} in {timeout:g} s"
         return StopRequested(0, JobResult(1, reason))
-
-
-def _is_loss_of(event: HostEvent, replicas: Collection[int]) -> bool:
-    return isinstance(event, HostLost) and event.replica in replicas

@@ -233,6 +233,7 @@ class Rendezvous:
             await messages.send(writer, refusal)
             return
         # Before the first await: another connection may register with the same replica id.
+        self.requests.drop(host.replica)  # an earlier host of this id, which was dismissed
         self._writers[host.replica] = writer
         self._leases.renew(host.replica)
         self.register(host)

@@ -129,7 +129,7 @@ class Workload(abc.ABC):
         hosts = JobHosts(job, rendezvous.requests, events, reporter, self.handle)
         queries = HostQueries(hosts)
         rendezvous.clients.update(stacks=queries.stacks, samples=queries.samples)
-        hang_watch = HangWatch(hosts, reporter, job.hang_after, job.on_hang)
+        hang_watch = HangWatch(hosts, reporter, job.spec.hang_after, job.spec.on_hang)
         debug_command = f"torchx monarch debug {host.options.app} --role {host.options.role}"
         rendezvous.clients.update(DebugSessions(debug_command, reporter.line, hang_watch.rest).clients)
         host.connector = rendezvous.connect
@@ -138,7 +138,7 @@ class Workload(abc.ABC):
         rendezvous.clients["attach"] = clients.serve
 
         def new_attempts() -> Attempts:
-            preflight = Preflight(job.preflight, hosts, reporter)
+            preflight = Preflight(job.spec.preflight, hosts, reporter)
             return Attempts(job, hosts, gatherer, events, reporter, hang_watch, self.first_output, preflight)
 
         # Only where a command finds it again: beside the events of the job.
