@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -57,57 +59,43 @@ def lines(
             yields one line with the reason.
     """
     path = os.path.join(log_dir, log_writer.log_name(stream))
-    index = TimeIndex(os.path.join(log_dir, log_writer.index_name(stream)), below)
-    try:
-        begin = start or (_last_lines(path, tail, below) if tail else 0)
-        yield from _lines(path, index, begin, None if start else since, until, ended, follow, below)
-    finally:
-        index.close()
-
-
-def _lines(
-    path: str,
-    index: TimeIndex,
-    begin: int,
-    since: datetime | None,
-    until: datetime | None,
-    ended: Callable[[], bool],
-    follow: bool,
-    below: str | None,
-) -> Iterator[TimedLine]:
-    start = begin if since is None else None
-    reader = LineReader()
-    passes = 0
-    while True:
-        # Check for the end before reading, so that text that was written just before the end is read, too.
-        last = not follow or (passes % _READS_PER_CHECK == 0 and ended())
-        last = last or (until is not None and time.time() > until.timestamp() + 2 * log_writer.RESOLUTION)
-        passes += 1
-        index.refresh()
-        if start is None and since is not None and (found := index.offset_of(since)) is not None:
-            start = begin = max(begin, found)
-        limit = None if until is None else index.offset_of(until)
-        if start is not None:
-            for data in _chunks(path, start, limit, below):
-                start += len(data)
-                index.refresh()
-                at = begin + reader.position
-                for line in reader.feed(data):
-                    end = begin + reader.position
-                    yield TimedLine(index.time_of(at), line.decode(errors="replace"), end)
-                    at = end
-        at = begin + reader.position
-        if last or (limit is not None and start is not None and start >= limit):
-            if rest := reader.rest():
-                yield TimedLine(index.time_of(at), rest.decode(errors="replace"), begin + reader.position)
-            return
-        if pending_progress := reader.pending_progress():
-            yield TimedLine(index.time_of(at), pending_progress.decode(errors="replace"), begin + reader.position)
-        time.sleep(_POLL)
+    with contextlib.closing(TimeIndex(os.path.join(log_dir, log_writer.index_name(stream)), below)) as index:
+        begin = start or _last_lines(path, tail, below)
+        position = begin if since is None or start else None
+        latest = math.inf if until is None else until.timestamp() + 2 * log_writer.RESOLUTION
+        reader = LineReader()
+        passes = 0
+        while True:
+            # Check for the end before reading, so that text that was written just before the end is read, too.
+            last = not follow or time.time() > latest or (passes % _READS_PER_CHECK == 0 and ended())
+            passes += 1
+            index.refresh()
+            if position is None and since is not None and (found := index.offset_of(since)) is not None:
+                position = begin = max(begin, found)
+            limit = None if until is None else index.offset_of(until)
+            if position is not None:
+                for data in _chunks(path, position, limit, below):
+                    position += len(data)
+                    index.refresh()
+                    at = begin + reader.position
+                    for line in reader.feed(data):
+                        end = begin + reader.position
+                        yield TimedLine(index.time_of(at), line.decode(errors="replace"), end)
+                        at = end
+            at = begin + reader.position
+            if last or (limit is not None and (position or 0) >= limit):
+                if rest := reader.rest():
+                    yield TimedLine(index.time_of(at), rest.decode(errors="replace"), begin + reader.position)
+                return
+            if pending_progress := reader.pending_progress():
+                yield TimedLine(index.time_of(at), pending_progress.decode(errors="replace"), begin + reader.position)
+            time.sleep(_POLL)
 
 
 def _last_lines(path: str, count: int, below: str | None) -> int:
-    """Return where the last ``count`` lines of a file start; 0 if it has fewer, or cannot be read."""
+    """Return where the last ``count`` lines of a file start; 0 for no count, and if it has fewer or cannot be read."""
+    if not count:
+        return 0
     try:
         fd = safe_files.open_file(path, below=below)
     except OSError:
