@@ -76,17 +76,30 @@ def components_page() -> str:
             "comes after the program belongs to the program. `torchx run monarch.spmd --help` prints the same."
         ),
     ]
-    for function in _functions():
-        summary, meanings = _docstring(function)
-        rows = []
-        for name, parameter in inspect.signature(function).parameters.items():
-            option = f"`{'-' if len(name) == 1 else '--'}{name}`"
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                option = "the program"
-            # The default image is a tag of TorchX's, which changes with its release.
-            rows.append((option, "" if name == "image" else _value(parameter.default), _text(meanings[name])))
-        parts += [f"## monarch.{function.__name__}", summary, _table(("option", "default", "meaning"), rows)]
+    rows = {function: _options(function) for function in _functions()}
+    counted = Counter(row for of in rows.values() for row in of)
+    shared = [row for row, count in counted.items() if count > 1]
+    parts += ["These options are the same for all components that have them:", _table(_OPTION, shared)]
+    for function, of in rows.items():
+        others = ", ".join(row[0] for row in of if row in shared)
+        parts += [f"## monarch.{function.__name__}", _docstring(function)[0]]
+        parts += [_table(_OPTION, [row for row in of if row not in shared]), f"Also: {others}."]
     return _page(parts)
+
+
+_OPTION = ("option", "default", "meaning")
+
+
+def _options(component: Callable[..., Any]) -> list[tuple[str, str, str]]:
+    """Return the rows of the options of a component."""
+    meanings, rows = _docstring(component)[1], []
+    for name, parameter in inspect.signature(component).parameters.items():
+        option = f"`{'-' if len(name) == 1 else '--'}{name}`"
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            option = "the program"
+        # The default image is a tag of TorchX's, which changes with its release.
+        rows.append((option, "" if name == "image" else _value(parameter.default), _text(meanings[name])))
+    return rows
 
 
 _EXAMPLES = {

@@ -59,6 +59,12 @@ def test_links_lead_somewhere_on_pypi() -> None:
     assert "/raw/main/docs/pictures/launch.svg)" in description
 
 
+def test_the_map_of_the_architecture_names_files_that_exist() -> None:
+    named = re.findall(r"`([\w/]+/\w+\.py)`", (DOCS / "architecture" / "README.md").read_text())
+    assert len(named) > 10
+    assert [name for name in named if not any((top / name).exists() for top in (ROOT, ROOT / "torchx_monarch"))] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_lists_begin_after_an_empty_line(page: Path) -> None:
     """Else the site shows them as a paragraph, unlike GitHub."""
