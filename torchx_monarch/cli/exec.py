@@ -30,22 +30,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_role_and_address(parser)
-    parser.add_argument("--nproc", default="", help="processes on each host, where not as the command says")
+    parser.add_argument("--nproc", default="", help="ranks on each host (default: as the command says)")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable for the ranks")
-    parser.add_argument("--cwd", default="", help="folder on the hosts that the ranks start in, as it is there")
+    parser.add_argument("--cwd", default="", help="folder that the hosts have, in which ranks start; no code is sent")
     parser.add_argument(
         "--workspace",
-        help="folder with the code, which the hosts are brought first (default: the current one, unless it is the "
-        "home folder); '' for what is there",
+        help="folder with the code to send first (default: the current one, unless it is the home folder); '' sends "
+        "nothing",
     )
     parser.add_argument(
         "--sync",
         choices=get_args(SyncMode),
         default="auto",
-        help="whether the hosts get a copy of it; auto: unless they see the folder itself",
+        help="whether each host gets a copy of the code; auto: unless all of them see the folder itself",
     )
     parser.add_argument("--timeout", type=float, help="seconds after which the hosts end the run")
-    parser.add_argument("--queue", action="store_true", help="wait for runs that have not ended, and do not fail")
+    parser.add_argument("--queue", action="store_true", help="wait for the end of earlier runs (default: fail)")
     parser.add_argument("--detach", action="store_true", help="print the run's number, and do not wait for its end")
     parser.add_argument("-v", "--verbose", action="store_true", help="show the phases of the run as well")
     add_json(parser)

@@ -37,8 +37,8 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """Seconds without a heartbeat after which a host counts as lost, also if it is stopped or hung."""
 
     hang_after: int = 300
-    """Seconds for which ranks wait in a collective until the log and `torchx monarch status` name the rank for which
-    they wait; 0 for never. Needs torch preloaded and `ranks=fork`, the defaults."""
+    """Seconds that ranks wait in a collective before the log and `torchx monarch status` name the rank that has not
+    called it; 0 for never. Needs torch preloaded and `ranks=fork`, the defaults."""
 
     on_hang: str = "observe"
     """`observe`: hangs are reported. `restart`: the ranks are started again, within torchrun's `--max-restarts`.
