@@ -80,29 +80,6 @@ def test_the_disk_is_full_when_a_job_ends(apps: Detached, small: Path, tmp_path:
     assert apps.record(app_id)["roles"][0]["replicas"][0]["exit_code"] == 5
 
 
-def test_the_disk_is_full_and_there_is_much_to_say(
-    apps: Detached, small: Path, tmp_path: Path, eventually: Eventually
-) -> None:
-    # Error files may be of any length; the final status is then one without them.
-    code = """
-import json, os, sys, time
-with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-    json.dump({"message": "x" * 300000}, file)
-open(sys.argv[1] + "/up", "w").close()
-while not os.path.exists(sys.argv[1] + "/go"):
-    time.sleep(0.02)
-sys.exit(5)
-"""
-    app_id = apps.run(py(code, str(tmp_path), env={"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error")}))
-    eventually(lambda: (tmp_path / "up").exists(), "the start")
-    fill(small)
-    (tmp_path / "go").touch()
-    status = apps.wait(app_id)
-    assert status.state is AppState.FAILED
-    assert "exited with code 5: xxx" in status.msg
-    assert apps.record(app_id)["roles"][0]["replicas"][0]["exit_code"] == 5
-
-
 def test_the_replica_that_says_why_is_the_cause_on_a_full_disk(
     apps: Detached, small: Path, tmp_path: Path, eventually: Eventually
 ) -> None:
@@ -135,23 +112,6 @@ sys.exit(5 if replica == "1" else 7)
     assert "replica r/1" in status.msg and "exited with code 5: ValueError: boom" in status.msg
     assert f"the disk of {apps.paths(app_id).root} is full" in status.msg
     assert "boom" in status.structured_error_msg
-
-
-def test_no_inodes_are_left(apps: Detached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "few"
-    mount(folder, "size=6m,nr_inodes=60,mode=700")
-    monkeypatch.setenv("MONARCH_STATE_DIR", str(folder))
-    try:
-        app_id = apps.run(sh(f"while ! test -e {tmp_path}/go; do sleep 0.02; done; exit 5"))
-        with pytest.raises(OSError, match="No space left"):
-            for number in range(100):
-                (folder / f"ballast{number}").touch()
-        (tmp_path / "go").touch()
-        status = apps.wait(app_id)
-        assert status.state is AppState.FAILED
-        assert "exited with code 5" in status.msg and "has no inodes left" in status.msg
-    finally:
-        unmount(folder)
 
 
 @pytest.mark.parametrize(
@@ -249,30 +209,6 @@ def test_a_full_disk_when_submitting(apps: Detached, small: Path) -> None:
     (small / "ballast").unlink()
     assert [path for path in small.rglob("*") if path.is_file()] == []
     assert os.listdir(os.environ["TMPDIR"]) == []  # where a long path has its sockets
-
-
-def test_a_read_only_state_directory(apps: Detached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "ro"
-    mount(folder, "ro")
-    monkeypatch.setenv("MONARCH_STATE_DIR", str(folder / "state"))
-    try:
-        with pytest.raises(StateDirError, match="Read-only file system"):
-            apps.run(sh("true"))
-        assert apps.scheduler.list() == []
-    finally:
-        unmount(folder)
-
-
-def test_the_dead_are_seen_on_a_read_only_disk(apps: Detached, small: Path) -> None:
-    app_id = apps.run(sh("sleep 1000"))
-    watchers = apps.watchers(app_id)
-    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=False, timeout=WITHIN)
-    os.kill(watchers.keeper.pid, 9)
-    os.kill(watchers.supervisor.pid, 9)
-    assert apps.wait(app_id).state is AppState.FAILED
-    subprocess.run(["mount", "-o", "remount,rw", str(small)], check=True, timeout=WITHIN)
-    assert apps.status(app_id).state is AppState.FAILED
-    apps.runner.delete(apps.handle(app_id))
 
 
 def test_a_state_directory_below_a_file(apps: Detached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,14 +63,6 @@ def test_a_replica_can_be_spared_and_a_second_cannot(
     assert ("replica r/2" in status.msg) is bool(last)
 
 
-def test_replica_0_cannot_be_spared(apps: Detached, tmp_path: Path) -> None:
-    app_id = apps.run(told(tmp_path), grace=1)
-    tell(tmp_path, 0, 3)
-    status = apps.wait(app_id)
-    assert status.state is F and "replica r/0" in status.msg
-    assert apps.states(app_id) == {"r/0": F, "r/1": C, "r/2": C}
-
-
 def test_a_host_that_comes_too_late_does_not_keep_the_app(apps: Detached) -> None:
     host = "os.execv(sys.executable, [sys.executable, '-m', 'torchx_monarch.host', '--app', 'a', '--role', 'r',"
     words = "'--replica', '1', '--replicas', '2', '--', 'torchrun', '--nnodes', '1:2', os.devnull])"
@@ -154,26 +146,3 @@ def test_a_lost_host_is_started_again_and_joins(runner: Runner, tmp_path: Path, 
     assert job.finish() == (S, [S, S, S], "<NONE>")
     assert "ended in a world of 3" in job.log(2)
     assert runner.status(job.handle).num_restarts == 1
-
-
-def test_a_job_ends_with_replica_0(runner: Runner, tmp_path: Path, eventually: Eventually) -> None:
-    job = Job(runner, tmp_path)
-    eventually(lambda: job.ranks() == ["ranks 3/3"], "the ranks")
-    job.kill(0)
-    state, replicas, message = job.wait()
-    assert (state, replicas) == (F, [F, F, F])
-    assert message.startswith("replica prog/0 (pid ") and message.endswith(") was killed by signal 9 (SIGKILL)")
-    assert "lost replica 0" in job.log(1) and "lost replica 0" in job.log(2)
-
-
-def test_a_job_that_fails_is_a_failed_app(runner: Runner, tmp_path: Path) -> None:
-    job = Job(runner, tmp_path, program="if os.environ['RANK'] == '2': sys.exit(5)")
-    state, replicas, message = job.wait()
-    assert (state, replicas) == (F, [F, F, F]) and "exited with code 5" in message
-
-
-def test_cancel(runner: Runner, tmp_path: Path, eventually: Eventually) -> None:
-    job = Job(runner, tmp_path, grace=1000)
-    eventually(lambda: job.ranks() == ["ranks 3/3"], "the ranks")
-    runner.cancel(job.handle)
-    assert job.wait()[:2] == (C, [C, C, C])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torchx.specs import AppDef, AppState, BindMount, InvalidRunConfigException, Resource, Role, macros
+from torchx.specs import AppState, Role, macros
 
 from tests.local.detached import NAME, Detached, py, sh
 
@@ -23,19 +23,6 @@ def apps() -> Detached:
     return Detached()
 
 
-def test_success_and_what_remains(apps: Detached, eventually: Eventually) -> None:
-    app_id = apps.run(sh("echo out; echo err >&2", replicas=2), name="hello")
-    status = apps.wait(app_id)
-    assert app_id.startswith("hello-")
-    assert status.state is AppState.SUCCEEDED
-    assert status.num_restarts == 0
-    assert apps.states(app_id) == {"r/0": AppState.SUCCEEDED, "r/1": AppState.SUCCEEDED}
-    assert status.roles[0].replicas[1].hostname == os.uname().nodename
-    assert sorted(apps.log(app_id, k=1)) == ["err\n", "out\n"]
-    assert not Path(apps.paths(app_id).run).exists()
-    eventually(lambda: not Path(apps.paths(app_id).reserve).exists(), "the reserve to go")
-
-
 def test_everything_is_private(apps: Detached, eventually: Eventually) -> None:
     app_id = apps.run(sh("echo x > /dev/null"), name="hello")
     apps.wait(app_id)
@@ -44,32 +31,6 @@ def test_everything_is_private(apps: Detached, eventually: Eventually) -> None:
     eventually(lambda: not Path(apps.paths(app_id).reserve).exists(), "the reserve to go")
     for path in [root, *root.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-
-
-def test_describe_gives_back_what_was_submitted(apps: Detached, tmp_path: Path) -> None:
-    role = sh(
-        "true # ${replica_id}",
-        env={"A": "${app_id}"},
-        resource=Resource(1, 2, 3, {"c": 1}, {"d": 2}),
-        mounts=[BindMount("/a", "/b", read_only=True)],
-        metadata={"k": {"nested": [1, "x"]}},
-        port_map={"p": 1},
-        max_retries=2,
-    )
-    app_id = apps.run(role)
-    apps.wait(app_id)
-    found = apps.scheduler.describe(app_id)
-    assert found is not None
-    (described,) = found.roles
-    # The Runner has added TorchX's own variables.
-    assert described.env["A"] == "${app_id}"
-    described.env = {"A": "${app_id}"}
-    assert described == role
-    assert found.metadata == {"team": "a b"}
-    native = apps.scheduler.describe_native(app_id)
-    assert native is not None and native.app is not None
-    assert native.request.roles[0].replicas[0].args == ["sh", "-c", "true # 0"]
-    assert native.cfg["grace"] == 5
 
 
 def test_an_app_that_does_not_exist(apps: Detached) -> None:
@@ -202,35 +163,9 @@ def test_words_arrive_as_they_are(apps: Detached, tmp_path: Path) -> None:
     assert "/" not in app_id and app_id.isascii()
 
 
-def test_role_names_that_are_no_file_names(apps: Detached) -> None:
-    names = ["../up", "a/b", ".hid", "a%2Fb", "\u00fc"]
-    app_id = apps.run(*(sh("sleep 0.1; pwd", name=name) for name in names))
-    apps.wait(app_id)
-    for name in names:
-        apps.log(app_id, name)
-    logs = Path(apps.paths(app_id).logs)
-    assert len(list(logs.iterdir())) == len(names)
-
-
 def test_roles_of_one_name_are_refused(apps: Detached) -> None:
     with pytest.raises(ValueError, match="two roles of app 'app' are called 'r'"):
         apps.run(sh("true"), sh("true"))
-
-
-def test_error_file_is_the_reason(apps: Detached) -> None:
-    error = {"message": {"message": "ValueError: bad lr\nmore", "errorCode": 1, "extraInfo": {"timestamp": "12"}}}
-    app_id = apps.run(sh(f"printf %s '{json.dumps(error)}' > $TORCHELASTIC_ERROR_FILE; exit 1"))
-    status = apps.wait(app_id)
-    assert status.msg.endswith("exited with code 1: ValueError: bad lr")
-    assert json.loads(status.structured_error_msg) == error
-    assert json.loads(status.roles[0].replicas[0].structured_error_msg) == error
-    assert "ValueError: bad lr" in status.format()
-
-
-@pytest.mark.parametrize("content", ['{"message": 3}', '{"message": {"message": null}}'])
-def test_odd_error_files(apps: Detached, content: str) -> None:
-    app_id = apps.run(sh(f"echo '{content}' > $TORCHELASTIC_ERROR_FILE; exit 1"))
-    assert apps.wait(app_id).msg.endswith("exited with code 1")
 
 
 @pytest.mark.parametrize(
@@ -251,50 +186,12 @@ def test_unreadable_error_files(apps: Detached, make: str, why: str) -> None:
     assert json.loads(status.roles[0].replicas[0].structured_error_msg)["errorCode"] == 3
 
 
-@pytest.mark.parametrize(
-    ("command", "words", "code"),
-    [("exit 3", "exited with code 3", 3), ("kill -9 $$", "was killed by signal 9 (SIGKILL)", -9)],
-)
-def test_how_a_replica_ended(apps: Detached, command: str, words: str, code: int) -> None:
-    app_id = apps.run(sh(command.replace("$$", "$$$$")))
-    status = apps.wait(app_id)
-    assert words in status.msg
-    replica = apps.record(app_id)["roles"][0]["replicas"][0]
-    assert replica["exit_code"] == code
-    assert apps.log(app_id) == [f"[monarch] replica r/0 (pid {replica['pid']}) {words}\n"]
-    assert str(code) in status.format()
-
-
 def test_events_tell_the_story(apps: Detached) -> None:
     app_id = apps.run(sh("exit 1"))
     apps.wait(app_id)
     kinds = [event["kind"] for event in apps.events(app_id)]
     assert kinds == ["submitted", "supervised", "replica_started", "replica_exited", "ended"]
     assert all(isinstance(event["time"], float) and event["message"] for event in apps.events(app_id))
-
-
-def test_delete_ends_a_running_app(apps: Detached, eventually: Eventually) -> None:
-    app_id = apps.run(sh("sleep 1000"))
-    apps.runner.delete(apps.handle(app_id))
-    assert apps.runner.status(apps.handle(app_id)) is None, "not the state of a keeper that is about to end"
-    assert not Path(apps.paths(app_id).root).exists()
-    assert os.listdir(os.path.dirname(apps.paths(app_id).root)) == []
-
-
-def test_dryrun_is_json(apps: Detached) -> None:
-    from dataclasses import asdict
-
-    info = apps.runner.dryrun(AppDef("a", [sh("true")]), NAME)
-    assert json.loads(json.dumps(asdict(info.request)))["roles"][0]["replicas"][0]["args"] == ["sh", "-c", "true"]
-    assert "'true'" in str(info)
-
-
-def test_run_options(apps: Detached) -> None:
-    options = dict(apps.scheduler.run_opts())
-    assert {"grace", "lease", "auto_set_cuda_visible_devices"} <= set(options)
-    assert all(option.help for option in options.values())
-    with pytest.raises(InvalidRunConfigException, match="`grace` is -1"):
-        apps.run(sh("true"), grace=-1)
 
 
 def test_modules_beside_the_script_do_not_reach_the_supervisor(
@@ -308,17 +205,6 @@ def test_modules_beside_the_script_do_not_reach_the_supervisor(
     assert apps.wait(app_id).state is AppState.SUCCEEDED
 
 
-def test_gpus_are_divided(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
-    role = sh("echo $CUDA_VISIBLE_DEVICES", replicas=2, resource=Resource(1, 2, 1))
-    app_id = apps.run(role, auto_set_cuda_visible_devices=True)
-    apps.wait(app_id)
-    assert [apps.log(app_id, k=k) for k in (0, 1)] == [["2,3\n"], ["5,7\n"]]
-    app_id = apps.run(role)
-    apps.wait(app_id)
-    assert [apps.log(app_id, k=k) for k in (0, 1)] == [["2,3,5,7\n"]] * 2
-
-
 def test_more_replicas_than_the_limit_on_files_would_allow(apps: Detached) -> None:
     code = """
 import resource
@@ -330,11 +216,3 @@ print(json.dumps(runner.run(app, "monarch_local").rpartition("/")[2]))
     app_id = apps.fresh(code)
     assert apps.wait(app_id).state is AppState.SUCCEEDED
     assert {line for k in range(30) for line in apps.log(app_id, k=k)} == {"64\n"}
-
-
-def test_an_error_file_from_another_time(apps: Detached, tmp_path: Path) -> None:
-    (tmp_path / "error.json").write_text('{"message": "old"}')
-    os.utime(tmp_path / "error.json", (0, 0))
-    app_id = apps.run(sh("exit 1", env={"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}))
-    assert "old" not in apps.wait(app_id).msg
-    assert (tmp_path / "error.json").exists()

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from torchx.specs import AppDef, AppState
 
-from tests.local.detached import NAME, Detached, all_fresh, sh
+from tests.local.detached import NAME, Detached, sh
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import state
 from torchx_monarch.backends.local.folder import prune
@@ -47,18 +47,6 @@ def test_twenty_submissions_at_once(apps: Detached) -> None:
     assert len(apps.scheduler.list()) == 20
 
 
-def test_two_processes_submit_at_once(apps: Detached) -> None:
-    code = """
-from torchx.specs import AppDef, Role
-app = AppDef("a", [Role("r", image="", entrypoint="true")])
-print(runner.run(app, "monarch_local").rpartition("/")[2])
-"""
-    ids = all_fresh([code] * 2)
-    assert len(set(ids)) == 2
-    for app_id in ids:
-        assert apps.wait(app_id).state is AppState.SUCCEEDED
-
-
 def test_one_dry_run_submitted_many_times(apps: Detached) -> None:
     info = apps.runner.dryrun(AppDef("a", [sh("echo ${app_id}", env={"ID": "${app_id}"})]), NAME)
     with ThreadPoolExecutor(4) as pool:
@@ -68,15 +56,6 @@ def test_one_dry_run_submitted_many_times(apps: Detached) -> None:
     for app_id in ids:
         assert apps.wait(app_id).state is AppState.SUCCEEDED
         assert apps.log(app_id) == [f"{app_id}\n"]
-
-
-def test_listing_many_old_apps(apps: Detached) -> None:
-    assert apps.scheduler.list() == []
-    now = time.time()
-    for n in range(200):
-        old_app(f"old-{n}", now - 100 * n)
-    listed = apps.scheduler.list()
-    assert [app.app_id for app in listed] == [f"old-{n}" for n in range(200)]
 
 
 def test_pruning(apps: Detached, eventually: Eventually, monkeypatch: pytest.MonkeyPatch) -> None:

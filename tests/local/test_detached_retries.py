@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torchx.schedulers.api import Stream
 from torchx.specs import AppDef, AppState, RetryPolicy, Role
 
 from tests.local.detached import Detached, lives, pid_in, sh
@@ -19,9 +18,6 @@ from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 Eventually = Callable[..., object]
 
 S, F, C = AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED
-
-#: Notes each start as a line "MONARCH_RESTART" in a file of its own.
-NOTE = 'echo "$MONARCH_RESTART" >> {folder}/{name};'
 #: Ends when the file is there.
 UNTIL = "while ! test -e {folder}/{name}; do sleep 0.05; done;"
 
@@ -36,31 +32,6 @@ def starts(folder: Path, name: str) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
-@pytest.mark.parametrize("policy", list(RetryPolicy))
-def test_retries_are_used_up(apps: Detached, tmp_path: Path, policy: RetryPolicy) -> None:
-    app_id = apps.run(sh(NOTE.format(folder=tmp_path, name="n") + " exit 3", max_retries=2, retry_policy=policy))
-    status = apps.wait(app_id)
-    assert (status.state, status.num_restarts) == (F, 2)
-    assert starts(tmp_path, "n") == ["0", "1", "2"]
-    log = apps.log(app_id)
-    assert [line for line in log if "is restarted" in line] == [
-        "[monarch] replica r/0 is restarted (restart 1)\n",
-        "[monarch] replica r/0 is restarted (restart 2)\n",
-    ]
-    assert log[-1].endswith("exited with code 3\n")
-    assert apps.log(app_id, streams=Stream.STDOUT) == []
-
-
-@pytest.mark.parametrize("policy", list(RetryPolicy))
-def test_exit_code_78_asks_for_no_retry(apps: Detached, policy: RetryPolicy) -> None:
-    app_id = apps.run(sh("exit 78", max_retries=2, retry_policy=policy))
-    status = apps.wait(app_id)
-    assert (status.state, status.num_restarts) == (F, 0)
-    assert apps.log(app_id)[-1].endswith(
-        "exited with code 78; not started again: exit code 78 (EX_CONFIG) asks for no restart\n"
-    )
-
-
 @pytest.mark.parametrize(("code", "times"), [(3, 1), (4, 3)])
 def test_a_program_asks_for_no_retry_by_what_retry_on_names(
     apps: Detached, tmp_path: Path, code: int, times: int
@@ -73,14 +44,6 @@ def test_a_program_asks_for_no_retry_by_what_retry_on_names(
     assert (status.state, status.num_restarts) == (F, times - 1)
     assert (tmp_path / "starts").read_text() == "x" * times
     assert ("; not started again: exit code 3 is not one of 4 (retry_on)" in status.msg) is (times == 1)
-
-
-@pytest.mark.parametrize("policy", list(RetryPolicy))
-def test_a_retry_succeeds(apps: Detached, tmp_path: Path, policy: RetryPolicy) -> None:
-    app_id = apps.run(sh("test $MONARCH_RESTART = 1", max_retries=5, retry_policy=policy))
-    status = apps.wait(app_id)
-    assert (status.state, status.num_restarts, status.msg) == (S, 1, "<NONE>")
-    assert status.roles[0].replicas[0].structured_error_msg == "<NONE>"
 
 
 #: Main role with three replicas and a second role. Replica 1 of the main role fails once, when all others have started.
@@ -146,26 +109,6 @@ def test_an_old_error_file_is_not_taken_for_a_new_one(apps: Detached) -> None:
     assert Path(apps.paths(app_id).replica_logs("r", 0), "error.json.0").exists()
 
 
-@pytest.mark.parametrize("first", ["one", "two"])
-def test_an_app_waits_for_all_of_its_roles(apps: Detached, tmp_path: Path, eventually: Eventually, first: str) -> None:
-    app_id = apps.run(*(sh(UNTIL.format(folder=tmp_path, name=name), name=name) for name in ("one", "two")))
-    (tmp_path / first).touch()
-    eventually(lambda: apps.states(app_id)[f"{first}/0"] is S, "the end of the first role")
-    (second,) = {"one", "two"} - {first}
-    assert (apps.status(app_id).state, apps.states(app_id)[f"{second}/0"]) == (AppState.RUNNING, AppState.RUNNING)
-    (tmp_path / second).touch()
-    assert apps.wait(app_id).state is S
-    assert apps.states(app_id) == {"one/0": S, "two/0": S}
-
-
-def test_a_role_that_fails_last_fails_the_app(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
-    app_id = apps.run(sh("true", name="one"), sh(UNTIL.format(folder=tmp_path, name="go") + "exit 3", name="two"))
-    eventually(lambda: apps.states(app_id)["one/0"] is S, "the end of the first role")
-    (tmp_path / "go").touch()
-    status = apps.wait(app_id)
-    assert (status.state, apps.states(app_id)) == (F, {"one/0": S, "two/0": F}) and "replica two/0" in status.msg
-
-
 def test_a_host_that_is_killed_after_its_role_has_succeeded_is_not_started_again(
     apps: Detached, tmp_path: Path, eventually: Eventually
 ) -> None:
@@ -219,13 +162,6 @@ def test_roles_may_end_before_another_whatever_their_order(
     assert apps.wait(app_id).state is S
 
 
-def test_a_failing_side_role_fails_the_app(apps: Detached) -> None:
-    app_id = apps.run(sh("sleep 1000", name="main"), sh("exit 4", name="side"))
-    status = apps.wait(app_id)
-    assert status.state is F and "replica side/0" in status.msg
-    assert apps.states(app_id) == {"main/0": C, "side/0": F}
-
-
 def test_siblings_may_end_by_themselves(apps: Detached, tmp_path: Path) -> None:
     command = f"if test $0 = 0; then exit 1; fi; trap 'touch {tmp_path}/told' TERM; sleep 1; echo ended; exit 7"
     role = sh(command, replicas=2)
@@ -244,15 +180,3 @@ def test_siblings_that_stay_are_stopped(apps: Detached) -> None:
     app_id = apps.run(role)
     assert apps.wait(app_id).state is F
     assert apps.states(app_id) == {"r/0": F, "r/1": C}
-
-
-def test_the_error_of_a_sibling_is_used_when_the_first_has_none(apps: Detached) -> None:
-    command = (
-        'test $0 = 0 && kill -9 $$$$; sleep 0.5; echo \'{"message": "peer died"}\' > $TORCHELASTIC_ERROR_FILE; exit 1'
-    )
-    role = sh(command, replicas=2)
-    role.args.append("${replica_id}")
-    app_id = apps.run(role)
-    status = apps.wait(app_id)
-    assert "killed by signal 9" in status.msg
-    assert "peer died" in status.structured_error_msg

@@ -93,16 +93,6 @@ def test_starts_with_the_fewest_after_the_last_call_and_grows(folder: Path, even
     assert {path.name for path in job.hosts.logs(0).glob("attempt_*")} == {"attempt_0", "attempt_1", "attempt_2"}
 
 
-def test_hosts_that_come_one_after_the_other(folder: Path, eventually: Eventually) -> None:
-    job = Job(folder, *conf(last_call=1))
-    for replica in range(3):
-        job.hosts.start(replica)
-        eventually(lambda n=replica: len(job.events("hosts")) + len(job.events("ranks")) > n, "some progress")
-    eventually(lambda: any(job.attempt(2, number) == ranks(3, 2) for number in range(3)), "the ranks of three")
-    assert job.finish() == [0, 0, 0]
-    assert job.resizes() in ([(1, 3)], [(1, 2), (2, 3)])
-
-
 def test_all_hosts_do_not_wait_and_a_lost_one_is_not_the_end(folder: Path, eventually: Eventually) -> None:
     job = Job(folder, *conf(last_call=600), "--max-restarts", "1")
     job.hosts.start()
@@ -115,16 +105,6 @@ def test_all_hosts_do_not_wait_and_a_lost_one_is_not_the_end(folder: Path, event
     eventually(lambda: job.attempt(0, 2) == ranks(2, 0, restarts=2), "the restart")
     assert job.finish() == [0, -9, 0]
     assert "restart 1 of 1 after: rank 0" in job.hosts.err()
-
-
-def test_hosts_lost_together_leave_replica_0(folder: Path, eventually: Eventually) -> None:
-    job = Job(folder, *conf(last_call=600))
-    job.hosts.start()
-    eventually(lambda: all(len(job.attempt(each, 0)) == 2 for each in range(3)), "the ranks")
-    job.kill(1, 2)
-    eventually(lambda: ranks(1, 0, 1) == job.attempt(0, 1) or ranks(1, 0, 2) == job.attempt(0, 2), "the last ranks")
-    assert job.finish() == [0, -9, -9]
-    assert job.resizes() in ([(3, 1)], [(3, 2), (2, 1)])
 
 
 def test_fewer_than_the_fewest_fail(folder: Path, eventually: Eventually) -> None:

@@ -6,11 +6,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, AppStatus, Role
@@ -189,24 +187,6 @@ class Job:
         return self._runner.status(self.handle)
 
 
-def test_cancelling_ranks_that_ignore_sigterm(script: Callable[[str], str], eventually: Eventually) -> None:
-    path = script("""
-        import subprocess
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        subprocess.Popen(["sleep", "1000"])
-        subprocess.Popen(["sleep", "1001"], start_new_session=True)
-        print("pid", os.getpid(), flush=True)
-        time.sleep(1000)
-    """)
-    job = Job(path, grace=1)
-    eventually(lambda: job.text().count("]:pid") == 4, "the ranks")
-    job.cancel()
-    assert job.wait().state is AppState.CANCELLED
-    left = set(processes.marked(job.marker))
-    names = [one.info["name"] for one in psutil.process_iter(["name"]) if one.pid in left]
-    assert "sleep" not in names, "what is left is the keeper, which leaves in a moment"
-
-
 def test_a_cancelled_job_is_not_preempted(script: Callable[[str], str], eventually: Eventually) -> None:
     job = Job(script(CLEANS_UP))
     eventually(lambda: job.text().count("]:pid") == 4, "the ranks")
@@ -216,16 +196,6 @@ def test_a_cancelled_job_is_not_preempted(script: Callable[[str], str], eventual
     text = job.text()
     assert "preempt" not in text and "was told to stop" in text
     assert text.count("]:clean") == 4
-
-
-def test_a_preempted_job_says_so(script: Callable[[str], str], eventually: Eventually) -> None:
-    job = Job(script(CLEANS_UP))
-    eventually(lambda: job.text().count("]:pid") == 4, "the ranks")
-    os.kill(job.pid(1), signal.SIGTERM)
-    status = job.wait()
-    assert status.state is AppState.FAILED
-    assert "exited with code 143: preempted: host 1 (" in status.msg
-    assert job.text().count("]:clean") == 4
 
 
 def test_a_job_whose_folder_is_removed_is_stopped(script: Callable[[str], str], eventually: Eventually) -> None:
