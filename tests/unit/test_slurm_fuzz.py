@@ -14,38 +14,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torchx.runner import Runner
-from torchx.specs import NONE, AppDef, AppState, AppStatus, Role
+from torchx.specs import NONE, AppDef, AppState, Role
 
 from tests.contract.place import tree
-from tests.unit.damage import contents
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
-from torchx_monarch.backends.slurm import folder, prune
-from torchx_monarch.backends.slurm.in_job import batch_step, entrypoint
-from torchx_monarch.backends.slurm.native import SlurmError
-from torchx_monarch.backends.slurm.request import decode_or_exit
+from torchx_monarch.backends.slurm import folder
+from torchx_monarch.backends.slurm.in_job import entrypoint
 from torchx_monarch.insight import events
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_slurm
 
-CASES = 30
-"""For each file."""
-
 ONE, ENDED = "1", "2"
-
-FILES = (
-    *("app.json", "request.json", "job.json", "cancel.json", "events.jsonl"),
-    *("logs/r/1/replica.json", "logs/r/1/combined.log.idx"),
-)
 
 _ERROR = json.dumps({"message": {"message": "boom", "extraInfo": {"py_callstack": "Traceback", "timestamp": "1"}}})
 
@@ -167,110 +153,6 @@ def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apps]:
 @pytest.fixture(autouse=True)
 def in_their_state_dir(apps: Apps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_STATE_DIR", apps.state_dir)
-
-
-def ask_everything(apps: Apps) -> None:
-    """All that a user may ask about the job ONE; nothing of it may raise anything but a message for that user."""
-    scheduler = apps.scheduler
-    with contextlib.suppress(*([SlurmError] if apps.slurm.says == "" else [])):
-        listed = {each.app_id: each for each in scheduler.list()}
-        assert (listed[ENDED].state, listed[ENDED].name) == (AppState.SUCCEEDED, "ended")
-        assert all("\x1b" not in each.name and "\x00" not in each.name for each in listed.values())
-    with contextlib.suppress(BackendError):
-        found = scheduler.describe(ONE)
-        assert found is not None, "the app is not known any more"
-        shown = AppStatus(
-            found.state, found.num_restarts, found.msg, found.structured_error_msg, None, found.roles_statuses
-        )
-        for text in (shown.format(), repr(shown)):
-            text.encode()  # a terminal can show it
-            assert "\x1b" not in text and "\x00" not in text
-        json.dumps(shown.to_json())
-    now = datetime.now()
-    for since in (None, now - timedelta(days=1)):
-        with contextlib.suppress(UserError, BackendError):
-            list(scheduler.log_iter(ONE, "r", 1, since=since, until=now))
-    scheduler._foreground._show(ONE)
-    with contextlib.suppress(BackendError):
-        scheduler.describe_native(ONE)
-    scheduler.apps.wait(ONE, 0.0)
-    prune.prune()
-
-
-FEW = settings(
-    max_examples=CASES,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
-)
-
-
-def plant(data: st.DataObject, path: Path, original: bytes) -> None:
-    """Replace a file by one with any content, or by what is no file."""
-    path.unlink(missing_ok=True)
-    kind = data.draw(st.sampled_from([*["file"] * 12, "FIFO", "folder", "link"]), "what is planted")
-    if kind == "file":
-        path.write_bytes(data.draw(contents(original)))
-    elif kind == "FIFO":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("name", FILES)
-@FEW
-@given(data=st.data())
-def test_any_content_of_any_file_costs_details_only(apps: Apps, name: str, data: st.DataObject) -> None:
-    path = Path(apps.folders[ONE].root, name)
-    try:
-        plant(data, path, apps.files[path])
-        apps.slurm.says = data.draw(st.sampled_from(["RUNNING", "RUNNING", "FAILED", None, ""]), "what Slurm says")
-        runs = apps.slurm.says == "RUNNING"
-        ask_everything(apps)
-        what = data.draw(st.sampled_from(["cancel", "cancel", "delete", "nothing"]), "what the user then does")
-        with contextlib.suppress(*([] if runs else [BackendError])):
-            if what == "cancel":
-                apps.scheduler.cancel(ONE)
-            elif what == "delete":
-                apps.scheduler.delete(ONE)
-                assert not os.path.exists(apps.folders[ONE].root)
-        if runs and what != "nothing":
-            assert apps.slurm.told
-            assert {words[-1] for words in apps.slurm.told} == {ONE}
-    finally:
-        if not os.path.isdir(apps.folders[ONE].root):
-            os.makedirs(apps.folders[ONE].root, 0o700)
-        apps.restore()
-
-
-@pytest.mark.parametrize("name", ["job.json", "request.json", "logs/r/1/replica.json"])
-@FEW
-@given(data=st.data())
-def test_batch_step_survives_any_content_of_what_it_reads(apps: Apps, name: str, data: st.DataObject) -> None:
-    paths = apps.folders[ONE]
-    path = Path(paths.root, name)
-    try:
-        plant(data, path, apps.files[path])
-        try:
-            request = decode_or_exit(paths, folder.read_request(paths, "n1"))
-        except SystemExit as error:
-            assert name == "request.json" and paths.request in str(error)
-            return
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("SLURM_JOB_ID", ONE)
-            patch.setenv("MONARCH_NODES_0", "n[1-2]")
-            batch = batch_step.BatchStep(paths, request, ())
-        if name != "request.json":
-            batch._record.role_restarts["r"] = 1
-            batch._ended["r"] = 1, time.time()
-            batch._decide()
-            assert batch._outcome.state in (State.FAILED, None)
-            assert isinstance(batch._outcome.code, int)
-    finally:
-        apps.restore()
 
 
 @pytest.mark.parametrize("words", [["job"], ["task", "r", ONE, "0"]], ids=lambda words: words[0])
