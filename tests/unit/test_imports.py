@@ -132,31 +132,6 @@ def imported_in(source: str, module: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("statement", "names"),
-    [
-        ("import a.b", {"a.b"}),
-        ("import a.b as c, d", {"a.b", "d"}),
-        ("from a import b", {"a", "a.b"}),
-        ("from a.b import c as d, e", {"a.b", "a.b.c", "a.b.e"}),
-        ("from . import b", {"top.room", "top.room.b"}),
-        ("from .b import c", {"top.room.b", "top.room.b.c"}),
-        ("from ..other import c", {"top.other", "top.other.c"}),
-        ("from .. import other", {"top", "top.other"}),
-        ("def f():\n    import a", {"a"}),
-        ("import importlib\nimportlib.import_module('a.b')", {"importlib", "a.b"}),
-        ("from importlib import import_module\nimport_module('a')", {"importlib", "importlib.import_module", "a"}),
-        ("__import__('a')", {"a"}),
-    ],
-)
-def test_every_form_of_import_is_seen(statement: str, names: set[str]) -> None:
-    assert imported_in(statement, "top.room.module") == names
-
-
-def test_relative_imports_of_a_package_are_its_own() -> None:
-    assert imported_in("from .b import c", "top.room.__init__") == {"top.room.b", "top.room.b.c"}
-
-
 _BELOW = {
     "system": set(),
     "model": {"system"},
@@ -248,21 +223,6 @@ def _room(module: str) -> str:
     return inner if inner in _BELOW else parts[0]
 
 
-@pytest.mark.parametrize(
-    ("statement", "rooms"),
-    [
-        ("from torchx_monarch import serve", {"client"}),
-        ("from torchx_monarch import UserError", {"backends/core"}),
-        ("from .. import progress", {"insight"}),
-        ("from torchx_monarch import host", {"host"}),
-        ("import torchx_monarch.host.ranks.zygote", {"host/ranks"}),
-    ],
-)
-def test_public_names_count_as_what_they_stand_for(statement: str, rooms: set[str]) -> None:
-    names = imported_in(statement, "torchx_monarch.room.module")
-    assert {_room(name.partition(".")[2]) for name in names} - {""} == rooms
-
-
 def test_private_names_of_monarch_are_used_in_one_package() -> None:
     public = r"monarch\.(actor|job)(\.[A-Z]\w*|\.concurrent_endpoint)?"  # these modules, and what they offer
     users = {
@@ -323,25 +283,6 @@ def private_names_used(source: str, theirs: set[str], ours: set[str]) -> set[str
             if not own and not (receiver == "super()" and node.attr in _EXTENSION_POINTS):
                 found.add(ast.unparse(node))
     return found
-
-
-@pytest.mark.parametrize(
-    ("statement", "used"),
-    [
-        ("runner._scheduler('x')", {"runner._scheduler"}),
-        ("self.inner._validate()", {"self.inner._validate"}),
-        ("self._validate()", set()),
-        ("self._scheduler", {"self._scheduler"}),
-        ("super()._validate()", set()),
-        ("super()._scheduler", {"super()._scheduler"}),
-        ("record._accepted()", set()),
-        ("from torchx.plugins import _registry", {"from torchx.plugins import _registry"}),
-        ("from torchx.plugins._registry import X", {"from torchx.plugins._registry import X"}),
-        ("from torchx_monarch.x import _y", set()),
-    ],
-)
-def test_every_use_of_a_private_name_is_seen(statement: str, used: set[str]) -> None:
-    assert private_names_used(statement, {"_scheduler", "_validate"}, {"_validate"}) == used
 
 
 def test_private_names_of_torchx_are_used_in_one_module() -> None:

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import typing
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,20 +91,6 @@ def annotations_of(name: str) -> Iterator[ast.expr]:
         yield from (each.annotation for each in node.body if isinstance(each, ast.AnnAssign))
 
 
-def docstrings(name: str) -> Iterator[str]:
-    node = definition(name)
-    if isinstance(node, ast.ClassDef):
-        yield ast.get_docstring(node) or ""
-    for function in public_functions(name):
-        yield ast.get_docstring(function) or ""
-
-
-def raised(docstring: str) -> list[str]:
-    """The names in the section ``Raises`` of a docstring."""
-    _, _, section = docstring.partition("\nRaises:\n")
-    return re.findall(r"^    (\w[\w.]*):", section.partition("\n\n")[0], re.MULTILINE)
-
-
 def test_each_public_name_is_listed_everywhere() -> None:
     tree = ast.parse((_PACKAGE / "__init__.py").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module != "__future__"]
@@ -132,14 +117,6 @@ def test_public_signatures_use_public_types(name: str) -> None:
                 assert foreign or origin in exported, f"{name} uses {origin}, which is not exported"
 
 
-@pytest.mark.parametrize("name", torchx_monarch.__all__)
-def test_documented_exceptions_are_public(name: str) -> None:
-    for docstring in docstrings(name):
-        for each in raised(docstring):
-            foreign = each.startswith("torchx.") or hasattr(builtins, each)
-            assert foreign or each in torchx_monarch.__all__, f"{name} raises {each}, which is not exported"
-
-
 def test_the_tree_of_exceptions_is_the_documented_one() -> None:
     lines = re.findall(r"^ {4}([│ ]*(?:[├└]── )?)(\w+Error)(.*)$", exceptions.__doc__ or "", re.MULTILINE)
     parents: list[type] = []
@@ -154,22 +131,6 @@ def test_the_tree_of_exceptions_is_the_documented_one() -> None:
         assert ("ComponentValidationException" in more) <= issubclass(kind, ComponentValidationException)
     assert {name for _, name, _ in lines} == {name for name in torchx_monarch.__all__ if name.endswith("Error")}
     assert lines[0][1] == TorchXMonarchError.__name__
-
-
-def test_no_two_classes_have_the_same_name() -> None:
-    found = defaultdict(list)
-    for path in _PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                found[node.name].append(str(path.relative_to(_PACKAGE)))
-    assert not {name: paths for name, paths in found.items() if len(paths) > 1}
-
-
-def test_exceptions_for_the_command_line_are_in_the_tree() -> None:
-    for path in _PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and "ComponentValidationException" in map(ast.unparse, node.bases):
-                assert "TorchXMonarchError" in map(ast.unparse, node.bases), f"{path}: {node.name}"
 
 
 def test_the_api_page_has_every_public_name() -> None:
