@@ -7,22 +7,18 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
 from torchx_monarch.code_sync.manifest import MARKER, PIECE, ChangedError, Tree, is_home_or_root, pack
 from torchx_monarch.exceptions import CodeError, UnreachableError
-
-if TYPE_CHECKING:
-    from torchx_monarch.code_sync.scan import StatCache
 
 SyncMode = Literal["auto", "always", "never"]
 """When each host gets its own copy of the workspace. ``auto``: unless all hosts see the folder itself, for example on a
@@ -31,16 +27,8 @@ shared file system; ``always``: before each run; ``never``: not at all, the host
 _TRIES = 5
 """Number of attempts to send a workspace that changes between scan and transfer."""
 
-_SAVE_THRESHOLD = 100
-"""The stat cache is written to disk only if the ignore rules or more than this number of entries changed: reading a few
-files again is faster than writing the whole cache."""
-
 _ANSWER_TIMEOUT = 300.0
 """Seconds for an answer: all hosts unpack the files first, possibly on slow disks."""
-
-
-_stat_caches: dict[str, StatCache] = {}
-"""Stat caches in memory, by the path of the file that stores each."""
 
 
 _unscannable: set[str] = set()
@@ -87,7 +75,7 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode = "auto") -> S
     check_when(when)
     if when == "never":
         return SyncResult()
-    from torchx_monarch.code_sync.scan import ScanError
+    from torchx_monarch.code_sync.scan import ScanError, scan_cached
 
     began, root = time.monotonic(), os.path.abspath(workspace)
     for _ in range(_TRIES):
@@ -95,7 +83,7 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode = "auto") -> S
             if when == "auto" and _is_shared(link, root):
                 return SyncResult(_hash_of(root), root, seconds=time.monotonic() - began)
             try:
-                tree = scan_workspace(root)
+                tree = scan_cached(root, state_files.state_dir())
                 sent = _send(link, root, tree)
             except ScanError as error:
                 raise CodeError(f"{error} (or run without bringing the code: sync='never')") from None
@@ -126,31 +114,12 @@ def current_workspace() -> str | None:
     return None if is_home_or_root(current) else current
 
 
-def scan_workspace(root: str) -> Tree:
-    """Scan a workspace, and update its stat cache in the state directory.
-
-    Raises:
-        ScanError: the workspace cannot be read, or exceeds the limits.
-    """
-    from torchx_monarch.code_sync.scan import StatCache, scan
-
-    name = hashlib.sha256(os.fsencode(root)).hexdigest()[:32]
-    cache_path = os.path.join(state_files.state_dir(), "sync", f"{name}.json")
-    memory = _stat_caches.get(cache_path) or _stat_caches.setdefault(cache_path, StatCache.load(cache_path, root))
-    before = memory.files, memory.rules, memory.left_out
-    tree = scan(root, memory)
-    much = len(memory.files.items() ^ before[0].items()) > _SAVE_THRESHOLD
-    if much or (memory.rules, memory.left_out) != before[1:]:
-        memory.save(cache_path, root)
-    return tree
-
-
 def _hash_of(root: str) -> str:
     """Return the hash of a folder that all hosts see; empty if it cannot be scanned or exceeds the limits."""
-    from torchx_monarch.code_sync.scan import ScanError
+    from torchx_monarch.code_sync.scan import ScanError, scan_cached
 
     try:
-        return scan_workspace(root).hash if root not in _unscannable else ""
+        return scan_cached(root, state_files.state_dir()).hash if root not in _unscannable else ""
     except ScanError:
         _unscannable.add(root)
         return ""
@@ -189,9 +158,7 @@ def _send(link: Connection, root: str, tree: Tree) -> int:
     sent = _send_frames(link, (encoded[at : at + PIECE] for at in range(0, len(encoded), PIECE)))
     bits = int(_answer(link, "missing")["missing"], 16)
     missing = [digest for number, digest in enumerate(tree.contents) if bits >> number & 1]
-    paths = {entry.content: path for path, entry in tree.entries.items() if entry.is_file}
-    files = ((digest, tree.contents[digest], os.path.join(root, paths[digest])) for digest in missing)
-    sent += _send_frames(link, pack(files))
+    sent += _send_frames(link, pack(tree.files(root, missing)))
     _answer(link, "done")
     _last_sent[root] = tree
     return sent

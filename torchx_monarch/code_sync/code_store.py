@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Store the workspaces that a host receives: trees, file contents, and the working folders of runs.
 
-The store belongs to one host process, and its folder is deleted with that process. So the index is in memory only. The
-programs that run on the host can reach the folder: a content is checked against its digest whenever it is used. Methods
-may be called from any thread.
+The store of a host belongs to one process, and its folder is deleted with that process. So its index is in memory only.
+Its methods may be called from any thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
-from torchx_monarch.code_sync.manifest import ChangedError, Tree, Unpacker, brief, pack
-from torchx_monarch.code_sync.work_folder import ContentError, WorkFolder
+from torchx_monarch.code_sync.manifest import ChangedError, PackError, Tree, Unpacker, brief, pack
+from torchx_monarch.code_sync.work_folder import WorkFolder
 from torchx_monarch.system import run_dirs
 
 _TREES = 32
@@ -26,22 +26,78 @@ class StoreError(Exception):
     """This host cannot store the code, or does not have it; the message says why."""
 
 
-class CodeStore:
-    """Keep the trees and file contents of one host, and check them out for runs.
+class ContentStore:
+    """The contents of files in a folder, by their digests.
 
     Args:
-        folder: path of the store, which is created with mode 0700 when it is needed; must not be shared with another
-            host process.
+        folder: path of the folder.
     """
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
+        self.folder = folder
+        self._unpacker: Unpacker | None = None
+
+    def path(self, digest: str) -> str:
+        """Return the path of a content."""
+        return os.path.join(self.folder, digest)
+
+    def receive(self, tree: Tree, stored: Container[str], incoming: str) -> list[str]:
+        """Prepare to receive the contents of a tree that are not stored; cancel an earlier, incomplete transfer.
+
+        Args:
+            incoming: a folder on the same file system, for contents that are not complete.
+
+        Returns:
+            The digests of the missing contents, in ascending order.
+
+        Raises:
+            OSError: the disk has too little space.
+        """
+        self.cancel_transfer()
+        missing = {digest: size for digest, size in tree.contents.items() if digest not in stored}
+        needed = 2 * sum(missing.values())  # the contents, and their copies in a working folder
+        status = os.statvfs(self.folder)
+        if needed > (free := status.f_bavail * status.f_frsize):
+            reason = f"no space left: {free} bytes, and the code needs {needed}"
+            raise OSError(errno.ENOSPC, reason, self.folder)
+        self._unpacker = Unpacker(tree.contents, missing, incoming, self.keep)
+        return list(missing)
+
+    def keep(self, digest: str, path: str) -> None:
+        """Store a content that is complete."""
+        os.rename(path, self.path(digest))
+
+    def take(self, piece: bytes) -> None:
+        """Unpack a piece of the archive of the expected contents.
+
+        Raises:
+            PackError: the piece does not belong to the expected contents.
+            OSError: it cannot be written.
+        """
+        if self._unpacker is None:
+            raise PackError("contents arrived that were not announced")
+        self._unpacker.feed(piece)
+
+    def cancel_transfer(self) -> None:
+        """Cancel the current transfer. Contents that are complete stay in the store."""
+        if self._unpacker is not None:
+            self._unpacker.close()
+        self._unpacker = None
+
+
+class CodeStore(ContentStore):
+    """Keep the trees and file contents of one host, and check them out for runs.
+
+    The folder is created with mode 0700 when it is needed; it must not be shared with another host process.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
         self._lock = threading.RLock()
         self._trees: dict[str, Tree] = {}  # by hash, the most recently used last
         self._contents: set[str] = set()
         self._folders: list[WorkFolder] = []  # the most recently used last
         self._made = 0
-        self._unpacker: Unpacker | None = None
         self._incoming: Tree | None = None
 
     # -- receive a tree ------------------------------------------------------------------------------------------------
@@ -52,37 +108,31 @@ class CodeStore:
             return self._trees.get(tree_hash)
 
     def expect(self, tree: Tree) -> list[str]:
-        """Prepare to receive the contents of a tree that the store lacks. Cancels an earlier, incomplete transfer.
-
-        Returns:
-            The digests of the missing contents, in ascending order.
+        """Prepare to receive the contents of a tree that the store lacks; return their digests, as ``receive`` does.
 
         Raises:
             StoreError: the disk has too little space, or the folder cannot be created.
         """
         with self._lock, self._as_store_error("make"):
-            self.cancel_transfer()
-            os.makedirs(self._folder, mode=0o700, exist_ok=True)
-            missing = {digest: size for digest, size in tree.contents.items() if digest not in self._contents}
-            needed, free = sum(missing.values()), _free(self._folder)
-            # Twice: the stored contents, and their copies in a working folder.
-            if needed * 2 > free:
-                raise StoreError(f"{self._folder} has {free} bytes left, and the code needs {needed * 2}")
+            os.makedirs(self.folder, mode=0o700, exist_ok=True)
+            missing = self.receive(tree, self._contents, self.folder)
             self._incoming = tree
-            self._unpacker = Unpacker(tree.contents, missing, self._folder, self._keep)
-            return list(missing)
+            return missing
+
+    def keep(self, digest: str, path: str) -> None:
+        """Store a content that is complete."""
+        super().keep(digest, path)
+        self._contents.add(digest)
 
     def take(self, piece: bytes) -> None:
         """Unpack a piece of the archive of the expected contents.
 
         Raises:
-            StoreError: no contents are expected, or the piece cannot be written.
+            StoreError: the piece cannot be written.
             PackError: the piece does not belong to the expected contents.
         """
         with self._lock, self._as_store_error("write"):
-            if self._unpacker is None:
-                raise StoreError("contents arrived that were not announced")
-            self._unpacker.feed(piece)
+            super().take(piece)
 
     def complete(self) -> str:
         """Finish the transfer, and add the expected tree to the store.
@@ -94,10 +144,10 @@ class CodeStore:
             StoreError: contents of the tree are missing.
         """
         with self._lock:
-            if self._incoming is None or self._unpacker is None or self._unpacker.missing:
+            tree = self._incoming
+            if tree is None or self._unpacker is None or self._unpacker.missing:
                 missing = self._unpacker.missing if self._unpacker else "all"
                 raise StoreError(f"the code is not complete: {missing} contents are missing")
-            tree = self._incoming
             self.cancel_transfer()
             self._trees.pop(tree.hash, None)
             self._trees[tree.hash] = tree
@@ -107,9 +157,8 @@ class CodeStore:
     def cancel_transfer(self) -> None:
         """Cancel the current transfer. Contents that are complete stay in the store."""
         with self._lock:
-            if self._unpacker is not None:
-                self._unpacker.close()
-            self._unpacker = self._incoming = None
+            super().cancel_transfer()
+            self._incoming = None
 
     # -- send to other hosts -------------------------------------------------------------------------------------------
 
@@ -128,14 +177,13 @@ class CodeStore:
         """Yield the archive of some contents of a tree, in pieces for ``take``.
 
         Raises:
-            StoreError: a program has changed a content.
+            StoreError: a content cannot be read.
         """
         with self._as_store_error("read"):
             try:
-                yield from pack((digest, tree.contents[digest], self._content(digest)) for digest in digests)
+                yield from pack((digest, tree.contents[digest], self.path(digest)) for digest in digests)
             except ChangedError as error:
-                path = str(error)
-                raise ContentError(os.path.basename(path), path) from None
+                raise StoreError(f"a program has changed {error}") from None
 
     # -- working folders of runs ---------------------------------------------------------------------------------------
 
@@ -146,8 +194,7 @@ class CodeStore:
             workspace: the workspace of the run, which finds no files of other workspaces' runs in its folder.
 
         Raises:
-            StoreError: the store does not have the tree, a program has changed a content, or the folder cannot be
-                written.
+            StoreError: the store does not have the tree, or the folder cannot be written.
         """
         with self._lock, self._as_store_error("make"):
             tree = self.tree(tree_hash)
@@ -158,7 +205,7 @@ class CodeStore:
             if folder is None:
                 folder = self._choose_folder(tree_hash, workspace)
                 is_held = folder.tree == tree_hash
-                folder.checkout(tree, self._content)
+                folder.checkout(tree, self.path)
                 if not is_held:
                     self._name(folder, brief(tree_hash))
             self._folders.remove(folder)
@@ -181,7 +228,7 @@ class CodeStore:
         chosen = next((folder for folder in idle if folder.tree == tree_hash), idle[-1] if idle else None)
         if chosen is None:
             self._made += 1
-            chosen = WorkFolder(os.path.join(self._folder, f"new-{self._made}"), workspace)
+            chosen = WorkFolder(os.path.join(self.folder, f"new-{self._made}"), workspace)
             self._folders.append(chosen)
         elif chosen.tree != tree_hash:
             self._made += 1
@@ -189,7 +236,7 @@ class CodeStore:
         return chosen
 
     def _name(self, folder: WorkFolder, name: str) -> None:
-        path = os.path.join(self._folder, name)
+        path = os.path.join(self.folder, name)
         # The same tree, another workspace.
         if any(other.path == path for other in self._folders if other is not folder):
             path = f"{path}-{self._made}"
@@ -216,36 +263,13 @@ class CodeStore:
         needed = {digest for tree in trees for digest in tree.contents}
         for digest in self._contents - needed:
             with contextlib.suppress(OSError):
-                os.unlink(self._content(digest))
+                os.unlink(self.path(digest))
             self._contents.discard(digest)
-
-    def _content(self, digest: str) -> str:
-        return os.path.join(self._folder, digest)
-
-    def _forget(self, digest: str) -> None:
-        """Delete a content that a program has changed, and the trees that need it."""
-        path = self._content(digest)
-        with self._lock:
-            self._contents.discard(digest)
-            self._trees = {key: tree for key, tree in self._trees.items() if digest not in tree.contents}
-            run_dirs.remove_tree(path)
-
-    def _keep(self, digest: str, path: str) -> None:
-        os.rename(path, self._content(digest))
-        self._contents.add(digest)
 
     @contextlib.contextmanager
     def _as_store_error(self, what: str) -> Iterator[None]:
         try:
             yield
-        except ContentError as error:
-            self._forget(error.digest)
-            raise StoreError(f"{error.strerror}: {error.filename}: the code must be sent again") from None
         except OSError as error:
-            where = error.filename or self._folder
+            where = error.filename or self.folder
             raise StoreError(f"cannot {what} the code on this host: {error.strerror}: {where}") from None
-
-
-def _free(folder: str) -> int:
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize

@@ -7,6 +7,7 @@ mode that counts is whether the owner may execute the file, and times do not cou
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -14,10 +15,10 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from torchx_monarch.system import run_dirs, safe_files
+from torchx_monarch.system import safe_files
 
 FILE, EXECUTABLE, LINK, FOLDER = "f", "x", "l", "d"
 
@@ -92,6 +93,11 @@ class Tree:
     def contents(self) -> dict[str, int]:
         """Sizes in bytes of the distinct file contents, by digest, in ascending order of the digests."""
         return dict(sorted((entry.content, entry.size) for entry in self.entries.values() if entry.is_file))
+
+    def files(self, root: str, digests: Iterable[str]) -> Iterator[tuple[str, int, str]]:
+        """Yield digest, size in bytes and path of a file in the workspace ``root`` for each of some contents."""
+        paths = {entry.content: path for path, entry in self.entries.items() if entry.is_file}
+        return ((digest, self.contents[digest], os.path.join(root, paths[digest])) for digest in digests)
 
     def encode(self, base: Tree | None = None) -> bytes:
         """Serialise the tree for ``decode``.
@@ -256,11 +262,9 @@ class Unpacker:
         self._folder = folder
         self._keep = keep
         self._unpacker = zlib.decompressobj()
-        self._head = b""
-        self._digest = ""
-        self._left = 0
-        self._found = hashlib.sha256()
-        self._file = -1
+        self._data = memoryview(b"")
+        self._contents = self._receive()
+        next(self._contents)
 
     @property
     def missing(self) -> int:
@@ -280,59 +284,51 @@ class Unpacker:
             except zlib.error as error:
                 raise PackError(f"the contents cannot be unpacked: {error}") from None
             piece = self._unpacker.unconsumed_tail
-            self._take(memoryview(data))
-            if self._unpacker.eof or not data:
-                break
+            if not data:
+                return
+            self._data = memoryview(data)
+            self._contents.send(None)
 
     def close(self) -> None:
         """Delete the content that is not complete yet, if there is one."""
-        if self._file >= 0:
-            os.close(self._file)
-            os.unlink(self._path)
-            self._file = -1
+        self._contents.close()
 
-    @property
-    def _path(self) -> str:
-        return os.path.join(self._folder, f"{self._digest}.part")
+    def _receive(self) -> Generator[None, None, None]:
+        """Store the contents, one after the other; ``yield`` waits until there is data."""
+        head = b""
+        while True:
+            while len(head) < _HEAD:
+                if not self._data:
+                    yield
+                lacks = _HEAD - len(head)
+                head, self._data = head + self._data[:lacks], self._data[lacks:]
+            digest, left = head[:32].hex(), int.from_bytes(head[32:], "big")
+            head = b""
+            if self._expected.get(digest) != left:
+                raise PackError(f"{left} bytes of the digest {digest} arrived that were not requested")
+            path = os.path.join(self._folder, f"{digest}.part") if digest in self._wanted else os.devnull
+            found = hashlib.sha256()
+            try:
+                with open(path, "wb", buffering=0, opener=_private) as file:
+                    while left:
+                        if not self._data:
+                            yield
+                        some, self._data = self._data[:left], self._data[left:]
+                        left -= len(some)
+                        found.update(some)
+                        while some:
+                            some = some[os.write(file.fileno(), some) :]
+                if found.hexdigest() != digest:
+                    raise PackError(f"the file received as {digest} has another digest")
+                if path != os.devnull:
+                    self._keep(digest, path)
+                    self._wanted.discard(digest)
+            except BaseException:
+                if path != os.devnull:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
+                raise
 
-    def _take(self, data: memoryview) -> None:
-        while data:
-            if not self._digest:
-                data = self._begin(data)
-                continue
-            some, data = data[: self._left], data[self._left :]
-            self._left -= len(some)
-            if self._file >= 0:
-                self._found.update(some)
-            while some and self._file >= 0:
-                some = some[os.write(self._file, some) :]
-            self._end_if_complete()
 
-    def _begin(self, data: memoryview) -> memoryview:
-        lacks = _HEAD - len(self._head)
-        self._head += data[:lacks]
-        if len(self._head) == _HEAD:
-            self._digest, self._left = self._head[:32].hex(), int.from_bytes(self._head[32:], "big")
-            self._head = b""
-            if self._expected.get(self._digest) != self._left:
-                raise PackError(f"{self._left} bytes of the digest {self._digest} arrived that were not requested")
-            self._found = hashlib.sha256()
-            if self._digest in self._wanted:
-                if os.path.lexists(self._path):  # a program that runs here may have put anything there
-                    run_dirs.remove_tree(self._path)
-                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            self._end_if_complete()
-        return data[lacks:]
-
-    def _end_if_complete(self) -> None:
-        if self._left:
-            return
-        if self._file >= 0:
-            if self._found.hexdigest() != self._digest:
-                self.close()
-                raise PackError(f"the file received as {self._digest} has another digest")
-            os.close(self._file)
-            self._file = -1
-            self._keep(self._digest, self._path)
-            self._wanted.discard(self._digest)
-        self._digest = ""
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

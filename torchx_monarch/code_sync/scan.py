@@ -38,6 +38,10 @@ _TRIES = 20
 _MAX_CACHE_BYTES = 256 << 20
 """Largest size of a file with cached values: a million files have about half of it."""
 
+_SAVE_THRESHOLD = 100
+"""The cache is written to disk only if the ignore rules or more than this number of entries changed: reading a few
+files again is faster than writing the whole cache."""
+
 _PAUSE = 0.02
 """Seconds between two attempts to read a changing file."""
 
@@ -130,6 +134,10 @@ def _cached_file(values: Any) -> CachedFile:
     return int(size), int(mtime), int(ctime), int(inode), str(digest)
 
 
+_stat_caches: dict[str, StatCache] = {}
+"""Caches in memory, by the path of the file that stores each."""
+
+
 def scan(root: str, memory: StatCache, limits: Limits = Limits()) -> Tree:
     """Scan a workspace into a tree that represents one moment.
 
@@ -159,6 +167,22 @@ def scan(root: str, memory: StatCache, limits: Limits = Limits()) -> Tree:
         if not scan_pass.read or tree == before:
             break
         before = tree
+    return tree
+
+
+def scan_cached(root: str, state_dir: str) -> Tree:
+    """Scan a workspace, with its cache in memory and in the state directory.
+
+    Raises:
+        ScanError: as for ``scan``.
+    """
+    path = os.path.join(state_dir, "sync", f"{hashlib.sha256(os.fsencode(root)).hexdigest()[:32]}.json")
+    memory = _stat_caches.get(path) or _stat_caches.setdefault(path, StatCache.load(path, root))
+    before = memory.files, memory.rules, memory.left_out
+    tree = scan(root, memory)
+    much = len(memory.files.items() ^ before[0].items()) > _SAVE_THRESHOLD
+    if much or (memory.rules, memory.left_out) != before[1:]:
+        memory.save(path, root)
     return tree
 
 
@@ -197,29 +221,14 @@ class _Pass:
             if any(entry.name == GIT_IGNORE for entry in inside):
                 rules = rules.below(self._root, folder)
             self.rules[folder] = rules.digest
-            # Matching patterns is slow: skip it for paths that the cache has under the same rules.
-            same_rules = self._memory.rules.get(folder) == rules.digest
-            empty = True
-            for entry in inside:
-                path = f"{folder}/{entry.name}" if folder else entry.name
-                if same_rules and path in self._memory.files and self._reuse_cached(path, entry):
-                    empty = False
-                    continue
-                below = rules
-                is_folder = entry.is_dir(follow_symlinks=False)
-                name = f"{path}/" if is_folder else path
-                left_out = same_rules and name in self._memory.left_out
-                if not left_out and (is_folder or not same_rules or path not in self._memory.files):
-                    left_out, below = rules.leave_out(path, is_folder)
-                if left_out:
-                    self.left_out.add(name)
-                    continue
-                empty = False
-                if is_folder:
+            paths = [(f"{folder}/{entry.name}" if folder else entry.name, entry) for entry in inside]
+            kept = [(path, entry, below) for path, entry in paths if (below := self._rules_below(path, entry, rules))]
+            for path, entry, below in kept:
+                if entry.is_dir(follow_symlinks=False):
                     folders.append((path, below))
                 else:
-                    self._note(path, entry)
-            if empty and folder:
+                    self._add(path, entry)
+            if folder and not kept:
                 self._entries[folder] = Entry(FOLDER, "", 0)
             if len(self._entries) + len(self._found) > self._limits.entries:
                 raise ScanError(
@@ -235,22 +244,24 @@ class _Pass:
             self._read(path, where)
         return Tree(self._entries)
 
-    def _reuse_cached(self, path: str, found: os.DirEntry[str]) -> bool:
-        """Add a file from the cache; return False if the file has changed since it was cached."""
-        try:
-            status = found.stat(follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        before = self._memory.files[path]
-        if before[:4] != _key(status):
-            return False
-        self.files[path] = before
-        self._size += before[0]
-        kind = EXECUTABLE if status.st_mode & stat.S_IXUSR else FILE
-        self._entries[path] = Entry(kind, before[4], before[0])
-        return True
+    def _rules_below(self, path: str, found: os.DirEntry[str], rules: IgnoreRules) -> IgnoreRules | None:
+        """Return the rules for what is below a path of a folder with these rules; None if it is ignored."""
+        is_folder = found.is_dir(follow_symlinks=False)
+        name = f"{path}/" if is_folder else path
+        # Matching patterns is slow: skip it for paths that the cache has under the same rules.
+        same_rules = self._memory.rules.get(os.path.dirname(path)) == rules.digest
+        if same_rules and not is_folder and path in self._memory.files:
+            return rules
+        is_ignored = same_rules and name in self._memory.left_out
+        if not is_ignored:
+            is_ignored, rules = rules.leave_out(path, is_folder)
+        if is_ignored:
+            self.left_out.add(name)
+            return None
+        return rules
 
-    def _note(self, path: str, found: os.DirEntry[str]) -> None:
+    def _add(self, path: str, found: os.DirEntry[str]) -> None:
+        """Add a link, or a file that is as in the cache; a file that is not is read later."""
         try:
             if found.is_symlink():
                 self._entries[path] = Entry(LINK, os.readlink(found.path), 0)
@@ -259,10 +270,16 @@ class _Pass:
         except FileNotFoundError:
             self.read += 1
             return
-        if stat.S_ISREG(status.st_mode):  # sockets and pipes are meaningless on another machine
-            self._limit(path, status.st_size)
+        if not stat.S_ISREG(status.st_mode):  # sockets and pipes are meaningless on another machine
+            return
+        self._limit(path, status.st_size)
+        self._size += status.st_size
+        cached = self._memory.files.get(path)
+        if cached and cached[:4] == _key(status):
+            self.files[path] = cached
+            self._entries[path] = _entry(status, cached[4], cached[0])
+        else:
             self._found.append((path, found.path))
-            self._size += status.st_size
 
     def _read(self, path: str, where: str) -> None:
         self.read += 1
@@ -273,8 +290,7 @@ class _Pass:
         self._limit(path, size)
         if max(status.st_mtime_ns, status.st_ctime_ns) < self._settled:
             self.files[path] = (*_key(status), digest)
-        kind = EXECUTABLE if status.st_mode & stat.S_IXUSR else FILE
-        self._entries[path] = Entry(kind, digest, size)
+        self._entries[path] = _entry(status, digest, size)
 
     def _limit(self, path: str, size: int) -> None:
         if size > self._limits.file:
@@ -282,6 +298,10 @@ class _Pass:
                 f"{os.path.join(self._root, path)} has {_in_words(size)}, and a file of code at most "
                 f"{_in_words(self._limits.file)}: name it in .torchxignore or .gitignore"
             )
+
+
+def _entry(status: os.stat_result, digest: str, size: int) -> Entry:
+    return Entry(EXECUTABLE if status.st_mode & stat.S_IXUSR else FILE, digest, size)
 
 
 def _key(status: os.stat_result) -> tuple[int, int, int, int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import shutil
 import stat
@@ -27,19 +26,6 @@ _SMALL = 1 << 20
 _Mark = tuple[int, int, int, int]
 """Values that reveal a changed file: mode, size in bytes, ctime in nanoseconds, inode number. Unlike mtime, ctime
 cannot be set by a program."""
-
-
-class ContentError(OSError):
-    """Raised when a stored content is missing or is no longer what was stored, because a program has changed it.
-
-    Attributes:
-        digest: the digest of the content.
-        filename: the path of its file.
-    """
-
-    def __init__(self, digest: str, path: str) -> None:
-        super().__init__(errno.EIO, "a program has changed it", path)
-        self.digest = digest
 
 
 class WorkFolder:
@@ -69,7 +55,6 @@ class WorkFolder:
             source: called with a digest; returns the path of the file with that content.
 
         Raises:
-            ContentError: a file has another content than its digest says.
             OSError: a file cannot be read or written.
         """
         self.tree = ""
@@ -204,41 +189,26 @@ def _make(where: str, entry: Entry, source: Callable[[str], str]) -> None:
         os.symlink(entry.content, where)
         return
     mode = 0o700 if entry.kind == EXECUTABLE else 0o600
-    path = source(entry.content)
-    try:
-        content = safe_files.open_file(path)
-    except (FileNotFoundError, safe_files.UnsafeFileError):
-        raise ContentError(entry.content, path) from None
-    try:
-        target = os.open(where, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with open(source(entry.content), "rb", buffering=0) as content:
+        target = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
-            digest = _copy(content, target, entry.size)
+            _copy(content.fileno(), target, entry.size)
         except OSError as error:
             error.filename = where
             raise
         finally:
             os.close(target)
-    finally:
-        os.close(content)
-    if digest != entry.content:
-        raise ContentError(entry.content, path)
 
 
-def _copy(source: int, target: int, size: int) -> str:
-    """Copy at most ``size`` bytes into an empty file; return the digest of what it then has."""
-    left, found = size, hashlib.sha256()
+def _copy(source: int, target: int, size: int) -> None:
+    left = size
     if size > _SMALL:
         with contextlib.suppress(AttributeError, OSError):  # not on every file system; the loop below copies
             while left and (copied := os.copy_file_range(source, target, left)):
                 left -= copied
-        os.lseek(target, 0, os.SEEK_SET)
-        while data := os.read(target, _SMALL):
-            found.update(data)
     while left and (data := os.read(source, min(left, _SMALL))):
         left -= len(data)
-        found.update(data)
         safe_files.write_all(target, data)
-    return found.hexdigest()
 
 
 def _set_aside(where: str) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-from torchx.runner import Runner
 from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.ssh.machines import Machines
@@ -77,7 +76,7 @@ class Apps(Place):
 
     def is_read(self, *request: Any) -> bool:
         """Return whether an order changes nothing."""
-        return request[1] in ("hello", "read")
+        return request[1] in ("hello", "read", "read_all", "log")
 
     def run_words(self) -> Sequence[str]:
         """Return the options of ``torchx run`` that name the machines."""
@@ -138,9 +137,7 @@ class Apps(Place):
 
     def close(self) -> None:
         """Delete the apps, and end the connections that wait for the next command."""
-        self.runner.close()
         self.machines.mend()
-        self.runner = Runner("torchx", self.schedulers)  # the former may remember that a machine was away
         try:
             super().close()
         finally:

@@ -7,14 +7,12 @@ Each app has one file of mode 0600 below the state directory (``state_files``):
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import urllib.parse
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.stored_apps import StoredApps
+from torchx_monarch.exceptions import TorchXMonarchError
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -30,9 +28,13 @@ class _StoredCredentials:
     rendezvous: dict[str, str] = field(default_factory=dict)
 
 
+def _files(scheduler: str) -> StoredApps[_StoredCredentials]:
+    return StoredApps(_StoredCredentials, _FOLDER, scheduler)
+
+
 def path(scheduler: str, app_id: str) -> str:
     """Return the path of an app's file."""
-    return os.path.join(state_files.state_dir(), _FOLDER, scheduler, urllib.parse.quote(app_id, safe=""))
+    return _files(scheduler).path(app_id)
 
 
 def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str, str], name: str = "") -> None:
@@ -47,47 +49,37 @@ def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str,
     Raises:
         OSError: the file cannot be written.
     """
-    where = path(scheduler, app_id)
-    state_files.make_folder(_FOLDER, scheduler)
-    stored = _StoredCredentials(name, credentials, dict(rendezvous))
-    state_files.write_json(where, asdict(stored), below=state_files.state_dir())
+    _files(scheduler).store(app_id, _StoredCredentials(name, credentials, dict(rendezvous)))
 
 
 def load(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
     """Return the credentials and addresses that ``keep`` has stored; empty if nothing usable is stored."""
-    try:
-        found = state_files.load(_StoredCredentials, path(scheduler, app_id), state_files.state_dir())
-    except state_files.DamagedFileError as error:
-        _log.warning("the certificate of %s is not used: %s", app_id, error)
-        found = None
+    found = _files(scheduler).load(app_id)
     return (found.credentials, found.rendezvous) if found else ("", {})
 
 
 def name_of(scheduler: str, app_id: str) -> str:
     """Return the name of a stored app; empty if it is not known."""
-    with contextlib.suppress(state_files.DamagedFileError):
-        found = state_files.load(_StoredCredentials, path(scheduler, app_id), state_files.state_dir())
-        return found.name if found else ""
-    return ""
+    found = _files(scheduler).load(app_id)
+    return found.name if found else ""
 
 
 def stored_apps() -> list[tuple[str, str]]:
     """List all stored apps as pairs of scheduler and app id; warn of folders that belong to another user."""
-    root = os.path.join(state_files.state_dir(), _FOLDER)
     found = []
-    for scheduler in _ids_in(root):
-        found += [(scheduler, app_id) for app_id in _ids_in(os.path.join(root, scheduler))]
+    for scheduler in _ids_in(StoredApps(_StoredCredentials, _FOLDER)):
+        found += [(scheduler, app_id) for app_id in _ids_in(_files(scheduler))]
     return found
 
 
-def _ids_in(folder: str) -> list[str]:
+def _ids_in(files: StoredApps[_StoredCredentials]) -> list[str]:
     try:
-        return sorted(state_files.stored_ids(folder))
-    except OSError as error:
-        _log.warning("the certificates in %s are not used: %s", folder, error)
+        return files.app_ids()
+    except TorchXMonarchError as error:
+        _log.warning("%s", error)
         return []
 
 
 def forget(scheduler: str, app_id: str) -> None:
     """Remove the file of an app, if it exists."""
-    state_files.remove_file(path(scheduler, app_id))
+    _files(scheduler).remove(app_id)

@@ -7,11 +7,10 @@ import contextlib
 import logging
 import os
 import pprint
-import shutil
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from torchx.specs import AppDef
@@ -19,15 +18,26 @@ from torchx.specs import AppDef
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.ssh import request, workspace
-from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
-from torchx_monarch.backends.ssh.native import MachineConnection, Machines, RefusedOrderError, SshError, concurrently
-from torchx_monarch.backends.ssh.options import MachineName, SshOpts, parse_hosts
-from torchx_monarch.backends.ssh.request import Layout, SshRequest, forget_layout, load_layout, render, store_layout
-from torchx_monarch.backends.ssh.snapshot import Found, SshSnapshot, build, by_machine
+from torchx_monarch.backends.ssh import workspace
+from torchx_monarch.backends.ssh.in_job.wire import Ending, FoundReplica, Layout, Place, folder_name
+from torchx_monarch.backends.ssh.native import (
+    MachineConnection,
+    RefusedOrderError,
+    SshError,
+    at_once,
+    find_ssh,
+)
+from torchx_monarch.backends.ssh.options import SshOpts, parse_hosts, ssh_arguments
+from torchx_monarch.backends.ssh.request import SshRequest, render
+from torchx_monarch.backends.ssh.snapshot import SshSnapshot, build
+from torchx_monarch.model import codec
 from torchx_monarch.model.check_result import CheckResult, check
+
+_WAIT = 1.0
+"""Seconds for which a machine waits for lines of a log that is followed."""
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -40,12 +50,19 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
     poll = 0.3
 
     def __init__(self) -> None:
-        self._machines = Machines()
+        self._connections: dict[tuple[str, str, str], MachineConnection] = {}
+        self._submitting = threading.Lock()
+        self._stored = StoredApps(Layout, "ssh")
         self.workspace = workspace.SentWorkspace()
 
     def close(self) -> None:
         """Close the connections."""
-        self._machines.close()
+        while self._connections:
+            self._connections.popitem()[1].close()
+
+    def _connection(self, machine: str, python: str, setup: str) -> MachineConnection:
+        key = machine, python, setup
+        return self._connections.setdefault(key, MachineConnection(*key))
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
@@ -59,15 +76,12 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         Raises:
             SshError: ssh is missing.
         """
-        ssh = shutil.which("ssh")
-        if ssh is None:
-            raise SshError("", "`ssh` is not on the PATH; install OpenSSH's client (Debian: openssh-client)")
-        yield check("ssh", ssh)
+        yield check("ssh", find_ssh())
         if options is None:
             return
         for name in parse_hosts(options.hosts):
             try:
-                answer = self._machines.ask(name, options.python, options.setup, "hello")
+                answer = self._connection(name, options.python, options.setup).ask("hello")
                 yield check(name, f"{answer['hostname']}, {answer['python']}")
             except SshError as error:
                 yield check(name, "no", fail=error.reason)
@@ -86,38 +100,23 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         Raises:
             SubmitError: a machine cannot be reached or refuses; nothing is left on the others.
         """
-        if load_layout(request.app_id) is not None:  # the same dry run is submitted again
+        if self._stored.load(request.app_id) is not None:  # the same dry run is submitted again
             request = request.renamed()
-        layout = Layout(request.machines, request.python, request.setup)
-        with contextlib.ExitStack() as stack:
-
-            def connect(name: str) -> MachineConnection:
-                connection = self._machines.connect(name, request.python, request.setup)
-                stack.callback(connection.close)
-                return connection
-
-            connections: dict[str, MachineConnection] = {}
+        layout = request.layout
+        connections = {name: self._connection(name, layout.python, layout.setup) for name in layout.replicas}
+        with self._submitting:  # a connection has the unconfirmed replicas of one submission
             try:
-                connections |= dict(zip(layout.names, _all(concurrently(connect, layout.names)), strict=True))
-                answers = dict(zip(connections, _all(concurrently(_hello, connections.values())), strict=True))
-                addresses = {name: str(answers[name]["address"]) for name in answers}
-                store_layout(request.app_id, layout)
-                self._start(request, submitted, credentials, connections, addresses)
-                _all(concurrently(lambda connection: connection.ask("confirm"), connections.values()))
+                self._stored.store(request.app_id, layout)
+                self._start(request, submitted, credentials, connections)
+                at_once(lambda name: connections[name].ask("confirm", may_reconnect=False), connections, needs_all=True)
             except BaseException as error:
-                forget_layout(request.app_id)
+                self._stored.remove(request.app_id)
                 # They would do it by themselves when the connection ends; the caller is to find nothing left.
-                concurrently(
-                    lambda connection: connection.ask("give_up"),
-                    [connection for connection in connections.values() if connection.is_open],
-                )
+                with contextlib.suppress(SshError):
+                    at_once(lambda name: connections[name].ask("give_up", may_reconnect=False), connections)
                 if isinstance(error, (SshError, OSError)):
                     raise SubmitError(f"the app was not started: {error}") from None
                 raise
-            stack.pop_all()
-            for connection in connections.values():
-                self._machines.keep(connection)
-        self._machines.forget_lost()
         return request.app_id
 
     def _start(
@@ -125,91 +124,72 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         request: SshRequest,
         submitted: SubmittedApp,
         credentials: str,
-        connections: dict[str, MachineConnection],
-        addresses: dict[str, str],
+        connections: Mapping[str, MachineConnection],
     ) -> None:
-        zeros = [addresses[names[0]] for names in request.machines]
-        hashes = workspace.send(request.workspaces, request.machines, connections)
-        created, packed, app = time.time(), submitted.pack(), submitted.to_json()
+        answers, _ = at_once(lambda name: connections[name].ask("hello"), connections, needs_all=True)
+        zeros = [answers[names[0]]["address"] for names in request.machines]
+        sent: dict[str, str] = {}
+        for projects in request.workspaces:
+            roles = zip(request.workspaces, request.machines, strict=True)
+            names = dict.fromkeys(name for other, names in roles if other == projects for name in names)
+            if str(projects) not in sent:
+                sent[str(projects)] = workspace.send(projects, {name: connections[name] for name in names})
+        app, layout = submitted.to_json(), request.layout
+        place = Place(request.app_id, 0, 0, time.time(), request.grace, layout, submitted.pack())
 
         def start(name: str) -> None:
-            names, requests, places, gpus, workspaces = [], [], [], [], []
-            for role, k in by_machine(request.machines)[name]:
-                names.append(folder_name(request.app_id, role, k))
-                requests.append(request.of_replica(role, k, names[-1], zeros, credentials).to_json())
-                place = Place(
-                    *(request.app_id, role, k, created, request.grace, request.machines),
-                    *(request.python, request.setup, packed),
-                    address=addresses[name],
-                )
-                places.append(asdict(place))
-                gpus.append(request.gpus[role])
-                workspaces.append(hashes[role])
-            fields = {"names": names, "requests": requests, "places": places, "gpus": gpus, "workspaces": workspaces}
-            connections[name].ask("start", **fields, app=app)
+            for role, k in layout.replicas[name]:
+                folder = folder_name(request.app_id, role, k)
+                replica = {
+                    "name": folder,
+                    "request": request.of_replica(role, k, folder, zeros, credentials).to_json(),
+                    "place": asdict(replace(place, role=role, replica=k)),
+                    "gpu_count": request.gpus[role],
+                    "workspace": sent[str(request.workspaces[role])],
+                }
+                connections[name].ask("start", may_reconnect=False, replica=replica, app=app)
 
-        _all(concurrently(start, connections))
+        at_once(start, connections, needs_all=True)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _ask(self, layout: Layout, machine: str, order: str, **fields: Any) -> Any:
-        return self._machines.ask(machine, layout.python, layout.setup, order, **fields)
-
-    def _layout(self, app_id: str) -> Layout | None:
-        """Return where an app runs: as stored here, else as its first machine says; None if there is no such app.
+    def _order(self, app_id: str, layout: Layout, order: str, **fields: Any) -> tuple[list[Any], dict[str, SshError]]:
+        """Send an order for the replicas of an app; return the machines' answers, and the machines without an answer.
 
         Raises:
-            SshError: that machine cannot be reached.
-            DamagedFileError: a file of the app on it is damaged.
+            RefusedOrderError: a machine refuses.
+            SshError: no machine can be reached.
         """
-        layout = load_layout(app_id)
-        if layout is not None:
-            return layout
-        head = app_id.partition("@")[2]
-        try:
-            MachineName.parse(head)
-            name = folder_name(app_id, 0, 0)
-            (answer,) = self._machines.ask(head, "", "", "read", names=[name])["replicas"]
-        except (UserError, RefusedOrderError):
-            return None
-        found = Found.of(answer, head)
-        if found is None:
-            return None
-        return Layout(found.place.machines, found.place.python, found.place.setup)
+        places = layout.replicas
+
+        def send(machine: str) -> Any:
+            names = [folder_name(app_id, role, k) for role, k in places[machine]]
+            return self._connection(machine, layout.python, layout.setup).ask(order, names=names, **fields)
+
+        answers, lost = at_once(send, places)
+        return list(answers.values()), lost
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> SshSnapshot | None:
-        """Read the state of an app from its machines.
+        """Read the state of an app from its machines: those that are stored here, or that the first one knows.
 
         Raises:
-            SshError: none of them can be reached.
-            DamagedFileError: a file of the app is damaged.
+            SshError: none of them can be reached, or a file of the app is damaged.
         """
-        layout = self._layout(app_id)
+        layout = self._stored.load(app_id)
         if layout is None:
-            return None
-        places = by_machine(layout.machines)
-
-        def read(machine: str) -> dict[tuple[int, int], Found]:
-            names = [folder_name(app_id, role, k) for role, k in places[machine]]
-            reply = self._ask(layout, machine, "read", names=names, brief=brief)
-            answers = {}
-            for (role, k), replica in zip(places[machine], reply["replicas"], strict=True):
-                if found := Found.of(replica, reply["hostname"]):
-                    answers[role, k] = found
-            return answers
-
-        found: dict[tuple[int, int], Found] = {}
-        lost: dict[str, SshError] = {}
-        for machine, answer in zip(places, concurrently(read, places), strict=True):
-            if isinstance(answer, SshError):
-                lost[machine] = answer
-            else:
-                found |= answer
-        if found:
-            return build(app_id, found, lost)
-        if lost:
+            try:
+                ssh_arguments(head := app_id.partition("@")[2])
+                (found,) = self._order(app_id, Layout([[head]]), "read", brief=True)[0]
+            except (UserError, RefusedOrderError):
+                return None
+            if not found:
+                return None
+            layout = codec.decode(FoundReplica, found[0]).place.layout
+        answers, lost = self._order(app_id, layout, "read", brief=brief)
+        found = [codec.decode(FoundReplica, replica) for answer in answers for replica in answer]
+        if not found and lost:
             raise next(iter(lost.values()))
-        return None
+        return build(app_id, found, lost) if found else None
 
     def snapshots(self, options: Cfg) -> Sequence[SshSnapshot]:
         """Read the state of all apps of the machines that the options name, and of those that are stored here.
@@ -220,38 +200,26 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         """
         chosen = SshOpts.from_cfg(self.run_opts().resolve(dict(options)))
         machines = {name: (chosen.python, chosen.setup) for name in parse_hosts(chosen.hosts)}
-        for app_id in request.app_ids():
-            layout = load_layout(app_id)
-            for name in layout.names if layout else ():
-                machines.setdefault(name, (layout.python, layout.setup))  # type: ignore[union-attr]
-
-        def read(name: str) -> Any:
-            return self._machines.ask(name, *machines[name], "read")
-
-        apps: dict[str, dict[tuple[int, int], Found]] = {}
-        lost: dict[str, SshError] = {}
-        for name, answer in zip(machines, concurrently(read, machines), strict=True):
-            if isinstance(answer, SshError):
-                lost[name] = answer
-                continue
-            for found in read_undamaged(answer["replicas"], partial(Found.of, hostname=answer["hostname"])):
-                apps.setdefault(found.place.app_id, {})[found.place.role, found.place.replica] = found
-        if lost and not apps and len(lost) == len(machines):
-            raise next(iter(lost.values()))
-
-        def build_app(app_id: str) -> SshSnapshot:
-            machines = next(iter(apps[app_id].values())).place.machines
-            places = [name for names in machines for name in names]
-            return build(app_id, apps[app_id], {name: error for name, error in lost.items() if name in places})
-
-        return sorted(read_undamaged(apps, build_app), key=lambda app: app.created, reverse=True)
+        for app_id in self._stored.app_ids():
+            layout = self._stored.load(app_id) or Layout([])
+            machines = {**dict.fromkeys(layout.replicas, (layout.python, layout.setup)), **machines}
+        answers, lost = at_once(lambda name: self._connection(name, *machines[name]).ask("read_all"), machines)
+        apps: dict[str, list[FoundReplica]] = {}
+        for machine, answer in answers.items():
+            for reason in answer["damaged"]:
+                _log.warning("%s: %s", machine, reason)
+            for replica in answer["replicas"]:
+                found = codec.decode(FoundReplica, replica)
+                apps.setdefault(found.place.app_id, []).append(found)
+        snapshots = read_undamaged(apps.items(), lambda item: build(*item, lost))
+        return sorted(snapshots, key=lambda app: app.created, reverse=True)
 
     def read_log(self, app: SshSnapshot, role: str, replica: int, query: LogQuery[SshSnapshot]) -> Iterator[TimedLine]:
         """Yield lines of a replica's log; a log that is followed goes on when its machine has come back."""
-        place = app.place
+        layout = app.layout
         index = [role_snapshot.spec.name for role_snapshot in app.roles].index(role)
-        machine = place.machines[index][replica]
-        fields = {
+        key = layout.machines[index][replica], layout.python, layout.setup
+        fields: dict[str, Any] = {
             "name": folder_name(app.app_id, index, replica),
             "role": role,
             "replica": replica,
@@ -259,32 +227,26 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             "since": query.since.timestamp() if query.since else None,
             "until": query.until.timestamp() if query.until else None,
             "tail": query.tail,
-            "start": 0,
-            "follow": query.follow,
         }
-        has_ended = query.has_ended if query.follow else None
-        while True:
-            # Following ends with its connection, and queries of the state go on meanwhile.
-            open_one = None if query.follow else self._machines.take(machine, place.python, place.setup)
-            try:
-                with contextlib.ExitStack() as stack:
-                    connection = open_one or self._machines.connect(machine, place.python, place.setup)
-                    stack.callback(connection.close)
-                    for when, text, end in connection.stream("log", has_ended, **fields):
-                        fields["start"] = end
-                        yield TimedLine(when, text)
-                    if not query.follow:
-                        stack.pop_all()
-                        self._machines.keep(connection)
-                return
-            except RefusedOrderError:
-                raise
-            except SshError:
-                if open_one is not None:  # the machine may have been rebooted since
+        # An order that waits for lines would delay queries of the state.
+        connection = MachineConnection(*key) if query.follow else self._connection(*key)
+        start, is_last = 0, False
+        try:
+            while not is_last:
+                has_ended = not query.follow or query.has_ended()  # before the read: the last lines come before the end
+                try:
+                    lines, is_last = connection.ask("log", start=start, wait=0.0 if has_ended else _WAIT, **fields)
+                except SshError as error:
+                    if has_ended or isinstance(error, RefusedOrderError):
+                        raise
+                    time.sleep(1.0)
                     continue
-                if not query.follow or query.has_ended():
-                    raise
-                time.sleep(1.0)
+                for line in lines:
+                    yield TimedLine(*line)
+                    start = line[-1]
+        finally:
+            if query.follow:
+                connection.close()
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
@@ -294,8 +256,8 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         Raises:
             SshError: no machine could be reached.
         """
-        ending = asdict(Ending(outcome.state, outcome.message, outcome.time or time.time()))
-        self._order_all(app, "stop", ending=ending, grace=grace)
+        ending = Ending(outcome.state, outcome.message, outcome.time or time.time())
+        self._order(app.app_id, app.layout, "stop", ending=asdict(ending), grace=grace)
 
     def remove(self, app: SshSnapshot) -> None:
         """Remove the folders of all replicas.
@@ -303,33 +265,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         Raises:
             SshError: a machine could not be reached; the app is then still known.
         """
-        lost = self._order_all(app, "remove")
+        _, lost = self._order(app.app_id, app.layout, "remove")
         if lost:
-            raise lost[0]
-        forget_layout(app.app_id)
-
-    def _order_all(self, app: SshSnapshot, order: str, **fields: Any) -> list[SshError]:
-        place = app.place
-        layout = Layout(place.machines, place.python, place.setup)
-        places = by_machine(place.machines)
-
-        def send_order(machine: str) -> None:
-            names = [folder_name(app.app_id, role, k) for role, k in places[machine]]
-            self._ask(layout, machine, order, names=names, **fields)
-
-        lost = [result for result in concurrently(send_order, places) if isinstance(result, SshError)]
-        if len(lost) == len(places):
-            raise lost[0]
-        return lost
-
-
-def _hello(connection: MachineConnection) -> Any:
-    return connection.ask("hello")
-
-
-def _all(results: Sequence[Any]) -> list[Any]:
-    """Return the results; raise the first SshError among them."""
-    for result in results:
-        if isinstance(result, SshError):
-            raise result
-    return list(results)
+            raise next(iter(lost.values()))
+        self._stored.remove(app.app_id)

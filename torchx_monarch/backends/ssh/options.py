@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import NetworkOpts
@@ -34,41 +33,20 @@ class SshOpts(NetworkOpts):
     of the replicas."""
 
 
-class MachineName(NamedTuple):
-    """One machine.
+def ssh_arguments(machine: str) -> list[str]:
+    """Return the arguments of ssh that name a machine. (An ``ssh://`` URI may hold no IPv6 address, OpenSSH 9.2.)
 
-    Attributes:
-        text: as the user has written it.
-        user: the user there; empty for ssh's own choice.
-        host: the name or address for ssh.
-        port: of its ssh server; 0 for ssh's own choice.
+    Raises:
+        UserError: it is no machine; a name that begins with ``-`` would be an option of ssh.
     """
-
-    text: str
-    user: str
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> MachineName:
-        """Parse the name of a machine.
-
-        Raises:
-            UserError: it is none; a name that begins with ``-`` would be an option of ssh.
-        """
-        found = _NAME.fullmatch(text)
-        port = int(found["port"] or 0) if found else -1
-        if found is None or not 0 <= port < 65536 or (found["port"] and not port):
-            raise UserError(
-                f"Run option `hosts`: {text!r} is no machine; machines are HOST, USER@HOST, HOST:PORT, USER@[IPV6]:PORT"
-            )
-        return cls(text, found["user"] or "", found["v6"] or found["host"], port)
-
-    @property
-    def words(self) -> list[str]:
-        """The words of an ssh command that name it."""
-        port = ["-p", str(self.port)] if self.port else []
-        return [*port, *(["-l", self.user] if self.user else []), "--", self.host]
+    found = _NAME.fullmatch(machine)
+    if found is None or (found["port"] and not 0 < int(found["port"]) < 65536):
+        raise UserError(
+            f"Run option `hosts`: {machine!r} is no machine; machines are HOST, USER@HOST, HOST:PORT, USER@[IPV6]:PORT"
+        )
+    port = ["-p", str(int(found["port"]))] if found["port"] else []
+    user = ["-l", found["user"]] if found["user"] else []
+    return [*port, *user, "--", found["v6"] or found["host"]]
 
 
 def parse_hosts(hosts: Sequence[str] | None) -> list[str]:
@@ -90,8 +68,7 @@ def parse_hosts(hosts: Sequence[str] | None) -> list[str]:
         else:
             names.append(word.strip())
     for name in names:
-        MachineName.parse(name)
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise UserError(f"Run option `hosts` names {twice[0]} twice; each replica of a role has a machine of its own")
+        ssh_arguments(name)
+        if names.count(name) > 1:
+            raise UserError(f"Run option `hosts` names {name} twice; each replica of a role has a machine of its own")
     return names

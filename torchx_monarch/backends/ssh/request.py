@@ -1,28 +1,26 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Render an app into the replicas of machines, and store on which machines a submitted app runs."""
+"""Render an app into the replicas of machines."""
 
 from __future__ import annotations
 
-import logging
+import json
 import os
-import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from torchx.specs import AppDef, Role, macros
 
-from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.errors import StateAccessError, UserError
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.render import RANK0_HOST, new_app_id
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.ssh import workspace
+from torchx_monarch.backends.ssh.in_job.wire import Layout
 from torchx_monarch.backends.ssh.options import SshOpts, parse_hosts
+from torchx_monarch.model import codec
 from torchx_monarch.model.env_names import CREDENTIALS, replica0_variable
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.supervisor.records import ReplicaRequest
-
-_log = logging.getLogger("torchx_monarch")
 
 
 @dataclass
@@ -54,15 +52,14 @@ class SshRequest:
     lease: float
 
     @property
-    def replicas(self) -> list[tuple[int, int]]:
-        """Index of the role and id of each replica."""
-        return [(index, k) for index, names in enumerate(self.machines) for k in range(len(names))]
+    def layout(self) -> Layout:
+        """Where the app runs."""
+        return Layout(self.machines, self.python, self.setup)
 
     def renamed(self) -> SshRequest:
-        """Return the same request under another id."""
-        whole = LocalRequest(self.app_id, self.name, self.roles)
+        """Return the same request under another id, which its commands and environments may hold as well."""
         app_id = f"{new_app_id(self.name)}@{self.app_id.partition('@')[2]}"
-        return replace(self, app_id=app_id, roles=whole.renamed(app_id).roles)
+        return codec.decode(SshRequest, json.loads(json.dumps(asdict(self)).replace(self.app_id, app_id)))
 
     def of_replica(self, role: int, k: int, name: str, addresses: Sequence[str], credentials: str) -> LocalRequest:
         """Return the request for the machine of one replica.
@@ -129,67 +126,3 @@ def _role(role: Role, spec: RoleSpec, app_id: str, root: str) -> RoleRequest:
         filled = values.apply(role)
         replicas.append(ReplicaRequest([filled.entrypoint, *filled.args], dict(filled.env), cwd))
     return RoleRequest(spec, replicas)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where an app runs.
-
-    Attributes:
-        machines: for each role the machines of its replicas.
-        python: the interpreter of the machines; empty for the one by which they have run an app last.
-        setup: the shell commands before it.
-    """
-
-    machines: list[list[str]]
-    python: str = ""
-    setup: str = ""
-
-    @property
-    def names(self) -> list[str]:
-        """All machines, each once."""
-        return list(dict.fromkeys(name for names in self.machines for name in names))
-
-
-def _folder() -> str:
-    return os.path.join(state_files.state_dir(), "ssh")
-
-
-def _path(app_id: str) -> str:
-    return os.path.join(_folder(), urllib.parse.quote(app_id, safe=""))
-
-
-def store_layout(app_id: str, layout: Layout) -> None:
-    """Store where an app runs.
-
-    Raises:
-        OSError: that cannot be written, or the folder belongs to another user.
-    """
-    state_files.make_folder("ssh")
-    state_files.write_json(_path(app_id), asdict(layout), below=state_files.state_dir())
-
-
-def load_layout(app_id: str) -> Layout | None:
-    """Return where an app runs; None if that is not stored, or must not be used."""
-    try:
-        return state_files.load(Layout, _path(app_id), state_files.state_dir())
-    except state_files.DamagedFileError as error:
-        _log.warning("the machines of %s are not used: %s", app_id, error)
-        return None
-
-
-def app_ids() -> list[str]:
-    """Return the ids of all stored apps.
-
-    Raises:
-        StateAccessError: another user owns the state directory, or it cannot be read.
-    """
-    try:
-        return state_files.stored_ids(_folder())
-    except OSError as error:
-        raise StateAccessError.of(error, _folder()) from None
-
-
-def forget_layout(app_id: str) -> None:
-    """Remove what is stored of an app."""
-    state_files.remove_file(_path(app_id))

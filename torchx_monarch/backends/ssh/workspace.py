@@ -5,23 +5,20 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
-import hashlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping
 
 from torchx.specs import CfgVal, Role, Workspace
 from torchx.workspace import WorkspaceMixin
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.backends.ssh.native import MachineConnection, SshError, concurrently
+from torchx_monarch.backends.ssh.native import MachineConnection, at_once
 from torchx_monarch.code_sync.manifest import ChangedError, Tree, is_home_or_root, pack
 
 _log = logging.getLogger("torchx_monarch")
-
-_SCHEME = "file://"
 
 _TRIES = 5
 """Number of attempts to send a workspace that changes between scan and transfer."""
@@ -46,7 +43,7 @@ def projects(role: Role) -> dict[str, str]:
     """
     found = {}
     for source, target in (role.workspace.projects if role.workspace else {}).items():
-        path = source.removeprefix(_SCHEME)
+        path = source.removeprefix("file://")
         if "://" in path or not os.path.exists(path):
             raise UserError(f"the workspace {source} of role {role.name} is no folder of this machine")
         path = os.path.abspath(path)
@@ -57,50 +54,34 @@ def projects(role: Role) -> dict[str, str]:
     return found
 
 
-def send(
-    workspaces: Sequence[Mapping[str, str]],
-    machines: Sequence[Sequence[str]],
-    connections: Mapping[str, MachineConnection],
-) -> list[str]:
-    """Send the workspace of each role to the machines of its replicas.
+def send(projects: Mapping[str, str], connections: Mapping[str, MachineConnection]) -> str:
+    """Send a workspace to machines, by their names.
 
     Args:
-        workspaces: for each role what ``projects`` returns.
+        projects: its folders, as ``projects`` returns them.
 
     Returns:
-        For each role the hash of its workspace; empty without one.
+        The hash of the workspace; empty without one.
 
     Raises:
-        UserError: a workspace cannot be read, exceeds the limits or keeps changing.
+        UserError: the workspace cannot be read, exceeds the limits or keeps changing.
         SshError: a machine cannot store it.
     """
-    hashes = [""] * len(workspaces)
-    for projects in {tuple(workspace.items()): workspace for workspace in workspaces if workspace}.values():
-        roles = [index for index, workspace in enumerate(workspaces) if workspace == projects]
-        names = dict.fromkeys(name for index in roles for name in machines[index])
-        sent = _send(projects, [connections[name] for name in names])
-        for index in roles:
-            hashes[index] = sent
-    return hashes
-
-
-def _send(projects: Mapping[str, str], connections: Sequence[MachineConnection]) -> str:
-    from torchx_monarch.code_sync.scan import ScanError
+    if not projects:
+        return ""
+    from torchx_monarch.code_sync.scan import ScanError, scan_cached
 
     with _merged(projects) as root:
         for _ in range(_TRIES):
             try:
-                tree = _scan(root)
-                results = concurrently(functools.partial(_send_tree, root, tree), connections)
+                tree = scan_cached(root, state_files.state_dir())
+                at_once(lambda name: _send_tree(root, tree, connections[name]), connections, needs_all=True)  # noqa: B023
             except ScanError as error:
                 raise UserError(f"{error} (or take no workspace along: --workspace '')") from None
             except ChangedError as error:
                 changing = error
-                continue
-            lost = next((result for result in results if isinstance(result, SshError)), None)
-            if lost is not None:
-                raise lost
-            return tree.hash
+            else:
+                return tree.hash
     raise UserError(f"{changing} changes all the time: name it in .torchxignore, or take no workspace along")
 
 
@@ -110,8 +91,6 @@ def _merged(projects: Mapping[str, str]) -> Iterator[str]:
     if list(projects.values()) == [""]:
         yield next(iter(projects))
         return
-    import tempfile
-
     with tempfile.TemporaryDirectory(prefix="torchx-monarch-") as folder:
         for target in projects.values():
             os.makedirs(os.path.join(folder, target), exist_ok=True)
@@ -119,25 +98,10 @@ def _merged(projects: Mapping[str, str]) -> Iterator[str]:
         yield folder
 
 
-def _scan(root: str) -> Tree:
-    from torchx_monarch.code_sync.scan import StatCache, scan
-
-    name = hashlib.sha256(os.fsencode(root)).hexdigest()[:32]
-    cache_path = os.path.join(state_files.state_dir(), "sync", f"{name}.json")
-    memory = StatCache.load(cache_path, root)
-    before = memory.files, memory.rules, memory.left_out
-    tree = scan(root, memory)
-    if (memory.files, memory.rules, memory.left_out) != before:
-        memory.save(cache_path, root)
-    return tree
-
-
 def _send_tree(root: str, tree: Tree, connection: MachineConnection) -> None:
-    missing = connection.ask("expect_code", tree=_text(tree.encode()))
-    paths = {entry.content: path for path, entry in tree.entries.items() if entry.is_file}
-    files = ((digest, tree.contents[digest], os.path.join(root, paths[digest])) for digest in missing)
-    for piece in pack(files):
-        connection.ask("take_code", piece=_text(piece))
+    missing = connection.ask("expect_code", may_reconnect=False, tree=_text(tree.encode()))
+    for piece in pack(tree.files(root, missing)):
+        connection.ask("take_code", may_reconnect=False, piece=_text(piece))
 
 
 def _text(data: bytes) -> str:

@@ -26,10 +26,11 @@ from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, Log
 from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
 from torchx_monarch.backends.core.options import NetworkOpts, run_options
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
+from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.wrapped import logs
-from torchx_monarch.backends.wrapped.snapshot import AppRecords, Record, build, stored_app
+from torchx_monarch.backends.wrapped.snapshot import Record, build, stored_app
 from torchx_monarch.exceptions import TorchXMonarchError
 from torchx_monarch.model.env_names import CREDENTIALS, FOR_HOSTS
 from torchx_monarch.system import error_files, signed_line
@@ -87,7 +88,7 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
 
     def __init__(self, inner: Scheduler[Any], name: str) -> None:
         self.inner = inner
-        self.records = AppRecords(name)
+        self.records = StoredApps(Record, "wrapped", name)
         self._name = name
         self.workspace = _InnerWorkspace(inner) if isinstance(inner, WorkspaceMixin) else None
         # One word must not mean two things: what it means on our other schedulers, and what the other one means by it.
@@ -169,7 +170,7 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         with self._asking("submit the app", SubmitError):
             app_id: str = self.inner.schedule(self.inner.submit_dryrun(app, request.cfg))
         try:
-            self.records.write(app_id, Record(submitted.to_json(), time.time(), key))
+            self.records.store(app_id, Record(submitted.to_json(), time.time(), key))
         except OSError as error:
             _log.warning("The job runs, but the app as you wrote it could not be stored: %s", error)
         return app_id
@@ -182,7 +183,7 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         Raises:
             BackendError: the other scheduler fails.
         """
-        record = self.records.read(app_id)
+        record = self.records.load(app_id)
         with self._asking(f"describe {app_id}"):
             response = self.inner.describe(app_id)
         if response is None and record is None:
@@ -195,7 +196,7 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         Raises:
             BackendError: the other scheduler fails.
         """
-        records = {app_id: record for app_id in self.records.app_ids() if (record := self.records.read(app_id))}
+        records = {app_id: record for app_id in self.records.app_ids() if (record := self.records.load(app_id))}
         wanted = {name: options[name] for name, _ in self.inner.run_opts() if name in options}
         try:
             listed = {app.app_id: DescribeAppResponse(app.app_id, app.state) for app in self.inner.list(wanted)}
@@ -255,9 +256,9 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
                 raise BackendError(
                     f"{self._name}: {type(self.inner).__name__} has no app {app.app_id}: nothing was ended"
                 )
-            if record := self.records.read(app.app_id):
+            if record := self.records.load(app.app_id):
                 with contextlib.suppress(OSError):
-                    self.records.write(app.app_id, dataclasses.replace(record, cancelled=True))
+                    self.records.store(app.app_id, dataclasses.replace(record, cancelled=True))
             self.inner.cancel(app.app_id)
 
     def remove(self, app: AppSnapshot) -> None:

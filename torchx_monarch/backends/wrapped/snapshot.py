@@ -3,28 +3,19 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import urllib.parse
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchx.schedulers.api import DescribeAppResponse
 from torchx.specs import NONE, AppDef, AppState, ReplicaStatus
 
-from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.errors import StateAccessError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
-
-_log = logging.getLogger("torchx_monarch")
-
-_FOLDER = "wrapped"
 
 
 def state(value: AppState) -> State:
@@ -143,49 +134,3 @@ class Record:
     created: float = 0.0
     result_key: str = ""
     cancelled: bool = False
-
-
-class AppRecords:
-    """The records of one scheduler's apps."""
-
-    def __init__(self, scheduler: str) -> None:
-        self._scheduler = scheduler
-
-    def path(self, app_id: str) -> str:
-        """Return the path of an app's file."""
-        return os.path.join(self._folder(), urllib.parse.quote(app_id, safe=""))
-
-    def _folder(self) -> str:
-        return os.path.join(state_files.state_dir(), _FOLDER, self._scheduler)
-
-    def write(self, app_id: str, record: Record) -> None:
-        """Store the record of an app.
-
-        Raises:
-            OSError: it cannot be written, or the folder belongs to another user.
-        """
-        state_files.make_folder(_FOLDER, self._scheduler)
-        state_files.write_json(self.path(app_id), asdict(record), below=state_files.state_dir())
-
-    def read(self, app_id: str) -> Record | None:
-        """Return the record of an app; None without one, or if it must not or cannot be used."""
-        try:
-            return state_files.load(Record, self.path(app_id), state_files.state_dir())
-        except state_files.DamagedFileError as error:
-            _log.warning("the record of %s is not used: %s", app_id, error)
-            return None
-
-    def app_ids(self) -> list[str]:
-        """Return the ids of all apps that have a record.
-
-        Raises:
-            StateAccessError: another user owns the state directory, or it cannot be read.
-        """
-        try:
-            return state_files.stored_ids(self._folder())
-        except OSError as error:
-            raise StateAccessError.of(error, self._folder()) from None
-
-    def remove(self, app_id: str) -> None:
-        """Remove the record of an app, if there is one."""
-        state_files.remove_file(self.path(app_id))

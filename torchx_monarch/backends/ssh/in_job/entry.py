@@ -8,20 +8,24 @@ well, so a submission that is killed leaves nothing.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterator
+import time
+from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
+from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.ssh.in_job import replicas
-from torchx_monarch.backends.ssh.in_job.replicas import Code
 from torchx_monarch.backends.ssh.in_job.wire import READY
 from torchx_monarch.supervisor import log_reader
+
+_MAX_LINES = 500
+"""Lines of a log in one answer."""
 
 
 class OrderServer:
@@ -29,11 +33,11 @@ class OrderServer:
 
     def __init__(self) -> None:
         self._unconfirmed: list[str] = []
-        self._code = Code()
+        self._code = replicas.Code()
 
     def hello(self) -> Any:
         """Describe the machine."""
-        return {"hostname": os.uname().nodename, "address": address(), "python": sys.executable}
+        return {"hostname": os.uname().nodename, "address": replicas.address(), "python": sys.executable}
 
     def expect_code(self, tree: str) -> Any:
         """Prepare to receive a workspace; return which contents are not here."""
@@ -43,36 +47,34 @@ class OrderServer:
         """Receive a piece of the archive of these contents."""
         self._code.take(base64.b64decode(piece))
 
-    def start(
-        self,
-        names: list[str],
-        requests: list[Any],
-        places: list[Any],
-        gpus: list[int],
-        workspaces: list[str],
-        app: Any,
-    ) -> Any:
-        """Start replicas; ``confirm`` keeps them."""
-        for name, request, place, count, workspace in zip(names, requests, places, gpus, workspaces, strict=True):
-            self._unconfirmed.append(name)
-            replicas.start(name, request, place, count, app, self._code, workspace)
+    def start(self, replica: dict[str, Any], app: Any) -> Any:
+        """Start a replica; ``confirm`` keeps it."""
+        self._unconfirmed.append(replica["name"])
+        replicas.start(**replica, app=app, code=self._code)
 
     def confirm(self) -> Any:
         """Keep what was started. The client may keep the connection, so what only it needs goes now."""
         self._unconfirmed.clear()
-        self._code.close()
+        self._code.cancel_transfer()
 
     def give_up(self) -> Any:
         """Remove what was started and not confirmed."""
-        for name in self._unconfirmed:
-            replicas.remove(name)
-        self._unconfirmed.clear()
-        self._code.close()
+        self.remove(self._unconfirmed)
+        self.confirm()
 
-    def read(self, names: list[str] | None = None, brief: bool = True) -> Any:
-        """Return the places and records of replicas; of all without names."""
-        chosen = replicas.names() if names is None else names
-        return {"hostname": os.uname().nodename, "replicas": [replicas.read(name, brief) for name in chosen]}
+    def read(self, names: list[str], brief: bool) -> Any:
+        """Return what replicas exist of some."""
+        return [asdict(found) for name in names if (found := replicas.find(name, brief))]
+
+    def read_all(self) -> Any:
+        """Return all replicas on this machine, and which files are damaged."""
+        found, damaged = [], []
+        for name in replicas.names():
+            try:
+                found += self.read([name], True)
+            except DamagedFileError as error:
+                damaged.append(str(error))
+        return {"replicas": found, "damaged": damaged}
 
     def stop(self, names: list[str], ending: Any, grace: float | None) -> Any:
         """Begin to end replicas."""
@@ -84,51 +86,47 @@ class OrderServer:
         for name in names:
             replicas.remove(name)
 
-    def log(self, name: str, role: str, replica: int, stream: str, **query: Any) -> Iterator[Any]:
-        """Yield lines of a replica's log in batches; with ``follow`` until it has ended, and so has the app."""
-        follow = bool(query.pop("follow"))
-        over = threading.Event()
-        if follow:
-            threading.Thread(target=_wait_for_word, args=[over], daemon=True).start()
-        since, until = (_time(query[key]) for key in ("since", "until"))
+    def log(self, name: str, role: str, replica: int, stream: str, start: int, wait: float, **query: Any) -> Any:
+        """Return the next lines of a replica's log, and whether these are all.
+
+        Args:
+            start: where they begin, the ``end`` of a line that was read before; 0 for the first ones of the query.
+            wait: seconds to wait for a line; more may then come.
+        """
         paths = replicas.paths_of(name)
         batch: list[TimedLine] = []
-        for line in log_reader.lines(
+        until = time.monotonic() + wait
+
+        def pause() -> bool:
+            if batch or time.monotonic() > until:
+                raise _PauseError
+            return False
+
+        lines = log_reader.lines(
             paths.replica_logs(role, replica),
             stream,
-            since=since,
-            until=until,
+            since=_time(query["since"]),
+            until=_time(query["until"]),
             tail=query["tail"],
-            start=query["start"],
-            ended=over.is_set,
-            follow=follow,
+            start=start,
+            ended=pause,
+            follow=wait > 0,
             below=paths.trusted,
-        ):
-            batch.append(line)
-            if follow or len(batch) >= 500:
-                yield batch
-                batch = []
-        yield batch
+        )
+        try:
+            for line in itertools.islice(lines, _MAX_LINES):
+                batch.append(line)
+        except _PauseError:
+            return batch, False
+        return batch, len(batch) < _MAX_LINES
+
+
+class _PauseError(Exception):
+    """Raised to leave a log that may have more lines later."""
 
 
 def _time(value: float | None) -> datetime | None:
     return None if value is None else datetime.fromtimestamp(value, timezone.utc)
-
-
-def _wait_for_word(over: threading.Event) -> None:
-    """Wait for the client's word that the app has ended; exit with the connection."""
-    if not sys.stdin.buffer.readline():
-        os._exit(0)
-    over.set()
-    if not sys.stdin.buffer.readline():
-        os._exit(0)
-
-
-def address() -> str:
-    """Return the address by which the client has reached this machine; its name where it is the client's own."""
-    words = os.environ.get("SSH_CONNECTION", "").split()
-    own = words[2] if len(words) == 4 else ""
-    return own if own and not own.startswith("127.") and own != "::1" else os.uname().nodename
 
 
 def main() -> None:
@@ -138,23 +136,18 @@ def main() -> None:
     # What is started must not write to the connection.
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    entry = OrderServer()
+    server = OrderServer()
     try:
         print(READY, file=out, flush=True)
         for line in sys.stdin.buffer:
             order = json.loads(line)
             try:
-                answer = getattr(entry, order.pop("order"))(**order)
-                if isinstance(answer, Iterator):
-                    for part in answer:
-                        print(json.dumps({"answer": part}), file=out, flush=True)
-                    answer = None
-                text = json.dumps({"answer": answer})
+                text = json.dumps({"answer": getattr(server, order.pop("order"))(**order)})
             except Exception as error:
                 text = json.dumps({"refused": " ".join(str(error).split()) or repr(error)})
             print(text, file=out, flush=True)
     except OSError:  # the client is gone
         pass
     finally:
-        entry.give_up()
+        server.give_up()
         os._exit(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The replicas on this machine, each an app of ``backends.local``, and the code that a connection brings for them."""
+"""The replicas on this machine, each an app of ``backends.local``, and the workspaces that a connection brings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from typing import Any
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import gpus, state
 from torchx_monarch.backends.local.request import LocalRequest
-from torchx_monarch.backends.ssh.in_job.wire import PYTHON_FILE, Ending, Place
-from torchx_monarch.code_sync.manifest import Tree, Unpacker
+from torchx_monarch.backends.ssh.in_job.wire import PYTHON_FILE, Ending, FoundReplica, Place
+from torchx_monarch.code_sync.code_store import ContentStore
+from torchx_monarch.code_sync.manifest import Tree
 from torchx_monarch.code_sync.work_folder import WorkFolder
 from torchx_monarch.insight import events
 from torchx_monarch.model import codec
@@ -29,7 +30,7 @@ _GONE_WITHIN = 60.0
 _WORKSPACE = "workspace"
 """The copy of the workspace in which a replica runs, in the replica's folder."""
 
-_INCOMING = ".new-"
+_ENDING = "ending.json"
 
 
 def paths_of(name: str) -> state_files.AppPaths:
@@ -43,21 +44,18 @@ def paths_of(name: str) -> state_files.AppPaths:
     return state_files.app_paths(name)
 
 
-def _exists(paths: state_files.AppPaths) -> bool:
-    """Return whether the folder of a replica exists, is this user's and no link."""
+def _existing(name: str) -> state_files.AppPaths | None:
+    """Return the paths of a replica if its folder exists, is this user's and no link."""
+    paths = paths_of(name)
     try:
         paths.check_owner()
     except OSError:
-        return False
-    return True
+        return None
+    return paths
 
 
 def _place_file(paths: state_files.AppPaths) -> str:
     return os.path.join(paths.root, "place.json")
-
-
-def _ending_file(paths: state_files.AppPaths) -> str:
-    return os.path.join(paths.root, "ending.json")
 
 
 def names() -> list[str]:
@@ -66,7 +64,7 @@ def names() -> list[str]:
     return [paths.app_id for paths in every if os.path.exists(_place_file(paths))]
 
 
-def start(name: str, request: Any, place: Any, count: int, app: Any, code: Code, workspace: str) -> None:
+def start(*, name: str, request: Any, place: Any, gpu_count: int, workspace: str, app: Any, code: Code) -> None:
     """Write a replica's folder and start its supervisor.
 
     Args:
@@ -82,6 +80,7 @@ def start(name: str, request: Any, place: Any, count: int, app: Any, code: Code,
 
     decoded = codec.decode(LocalRequest, request)
     where = codec.decode(Place, place)
+    where.address = address()
     (replica,) = decoded.roles[0].replicas
     if workspace:
         replica.cwd = os.path.join(paths_of(name).root, _WORKSPACE)
@@ -97,18 +96,20 @@ def start(name: str, request: Any, place: Any, count: int, app: Any, code: Code,
             code.check_out(workspace, os.path.join(root, _WORKSPACE))
 
     with _gpu_lock():
-        if count > 0 and gpus.CUDA_VISIBLE_DEVICES not in replica.env:
-            where.gpus = _free_gpus(count, replica.env["PATH"])
+        if gpu_count > 0 and gpus.CUDA_VISIBLE_DEVICES not in replica.env:
+            where.gpus = _free_gpus(gpu_count, replica.env["PATH"])
             if where.gpus:
                 replica.env[gpus.CUDA_VISIBLE_DEVICES] = ",".join(where.gpus)
         submit.submit(decoded, app, fill)
-    _note_python()
-
-
-def _note_python() -> None:
-    """Note this interpreter for clients that have no more than a handle."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # for clients that have no more than a handle
         safe_files.replace_file(os.path.join(state_files.state_dir(), PYTHON_FILE), os.fsencode(sys.executable))
+
+
+def address() -> str:
+    """Return the address by which the client has reached this machine; its name where it is the client's own."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    own = words[2] if len(words) == 4 else ""
+    return own if own and not own.startswith("127.") and own != "::1" else os.uname().nodename
 
 
 @contextlib.contextmanager
@@ -133,13 +134,8 @@ def _free_gpus(count: int, path: str) -> list[str]:
     every = gpus.devices({**os.environ, "PATH": path})
     if not every:
         return []
-    taken = set[str]()
-    for name in names():
-        paths = paths_of(name)
-        record = state.current_state(paths)
-        if record is not None and not record.terminal:
-            taken.update(_gpus_of(paths))
-    free = [gpu for gpu in every if gpu not in taken]
+    living = [replica for name in names() if (replica := find(name)) and not replica.record.terminal]
+    free = [gpu for gpu in every if not any(gpu in replica.place.gpus for replica in living)]
     if len(free) < count:
         raise SubmitError(
             f"the replica asks for {count} of this machine's {len(every)} GPUs, and {len(free)} are free; other jobs "
@@ -148,74 +144,66 @@ def _free_gpus(count: int, path: str) -> list[str]:
     return free[:count]
 
 
-def _gpus_of(paths: state_files.AppPaths) -> list[str]:
-    """Return the GPUs that a replica was given."""
-    place = state_files.load(Place, _place_file(paths), paths.trusted)
-    return place.gpus if place is not None else []
-
-
-def read(name: str, brief: bool) -> Any:
-    """Return place, ending and record of a replica, or which file of these is damaged; None if it does not exist.
+def find(name: str, brief: bool = True) -> FoundReplica | None:
+    """Return a replica, and unless ``brief`` its restarts of ranks; None if it does not exist.
 
     Args:
         name: its folder.
+
+    Raises:
+        DamagedFileError: one of its files is damaged.
     """
-    paths = paths_of(name)
-    if not _exists(paths):
+    paths = _existing(name)
+    if paths is None:
         return None
-    try:
-        place = state_files.load(Place, _place_file(paths), paths.trusted)
-        ending = state_files.load(Ending, _ending_file(paths), paths.trusted)
-        record = state.current_state(paths)
-    except state_files.DamagedFileError as error:
-        return {"damaged": str(error)}
-    if record is None or place is None:
-        return None
+    place = state_files.load(Place, _place_file(paths), paths.trusted)
+    ending = state_files.load(Ending, os.path.join(paths.root, _ENDING), paths.trusted)
+    record = state.current_state(paths)
     happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
     ranks = sum(event["kind"] == "rank_restart" for event in happened)
-    return {
-        "place": asdict(place),
-        "ending": ending and asdict(ending),
-        "record": record.to_json(),
-        "rank_restarts": ranks,
-    }
+    return FoundReplica(place, record, ending, os.uname().nodename, ranks) if place and record else None
 
 
 def stop(name: str, ending: Any, grace: float | None) -> None:
     """Begin to end a replica, and record why, unless that is recorded."""
-    paths = paths_of(name)
-    if not _exists(paths):
+    paths = _existing(name)
+    if paths is None:
         return
-    if not os.path.exists(_ending_file(paths)):
+    path = os.path.join(paths.root, _ENDING)
+    if not os.path.exists(path):
         with contextlib.suppress(OSError):
-            state_files.write_json(_ending_file(paths), asdict(codec.decode(Ending, ending)))
-    record = state.current_state(paths)
-    if record is not None and not record.terminal:
-        state.request_stop(paths, grace)
+            state_files.write_json(path, ending)
+    _request_stop(paths, grace)
 
 
 def remove(name: str) -> None:
     """Kill what runs of a replica, and remove its folder."""
-    paths = paths_of(name)
-    if not _exists(paths):
+    paths = _existing(name)
+    if paths is None:
         return
-    record = state.current_state(paths)
-    if record is not None and not record.terminal:
-        state.request_stop(paths, 0.0)
-        until = time.monotonic() + _GONE_WITHIN
-        while (latest := state.current_state(paths)) and not latest.terminal and time.monotonic() < until:
+    until = time.monotonic() + _GONE_WITHIN
+    if _request_stop(paths, 0.0):
+        while (record := state.current_state(paths)) and not record.terminal and time.monotonic() < until:
             time.sleep(0.02)
     state.remove_ended(paths)
 
 
-class Code:
-    """The workspaces that one connection has brought."""
+def _request_stop(paths: state_files.AppPaths, grace: float | None) -> bool:
+    """Ask a replica to end; return whether it runs."""
+    record = state.current_state(paths)
+    runs = record is not None and not record.terminal
+    if runs:
+        state.request_stop(paths, grace)
+    return runs
+
+
+class Code(ContentStore):
+    """The workspaces that one connection has brought, in folders for replicas."""
 
     def __init__(self) -> None:
-        self._folder = os.path.join(state_files.state_dir(), "code")
+        super().__init__(os.path.join(state_files.state_dir(), "code"))
         self._trees: dict[str, Tree] = {}
         self._incoming = ""
-        self._unpacker: Unpacker | None = None
 
     def expect(self, encoded: bytes) -> list[str]:
         """Prepare to receive a workspace, and return the digests of the contents that are not here.
@@ -227,29 +215,25 @@ class Code:
             TreeError: it is none.
             OSError: the disk has too little space, or the folder cannot be made or belongs to another user.
         """
-        self.close()
         tree = Tree.decode(encoded)
         state_files.make_folder("code")
-        self._remove_old()
-        missing = {digest: size for digest, size in tree.contents.items() if not self._has(digest, size)}
-        free = os.statvfs(self._folder)
-        needed = sum(missing.values()) + sum(entry.size for entry in tree.entries.values())
-        if needed > free.f_bavail * free.f_frsize:
-            raise OSError(f"no space left in {self._folder} for the workspace, which needs {needed >> 20} MiB")
-        self._incoming = tempfile.mkdtemp(prefix=_INCOMING, dir=self._folder)
-        self._unpacker = Unpacker(tree.contents, missing, self._incoming, self._keep)
+        oldest = time.time() - max(state_files.keep_days(), 1.0) * 86400
+        for name in state_files.names_in(self.folder):
+            with contextlib.suppress(OSError):
+                if os.stat(self.path(name), follow_symlinks=False).st_mtime < oldest:
+                    run_dirs.remove_tree(self.path(name))
         self._trees[tree.hash] = tree
-        return list(missing)
+        stored = {digest for digest in tree.contents if self._has(digest)}
+        missing = self.receive(tree, stored, incoming := tempfile.mkdtemp(prefix=".new-", dir=self.folder))
+        self._incoming = incoming
+        return missing
 
-    def take(self, piece: bytes) -> None:
-        """Receive a piece of the archive of the expected contents.
-
-        Raises:
-            PackError: it is none.
-            OSError: it cannot be written.
-        """
-        if self._unpacker is not None:
-            self._unpacker.feed(piece)
+    def cancel_transfer(self) -> None:
+        """Cancel the current transfer, and remove its folder, which is this connection's own."""
+        super().cancel_transfer()
+        if self._incoming:
+            run_dirs.remove_tree(self._incoming)
+        self._incoming = ""
 
     def check_out(self, tree_hash: str, folder: str) -> None:
         """Make a folder with a workspace that was received.
@@ -257,43 +241,16 @@ class Code:
         Raises:
             OSError: a content was not received, or the folder cannot be written.
         """
-        WorkFolder(folder).checkout(self._trees[tree_hash], self._path)
+        WorkFolder(folder).checkout(self._trees[tree_hash], self.path)
 
-    def close(self) -> None:
-        """Remove what is not complete."""
-        if self._unpacker is not None:
-            self._unpacker.close()
-        if self._incoming:
-            run_dirs.remove_tree(self._incoming)
-        self._unpacker, self._incoming = None, ""
-
-    def _path(self, digest: str) -> str:
-        return os.path.join(self._folder, digest)
-
-    def _keep(self, digest: str, path: str) -> None:
-        os.rename(path, self._path(digest))
-
-    def _has(self, digest: str, size: int) -> bool:
+    def _has(self, digest: str) -> bool:
         """Return whether a content is here as it was sent: a machine that lost its power may have lost some of it."""
         found = hashlib.sha256()
         try:
-            with open(safe_files.open_file(self._path(digest)), "rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size != size:
-                    return False
+            with open(safe_files.open_file(self.path(digest)), "rb", buffering=0) as file:
                 os.utime(file.fileno())
                 while data := file.read(1 << 20):
                     found.update(data)
         except OSError:
             return False
         return found.hexdigest() == digest
-
-    def _remove_old(self) -> None:
-        oldest = time.time() - max(state_files.keep_days(), 1.0) * 86400
-        for name in state_files.names_in(self._folder):
-            path = os.path.join(self._folder, name)
-            with contextlib.suppress(OSError):
-                if os.stat(path, follow_symlinks=False).st_mtime < oldest:
-                    if name.startswith(_INCOMING):
-                        run_dirs.remove_tree(path)
-                    else:
-                        os.unlink(path)

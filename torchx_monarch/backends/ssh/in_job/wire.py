@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.state import State
 
@@ -13,6 +14,30 @@ READY = "torchx-monarch ssh 1"
 
 PYTHON_FILE = "ssh_python"
 """A file in the state directory of a machine: the interpreter that has started an app there last."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where an app runs.
+
+    Attributes:
+        machines: for each role the machines of its replicas, as the submitter names them.
+        python: the run option ``python``; empty for the interpreter by which a machine has run an app last.
+        setup: the run option ``setup``.
+    """
+
+    machines: list[list[str]]
+    python: str = ""
+    setup: str = ""
+
+    @property
+    def replicas(self) -> dict[str, list[tuple[int, int]]]:
+        """For each machine its replicas: index of the role, and id."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for role, names in enumerate(self.machines):
+            for replica, name in enumerate(names):
+                found.setdefault(name, []).append((role, replica))
+        return found
 
 
 @dataclass
@@ -25,9 +50,7 @@ class Place:
         replica: its index in the role.
         created: when the app was submitted, in seconds since the epoch.
         grace: the run option ``grace``.
-        machines: for each role the machines of its replicas, as the submitter names them.
-        python: the run option ``python``.
-        setup: the run option ``setup``.
+        layout: where the replicas of the app run.
         packed: the app, as ``SubmittedApp.pack`` has encoded it.
         gpus: the GPUs that it has, as CUDA_VISIBLE_DEVICES names them.
         address: the address of its machine.
@@ -38,9 +61,7 @@ class Place:
     replica: int
     created: Seconds
     grace: float
-    machines: list[list[str]]
-    python: str
-    setup: str
+    layout: Layout
     packed: str
     gpus: list[str] = field(default_factory=list)
     address: str = ""
@@ -55,6 +76,25 @@ class Ending:
     time: Seconds = 0.0
 
 
+@dataclass
+class FoundReplica:
+    """One replica as its machine answers.
+
+    Attributes:
+        place: where it runs.
+        record: its record.
+        ending: how the app was asked to end; None if it was not.
+        hostname: the name of its machine.
+        rank_restarts: how often its host has restarted ranks.
+    """
+
+    place: Place
+    record: AppRecord
+    ending: Ending | None
+    hostname: str
+    rank_restarts: int = 0
+
+
 def folder_name(app_id: str, role: int, replica: int) -> str:
-    """Return the id under which a machine keeps a replica: of the app's id what precedes its first machine."""
+    """Return the id of a replica's folder on its machine, NAME-SUFFIX.ROLE.REPLICA."""
     return f"{app_id.partition('@')[0]}.{role}.{replica}"

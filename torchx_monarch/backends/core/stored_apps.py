@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a client stores of the apps that it has submitted: a file of each app in a folder of the state directory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import urllib.parse
+from dataclasses import asdict
+from typing import Any, Generic, TypeVar
+
+from torchx_monarch.backends.core import state_files
+
+_log = logging.getLogger("torchx_monarch")
+
+T = TypeVar("T")
+
+
+class StoredApps(Generic[T]):
+    """The files of one folder.
+
+    Args:
+        cls: the data class of their content.
+        folder: its path below the state directory, one name for each folder.
+    """
+
+    def __init__(self, cls: type[T], *folder: str) -> None:
+        self._cls = cls
+        self._names = folder
+
+    @property
+    def folder(self) -> str:
+        """The path of the folder."""
+        return os.path.join(state_files.state_dir(), *self._names)
+
+    def path(self, app_id: str) -> str:
+        """Return the path of an app's file."""
+        return os.path.join(self.folder, urllib.parse.quote(app_id, safe=""))
+
+    def store(self, app_id: str, value: Any) -> None:
+        """Store a value of an app, with mode 0600.
+
+        Raises:
+            OSError: it cannot be written, or the folder belongs to another user.
+        """
+        state_files.make_folder(*self._names)
+        state_files.write_json(self.path(app_id), asdict(value), below=state_files.state_dir())
+
+    def load(self, app_id: str) -> T | None:
+        """Return what is stored of an app; None if nothing is, or, with a warning, if it must not or cannot be used."""
+        try:
+            return state_files.load(self._cls, self.path(app_id), state_files.state_dir())
+        except state_files.DamagedFileError as error:
+            _log.warning("what is stored of %s is not used: %s", app_id, error)
+            return None
+
+    def app_ids(self) -> list[str]:
+        """Return the ids of all apps of which something is stored.
+
+        Raises:
+            StateAccessError: another user owns the state directory, or it cannot be read.
+        """
+        try:
+            return sorted(state_files.stored_ids(self.folder))
+        except OSError as error:
+            from torchx_monarch.backends.core.errors import StateAccessError  # imports TorchX
+
+            raise StateAccessError.of(error, self.folder) from None
+
+    def remove(self, app_id: str) -> None:
+        """Remove what is stored of an app."""
+        state_files.remove_file(self.path(app_id))
