@@ -26,7 +26,6 @@ from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.docker import host_results, native, request, snapshot
-from torchx_monarch.backends.docker.host_results import HostResults
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
@@ -189,7 +188,7 @@ def build(
     labels = {request.LABEL_APP: record, request.LABEL_GRACE: "30"}
     for container in found:
         container.labels.update(labels)
-    return snapshot.build("app-1", cast(Any, found), cancelled, results or {})
+    return snapshot.build("app-1", cast(Any, found), {"app-1": cancelled} if cancelled else {}, results or {})
 
 
 RUNS = one("main", "running")
@@ -316,17 +315,18 @@ def test_a_container_becomes_a_replica() -> None:
 
 def test_the_last_line_of_a_host_without_an_error_file_is_shown_as_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_results, "read_file", lambda *args: "")
-    monkeypatch.setattr(host_results, "last_line", lambda container: "[monarch] FAILED: \x1b[2Jhost 7")
-    (replica,) = host_results.add_files(build([spec("main", hosts=True)], one("main", code=3))).replicas
+    ended, killed = one("main", code=3), one("main", code=137)
+    for container in (ended, killed):
+        container.logs = lambda tail: b"[monarch] FAILED: \x1b[2Jhost 7\n"
+    (replica,) = host_results.add_files(build([spec("main", hosts=True)], ended)).replicas
     assert replica.failure == r"replica main/0 exited with code 3; its last output: [monarch] FAILED: \x1b[2Jhost 7"
-    (killed,) = host_results.add_files(build([spec("main", hosts=True)], one("main", code=137))).replicas
-    assert killed.failure == "replica main/0 was killed by signal 9 (SIGKILL)"
+    (replica,) = host_results.add_files(build([spec("main", hosts=True)], killed)).replicas
+    assert replica.failure == "replica main/0 was killed by signal 9 (SIGKILL)"
 
 
-@pytest.mark.parametrize("now", ["running", "restarting", "exited"])
-def test_a_host_that_must_not_be_restarted_has_ended(now: str) -> None:
+def test_a_host_that_must_not_be_restarted_has_ended() -> None:
     result = HostResult(78, "boom", no_retry_reason="exit code 78 asks for it", restarts=1, ended=NOW - 20)
-    container = one("main", now, ended=NOW - 1)
+    container = one("main", ended=NOW - 1)
     container.attrs["RestartCount"] = 2
     app = build([spec("main", hosts=True)], container, results={"main/0": result})
     (replica,) = app.replicas
@@ -337,25 +337,20 @@ def test_a_host_that_must_not_be_restarted_has_ended(now: str) -> None:
 
 
 def test_marker_files_are_read_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"/var/tmp/a": HostResult(3, "x", no_retry_reason="w", restarts=0, ended=1.0).to_text()}
+    result = HostResult(3, "x", no_retry_reason="w", restarts=0, ended=1.0)
     reads: list[str] = []
 
     def read_file(container: SimpleNamespace, path: str) -> str:
-        reads.append(path)
-        counted = HostResult(restarts=1).to_text() if path == "/var/tmp/a" else ""  # of a host that has not ended
-        return files.get(path, "") if container.id == "failed/0" else counted
+        reads.append(container.id)
+        counted = HostResult(restarts=1)  # of a host that has not ended
+        return "" if path == "/tmp/a" else (result if container.id == "failed/0" else counted).to_text()
 
     monkeypatch.setattr(host_results, "read_file", read_file)
-    results = HostResults()
-    restarted = one("restarted", "running")
+    restarted = one("restarted")
     restarted.attrs["RestartCount"] = 1
     found = [one("failed", code=3), restarted, one("fine"), one("runs", "running"), one("new", "created", code=127)]
-    for _ in range(2):
-        assert set(results.read(cast(Any, found))) == {"failed/0"}
-        assert sorted(reads) == ["/tmp/a", "/tmp/a", "/var/tmp/a", "/var/tmp/a"]
-    restarted.attrs["State"]["StartedAt"] = stamp(NOW)  # its next start
-    results.read(cast(Any, found))
-    assert len(reads) == 6
+    assert host_results.read_results(cast(Any, found)) == {"failed/0": result}
+    assert sorted(reads) == ["failed/0", "failed/0", "restarted/0", "restarted/0"]
 
 
 def test_a_damaged_label_is_named() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, check_cloud
-from torchx_monarch.backends.docker.backend import check_daemon
+from torchx_monarch.backends.docker.backend import DockerBackend
 from torchx_monarch.backends.kubernetes.backend import check_cluster
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.slurm import native
@@ -108,10 +108,12 @@ def test_a_state_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_docker() -> None:
+    backend = DockerBackend()
     daemon: Any = SimpleNamespace(client=SimpleNamespace(info=lambda: {"ServerVersion": "28.1", "OSType": "linux"}))
-    assert levels(check_daemon(daemon)) == {"Docker": "ok"}
+    backend._daemon = daemon
+    assert levels(backend.checks(None)) == {"Docker": "ok"}
     daemon.client.info = lambda: {"OSType": "windows"}
-    assert levels(check_daemon(daemon)) == {"Docker": "fail"}
+    assert levels(backend.checks(None)) == {"Docker": "fail"}
 
 
 @pytest.mark.parametrize(

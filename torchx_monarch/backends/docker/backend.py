@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from docker.errors import DockerException
+from docker.errors import APIError, DockerException, NotFound
 from torchx.schedulers.docker_scheduler import LABEL_APP_ID, DockerJob
 from torchx.specs import AppDef, CfgVal, Role, runopts
 from torchx.workspace import WorkspaceMixin
@@ -26,7 +26,7 @@ from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.docker import logs, native
-from torchx_monarch.backends.docker.host_results import HostResults, add_files
+from torchx_monarch.backends.docker.host_results import add_files, read_results
 from torchx_monarch.backends.docker.native import Daemon, DaemonError, answering, map_concurrently
 from torchx_monarch.backends.docker.options import DockerOpts
 from torchx_monarch.backends.docker.request import complete, render
@@ -37,7 +37,7 @@ from torchx_monarch.model.state import State
 if TYPE_CHECKING:
     from docker.models.containers import Container
 
-_ASKING = 2.0
+_STOP_WAIT = 2.0
 """Seconds that ``stop`` waits for the containers; dockerd stops them even if the client exits."""
 
 
@@ -70,7 +70,6 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
 
     def __init__(self) -> None:
         self._daemon = Daemon()
-        self._results = HostResults()
         self._stopping: dict[str, threading.Thread] = {}
         self.workspace = _Workspace(self._daemon)
 
@@ -81,12 +80,18 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def checks(self, options: DockerOpts | None) -> Iterable[CheckResult]:
-        """Check that the daemon answers.
+        """Check that the daemon answers, and can run this package's images.
 
         Raises:
-            DaemonError: it does not.
+            DaemonError: it cannot be reached, or refuses.
         """
-        return check_daemon(self._daemon)
+        with answering():
+            info = self._daemon.client.info()
+        where = os.environ.get("DOCKER_HOST") or "this machine"
+        system = info.get("OSType", "linux")
+        advice = f"its containers are for {system}; name a daemon for Linux in DOCKER_HOST"
+        version = f"{info.get('ServerVersion', 'unknown version')} at {where}"
+        return [check("Docker", version, fail=advice if system != "linux" else "")]
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: DockerOpts) -> DockerJob:
         """Return the containers that run an app."""
@@ -104,14 +109,11 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         daemon.pull({container.image for container in request.containers})
         made: list[Container] = []
         try:
-            native.ensure_network(daemon.client)
+            daemon.ensure_network()
             for container in request.containers:
-                made.append(
-                    daemon.create(
-                        container.image, container.command, complete(container, submitted, packed, credentials)
-                    )
-                )
-            map_concurrently(daemon.start, made)
+                options = complete(container, submitted, packed, credentials)
+                made.append(daemon.client.containers.create(container.image, list(container.command), **options))
+            map_concurrently(lambda container: container.start(), made)
             if daemon.cancelled(request.app_id) and (app := self.snapshot(request.app_id, brief=True)):
                 self.stop(app, Outcome(State.CANCELLED), None)  # cancelled while containers were created
         except BaseException as error:
@@ -130,7 +132,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         containers = self._daemon.containers(app_id)
         if not containers:
             return None
-        app = self._build(app_id, containers, self._daemon.cancelled(app_id))
+        app = build(app_id, containers, self._daemon.cancelled(app_id), read_results(containers))
         return app if brief else add_files(app)
 
     @answering()
@@ -140,28 +142,25 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         for container in self._daemon.containers():
             apps.setdefault(container.labels[LABEL_APP_ID], []).append(container)
         cancelled = self._daemon.cancelled()
-        found = read_undamaged(apps.items(), lambda item: self._build(*item, cancelled))
+        found = read_undamaged(apps.items(), lambda item: build(*item, cancelled, read_results(item[1])))
         return sorted(found, key=lambda app: app.created, reverse=True)
-
-    def _build(self, app_id: str, containers: Sequence[Container], cancelled: Mapping[str, float]) -> DockerSnapshot:
-        return build(app_id, containers, cancelled.get(app_id, 0.0), self._results.read(containers))
 
     def read_log(
         self, app: DockerSnapshot, role: str, replica: int, query: LogQuery[DockerSnapshot]
-    ) -> Iterable[TimedLine]:
-        """Return lines of a replica's log.
+    ) -> Iterator[TimedLine]:
+        """Yield lines of a replica's log.
 
         Raises:
             UserError: its container was removed, or is not created yet.
         """
         name = f"{role}/{replica}"
-        if name not in app.containers:
-            removed = any(
-                replica_snapshot.name == name and replica_snapshot.state is State.UNKNOWN
-                for replica_snapshot in app.replicas
-            )
-            raise UserError(describe_removed(name) if removed else f"replica {name} has no container yet")
-        return native.while_answering(logs.lines(app.containers[name], query))
+        container = app.containers.get(name)
+        if container is None:
+            states = {replica.name: replica.state for replica in app.replicas}
+            gone = states[name] is State.UNKNOWN
+            raise UserError(describe_removed(name) if gone else f"replica {name} has no container yet")
+        with answering():
+            yield from logs.lines(container, query)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
@@ -172,40 +171,28 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
             self._daemon.mark_cancelled(app.app_id)
         names = [replica.name for replica in app.replicas if replica.is_alive]
         left = [app.containers[name] for name in names if name in app.containers]
-        if grace == 0:
-            map_concurrently(native.kill, left)
-        else:
-            self._stop_in_background(app.app_id, left, app.grace if grace is None else grace)
+        seconds = int((app.grace if grace is None else grace) + HOST_EXTRA)
 
-    def _stop_in_background(self, app_id: str, containers: Sequence[Container], grace: float) -> None:
-        """Stop containers in a thread, unless one stops those of the app already, and wait a moment for it."""
+        def kill(container: Container) -> None:
+            with contextlib.suppress(APIError):  # it has ended
+                container.kill()
 
-        def stop() -> None:
+        def stop(container: Container) -> None:
+            with contextlib.suppress(NotFound):
+                container.stop(timeout=seconds)
+
+        def stop_all() -> None:
             with contextlib.suppress(DaemonError), answering():
-                map_concurrently(lambda container: native.stop(container, grace + HOST_EXTRA), containers)
+                map_concurrently(stop, left)
 
-        running = self._stopping.get(app_id)
-        if running is None or not running.is_alive():
-            thread = threading.Thread(target=stop, name="docker-stop", daemon=True)
-            self._stopping[app_id] = thread
+        if grace == 0:
+            map_concurrently(kill, left)
+        elif app.app_id not in self._stopping or not self._stopping[app.app_id].is_alive():
+            thread = self._stopping[app.app_id] = threading.Thread(target=stop_all, name="docker-stop", daemon=True)
             thread.start()
-            thread.join(_ASKING)
+            thread.join(_STOP_WAIT)
 
     @answering()
     def remove(self, app: DockerSnapshot) -> None:
         """Remove the app's containers, the volume that marks it as cancelled, and the network if it is unused."""
         self._daemon.remove(app.app_id, self._daemon.containers(app.app_id))
-
-
-def check_daemon(daemon: Daemon) -> Iterator[CheckResult]:
-    """Check that a daemon answers and can run this package's images.
-
-    Raises:
-        DaemonError: the daemon cannot be reached, or refuses.
-    """
-    with answering():
-        info = daemon.client.info()
-    where = os.environ.get("DOCKER_HOST") or "this machine"
-    system = info.get("OSType", "linux")
-    advice = f"its containers are for {system}; name a daemon for Linux in DOCKER_HOST" if system != "linux" else ""
-    yield check("Docker", f"{info.get('ServerVersion', 'unknown version')} at {where}", fail=advice)

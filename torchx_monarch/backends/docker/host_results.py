@@ -7,14 +7,17 @@ final state of the replica; the state that dockerd reports is that of a later st
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from docker.errors import DockerException
 
 from torchx_monarch.backends.core.snapshot import ReplicaSnapshot
 from torchx_monarch.backends.docker import request
-from torchx_monarch.backends.docker.native import environment, last_line, map_concurrently, read_file
+from torchx_monarch.backends.docker.native import environment, map_concurrently, read_file
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.state import State
@@ -26,48 +29,27 @@ if TYPE_CHECKING:
 
 _NO_SUCH_COMMAND = 127
 
-_LONGEST_LINE = 300
+_MAX_LINE = 300
 
 
-class HostResults:
-    """Read the marker files of containers, and cache them for callers that poll."""
+def read_results(containers: Sequence[Container]) -> dict[str, HostResult]:
+    """Return the results of hosts that must not be restarted, by the id of the container.
 
-    def __init__(self) -> None:
-        self._known: dict[str, HostResult] = {}
-        self._without: set[tuple[str, str]] = set()
+    Only a container that has ended and of which a start has failed can have one.
+    """
 
-    def read(self, containers: Sequence[Container]) -> Mapping[str, HostResult]:
-        """Return the results that hosts have written, by the id of the container."""
-        map_concurrently(self._look, [container for container in containers if self._may_have_result(container)])
-        return self._known
+    def may_have_result(container: Container) -> bool:
+        state = container.attrs["State"]
+        failed = state["ExitCode"] != 0 or container.attrs.get("RestartCount", 0) > 0
+        return failed and state["Status"] in ("exited", "dead") and request.STARTS in environment(container)
 
-    def _may_have_result(self, container: Container) -> bool:
-        """Whether to read the marker: only of a container of which a start has failed, and once for each start.
-
-        A host writes the marker as the last action of a start.
-        """
-        state: Mapping[str, Any] = container.attrs["State"]
-        if str(container.id) in self._known or request.STARTS not in environment(container):
-            return False
-        if state["Status"] == "running":
-            restarts: int = container.attrs.get("RestartCount", 0)
-            return restarts > 0 and (str(container.id), state["StartedAt"]) not in self._without
-        if state["Status"] in ("restarting", "created"):
-            return bool(state["Status"] == "restarting")
-        return bool(state["ExitCode"] != 0 or container.attrs.get("RestartCount", 0))
-
-    def _look(self, container: Container) -> None:
+    def read(container: Container) -> HostResult:
         paths = environment(container)[request.STARTS].split(":")
-        text = next((text for path in paths if (text := read_file(container, path))), "")
-        result = HostResult.from_text(text)
-        if result.forbids_restart:
-            self._known[str(container.id)] = result
-        elif container.attrs["State"]["Status"] == "running":
-            self._without.add((str(container.id), container.attrs["State"]["StartedAt"]))
+        return HostResult.from_text(next((text for path in paths if (text := read_file(container, path))), ""))
 
-
-if TYPE_CHECKING:
-    from docker.models.containers import Container
+    chosen = [container for container in containers if may_have_result(container)]
+    results = zip(chosen, map_concurrently(read, chosen), strict=True)
+    return {str(container.id): result for container, result in results if result.forbids_restart}
 
 
 def add_files(app: DockerSnapshot) -> DockerSnapshot:
@@ -105,7 +87,10 @@ def _why_no_host(container: Container) -> str:
     The line is no cause: if the host did start, a rank may have written it, and removed the error file.
     """
     code = container.attrs["State"]["ExitCode"]
-    line = one_line(last_line(container), _LONGEST_LINE) if 0 < code <= _NO_SUCH_COMMAND else ""
+    line = ""
+    if 0 < code <= _NO_SUCH_COMMAND:
+        with contextlib.suppress(DockerException):
+            line = one_line(container.logs(tail=1).decode(errors="replace").strip(), _MAX_LINE)
     if re.search(r"No module named '?torchx_monarch", line):
         line += "; install torchx-monarch in the image"
     elif line and code == _NO_SUCH_COMMAND:

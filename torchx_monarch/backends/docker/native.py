@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 LABEL_CANCELLED = "torchx-monarch/cancelled"
 """Label with the app's id, on the volume that marks the app as cancelled. (Container labels cannot be changed.)"""
 
-_AT_A_TIME = 128
+_MAX_THREADS = 128
 
-_TOO_LONG = 1 << 20
+_MAX_BYTES = 1 << 20
 
 _GO_MODE_TYPE = 0x8F280000
 """Go's ``fs.ModeType``: dockerd sets one of these bits for anything but a regular file."""
@@ -65,16 +65,6 @@ def answering() -> Iterator[None]:
         ) from None
 
 
-def while_answering(lines: Iterable[T]) -> Iterator[T]:
-    """Yield lines that are read from the daemon.
-
-    Raises:
-        DaemonError: the daemon does not answer.
-    """
-    with answering():
-        yield from lines
-
-
 def explained(error: DockerException) -> str:
     """Return the reason that the daemon gives for an error."""
     return str(getattr(error, "explanation", None) or error)
@@ -87,7 +77,7 @@ def map_concurrently(action: Callable[[T], R], arguments: Sequence[T]) -> list[R
     """
     if not arguments:
         return []
-    with ThreadPoolExecutor(min(len(arguments), _AT_A_TIME), thread_name_prefix="docker") as pool:
+    with ThreadPoolExecutor(min(len(arguments), _MAX_THREADS), thread_name_prefix="docker") as pool:
         futures = [pool.submit(action, argument) for argument in arguments]
     return [future.result() for future in futures]
 
@@ -151,54 +141,41 @@ class Daemon:
                 except DockerException as error:
                     _log.warning("the image %s cannot be pulled, the daemon's own is used: %s", image, error)
 
-    def create(self, image: str, command: Sequence[str], options: Mapping[str, object]) -> Container:
-        """Create a container, with the options of docker-py's ``containers.create``."""
-        return self.client.containers.create(image, list(command), **options)
+    def ensure_network(self) -> None:
+        """Create the containers' network if it does not exist.
 
-    def start(self, container: Container) -> None:
-        """Start a container; create the network again if it was removed with the last app that used it."""
-        try:
-            container.start()
-        except NotFound as error:
-            if not is_missing(error):
-                raise
-            ensure_network(self.client)
-            container.start()
+        TorchX's ``ensure_network`` locks a file in /tmp, which only the user who created the file can open.
+        """
+        if not self._networks():
+            try:
+                self.client.networks.create(NETWORK, driver="bridge", check_duplicate=True)
+            except APIError as error:
+                if "already exists" not in str(error):
+                    raise
+
+    def _networks(self) -> list[Any]:
+        return [network for network in self.client.networks.list(names=[NETWORK]) if network.name == NETWORK]
 
     def remove(self, app_id: str, containers: Sequence[Container]) -> None:
         """Remove containers with their anonymous volumes, the mark of a cancelled app, and the network if unused."""
-        map_concurrently(_remove, containers)
+
+        def remove(container: Container) -> None:
+            with contextlib.suppress(NotFound):
+                container.remove(force=True, v=True)
+
+        map_concurrently(remove, containers)
         with contextlib.suppress(NotFound):
             self.client.volumes.get(_marker(app_id)).remove()
-        remove_unused_network(self.client)
-
-
-def stop(container: Container, timeout: float) -> None:
-    """Stop a container if it exists.
-
-    Args:
-        timeout: seconds from SIGTERM to SIGKILL.
-    """
-    with contextlib.suppress(NotFound):
-        container.stop(timeout=int(timeout))
-
-
-def kill(container: Container) -> None:
-    """Kill a container if it runs."""
-    with contextlib.suppress(APIError):
-        container.kill()
+        # Stopped containers need it for their next start.
+        if not self.client.containers.list(all=True, sparse=True, limit=1, filters={"network": NETWORK}):
+            for network in self._networks():
+                with contextlib.suppress(APIError):  # a container has joined since
+                    network.remove()
 
 
 def environment(container: Container) -> dict[str, str]:
     """Return the environment of a container's command."""
     return dict(word.split("=", 1) for word in container.attrs["Config"].get("Env") or () if "=" in word)
-
-
-def last_line(container: Container) -> str:
-    """Return the last line of a container's log; empty if it cannot be read."""
-    with contextlib.suppress(DockerException):
-        return str(container.logs(tail=1).decode(errors="replace").strip())
-    return ""
 
 
 def read_file(container: Container, path: str, since: float = 0.0) -> str:
@@ -209,13 +186,13 @@ def read_file(container: Container, path: str, since: float = 0.0) -> str:
         since: in seconds since the epoch; a file last modified before it is ignored.
 
     Returns:
-        The text; empty if the file is missing, too old, longer than ``_TOO_LONG`` or not regular.
+        The text; empty if the file is missing, too old, longer than ``_MAX_BYTES`` or not regular.
     """
     if not path:
         return ""
     try:
         chunks, about = container.get_archive(path)
-        if about["size"] > _TOO_LONG or about["mode"] & _GO_MODE_TYPE:
+        if about["size"] > _MAX_BYTES or about["mode"] & _GO_MODE_TYPE:
             chunks.close()  # the archive of a folder holds the folder's whole content
             return ""
         with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
@@ -245,51 +222,3 @@ def _where() -> str:
 
 def _marker(app_id: str) -> str:
     return f"{app_id}-cancelled"
-
-
-def _remove(container: Container) -> None:
-    with contextlib.suppress(NotFound):
-        container.remove(force=True, v=True)
-
-
-if TYPE_CHECKING:
-    from docker import DockerClient
-
-
-def ensure_network(client: DockerClient) -> None:
-    """Create the network if it does not exist.
-
-    TorchX's ``ensure_network`` locks a file in /tmp, which only the user who created the file can open.
-    """
-    if _all(client):
-        return
-    try:
-        made = client.networks.create(NETWORK, driver="bridge", check_duplicate=True)
-    except APIError as error:
-        if "already exists" not in str(error):
-            raise
-        return
-    # Older daemons create two networks of one name for concurrent requests. Every client keeps the eldest one.
-    if _all(client)[0].id != made.id:
-        made.remove()
-
-
-def is_missing(error: NotFound) -> bool:
-    """Whether a container failed to start because the network was removed, with the last app that used it."""
-    return f"network {NETWORK} not found" in str(error)
-
-
-def remove_unused_network(client: DockerClient) -> None:
-    """Remove the network unless it has containers, including stopped ones and those of other programs."""
-    if client.containers.list(all=True, sparse=True, limit=1, filters={"network": NETWORK}):
-        return
-    for network in _all(client):
-        # dockerd refuses if a container has joined since.
-        with contextlib.suppress(APIError):
-            network.remove()
-
-
-def _all(client: DockerClient) -> list[Any]:
-    """Return the networks with TorchX's name, eldest first."""
-    found = [network for network in client.networks.list(names=[NETWORK]) if network.name == NETWORK]
-    return sorted(found, key=lambda network: (network.attrs["Created"], network.id))

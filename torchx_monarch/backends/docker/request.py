@@ -40,10 +40,10 @@ STARTS = "MONARCH_STARTS"
 
 _RANK0 = "TORCHX_RANK0_HOST"
 
-_LONGEST_NAME = 63
+_MAX_NAME = 63
 """Characters in a host name, and in one label of a DNS name."""
 
-_LONGEST_ROLE = 20
+_MAX_ROLE = 20
 
 
 def render(app: AppDef, options: DockerOpts, environ: Mapping[str, str]) -> DockerJob:
@@ -115,21 +115,19 @@ def host_names(app_id: str, roles: Mapping[str, int]) -> dict[str, list[str]]:
     Args:
         app_id: the app's id; only the end of a long id is kept, because it ends in a random string.
     """
-    short = {role: _safe(role)[:_LONGEST_ROLE].strip("-") or "role" for role in roles}
+
+    def safe(name: str) -> str:
+        # Dots are replaced, too: they would split the name into DNS labels, each of which needs letters.
+        return re.sub(r"[^a-z0-9-]", "-", name.lower())
+
+    def name(role: str, replica: int) -> str:
+        end = f"-{role}-{replica}"
+        return safe(app_id)[-(_MAX_NAME - len(end)) :].lstrip("-") + end  # a name begins with a letter or digit
+
+    short = {role: safe(role)[:_MAX_ROLE].strip("-") or "role" for role in roles}
     if len(set(short.values())) < len(short):
         short = {role: f"{name}-{index}" for index, (role, name) in enumerate(short.items())}
-    return {role: [_name(app_id, short[role], replica) for replica in range(count)] for role, count in roles.items()}
-
-
-def _name(app_id: str, role: str, replica: int) -> str:
-    end = f"-{role}-{replica}"
-    # A name must begin with a letter or a digit.
-    return _safe(app_id)[-(_LONGEST_NAME - len(end)) :].lstrip("-") + end
-
-
-def _safe(name: str) -> str:
-    # Dots are replaced, too: they would split the name into DNS labels, each of which needs letters.
-    return re.sub(r"[^a-z0-9-]", "-", name.lower())
+    return {role: [name(short[role], replica) for replica in range(count)] for role, count in roles.items()}
 
 
 def _give_gpus(containers: Sequence[DockerContainer], app: AppDef, environ: Mapping[str, str]) -> None:
@@ -140,13 +138,8 @@ def _give_gpus(containers: Sequence[DockerContainer], app: AppDef, environ: Mapp
     wanted = [(role.num_replicas, role.resource.gpu) for role in app.roles]
     if sum(replicas for replicas, gpu_count in wanted if gpu_count > 0) < 2:
         return
-    assigned = gpus.assign(wanted, gpus.devices(environ))
-    if assigned is None:
-        return
-    for container, devices in zip(
-        containers, [replica_devices for role in assigned for replica_devices in role], strict=True
-    ):
+    assigned = gpus.assign(wanted, gpus.devices(environ)) or []
+    for container, devices in zip(containers, (devices for role in assigned for devices in role), strict=False):
         if devices is not None:
-            container.kwargs["device_requests"] = [
-                DeviceRequest(device_ids=devices.split(","), capabilities=[["compute", "utility"]])
-            ]
+            request = DeviceRequest(device_ids=devices.split(","), capabilities=[["compute", "utility"]])
+            container.kwargs["device_requests"] = [request]

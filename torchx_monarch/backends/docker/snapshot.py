@@ -42,13 +42,14 @@ class DockerSnapshot(AppSnapshot):
 
 
 def build(
-    app_id: str, containers: Sequence[Container], cancelled: float, results: Mapping[str, HostResult]
+    app_id: str, containers: Sequence[Container], cancelled: Mapping[str, float], results: Mapping[str, HostResult]
 ) -> DockerSnapshot:
     """Assemble the snapshot of an app, without the content of error files.
 
     Args:
         containers: its containers; at least one.
-        cancelled: when it was cancelled, in seconds since the epoch; 0 if it was not.
+        cancelled: when apps were cancelled, in seconds since the epoch, by app id.
+        results: results of hosts that must not be restarted, by the id of the container.
 
     Raises:
         DamagedFileError: the label with the app is damaged.
@@ -56,44 +57,53 @@ def build(
     labels = containers[0].labels
     submitted = SubmittedApp.unpack(labels[request.LABEL_APP], f"the label {request.LABEL_APP} of {app_id}")
     places = {
-        (container.labels[LABEL_ROLE_NAME], int(container.labels[LABEL_REPLICA_ID])): container
+        f"{container.labels[LABEL_ROLE_NAME]}/{container.labels[LABEL_REPLICA_ID]}": container
         for container in containers
     }
     # All containers are created before the first one starts: until then, those that are missing may be yet to come.
     began = any(seconds(container.attrs["State"]["StartedAt"]) for container in containers)
-    missing = [(spec, index) for spec in submitted.roles for index in range(spec.replicas)]
-    missing = [(spec, index) for spec, index in missing if (spec.name, index) not in places]
-    is_host_lost = began and any(spec.runs_hosts for spec, _ in missing)
-    found = [
-        replica_of(
-            container.attrs, results.get(str(container.id)), is_cancelled=cancelled > 0, is_host_lost=is_host_lost
-        )
-        for container in containers
-    ]
-    pending = State.CANCELLED if cancelled else State.PENDING
-    absent = [_removed(spec, index) if began else ReplicaSnapshot(spec.name, index, pending) for spec, index in missing]
+    is_host_lost = began and any(
+        f"{spec.name}/{index}" not in places
+        for spec in submitted.roles
+        if spec.runs_hosts
+        for index in range(spec.replicas)
+    )
+    is_cancelled = app_id in cancelled
     created = min(seconds(container.attrs["Created"]) for container in containers)
-    replicas = sorted([*found, *absent], key=lambda replica: replica.id)
+
+    def read_role(spec: RoleSpec) -> RoleSnapshot:
+        names = [f"{spec.name}/{index}" for index in range(spec.replicas)]
+        replicas = [
+            replica_of(places[name].attrs, results.get(str(places[name].id)), is_cancelled, is_host_lost)
+            if name in places
+            else _absent(spec, index, began, is_cancelled)
+            for index, name in enumerate(names)
+        ]
+        return RoleSnapshot(spec, replicas)
+
+    roles = [read_role(spec) for spec in submitted.roles]
+    removed = [replica for role in roles for replica in role.replicas if replica.state is State.UNKNOWN]
+    removed.sort(key=lambda replica: not replica.failure)  # a host first
+    notes = [describe_removed(replica.name) for replica in removed[:1]]
+    if len(removed) > 1:
+        notes.append(f"{len(removed) - 1} more were removed")
     return DockerSnapshot(
         app_id=app_id,
         name=submitted.app.name,
-        roles=[
-            RoleSnapshot(spec, [replica for replica in replicas if replica.role == spec.name])
-            for spec in submitted.roles
-        ],
+        roles=roles,
         app=submitted.app,
         created=created,
         # Of a container that was restarted, dockerd knows the latest start alone; the first followed its creation.
-        started=created if any(replica.restarts for replica in found) else 0.0,
+        started=created if any(replica.restarts for role in roles for replica in role.replicas) else 0.0,
         grace=float(labels[request.LABEL_GRACE]),
-        ending=Outcome(State.CANCELLED, time=cancelled) if cancelled else None,
-        notes=_notes([replica for replica in absent if replica.state is State.UNKNOWN]),
-        containers={f"{role}/{index}": container for (role, index), container in places.items()},
+        ending=Outcome(State.CANCELLED, time=cancelled[app_id]) if is_cancelled else None,
+        notes=notes,
+        containers=places,
     )
 
 
 def replica_of(
-    attrs: Mapping[str, Any], result: HostResult | None, *, is_cancelled: bool, is_host_lost: bool
+    attrs: Mapping[str, Any], result: HostResult | None, is_cancelled: bool, is_host_lost: bool
 ) -> ReplicaSnapshot:
     """Derive a replica from its container.
 
@@ -106,9 +116,8 @@ def replica_of(
     state, labels = attrs["State"], attrs["Config"]["Labels"]
     role, index, status = labels[LABEL_ROLE_NAME], int(labels[LABEL_REPLICA_ID]), state["Status"]
     code = state["ExitCode"] if result is None or result.code is None else result.code
-    living = _LIVING.get(status)
-    own = living if living and not result else (State.FAILED if code else State.SUCCEEDED)
-    if is_cancelled and own is State.PENDING and status == "created":
+    own = _LIVING.get(status) or (State.FAILED if code else State.SUCCEEDED)
+    if is_cancelled and status == "created":
         own = State.CANCELLED
     networks = attrs.get("NetworkSettings", {}).get("Networks") or {}
     return ReplicaSnapshot(
@@ -137,7 +146,9 @@ def _failure(attrs: Mapping[str, Any], code: int, result: HostResult | None) -> 
     return f"{how}; not started again: {result.no_retry_reason}" if result else str(how)
 
 
-def _removed(spec: RoleSpec, index: int) -> ReplicaSnapshot:
+def _absent(spec: RoleSpec, index: int, began: bool, is_cancelled: bool) -> ReplicaSnapshot:
+    if not began:
+        return ReplicaSnapshot(spec.name, index, State.CANCELLED if is_cancelled else State.PENDING)
     # The hosts of its role wait forever for a removed host. A replica of another role may have ended before.
     failure = describe_removed(f"{spec.name}/{index}") if spec.runs_hosts else ""
     return ReplicaSnapshot(spec.name, index, State.UNKNOWN, failure=failure)
@@ -146,10 +157,3 @@ def _removed(spec: RoleSpec, index: int) -> ReplicaSnapshot:
 def describe_removed(replica: str) -> str:
     """Describe a replica, ROLE/ID, whose container was removed."""
     return f"the container of replica {replica} was removed (docker rm), and its log with it"
-
-
-def _notes(removed: Sequence[ReplicaSnapshot]) -> list[str]:
-    """Describe the removed replicas; empty without any. The first one is a host if there is one."""
-    ordered = sorted(removed, key=lambda replica: not replica.failure)
-    notes = [describe_removed(replica.name) for replica in ordered[:1]]
-    return notes if len(ordered) < 2 else [*notes, f"{len(ordered) - 1} more were removed"]
