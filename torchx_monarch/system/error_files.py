@@ -26,10 +26,8 @@ TRACEBACK_BYTES = 64 * 1024
 """The maximum size of a traceback, in bytes of JSON. Of a longer one, frames of libraries are left out first; of what
 remains, the end is kept."""
 
-
 RESERVE_BYTES = 16 * 1024
 """The size in bytes of the reserve file beside an error file: ``error.json.reserve`` beside ``error.json``."""
-
 
 _LIBRARY = re.compile(r".*/(?:site|dist)-packages/|.*/lib/python3[.\d]*/|(?=<frozen )")
 
@@ -39,17 +37,13 @@ class UnreadableError(ValueError):
 
 
 def read(path: str, since: float = 0.0, traceback_bytes: int = TRACEBACK_BYTES) -> dict[str, Any] | None:
-    """Read an error file; return None if there is no such file.
+    """Read the known fields of an error file (``known_fields``); return None if there is no such file.
 
-    Args:
-        path: the file.
-        since: a time in seconds since the epoch. A file that was written before belongs to another failure and counts
-            as missing.
-        traceback_bytes: the maximum size of the traceback, in bytes of JSON.
+    A file that was written before ``since``, in seconds since the epoch, belongs to another failure: it counts as
+    missing.
 
     Raises:
-        UnreadableError: it is no regular file of the caller, larger than ``safe_files.MAX_JSON_BYTES``, or no JSON
-            object.
+        UnreadableError: it is no regular file of the caller, too large, or no JSON object.
     """
     try:
         if os.lstat(path).st_mtime < since:
@@ -91,12 +85,7 @@ def remove_reserve(path: str) -> None:
 def write(path: str, text: Callable[[int], str]) -> None:
     """Write an error file; on a full disk, write into its reserve file.
 
-    Args:
-        path: the file.
-        text: returns the content, in at most the given number of bytes. 0: no limit, and the disk is not full.
-
-    Raises:
-        OSError: the file could not be written.
+    ``text`` returns the content in at most the given number of bytes; 0 for no limit, and if the disk is not full.
     """
     try:
         safe_files.write_named_file(path, text(0).encode(), is_exposed=True)
@@ -128,8 +117,7 @@ def cleaned(text: str) -> str:
 def known_fields(data: dict[str, Any], traceback_bytes: int = TRACEBACK_BYTES) -> dict[str, Any]:
     """Return the known fields of an error file, nested as torch writes it or flat, where they have the right type.
 
-    Args:
-        traceback_bytes: the maximum size of the traceback, in bytes of JSON.
+    The traceback has at most ``traceback_bytes``, as JSON.
     """
     fields = _scalars(data)
     message = data.get("message")
@@ -143,7 +131,8 @@ def known_fields(data: dict[str, Any], traceback_bytes: int = TRACEBACK_BYTES) -
         if isinstance(callstack, str):
             if len(callstack) > traceback_bytes:
                 callstack = _without_libraries(callstack)
-            inner["extraInfo"]["py_callstack"] = _end(printable(callstack[-traceback_bytes:]), traceback_bytes)
+            shown = printable(callstack[-traceback_bytes:])
+            inner["extraInfo"]["py_callstack"] = _cut(shown, traceback_bytes, keeps_end=True)
     return fields
 
 
@@ -158,7 +147,7 @@ def _scalars(data: dict[str, Any]) -> dict[str, Any]:
     for name in ("message", *_SHORT):
         value = data.get(name)
         if isinstance(value, str):
-            fields[name] = _beginning(printable(value[:MESSAGE_BYTES]), MESSAGE_BYTES)
+            fields[name] = _cut(printable(value[:MESSAGE_BYTES]), MESSAGE_BYTES)
         elif isinstance(value, bool) or isinstance(value, (int, float)) and abs(value) < 1e15 and math.isfinite(value):
             fields[name] = value
     return fields
@@ -188,13 +177,9 @@ def _without_libraries(callstack: str) -> str:
     return "".join([*lines, *pending])
 
 
-def _beginning(text: str, limit: int) -> str:
+def _cut(text: str, limit: int, *, keeps_end: bool = False) -> str:
+    """Return the beginning or the end of a text that fits into a number of bytes of JSON."""
     while (over := len(json.dumps(text)) - limit) > 0:
-        text = text[: -max(1, over // 6)]  # JSON escapes some characters to six
-    return text
-
-
-def _end(text: str, limit: int) -> str:
-    while (over := len(json.dumps(text)) - limit) > 0:
-        text = text[max(1, over // 6) :]
+        removed = max(1, over // 6)  # JSON escapes some characters to six
+        text = text[removed:] if keeps_end else text[:-removed]
     return text

@@ -7,9 +7,6 @@ import contextlib
 import os
 from typing import NamedTuple
 
-_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-
 
 class KernelStatus(NamedTuple):
     """What /proc/PID/status says of a process, or of one of its threads.
@@ -84,27 +81,3 @@ def has_open(pid: int, descriptor: int) -> bool:
                 if (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino):
                     return True
     return False
-
-
-class ProcessUse(NamedTuple):
-    """The use of processor and memory by one process.
-
-    Attributes:
-        cpu_seconds: processor time of the process and of its children that have ended.
-        rss_bytes: its resident memory, with what it shares with other processes.
-    """
-
-    cpu_seconds: float
-    rss_bytes: int
-
-
-def use(pid: int) -> ProcessUse | None:
-    """Return the use of processor and memory by a process; None if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
-        return None
-    # After the name, which may contain blanks: the state is field 3, the times of ``proc_pid_stat(5)`` are 14 to 17.
-    fields = text[text.rindex(b")") + 2 :].split()
-    return ProcessUse(sum(map(int, fields[11:15])) / _TICKS, int(fields[21]) * _PAGE)

@@ -27,6 +27,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
 _OWN_END, _TERM_GRACE = 4.0, 2.0
 """Seconds for processes that are left behind to end by themselves (``torch_shm_manager``, which removes shared memory,
 takes 2 s), and between SIGTERM and SIGKILL."""
@@ -93,24 +96,40 @@ class ProcessIdentity(NamedTuple):
 
 
 class Process(NamedTuple):
-    """A process as /proc/PID/stat describes it; the start time is in clock ticks since boot."""
+    """A process as /proc/PID/stat describes it.
+
+    Attributes:
+        start: start time in clock ticks since boot.
+        cpu_seconds: processor time of the process and of its children that have ended.
+        rss_bytes: its resident memory, with what it shares with other processes.
+    """
 
     pid: int
     parent: int
     state: str
     start: int
+    cpu_seconds: float
+    rss_bytes: int
 
 
 def process(pid: int) -> Process | None:
     """Read the state of a process from /proc; None if the pid is not in use."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
+    text = _read(pid, "stat")
+    if not text:
         return None
     # The second field is the command name in parentheses, which may itself contain blanks and parentheses.
     fields = text[text.rindex(b")") + 2 :].split()
-    return Process(pid, int(fields[1]), fields[0].decode(), int(fields[19]))
+    used = sum(map(int, fields[11:15])) / _TICKS
+    return Process(pid, int(fields[1]), fields[0].decode(), int(fields[19]), used, int(fields[21]) * _PAGE)
+
+
+def _read(pid: int, name: str) -> bytes:
+    """Read a file of /proc/PID; empty if the process is gone, or the file may not be read."""
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def identity(pid: int) -> ProcessIdentity | None:
@@ -121,24 +140,19 @@ def identity(pid: int) -> ProcessIdentity | None:
 
 def send(target: ProcessIdentity, signum: int) -> bool:
     """Signal exactly this process, never another one with the same pid; return False if it has ended."""
-    try:
+    fd = -1
+    with contextlib.suppress(AttributeError, OSError):  # Python or the kernel has no pidfds, or the process has ended
         fd = os.pidfd_open(target.pid)
-    except (AttributeError, OSError):  # Python or the kernel has no pidfds, or the process has ended
-        if identity(target.pid) != target:
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(target.pid, signum)
-            return True
-        return False
     try:
         # The descriptor keeps referring to one process: if its identity is right now, it stays right.
         if identity(target.pid) != target:
             return False
-        signal.pidfd_send_signal(fd, signum)
+        os.kill(target.pid, signum) if fd < 0 else signal.pidfd_send_signal(fd, signum)
     except ProcessLookupError:
         return False
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
     return True
 
 
@@ -148,11 +162,7 @@ def _pids() -> Iterable[int]:
 
 def _variables(pid: int) -> list[bytes]:
     """Return the environment with which a process was started; empty if it may not be read."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read().split(b"\0")
-    except OSError:
-        return []
+    return _read(pid, "environ").split(b"\0")
 
 
 def _carries(pid: int, marks: Iterable[bytes]) -> bool:
@@ -173,9 +183,8 @@ def marked(job: str) -> list[int]:
 
 def _families() -> Callable[[int], list[int]]:
     """Return a function that lists the living children of a process."""
-    if os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        return _listed_children
-    return children()  # the kernel has no CONFIG_PROC_CHILDREN
+    # Without CONFIG_PROC_CHILDREN the kernel lists none.
+    return _listed_children if os.path.exists(f"/proc/self/task/{os.getpid()}/children") else children()
 
 
 def children() -> Callable[[int], list[int]]:
@@ -245,7 +254,7 @@ def hosts(roots: Iterable[int]) -> dict[int, list[int]]:
         queue = [root]
         while queue:
             pid = queue.pop(0)
-            if is_host(_command(pid)):
+            if is_host(_read(pid, "cmdline").split(b"\0")):
                 found[root].append(pid)
             else:
                 queue += children_of(pid)
@@ -265,14 +274,6 @@ def is_host(command: Sequence[bytes]) -> bool:
         elif word == b"-c" or not word.startswith(b"-"):
             return False
     return False
-
-
-def _command(pid: int) -> list[bytes]:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read().split(b"\0")
-    except OSError:
-        return []
 
 
 def kill(pids: Iterable[int]) -> None:
@@ -344,7 +345,6 @@ def kill_descendants(job: str) -> list[int]:
     Returns:
         The processes that are still alive after 5 seconds.
     """
-
     return kill_until_gone(lambda: own_descendants(job))
 
 

@@ -18,16 +18,16 @@ import math
 import os
 import re
 import stat
-from typing import Any
+from typing import Any, TypeAlias
 
 from torchx_monarch.system.untrusted_text import one_line
 
 MAX_JSON_BYTES = 1024 * 1024
 """The maximum bytes read of a rank's error file, which torch itself keeps to a few kilobytes."""
 
-_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-#: O_NONBLOCK: opening a FIFO does not wait, and fails for writing. O_NOCTTY: a terminal does not become the caller's.
-_FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+"""O_NONBLOCK: to open a FIFO does not wait, and fails for writing. O_NOCTTY: a terminal does not become the caller's."""
 
 _MAX_DIGITS = 300
 """The maximum digits of an integer: the largest float has 309, and ``float(10**400)`` raises OverflowError."""
@@ -35,7 +35,6 @@ _MAX_DIGITS = 300
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 _UNENCODABLE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 """The surrogates for which ``os.fsencode`` raises UnicodeEncodeError; the others stand for bytes of file names."""
-
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 """What ``numbered`` takes for a number. With more digits, the name after the highest could become too long for the file
@@ -49,6 +48,8 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+_Path: TypeAlias = "str | os.PathLike[str]"
 
 
 class UnsafeFileError(OSError):
@@ -66,17 +67,10 @@ class UnsafeFileError(OSError):
         return f"{one_line(self.filename)} {self.strerror}"
 
 
-def open_file(
-    path: str | os.PathLike[str],
-    flags: int = os.O_RDONLY,
-    *,
-    below: str | os.PathLike[str] | None = None,
-    any_owner: bool = False,
-) -> int:
+def open_file(path: _Path, flags: int = os.O_RDONLY, *, below: _Path | None = None, any_owner: bool = False) -> int:
     """Open a regular file of the caller, never through a symbolic link; return its descriptor.
 
     Args:
-        path: the file.
         flags: as for ``os.open``; O_CREAT makes a missing file, of mode 0600. Do not give O_TRUNC: it would take effect
             before the file has been checked.
         below: a folder above ``path`` that the caller must own, and whose path may contain links; the folders between
@@ -85,27 +79,22 @@ def open_file(
 
     Raises:
         UnsafeFileError: the file, or a folder between ``below`` and it, breaks the rule.
-        FileNotFoundError: the file does not exist.
-        OSError: the system refuses.
+        OSError: the file does not exist, or the system refuses.
     """
     path = os.fspath(path)
     if below is None:
-        return _open_file_at(None, path, path, flags, any_owner)
+        return _open_at(None, path, path, flags | _FILE, any_owner)
     folder = open_folder(os.path.dirname(path), below=below)
     try:
-        return _open_file_at(folder, os.path.basename(path), path, flags, any_owner)
+        return _open_at(folder, os.path.basename(path), path, flags | _FILE, any_owner)
     finally:
         os.close(folder)
 
 
-def open_log(path: str | os.PathLike[str]) -> int:
-    """Open a log file for appending, and make it if there is none; return its descriptor.
+def open_log(path: _Path) -> int:
+    """Open a log file for appending as ``open_file`` does, and make it if there is none; return its descriptor.
 
     A link, a FIFO or a socket of that name, which a rank may have made ahead, is removed.
-
-    Raises:
-        UnsafeFileError: it is a folder, or belongs to another user.
-        OSError: the system refuses.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     try:
@@ -117,12 +106,11 @@ def open_log(path: str | os.PathLike[str]) -> int:
     return open_file(path, flags | os.O_EXCL)
 
 
-def open_folder(path: str | os.PathLike[str], *, below: str | os.PathLike[str]) -> int:
+def open_folder(path: _Path, *, below: _Path) -> int:
     """Open a folder of the caller; return its descriptor, for ``dir_fd`` and scandir.
 
     Args:
-        path: the folder: ``below`` or a folder inside it.
-        below: as for ``open_file``.
+        path: the folder: ``below``, which is as for ``open_file``, or a folder inside it.
 
     Raises:
         ValueError: ``path`` is not inside ``below``.
@@ -134,63 +122,31 @@ def open_folder(path: str | os.PathLike[str], *, below: str | os.PathLike[str]) 
     parts = [] if way == os.curdir else way.split(os.sep)
     if os.pardir in parts:
         raise ValueError(f"{os.fspath(path)} does not lie below {current}")
-    fd = os.open(current, _DIRECTORY_FLAGS)
-    try:
-        _check_owner(os.fstat(fd), current)
-        for part in parts:
-            current = os.path.join(current, part)
-            try:
-                inner = os.open(part, _DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=fd)
-            except NotADirectoryError:  # the kernel reports a link in this way, too
-                raise _explain(fd, part, current, "is not a folder") from None
+    fd = _open_at(None, current, current, _FOLDER)
+    for part in parts:
+        current = os.path.join(current, part)
+        try:
+            inner = _open_at(fd, part, current, _FOLDER | os.O_NOFOLLOW)
+        finally:
             os.close(fd)
-            fd = inner
-            _check_owner(os.fstat(fd), current)
-    except BaseException:
-        os.close(fd)
-        raise
+        fd = inner
     return fd
 
 
-def read_file(
-    path: str | os.PathLike[str], *, limit: int = MAX_JSON_BYTES, below: str | os.PathLike[str] | None = None
-) -> bytes:
-    """Read all of a regular file of the caller (``open_file``).
-
-    Args:
-        path: the file.
-        limit: the maximum size of the file, in bytes.
-        below: as for ``open_file``.
-
-    Raises:
-        UnsafeFileError: the file breaks the rule, or is larger than ``limit``.
-        OSError: the file does not exist, or cannot be read.
-    """
-    fd = open_file(path, below=below)
-    try:
+def read_file(path: _Path, *, limit: int = MAX_JSON_BYTES, below: _Path | None = None) -> bytes:
+    """Read all of a regular file of the caller (``open_file``); one of more than ``limit`` bytes is refused."""
+    with open(open_file(path, below=below), "rb", buffering=0) as file:
         pieces, size = [], 0
-        while size <= limit and (piece := os.read(fd, min(limit + 1 - size, 1 << 20))):
+        while size <= limit and (piece := file.read(min(limit + 1 - size, 1 << 20))):
             pieces.append(piece)
             size += len(piece)
-    finally:
-        os.close(fd)
     if size > limit:
         raise UnsafeFileError(os.fspath(path), f"is larger than {limit} bytes")
     return b"".join(pieces)
 
 
-def read_json(
-    path: str | os.PathLike[str], *, limit: int = MAX_JSON_BYTES, below: str | os.PathLike[str] | None = None
-) -> Any:
-    """Read and parse a JSON file of the caller.
-
-    Args:
-        path, limit, below: as for ``read_file``.
-
-    Raises:
-        ValueError: the content is not JSON, or is nested too deeply for the parser.
-        UnsafeFileError, OSError: as for ``read_file``.
-    """
+def read_json(path: _Path, *, limit: int = MAX_JSON_BYTES, below: _Path | None = None) -> Any:
+    """Read and parse a JSON file of the caller (``read_file``, ``parse_json``)."""
     return parse_json(read_file(path, limit=limit, below=below))
 
 
@@ -226,11 +182,7 @@ _DECODER = json.JSONDecoder(parse_int=_integer, parse_float=_fraction, parse_con
 
 
 def replace_file(path: str, data: bytes) -> None:
-    """Write a file that only the caller may read, atomically, and replace any file of that name.
-
-    Raises:
-        OSError: the file cannot be written, or its name is a folder's.
-    """
+    """Write a file that only the caller may read, atomically, and replace any file of that name."""
     aside = f"{path}.{os.urandom(8).hex()}.tmp"
     fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -250,13 +202,9 @@ def write_named_file(path: str, data: bytes, *, is_exposed: bool) -> None:
     caller's to write, such as the ``/dev/termination-log`` of Kubernetes.
 
     Args:
-        path: the file.
         is_exposed: whether ranks may have put something in the file's place. If so, a symbolic link or a FIFO is
             replaced: read through a link to ``/dev/zero``, the result would have no end. Otherwise a device behind a
             link, and a FIFO that has a reader, get the data, too.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     try:
         mode = os.stat(path, follow_symlinks=not is_exposed).st_mode
@@ -289,7 +237,7 @@ def _write_in_place(path: str, data: bytes, flags: int = 0) -> None:
         os.close(fd)
 
 
-def numbered(folder: str | os.PathLike[str], prefix: str) -> list[int]:
+def numbered(folder: _Path, prefix: str) -> list[int]:
     """Return the numbers N of a folder's entries ``prefixN``, in no order; none if the folder cannot be read.
 
     Ranks can make any entry there. Only a number below a million, as the host itself would write it, counts.
@@ -303,11 +251,7 @@ def numbered(folder: str | os.PathLike[str], prefix: str) -> list[int]:
 
 
 def make_reserve(path: str, size: int) -> None:
-    """Make a file that holds disk space, for ``write_into_reserve`` to use when the disk is full.
-
-    Args:
-        path: the reserve file.
-        size: in bytes.
+    """Make a file of a size, which holds disk space for ``write_into_reserve`` to use when the disk is full.
 
     Raises:
         OSError: the disk is full already; the reserve file does not exist then.
@@ -339,55 +283,38 @@ def write_into_reserve(reserve: str, path: str, data: bytes) -> None:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all bytes to a descriptor of a file.
-
-    Raises:
-        OSError: the disk is full, or the write fails otherwise.
-    """
+    """Write all bytes to a descriptor of a file."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
-def _open_file_at(folder: int | None, name: str, path: str, flags: int, any_owner: bool) -> int:
-    """Open ``name`` in a folder; error messages call the file ``path``."""
+def _open_at(folder: int | None, name: str, path: str, flags: int, any_owner: bool = False) -> int:
+    """Open a file, or with O_DIRECTORY a folder, of the caller; error messages call it ``path``."""
+    is_folder = bool(flags & os.O_DIRECTORY)
+    refused = {errno.ENOTDIR} if is_folder and folder is not None else set[int]()  # a link is no folder, either
     try:
-        fd = os.open(name, flags | _FILE_FLAGS, 0o600, dir_fd=folder)
+        fd = os.open(name, flags, 0o600, dir_fd=folder)
     except OSError as error:
         # ELOOP: a link. ENXIO: a socket, or a FIFO without a reader opened for writing. EISDIR: a folder, for writing.
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV):
-            raise _explain(folder, name, path, "is not a regular file") from None
+        if error.errno in refused | {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV}:
+            kind = "not a folder" if is_folder else "not a regular file"
+            with contextlib.suppress(OSError):
+                mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+                kind = _KINDS.get(stat.S_IFMT(mode), kind)
+            raise UnsafeFileError(path, f"is {kind}") from None
         error.filename = path
         raise
     try:
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        if not is_folder and not stat.S_ISREG(found.st_mode):
             raise UnsafeFileError(path, f"is {_KINDS.get(stat.S_IFMT(found.st_mode), 'not a regular file')}")
-        if not any_owner:
-            _check_owner(found, path)
+        if found.st_uid != os.geteuid() and not any_owner:
+            raise UnsafeFileError(path, f"belongs to {_user(found.st_uid)}, not to {_user(os.geteuid())}")
     except BaseException:
         os.close(fd)
         raise
     return fd
-
-
-def _explain(folder: int | None, name: str, path: str, otherwise: str) -> UnsafeFileError:
-    """Return the error for a file that the kernel refused to open: it states the file's type, else ``otherwise``."""
-    with contextlib.suppress(OSError):
-        kind = _KINDS.get(stat.S_IFMT(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode))
-        if kind:
-            return UnsafeFileError(path, f"is {kind}")
-    return UnsafeFileError(path, otherwise)
-
-
-def _check_owner(found: os.stat_result, path: str) -> None:
-    """Check that the caller owns a file or folder.
-
-    Raises:
-        UnsafeFileError: another user owns it.
-    """
-    if found.st_uid != os.geteuid():
-        raise UnsafeFileError(path, f"belongs to {_user(found.st_uid)}, not to {_user(os.geteuid())}")
 
 
 def _user(uid: int) -> str:

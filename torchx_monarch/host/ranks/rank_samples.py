@@ -73,7 +73,7 @@ class RankSampler:
     def _of(self, rank: Rank, now: float, family: Sequence[int], devices: tuple[DeviceUse, ...]) -> RankSample:
         """Return the sample of a rank without its groups; its family is empty if it has ended."""
         process, status = rank.process, process_status.status(rank.process.pid) if family else None
-        uses = [use for pid in family if (use := process_status.use(pid)) is not None]
+        uses = [use for pid in family if (use := processes.process(pid)) is not None]
         last = max(process.stdout, process.stderr, key=lambda output: output.last_at)
         return RankSample(
             time=now,
