@@ -18,7 +18,7 @@ from torchx_monarch.host.ranks.learned_preload import LearnedPreload
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.learned_modules import MAX_MODULES, LearnedModules, file_of, files_in
 
-WRONG_NAMES = ["", "a b", "a..b", ".a", "a;b", "a\0", "pkg.__main__", "__main__", "1a"]
+WRONG_NAMES = ["", "a b", "a..b", ".a", "a;b", "a\0", "ä", "a" * 201, "pkg.__main__", "__main__", "1a"]
 
 
 @pytest.mark.parametrize("name", WRONG_NAMES)

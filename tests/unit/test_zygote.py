@@ -41,7 +41,7 @@ def started(*modules: str) -> Iterator[Zygote]:
 def test_a_cancelled_order_does_not_leave_its_answer_to_the_next() -> None:
     async def main() -> None:
         with started() as zygote:
-            await zygote.unsafe()
+            await zygote.imports()
             asking = asyncio.ensure_future(zygote.ask({"op": "count", "device": "x"}))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -55,7 +55,7 @@ def test_a_cancelled_order_does_not_leave_its_answer_to_the_next() -> None:
 def test_a_zygote_that_ends_is_named_with_the_signal(number: signal.Signals) -> None:
     async def main() -> None:
         with started() as zygote:
-            assert await zygote.unsafe() == ""
+            assert (await zygote.imports())["unsafe"] == ""
             os.kill(zygote.pid, number)
             with pytest.raises(ZygoteError, match=rf"^the zygote \(pid {zygote.pid}\) was killed by signal {number}"):
                 await zygote.ask(NOTHING)
@@ -94,7 +94,7 @@ def test_the_limit_of_processes_is_named(limit: int, tmp_path: Path, monkeypatch
 
     async def main() -> None:
         with started("limited") as zygote:
-            assert await zygote.unsafe() == ""
+            assert (await zygote.imports())["unsafe"] == ""
             process = RankProcess(lambda: None)
             failure = await zygote.fork([(process, {"env": {"RANK": "3"}, "python": []})])
             process.discard()
@@ -112,7 +112,7 @@ def test_the_limit_of_processes_is_named_during_the_import(tmp_path: Path, monke
 
     async def main() -> None:
         with started("limited") as zygote, pytest.raises(ZygoteError, match=r"\) has failed: the limit of processes "):
-            await zygote.unsafe()
+            await zygote.imports()
 
     asyncio.run(main())
 
@@ -184,7 +184,7 @@ def test_a_zygote_that_was_started_early_is_used_if_it_fits(
         zygotes = Zygotes(print, early)
         zygote = zygotes.fitting(RunSpec(command, dict(os.environ), options.preload_modules), 2)
         try:
-            assert await zygote.unsafe() == ""
+            assert (await zygote.imports())["unsafe"] == ""
             assert (zygote.pid == early.process.pid) == fits
             assert (early.process.poll() is None) == fits
         finally:

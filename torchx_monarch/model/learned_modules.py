@@ -22,6 +22,8 @@ FOLDER = "MONARCH_LEARNED_DIR"
 MAX_MODULES = 5000
 """Largest number of modules that are learned of one program; `import transformers` with a model makes about 2000."""
 
+_MAX_NAME = 200
+
 _MAX_FILES = 200
 """Programs of which the folder keeps the modules; the least recently written ones are removed."""
 
@@ -65,7 +67,8 @@ class LearnedModules:
         self.dropped.update({name: why[:500] for name, why in (dropped or {}).items() if _is_module_name(name)})
         valid = [name for name in (*self.names, *names) if _is_module_name(name) and not self._is_dropped(name)]
         self.names = tuple(dict.fromkeys(valid))[:MAX_MODULES]
-        self.variables = tuple(sorted({*self.variables, *variables})[:MAX_MODULES])
+        named = {name for name in variables if len(name) <= _MAX_NAME}
+        self.variables = tuple(sorted({*self.variables, *named})[:MAX_MODULES])
         return before != (self.names, self.variables)
 
     def write(self, path: str) -> None:
@@ -102,4 +105,5 @@ def files_in(folder: str) -> list[str]:
 
 def _is_module_name(name: str) -> bool:
     parts = name.split(".")
-    return all(part.isidentifier() for part in parts) and "__main__" not in parts  # importing that runs a program
+    is_program = "__main__" in parts  # importing that runs it
+    return len(name) <= _MAX_NAME and name.isascii() and not is_program and all(map(str.isidentifier, parts))

@@ -147,7 +147,10 @@ def send(target: ProcessIdentity, signum: int) -> bool:
         # The descriptor keeps referring to one process: if its identity is right now, it stays right.
         if identity(target.pid) != target:
             return False
-        os.kill(target.pid, signum) if fd < 0 else signal.pidfd_send_signal(fd, signum)
+        if fd < 0:
+            os.kill(target.pid, signum)
+        else:
+            signal.pidfd_send_signal(fd, signum)
     except ProcessLookupError:
         return False
     finally:

@@ -27,7 +27,7 @@ MAX_JSON_BYTES = 1024 * 1024
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""O_NONBLOCK: to open a FIFO does not wait, and fails for writing. O_NOCTTY: a terminal does not become the caller's."""
+"""O_NONBLOCK: opening a FIFO does not wait, or fails for writing. O_NOCTTY: a terminal does not become the caller's."""
 
 _MAX_DIGITS = 300
 """The maximum digits of an integer: the largest float has 309, and ``float(10**400)`` raises OverflowError."""

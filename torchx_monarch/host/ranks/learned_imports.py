@@ -52,13 +52,8 @@ class InstalledModules:
 
         It looks at the paths alone, in a fraction of a millisecond: ``offers`` makes sure before an import.
         """
-        found = []
-        for name, module in list(sys.modules.items()):
-            spec = _spec_of(module)
-            origin = getattr(spec, "origin", None)
-            if name not in before and getattr(spec, "name", None) == name and str(origin).startswith(self._places):
-                found.append(name)
-        return found
+        found = ((name, _spec_of(name)) for name in list(sys.modules) if name not in before)
+        return [name for name, spec in found if spec and spec.name == name and self._is_installed(str(spec.origin))]
 
     def offers(self, name: str) -> bool:
         """Return whether a module would be imported from where packages are installed."""
@@ -73,17 +68,19 @@ class InstalledModules:
 
     def foreign(self, names: Sequence[str]) -> str:
         """Return the file of the first of some imported modules that is neither installed nor Python's own."""
-        for name in names:
-            spec = _spec_of(sys.modules.get(name))
-            if getattr(spec, "has_location", False) and isinstance(spec.origin, str):
+        for spec in map(_spec_of, names):
+            if spec and spec.has_location and isinstance(spec.origin, str):
                 path = os.path.realpath(spec.origin)
-                is_installed = path.startswith(self._places) or spec.origin.startswith(self._places)
+                is_installed = self._is_installed(path) or self._is_installed(spec.origin)
                 if not self._holds(path) and (is_installed or not path.startswith(self._standard)):
                     return spec.origin
         return ""
 
+    def _is_installed(self, path: str) -> bool:
+        return path.startswith(self._places)
+
     def _holds(self, path: str) -> bool:
-        return path.startswith(self._places) and not path.startswith(self._own)
+        return self._is_installed(path) and not path.startswith(self._own)
 
 
 def import_ahead(
@@ -122,9 +119,7 @@ def import_ahead(
 
     with _recorded_reads({*_OF_A_RANK, *order["variables"]}) as reads:
         for name in order["learned"]:
-            if wrong:
-                break
-            if name in sys.modules or not installed.offers(name):
+            if wrong or name in sys.modules or not installed.offers(name):
                 continue
             begin(name)
             before = set(sys.modules)
@@ -184,8 +179,10 @@ def _folders(*paths: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"{path.rstrip(os.sep)}{os.sep}" for path in (*found, *map(os.path.realpath, found))))
 
 
-def _spec_of(module: Any) -> Any:
-    return getattr(module, "__dict__", {}).get("__spec__")  # attributes of a lazy module may import others
+def _spec_of(name: str) -> importlib.machinery.ModuleSpec | None:
+    module = sys.modules.get(name)
+    spec = getattr(module, "__dict__", {}).get("__spec__")  # attributes of a lazy module may import others
+    return spec if isinstance(spec, importlib.machinery.ModuleSpec) else None
 
 
 def _signal_handlers() -> list[Any]:

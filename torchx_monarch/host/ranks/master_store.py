@@ -7,7 +7,6 @@ The store is served by a fork of the zygote, so that torch is imported once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import errno
 import ipaddress
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from torchx_monarch.command.torchrun_options import TorchrunOptions
+from torchx_monarch.host.ranks.rank_process import watch_child
 from torchx_monarch.model.job_result import describe_code
 
 _PORT_TIMEOUT = 5.0
@@ -186,10 +186,7 @@ class StoreProcess:
         """Watch the process, which runs now, as a child of this one."""
         self.pid = pid
         self._close_given()
-        # Without pidfds (an old kernel, a strict container) its end is not noticed; `reap_orphans` reaps the process.
-        with contextlib.suppress(AttributeError, OSError):
-            self._pidfd = os.pidfd_open(pid)
-            asyncio.get_running_loop().add_reader(self._pidfd, self._has_ended)
+        watch_child(pid, self._has_ended)
 
     def close(self) -> None:
         """Close the pipe, so that the process exits, and the port if the process has not begun."""
@@ -203,14 +200,9 @@ class StoreProcess:
         for descriptor in given:
             os.close(descriptor)
 
-    def _has_ended(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        code = None
-        with contextlib.suppress(ChildProcessError):
-            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+    def _has_ended(self, code: int) -> None:
         if not self._closed:
-            how = "ended" if code is None else describe_code(code)
+            how = describe_code(code)
             self._say(f"the process of the ranks' TCPStore (pid {self.pid}) {how}; ranks that need it will fail")
 
 

@@ -30,6 +30,32 @@ _OUTPUT_TIMEOUT = 1.5
 _REAP_EVERY = 5.0
 
 
+def watch_child(pid: int, on_end: Callable[[int], None]) -> None:
+    """Reap a child of this process when it ends, and call a function with its exit code, -n for death by signal n."""
+    loop = asyncio.get_running_loop()
+
+    def reap() -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def wait() -> None:
+        code = reap()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the host process is ending
+            loop.call_soon_threadsafe(on_end, code)
+
+    def ended(pidfd: int) -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        on_end(reap())
+
+    try:
+        pidfd = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # Python or kernel without pidfds, or a container that forbids them
+        # Not in a thread of the default executor, which has fewer than a host may have ranks.
+        threading.Thread(target=wait, daemon=True).start()
+    else:
+        loop.add_reader(pidfd, ended, pidfd)
+
+
 class StacksFile:
     """A file without a name through which a rank, and the children that it forks, give their stacks to the host.
 
@@ -100,13 +126,7 @@ class RankProcess:
         """Watch the process, which runs now, as a child of this one that leads a process group."""
         self.pid = pid
         self._close_write_ends()
-        try:
-            pidfd = os.pidfd_open(pid)
-        except (AttributeError, OSError):  # Python or kernel without pidfds, or a container that forbids them
-            # Not in a thread of the default executor, which has fewer than a host may have ranks.
-            threading.Thread(target=self._wait, args=(asyncio.get_running_loop(),), daemon=True).start()
-            return
-        asyncio.get_running_loop().add_reader(pidfd, self._pidfd_readable, pidfd)
+        watch_child(pid, self._has_ended)
 
     def release(self) -> None:
         """Pass on the output, which is held until now."""
@@ -141,18 +161,8 @@ class RankProcess:
         for end in ends:
             os.close(end)
 
-    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        status = os.waitpid(self.pid, 0)[1]
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the host process is ending
-            loop.call_soon_threadsafe(self._has_ended, status)
-
-    def _pidfd_readable(self, pidfd: int) -> None:
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
-        self._has_ended(os.waitpid(self.pid, 0)[1])
-
-    def _has_ended(self, status: int) -> None:
-        self.returncode = os.waitstatus_to_exitcode(status)
+    def _has_ended(self, code: int) -> None:
+        self.returncode = code
         self.ended_at = time.time()
         self.ended.set()
         self._tasks.append(asyncio.ensure_future(self._clear_up()))

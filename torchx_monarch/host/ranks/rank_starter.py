@@ -93,7 +93,7 @@ class RankStarter:
         for _ in range(_TRIES):
             try:
                 zygote = await self.importer()
-                return await self.store.open(endpoint, zygote is not None and await zygote.serves_store())
+                return await self.store.open(endpoint, zygote is not None and (await zygote.imports())["serves_store"])
             except ZygoteError as error:
                 self._say(failure := f"{error}; another is started")
         raise LaunchError(failure)
@@ -161,7 +161,7 @@ class RankStarter:
                     # The modules before this one have been imported and checked; only this one is left out.
                     self._run = dataclasses.replace(self._run, learned=tuple(zygote.begun[:-1]))
                     continue
-                unsafe = await zygote.unsafe()
+                unsafe = (await zygote.imports())["unsafe"]
             except ZygoteError as error:
                 self._is_lost = True
                 self._say(f"{error} while it imported {', '.join(self._run.preload)}; the ranks import for themselves")
@@ -248,7 +248,7 @@ class RankStarter:
             ZygoteError: the zygote has ended, or its host has ended it, and not because of a learned module.
         """
         try:
-            why = await zygote.wrong()
+            why = (await zygote.imports()).get("wrong", "")
         except ZygoteError as error:
             if not zygote.begun or zygote.is_discarded:
                 raise

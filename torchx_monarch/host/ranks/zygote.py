@@ -108,21 +108,21 @@ class Zygote:
         """Whether the host has ended it."""
         return self._imported.cancelled()
 
-    async def unsafe(self) -> str:
-        """Wait for the import of the modules; return why ranks cannot be forks, or empty if they can.
+    async def imports(self) -> dict[str, Any]:
+        """Wait for the import of the modules; return the answer (see ``zygote_main``).
 
         Raises:
             ZygoteError: the zygote has ended or does not answer, or its host has ended it.
         """
-        return str((await self._wait_imported())["unsafe"])
-
-    async def serves_store(self) -> bool:
-        """As ``unsafe``, but return whether a fork can serve a TCPStore: torch is among the modules."""
-        return bool((await self._wait_imported())["serves_store"])
-
-    async def wrong(self) -> str:
-        """As ``unsafe``, but return why the last of ``begun`` must not be imported ahead; empty if it may."""
-        return str((await self._wait_imported()).get("wrong", ""))
+        try:
+            answer = await asyncio.shield(self._imported)
+        except asyncio.CancelledError:
+            if self._imported.cancelled():
+                raise ZygoteError(f"the zygote (pid {self.pid}) is not needed any more") from None
+            raise
+        if "error" in answer:
+            raise ZygoteError(f"the zygote (pid {self.pid}) has failed: {answer['error']}")
+        return answer
 
     async def ask(self, order: Mapping[str, Any], passed: Sequence[int] = ()) -> dict[str, Any]:
         """Send an order (see ``zygote_main``) and descriptors, after the import of the modules; return the answer.
@@ -130,7 +130,7 @@ class Zygote:
         Raises:
             ZygoteError: the zygote has ended or does not answer.
         """
-        await self._wait_imported()
+        await self.imports()
         return await self._ask(order["op"], json.dumps(order).encode() + b"\n", passed, _ORDER_TIMEOUT)
 
     async def fork(self, processes: Sequence[tuple[RankProcess | StoreProcess, Mapping[str, Any]]]) -> str:
@@ -181,17 +181,6 @@ class Zygote:
 
     def _set_imported(self, _: object) -> None:
         self.imported = (self._started.started, time.time())
-
-    async def _wait_imported(self) -> dict[str, Any]:
-        try:
-            answer = await asyncio.shield(self._imported)
-        except asyncio.CancelledError:
-            if self._imported.cancelled():
-                raise ZygoteError(f"the zygote (pid {self.pid}) is not needed any more") from None
-            raise
-        if "error" in answer:
-            raise ZygoteError(f"the zygote (pid {self.pid}) has failed: {answer['error']}")
-        return answer
 
     async def _ask(self, op: str, line: bytes, passed: Sequence[int], timeout: float) -> dict[str, Any]:
         """Send the line of an order, if it has not been sent, and wait for the answer."""
