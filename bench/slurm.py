@@ -42,8 +42,7 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, Resource, Role
 
 from tests.clusters.slurm.cluster import SlurmCluster, missing
-from torchx_monarch.backends.slurm import folder as folders
-from torchx_monarch.backends.slurm import records
+from torchx_monarch.backends.slurm.backend import SlurmBackend
 from torchx_monarch.schedulers import monarch_slurm
 
 NODES = 4
@@ -137,10 +136,10 @@ class Bench:
         return [float(path.read_text()) for path in out.iterdir() if path.name.isdigit()]
 
     def _hosts(self, job_id: str) -> list[float]:
-        paths = folders.find(job_id)
-        assert paths is not None
-        every = [records.read_task(paths, "r", replica) for replica in range(NODES)]
-        return [one.started for one in every if one and one.started is not None]
+        folder = SlurmBackend().folder(job_id)
+        assert folder is not None
+        records = [folder.replica("r", k).load_record() for k in range(NODES)]
+        return [record.started for record in records if record is not None and record.started is not None]
 
     def _state(self, job_id: str) -> float:
         ask = ("squeue", "--noheader", "--format=%T", f"--jobs={job_id}")

@@ -146,6 +146,7 @@ def _serve(control: socket.socket) -> list[str]:
             os.chdir(request["cwd"])
             os.environ.clear()
             os.environ.update(request["env"])
+            sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
             *streams, network = descriptors
             _enter(network)
             for number, descriptor in enumerate(streams):

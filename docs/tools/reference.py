@@ -18,6 +18,7 @@ from typing import Any
 
 import components
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
+from torchx_monarch.backends.batch.sge import SgeOpts
 from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_options
 from torchx_monarch.backends.docker.options import DockerOpts
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
@@ -34,6 +35,7 @@ _OPTIONS: dict[str, tuple[type[MonarchOpts], type[MonarchOpts] | None]] = {
     "monarch_local": (LocalOpts, MonarchOpts),
     "monarch_docker": (DockerOpts, NetworkOpts),
     "monarch_slurm": (SlurmOpts, NetworkOpts),
+    "monarch_sge": (SgeOpts, NetworkOpts),
     "monarch_ssh": (SshOpts, NetworkOpts),
     "monarch_kubernetes": (KubernetesOpts, NetworkOpts),
     "monarch_aws_batch": (AWSBatchOpts, NetworkOpts),

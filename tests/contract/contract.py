@@ -320,8 +320,9 @@ class Contract:
             place.tell("go")
             place.until(lambda: [one.rank for one in list_breakpoints(hosts)] == [1], "the breakpoint", handle)
             command = [*TORCHX, "monarch", "debug", handle, *words]
-            terminal = Terminal(command, place.folder, {"TERM": "xterm", "TORCHX_PLUGINS_SOURCE": "1"}, (30, 100))
-            place.until(lambda: terminal.shows("(Pdb) "), "pdb", handle)
+            environ = {"TERM": "xterm", "TORCHX_PLUGINS_SOURCE": place.plugins_source}
+            terminal = Terminal(command, place.folder, environ, (30, 100))
+            place.until(lambda: terminal.shows("(Pdb) "), lambda: f"pdb: {terminal.plain}", handle)
             terminal.type("p answer * 100\r")
             place.until(lambda: terminal.shows("4200"), "its answer", handle)
             terminal.type("c\r")
@@ -608,7 +609,7 @@ def _attach(place: Place, handle: str, words: Sequence[str], address: str) -> in
     """Run ``_CLIENT`` in a process of its own, and return the number of hosts (see ``Place.client``)."""
     (place.folder / "client.py").write_text(_CLIENT)
     command = [*words, sys.executable, "client.py", handle, address]
-    env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
+    env = {**os.environ, "TORCHX_PLUGINS_SOURCE": place.plugins_source}
     done = subprocess.run(command, cwd=place.folder, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}{place.everything(handle)}"
     return int(done.stdout.splitlines()[-1])

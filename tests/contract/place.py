@@ -59,6 +59,9 @@ class Place(abc.ABC):
         name: name of the scheduler.
         factory: creates the scheduler.
         is_registered: whether the torchx command knows the scheduler.
+        plugins_source: how the torchx command finds the scheduler: TorchX's TORCHX_PLUGINS_SOURCE. 1, by the namespace
+            package ``torchx_plugins``, does not depend on which version of this package is installed; a package that
+            registers entry points needs 2.
         wire: how real the test system is: a key of ``scenarios.WIRES``.
         wires: the same for single scenarios that differ from ``wire``.
         cannot: why the backend, or its test system, cannot do a scenario, by the scenario or by the test's name. The
@@ -87,6 +90,7 @@ class Place(abc.ABC):
     name: ClassVar[str]
     factory: ClassVar[Callable[..., Any]]
     is_registered: ClassVar[bool] = True
+    plugins_source: ClassVar[str] = "1"
     wire: ClassVar[str] = "real"
     wires: ClassVar[Mapping[str, str]] = {}
     cannot: ClassVar[Mapping[str, str]] = {}
@@ -186,13 +190,20 @@ class Place(abc.ABC):
         """Return the state of each replica, by ROLE/K."""
         return {f"{r.role}/{r.id}": r.state for role in self.status(handle).roles for r in role.replicas}
 
-    def until(self, condition: Callable[[], object], what: str, handle: str, seconds: float = WITHIN) -> None:
-        """Poll a condition of an app until it holds."""
+    def until(
+        self, condition: Callable[[], object], what: str | Callable[[], str], handle: str, seconds: float = WITHIN
+    ) -> None:
+        """Poll a condition of an app until it holds.
+
+        Args:
+            what: what is waited for; a function if the message is to show what it is then.
+        """
         begun = time.monotonic()
         while not condition():
             waited = time.monotonic() - begun
             if waited > seconds * self.patience:
-                raise AssertionError(f"still waiting for {what} after {seconds:g} s\n{self.everything(handle)}")
+                awaited = what if isinstance(what, str) else what()
+                raise AssertionError(f"still waiting for {awaited} after {seconds:g} s\n{self.everything(handle)}")
             # Asking for a status costs commands of a batch system, or requests to a server.
             time.sleep(min(max(0.1, waited / 10), 0.5))
 
@@ -270,8 +281,7 @@ class Place(abc.ABC):
         """Run the torchx command in another folder; return its output, with its errors where it is to fail."""
         elsewhere = self.folder / "elsewhere"
         elsewhere.mkdir(exist_ok=True)
-        # This channel of registration does not depend on which version of this package is installed.
-        env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", **environ}
+        env = {**os.environ, "TORCHX_PLUGINS_SOURCE": self.plugins_source, **environ}
         done = run_torchx(*words, cwd=elsewhere, env=env, seconds=240 * self.patience)
         assert done.returncode == code, f"torchx {' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout + (done.stderr if code else "")

@@ -1,27 +1,106 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The contract of all backends on examples/process_backend.py."""
+"""The contract of all backends on examples/task_spooler.py, as a package of somebody else registers it."""
 
-from examples.process_backend import ProcessBackend, create_scheduler
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from examples.task_spooler import create_scheduler
 from tests.contract.contract import Contract
 from tests.contract.place import Place, left_to_others
+from tests.waits import WITHIN
+from torchx_monarch import serve
+from torchx_monarch.backends.batch.folder import JobFolder
+
+_REGISTERS = """
+from torchx.plugins import register
+
+@register.scheduler(name="acme_tsp")
+def acme_tsp(session_name, **kwargs):
+    from examples.task_spooler import create_scheduler
+    return create_scheduler(session_name, **kwargs)
+"""
 
 
-class ProcessPlace(Place):
-    name = "processes"
+def tsp(*words: str) -> str:
+    return subprocess.run(["tsp", *words], capture_output=True, text=True, timeout=WITHIN, check=False).stdout
+
+
+class TaskSpoolerPlace(Place):
+    name = "acme_tsp"
     factory = staticmethod(create_scheduler)
-    nightly = left_to_others("test_a_rank_that_others_wait_for_is_the_root_cause")
-    is_registered = False
-    cannot = {
-        **dict.fromkeys(("lost host replaced", "spare host", "retries", "preemption"), "it restarts none"),
-        "cancel while pending": "processes start immediately",
-        "status and log long after, elsewhere": "its state is in memory",
-        "test_a_log_is_read_by_times_streams_and_expressions": "its logs have no times",
-        "missing tool says what to install": "it needs nothing beside this package",
-    }
+    nightly = left_to_others(
+        "test_a_rank_that_others_wait_for_is_the_root_cause",
+        "test_actors_run_beside_ranks",
+        "test_a_client_attaches_during_a_run",
+    )
+    install = "task-spooler"
+    own_bad_options = (({"submit_args": "'"}, "`submit_args` is '"),)
+    cannot = {"preemption": "task-spooler does not preempt"}
+
+    def folder_of(self, handle: str) -> JobFolder:
+        return JobFolder(f"{self.backend.root}/{handle.rpartition('/')[2]}")  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def pending(self) -> Iterator[str]:
+        blocker = tsp("sleep", "1000").strip()
+        try:
+            yield self.run(self.role("true", replicas=2), submit_args=f"-D {blocker}")
+        finally:
+            tsp("-k", blocker)
 
     def credentials(self, handle: str) -> tuple[str, str]:
-        return (app := ProcessBackend.apps[handle.rpartition("/")[2]]).env["MONARCH_CREDENTIALS"], str(app.request)
+        folder = self.folder_of(handle)
+        return Path(folder.request).read_text(), tsp() + Path(folder.app).read_text()
+
+    def left(self, handle: str) -> Sequence[object]:
+        return list(Path(self.folder_of(handle).root).rglob("*"))
+
+    def message_without_client(self) -> str:
+        with pytest.MonkeyPatch.context() as without:
+            without.setenv("PATH", "/nonexistent")
+            with pytest.raises(RuntimeError) as caught:
+                self.run(self.role("true"))
+        return str(caught.value)
 
 
 class TestContract(Contract):
-    kind = ProcessPlace
+    kind = TaskSpoolerPlace
+
+    @pytest.fixture
+    def place(
+        self, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> Iterator[TaskSpoolerPlace]:
+        if shutil.which("tsp") is None:
+            pytest.skip("tsp is not installed (Debian: task-spooler)")
+        plugins = tmp_path / "plugins"
+        (plugins / "torchx_plugins" / "schedulers").mkdir(parents=True)
+        (plugins / "torchx_plugins" / "schedulers" / "acme.py").write_text(_REGISTERS)
+        monkeypatch.setenv("PYTHONPATH", str(plugins))
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        monkeypatch.setenv("TS_SOCKET", str(tmp_path / "tsp.socket"))  # a queue of its own
+        tsp("-S", "16")
+        place = TaskSpoolerPlace(tmp_path)
+        yield place
+        place.close()
+        tsp("-K")
+
+    def test_a_scheduler_of_another_package_is_known_by_its_class(
+        self, place: TaskSpoolerPlace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert "acme_tsp" in place.torchx("monarch", "doctor", "-s", "acme_tsp")
+        refused = place.torchx("monarch", "status", "nobody://torchx/x", code=1)
+        assert "acme_tsp" in refused and "monarch_local" in refused
+
+        def reached(*_: object, **__: object) -> None:
+            raise KeyError
+
+        monkeypatch.setattr(place.runner, "dryrun", reached)
+        with pytest.raises(KeyError):
+            serve("torchrun train.py", "acme_tsp", runner=place.runner)

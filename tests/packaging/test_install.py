@@ -28,7 +28,15 @@ ROOT = Path(__file__).parents[2]
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 VERSION = SETUP["metadata"]["version"]
-OURS = {"monarch_aws_batch", "monarch_docker", "monarch_kubernetes", "monarch_local", "monarch_slurm", "monarch_ssh"}
+OURS = {
+    "monarch_aws_batch",
+    "monarch_docker",
+    "monarch_kubernetes",
+    "monarch_local",
+    "monarch_sge",
+    "monarch_slurm",
+    "monarch_ssh",
+}
 DEFAULTS = ["local_docker", "local_cwd", "slurm", "kubernetes"]
 
 pytestmark = [pytest.mark.slow]

@@ -25,3 +25,10 @@ def test_the_page_has_every_scenario_and_nothing_else() -> None:
     assert set(columns) <= set(BACKENDS)
     for cells in columns.values():
         assert tuple(cells) == SCENARIOS
+
+
+def test_the_example_is_short() -> None:
+    """A backend for a batch system is at most 50 lines, and the page shows it."""
+    example = (PAGE.parents[2] / "examples" / "task_spooler.py").read_text()
+    assert len(example.splitlines()) <= 50
+    assert example in (PAGE.parents[1] / "how_to" / "write_a_backend.md").read_text()

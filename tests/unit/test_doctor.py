@@ -21,7 +21,7 @@ from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, check_cloud
 from torchx_monarch.backends.docker.backend import DockerBackend
 from torchx_monarch.backends.kubernetes.backend import check_cluster
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
-from torchx_monarch.backends.slurm import native
+from torchx_monarch.backends.slurm import commands
 from torchx_monarch.backends.slurm.options import SlurmOpts, check_slurm
 from torchx_monarch.cli import doctor as command
 from torchx_monarch.model.check_result import CheckResult, check
@@ -134,7 +134,7 @@ def test_slurm(
         told = f"Slurmctld(primary) at head {ping}" if words[0] == "scontrol" else sinfo
         return subprocess.CompletedProcess(words, 0, "slurm 24.05" if "--version" in words else told, "")
 
-    monkeypatch.setattr(native, "run", run)
+    monkeypatch.setattr(commands, "run", run)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     found = levels(check_slurm(options))
     assert {name: found[name] for name in ("slurmctld", "partition") if name in found} == expected
@@ -286,11 +286,15 @@ def test_schedulers_that_cannot_be_used_are_warnings(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nosuch")
-    monkeypatch.setattr(doctor, "get_scheduler_factories", lambda: {"monarch_docker": None, "monarch_local": None})
-    monkeypatch.setattr(doctor, "_create", lambda name: (None, check("scheduler", name, fail="missing")))
+    monkeypatch.setattr(doctor, "registered", lambda: ["acme_local", "monarch_docker"])
+    missing = {
+        "acme_local": check("scheduler", "", fail="foreign"),
+        "monarch_docker": check("docker", "", fail="missing"),
+    }
+    monkeypatch.setattr(doctor, "_create", lambda name: (None, missing[name]))
     assert run("--json") == 0
     found = {each["what"]: each for each in json.loads(capsys.readouterr().out)}
-    assert found["monarch_docker"]["level"] == "warn"
+    assert found["monarch_docker"]["level"] == "warn" and "acme_local" not in found
     assert found["monarch_docker"]["advice"] == "cannot be used: missing"
 
 

@@ -37,6 +37,7 @@ def imported_by(statement: str) -> set[str]:
         "from torchx_monarch.schedulers import monarch_kubernetes; monarch_kubernetes('')",
         "from torchx_monarch.schedulers import monarch_slurm; monarch_slurm('torchx')",
         "from torchx_monarch.schedulers import monarch_aws_batch; monarch_aws_batch('torchx')",
+        "from torchx_monarch.schedulers import monarch_sge; monarch_sge('torchx')",
         "from torchx_monarch.schedulers import monarch_ssh; monarch_ssh('torchx')",
         "from torchx.schedulers.slurm_scheduler import create_scheduler as inner\n"
         "from torchx_monarch.schedulers import wrap; wrap('acme', 'torchx', inner('torchx'))",
@@ -87,9 +88,7 @@ def test_a_host_of_ranks_imports_monarch_when_it_starts_a_worker_and_not_before(
     assert not theirs & {"torch", "monarch", "cryptography"}
 
 
-@pytest.mark.parametrize(
-    "module", ["local.supervisor", "slurm.in_job.batch_step", "slurm.in_job.task", "ssh.in_job.entry"]
-)
+@pytest.mark.parametrize("module", ["local.supervisor", "slurm.batch_step", "batch.task", "ssh.in_job.entry"])
 def test_what_starts_hosts_needs_the_standard_library_alone(module: str) -> None:
     theirs = imported_by(f"import torchx_monarch.backends.{module}")
     assert not theirs & {"torchx", "psutil", "rich", "cryptography", "yaml"}

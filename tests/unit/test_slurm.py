@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Slurm's pure parts: what is submitted, what Slurm's commands (of 22.05) say, what a job's state is."""
+"""monarch_slurm without a cluster: what is submitted, what Slurm's commands (of 22.05) say, what a job's state is."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import json
 import os
 import shlex
 import signal
+import subprocess
+import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +19,27 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, InvalidRunConfigException, Resource, RetryPolicy, Role
 from torchx.specs.finder import ComponentValidationException
 
+from tests.contract.place import tree
+from torchx_monarch.backends.batch.folder import JobFolder, TaskRecord
+from torchx_monarch.backends.batch.snapshot import QueuedJob
+from torchx_monarch.backends.batch.task import substitute
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.slurm import folder, job_state, macros, native, prune, snapshot, states
+from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.core.state import reduce
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.local.status import RoleRecord
+from torchx_monarch.backends.slurm import commands, render
 from torchx_monarch.backends.slurm.backend import SlurmBackend
-from torchx_monarch.backends.slurm.macros import first_node
-from torchx_monarch.backends.slurm.native import Job
-from torchx_monarch.backends.slurm.records import BatchRecord
+from torchx_monarch.backends.slurm.batch_step import BatchRecord, BatchStep, first_node, load_record, record_path
+from torchx_monarch.backends.slurm.commands import SlurmJob
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.model import codec
 from torchx_monarch.model.role_spec import RetryPolicy as SpecPolicy
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_slurm
+from torchx_monarch.supervisor.records import ReplicaRecord
 from torchx_monarch.transport import credentials
-
-PENDING = (
-    "JobId=17 JobName=app UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901743 Nice=0 Account=root "
-    "QOS=normal JobState=PENDING Reason=Resources Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 "
-    "ExitCode=0:0 RunTime=00:00:00 TimeLimit=UNLIMITED StartTime=Unknown EndTime=Unknown Partition=main "
-    "ReqNodeList=(null) ExcNodeList=(null) NodeList= NumNodes=4-4 NumCPUs=4 NumTasks=4 CPUs/Task=1 "
-    "ReqB:S:C:T=0:0:*:* TRES=cpu=4,mem=24000M,node=4,billing=4 Command=/tmp/s.sh WorkDir=/tmp "
-    "Comment=torchx-monarch:/x  StdErr=/tmp/slurm-17.out StdIn=/dev/null StdOut=/tmp/slurm-17.out Power= \n"
-)
-COMPONENTS = (
-    "JobId=15 HetJobId=15 HetJobOffset=0 JobName=two HetJobIdSet=15-16 UserId=root(0) JobState=RUNNING Reason=None "
-    "Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 ExitCode=0:0 NodeList=n[1-2] BatchHost=n1 NumNodes=2 "
-    "Command=/tmp/s.sh WorkDir=/tmp Comment=my job JobState=x=1 torchx-monarch:/a b/c  StdErr=/tmp/o Power= \n"
-    "JobId=16 HetJobId=15 HetJobOffset=1 JobName=two HetJobIdSet=15-16 UserId=root(0) JobState=RUNNING Reason=None "
-    "Requeue=1 Restarts=2 ExitCode=0:0 NodeList=n3 BatchHost=n3 Comment=my job  StdErr=/tmp/slurm-16.out Power= \n"
-)
-KILLED = "JobId=1 JobName=a JobState=CANCELLED Reason=None Restarts=1 ExitCode=0:9 NodeList=(null) Power= \n"
 
 
 @pytest.fixture
@@ -71,10 +64,10 @@ def dryrun(runner: Runner, app: AppDef, **cfg: Any) -> SlurmRequest:
 
 def test_one_component_for_each_role_however_many_replicas(runner: Runner) -> None:
     request = dryrun(runner, app(500))
-    command = request.command("job.sh")
+    command = request.commands[0]
     assert command.count(":") == 1
     assert [word for word in command if word.startswith("--nodes=")] == ["--nodes=500", "--nodes=3"]
-    assert len(str(request)) < 10_000
+    assert len(SlurmBackend().show(request)) < 10_000
 
 
 def test_command_line_says_what_is_asked_for(runner: Runner) -> None:
@@ -93,7 +86,7 @@ def test_command_line_says_what_is_asked_for(runner: Runner) -> None:
         "signal": "B:TERM@60",
     }
     request = dryrun(runner, app(), **options)
-    first, second = " ".join(request.command("job.sh")).split(" : ")
+    first, second = " ".join(request.commands[0]).split(" : ")
     for name in (
         "partition",
         "account",
@@ -112,66 +105,71 @@ def test_command_line_says_what_is_asked_for(runner: Runner) -> None:
     for words in ("--cpus-per-task=3", "--mem=2048", "--gres=gpu:2", "--job-name=my-app", "--no-requeue"):
         assert words in first.split()
     assert "--gres" not in second
-    assert dryrun(runner, app(), gres="gpu:a100:4").command("x").count("--gres=gpu:a100:4") == 1
-    assert "--mem" not in " ".join(dryrun(runner, app(), nomem=True).command("x"))
+    assert dryrun(runner, app(), gres="gpu:a100:4").commands[0].count("--gres=gpu:a100:4") == 1
+    assert "--mem" not in " ".join(dryrun(runner, app(), nomem=True).commands[0])
 
 
 def test_a_job_with_spare_nodes_goes_on_without_a_lost_one(runner: Runner) -> None:
     spared = dryrun(runner, app(), spares=1)
-    for role, words in zip(spared.roles, " ".join(spared.command("job.sh")).split(" : "), strict=True):
+    for role, words in zip(spared.roles, " ".join(spared.commands[0]).split(" : "), strict=True):
         assert ("--no-kill" in words.split()) == ("no-kill" in role.srun) == (role.spec.spares == 1)
         assert f"--nodes={role.spec.replicas}" in words
     assert [role.spec.spares for role in spared.roles][0] == 1
-    assert "--no-kill" not in dryrun(runner, app()).command("x")
+    assert "--no-kill" not in dryrun(runner, app()).commands[0]
 
 
 def test_requeue_follows_max_retries_unless_it_is_said(runner: Runner) -> None:
     assert not dryrun(runner, app()).requeue
     assert dryrun(runner, app(max_retries=1)).requeue
     assert not dryrun(runner, app(max_retries=1), requeue=False).requeue
-    assert "--requeue" in dryrun(runner, app(), requeue=True).command("x")
+    assert "--requeue" in dryrun(runner, app(), requeue=True).commands[0]
 
 
 def test_dry_run_shows_what_runs_and_no_secret(runner: Runner) -> None:
     request = dryrun(runner, app(env={"A": "x y"}))
-    shown = str(request)
+    shown = SlurmBackend().show(request)
     assert "torchx_monarch.host" in shown
     assert "export A='x y'" in shown
     assert "tls:@MONARCH_REPLICA0_0:" in shown
     assert "MONARCH_CREDENTIALS" not in shown
     hosts, _ = credentials.create()
-    substitute = request.with_credentials(hosts.to_text())
-    assert [role.env.get("MONARCH_CREDENTIALS") for role in substitute.roles] == [hosts.to_text(), None]
+    filled = request.with_credentials(hosts.to_text())
+    assert [role.env.get("MONARCH_CREDENTIALS") for role in filled.roles] == [hosts.to_text(), None]
     assert "MONARCH_CREDENTIALS" not in request.roles[0].env
     # Neither the command line nor the script, which Slurm keeps, hold what is for the hosts alone.
-    for public in (shlex.join(substitute.command("x")), substitute.script, str(request)):
+    for public in (shlex.join(filled.commands[0]), filled.script, shown):
         assert hosts.to_text() not in public
-        assert "x y" not in public or public == str(request)
-    assert codec.decode(SlurmRequest, json.loads(json.dumps(asdict(substitute)))) == substitute
+        assert "x y" not in public or public == shown
+    assert codec.decode(SlurmRequest, json.loads(json.dumps(asdict(filled)))) == filled
 
 
-def test_hosts_look_after_each_other_and_other_programs_do_not(runner: Runner) -> None:
+def test_a_task_starts_its_replica_again(runner: Runner) -> None:
     trainer, reader = dryrun(runner, app(max_retries=2, retry_policy=RetryPolicy.REPLICA)).roles
-    assert (trainer.srun["kill-on-bad-exit"], reader.srun["kill-on-bad-exit"]) == ("0", "1")
+    assert trainer.srun["kill-on-bad-exit"] == reader.srun["kill-on-bad-exit"] == "0"
     assert (trainer.spec.retry_policy, trainer.spec.max_retries) == (SpecPolicy.REPLICA, 2)
     assert (trainer.spec.workload, reader.spec) == (WorkloadKind.RANKS, RoleSpec("reader", 3))
     assert "--replacements" in trainer.command
 
 
+def test_a_job_that_is_to_be_queued_again_has_no_retries_in_place(runner: Runner) -> None:
+    request = dryrun(runner, app(max_retries=2), retry="requeue")
+    assert (request.retries, request.roles[0].spec.max_retries) == (2, 0)
+    assert dryrun(runner, app(max_retries=2)).retries == 0
+
+
 def test_macros_are_filled_in_on_the_node(runner: Runner) -> None:
-    _, reader = dryrun(runner, app()).roles
-    command, _ = macros.substitute(reader.command, reader.env, reader.image, "42", 2)
-    assert command == ["sh", "-c", "echo 2 $x 42"]
-    trainer, _ = dryrun(runner, app(env={"WHERE": "${rank0_env}", "K": "${replica_id}$$"})).roles
-    _, env = macros.substitute(trainer.command, trainer.env, trainer.image, "42", 1)
-    assert (env["WHERE"], env["K"], env["TORCHX_JOB_ID"]) == ("TORCHX_RANK0_HOST", "1$", "monarch_slurm://torchx/42")
+    values = {"img_root": "", "app_id": "42", "replica_id": "2", "rank0_env": "TORCHX_RANK0_HOST"}
+    trainer, reader = dryrun(runner, app(env={"WHERE": "${rank0_env}", "K": "${replica_id}$$"})).roles
+    assert substitute(reader.command, {}, values)[0] == ["sh", "-c", "echo 2 $x 42"]
+    _, env = substitute(trainer.command, trainer.env, values)
+    assert (env["WHERE"], env["K"], env["TORCHX_JOB_ID"]) == ("TORCHX_RANK0_HOST", "2$", "monarch_slurm://torchx/42")
 
 
 @pytest.mark.parametrize(
     ("cfg", "words"),
     [
         ({"partitoin": "x"}, "partitoin.*partition"),
-        ({"retry": "later"}, "`retry` is 'later'; allowed are in_place and requeue"),
+        ({"retry": "later"}, "`retry` is 'later'; allowed is in_place or requeue"),
         ({"signal": "USR1@60"}, "`signal` is 'USR1@60'; allowed is B:TERM@SECONDS"),
         ({"grace": -1}, "`grace` is -1"),
     ],
@@ -200,8 +198,8 @@ def test_missing_commands_are_named(runner: Runner, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(ComponentValidationException, match="'sbatch' is not on the PATH.*slurm-client"):
         runner.run(app(), "monarch_slurm")
-    assert folder.job_folders() == {}
-    with pytest.raises(RuntimeError, match="'scontrol' is not on the PATH"):
+    assert SlurmBackend().folders() == {}
+    with pytest.raises(RuntimeError, match="'squeue' is not on the PATH"):
         runner.status("monarch_slurm://torchx/1")
     assert runner.status("monarch_slurm://torchx/nonsense") is None
 
@@ -223,159 +221,168 @@ def test_ctrl_c_while_sbatch_answers_leaves_nothing(
     finally:
         signal.signal(signal.SIGINT, handler)
     assert (tmp_path / "cancelled").read_text() == "7\n"
-    assert folder.job_folders() == {} and list((tmp_path / "jobs").iterdir()) == []
+    assert SlurmBackend().folders() == {} and list((tmp_path / "jobs").iterdir()) == []
 
 
 def test_hosts_meet_at_the_node_of_replica_0() -> None:
     assert SlurmBackend().replica0_host(app(), 1) == "@MONARCH_REPLICA0_1"
 
 
-def test_submitting_within_a_job_does_not_inherit_its_shape() -> None:
+def test_submitting_within_a_job_does_not_inherit_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_CONF": "/c", "MONARCH_CREDENTIALS": "x", "HOME": "/h"}
-    assert native.client_environment(inside) == {"SLURM_CONF": "/c", "HOME": "/h"}
+    monkeypatch.setattr(os, "environ", inside)
+    assert commands.environ() == {"SLURM_CONF": "/c", "HOME": "/h"}
     outside = {"SLURM_TIME_FORMAT": "relative", "HOME": "/h"}
-    assert native.client_environment({**outside, "SBATCH_ARRAY_INX": "0-9"}) == outside
+    monkeypatch.setattr(os, "environ", {**outside, "SBATCH_ARRAY_INX": "0-9"})
+    assert commands.environ() == outside
 
 
-# -- what Slurm says ---------------------------------------------------------------------------------------------------
-
-
-def test_scontrol_is_read() -> None:
-    (job,) = native.parse_scontrol(PENDING)
-    assert (job.job_id, job.leader, job.state, job.reason, job.nodes) == ("17", "17", "PENDING", "Resources", "")
-    assert job.comment == "torchx-monarch:/x"
-    first, second = native.parse_scontrol(COMPONENTS)
-    assert (first.leader, second.leader, second.job_id) == ("15", "15", "16")
-    assert (first.nodes, second.nodes, first.restarts, first.state) == ("n[1-2]", "n3", 2, "RUNNING")
-    noted = folder.folder_of_comment(first.comment)
-    assert noted is not None
-    assert noted.root == "/a b/c"
-    (killed,) = native.parse_scontrol(KILLED)
-    assert (killed.exit_code, killed.nodes) == (-9, "")
-
-
-def test_owner_is_not_taken_from_what_a_user_writes() -> None:
-    mine, other = f"UserId=me({os.getuid()})", f"UserId=me({os.getuid() + 4242})"
-    for text, owner in (
-        (f"JobId=1 JobName=x {mine} GroupId=me(0)\n", ""),
-        (f"JobId=1 JobName=x {other} GroupId=me(0)\n", str(os.getuid() + 4242)),
-        (f"JobId=1 JobName={mine} {other} GroupId=me(0)\n", str(os.getuid() + 4242)),
-        (f"JobId=1 JobName=UserId= {other} Comment={mine}\n", str(os.getuid() + 4242)),
-        (f"JobId=1 JobName=x {mine} Comment=torchx-monarch:/x\nx {other}\n", str(os.getuid() + 4242)),
-        ("JobId=1 JobName=x\n", "unknown"),
-    ):
-        assert native.parse_scontrol(text)[0].other_user == owner
-
-
-def test_sacct_is_read() -> None:
+def test_answers_of_squeue_and_sacct_are_read_and_each_job_is_there_once() -> None:
     text = (
-        "3|CANCELLED by 0|0:0|n[1-2]|app\n7+0|FAILED|3:0|n1|x\n7+1|COMPLETED|0:0|n2|x\n"
-        "9|PENDING|0:0|None assigned|a|b\n8_[3-5%2]|PENDING|0:0|None assigned|foreign\n8_2|FAILED|0:0|n1|foreign"
+        "17|PENDING|Resources|torchx-monarch:/x\n15+0|RUNNING|None|my|note\n15+1|RUNNING|None|x\n"
+        "8_[3-5%2]|PENDING|None|\n8_2|RUNNING|None|\n3|CANCELLED by 0\n7+0|FAILED\n7+1|COMPLETED\n"
     )
-    jobs = native.parse_sacct(text)
-    assert set(jobs) == {"3", "7", "9"}
-    ((cancelled,), (failed,), (waits,)) = jobs.values()
-    assert states.to_state(cancelled.state) is State.CANCELLED
-    assert (failed.state, failed.exit_code, failed.nodes) == ("FAILED", 3, "n1")
-    assert waits.nodes == ""
-
-
-def test_squeue_is_read_and_each_job_is_there_once() -> None:
-    text = (
-        "17|17|PENDING|Resources|s.sh|torchx-monarch:/x\n15|15+0|RUNNING|None|two|my|note\n16|15+1|RUNNING|None|two|x\n"
-        "8|8_[3-5%2]|PENDING|None|foreign|\n9|8_2|RUNNING|None|foreign|\n"
-    )
-    jobs = native.parse_squeue(text)
-    assert [(job.job_id, job.state, job.comment) for job in jobs] == [
+    jobs = commands.parse_jobs(text)
+    assert [(job.job_id, job.state, job.comment) for job in jobs.values()] == [
         ("17", "PENDING", "torchx-monarch:/x"),
         ("15", "RUNNING", "my|note"),
+        ("3", "CANCELLED by 0", ""),
+        ("7", "FAILED", ""),
     ]
+    assert jobs["17"].queued == QueuedJob(State.PENDING, "PENDING: waits for Resources")
 
 
-def job(state: str, reason: str = "None", code: int = 0, restarts: int = -1, is_accounted: bool = False) -> Job:
-    return Job("1", "1", "app", state, reason, restarts=restarts, exit_code=code, is_accounted=is_accounted)
+# -- the state of a job ------------------------------------------------------------------------------------------------
+
+OVER = BatchRecord("7", 1.0, State.FAILED, "replica r/0 exited with code 3", 2.0)
 
 
-OVER = {"state": "FAILED", "msg": "role r ended with exit code 3", "ended": 1e9}
+@pytest.fixture
+def job() -> JobFolder:
+    """The folder of the job 7, an app of one replica, which has not recorded anything."""
+    backend = SlurmBackend()
+    submitted = SubmittedApp(AppDef("app", [Role("r", image="", entrypoint="true")]), [RoleSpec("r")])
+    folder = JobFolder(backend.new_folder("a b/c", backend.root))
+    assert "/a-b-c-" in folder.root
+    os.makedirs(folder.root)
+    os.makedirs(backend._ids)
+    state_files.write_json(folder.app, {"created": 1.0, "jobs": ["7"], **submitted.to_json()})
+    state_files.write_json(folder.request, {"grace": 5.0})
+    backend.name_app(folder, ["7"])
+    return folder
+
+
+def write(folder: JobFolder, state: State, code: int | None = None, message: str = "") -> None:
+    """Write the record of the replica."""
+    record = TaskRecord("7", "app", 1.0, state=state, msg=message, started=1.0, hostname="n1")
+    record.roles = [RoleRecord("r", [ReplicaRecord(0, state, exit_code=code, started=1.0)])]
+    paths = folder.replica("r", 0)
+    os.makedirs(paths.root, exist_ok=True)
+    state_files.write_json(paths.status, record.to_json())
 
 
 @pytest.mark.parametrize(
-    ("said", "record", "cancelled", "state", "words"),
+    ("said", "reason", "record", "cancelled", "state", "words"),
     [
-        (job("PENDING", "Resources"), {}, False, "PENDING", "waits for Resources"),
-        (job("CONFIGURING"), {}, False, "PENDING", ""),
-        (job("RUNNING"), {"started": 1}, False, "RUNNING", ""),
-        (job("COMPLETING"), {"started": 1}, False, "RUNNING", ""),
-        (job("COMPLETING"), OVER, False, "FAILED", "exit code 3"),
-        # Slurm may be about to queue it again.
-        (job("COMPLETING"), {**OVER, "outside": True}, False, "RUNNING", ""),
-        (job("RUNNING", restarts=1), {**OVER, "requeues": 1}, False, "FAILED", "exit code 3"),
-        (job("RUNNING", restarts=1), OVER, False, "RUNNING", ""),  # the record is of the run before
-        (job("RUNNING"), {**OVER, "ended": 1e9 - 100}, False, "RUNNING", "job.json says FAILED"),
-        (job("RUNNING"), {"state": "SUCCEEDED"}, False, "RUNNING", "job.json says SUCCEEDED"),
-        (job("RUNNING", is_accounted=True), {**OVER, "ended": 1e9 - 100}, False, "FAILED", "exit code 3"),
-        (job("FAILED", code=3), OVER, False, "FAILED", "exit code 3"),
-        (job("FAILED", code=-9), {}, False, "FAILED", "killed by signal 9"),
-        (job("FAILED", code=-10), {}, True, "CANCELLED", "cancelled"),
-        (job("FAILED", code=3), OVER, True, "FAILED", "exit code 3"),
-        (job("CANCELLED by 0"), {}, False, "CANCELLED", "scancel"),
-        (job("CANCELLED by 0"), {}, True, "CANCELLED", "cancelled"),
-        (job("TIMEOUT"), {**OVER, "outside": True}, False, "FAILED", "TIMEOUT: it ran into its time limit"),
-        (job("NODE_FAIL"), {"started": 1}, False, "FAILED", "NODE_FAIL: a node"),
-        (job("OUT_OF_MEMORY"), OVER, False, "FAILED", "OUT_OF_MEMORY"),
-        (job("PREEMPTED"), {}, False, "FAILED", "higher priority"),
-        (job("COMPLETED"), {"state": "SUCCEEDED", "msg": ""}, False, "SUCCEEDED", ""),
-        (job("NEW_IN_26"), {}, False, "UNKNOWN", ""),
-        (None, {"state": "SUCCEEDED", "msg": ""}, False, "SUCCEEDED", ""),
-        (None, {"started": 1}, False, "FAILED", "forgotten"),
-        (None, {"started": 1}, True, "CANCELLED", "cancelled"),
-        (None, {}, False, "CANCELLED", "had not started"),
+        ("PENDING", "Resources", None, False, "PENDING", "waits for Resources"),
+        ("CONFIGURING", "None", None, False, "PENDING", ""),
+        ("SUSPENDED", "None", None, False, "PENDING", "suspended by the administrator"),
+        ("RUNNING", "None", BatchRecord("7", 1.0), False, "RUNNING", ""),
+        ("COMPLETING", "None", BatchRecord("7", 1.0), False, "RUNNING", ""),
+        ("COMPLETING", "None", OVER, False, "FAILED", "exited with code 3"),
+        ("COMPLETING", "None", replace(OVER, outside=True), False, "RUNNING", ""),  # Slurm may queue it again
+        ("FAILED", "None", OVER, False, "FAILED", "exited with code 3"),
+        ("FAILED", "None", None, False, "FAILED", "do all nodes see that folder"),
+        ("CANCELLED by 0", "None", None, False, "CANCELLED", "scancel"),
+        ("CANCELLED by 0", "None", None, True, "CANCELLED", "cancelled"),
+        ("TIMEOUT", "None", replace(OVER, outside=True), False, "FAILED", "TIMEOUT: it ran into its time limit"),
+        ("NODE_FAIL", "None", BatchRecord("7", 1.0), False, "FAILED", "NODE_FAIL: a node"),
+        ("PREEMPTED", "None", None, False, "FAILED", "higher priority"),
+        ("", "", replace(OVER, state=State.SUCCEEDED, msg=""), False, "SUCCEEDED", ""),
+        ("", "", None, True, "CANCELLED", "cancelled"),
+        ("", "", None, False, "FAILED", "killed by the batch system, or its node was lost"),
     ],
 )
-def test_state_of_a_job(said: Job | None, record: dict[str, Any], cancelled: bool, state: str, words: str) -> None:
-    written = codec.decode(BatchRecord, record) if record else None
-    found = job_state.derive_outcome(said, written, cancelled, now=1e9 + 1)
+def test_state_of_a_job(
+    job: JobFolder,
+    said: str,
+    reason: str,
+    record: BatchRecord | None,
+    cancelled: bool,
+    state: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(commands, "listed_jobs", lambda *_: {"7": SlurmJob("7", said, reason)} if said else {})
+    monkeypatch.setattr(commands, "accounted_job", lambda *_: None)
+    write(job, State.RUNNING)
+    if record is not None:
+        state_files.write_json(record_path(job), asdict(record))
+    if cancelled:
+        job.request_stop(Outcome(State.CANCELLED, "cancelled"), None, 5.0)
+    before = tree(state_files.state_dir())
+    app = SlurmBackend().snapshot("7")
+    assert app is not None
+    found = reduce(app)
+    assert tree(state_files.state_dir()) == before
     assert found.state is State[state]
     assert words in found.message
     assert words or not found.message
 
 
-def test_deleted_jobs_stay_deleted_while_slurm_remembers_them() -> None:
-    paths = folder.JobFolder(folder.new("a b/c", None))
-    assert "/a-b-c-" in paths.root
-    os.makedirs(paths.root)
-    folder.link_id("7", paths.root)
-    assert set(folder.job_folders()) == {"7"}
-    folder.delete("7", paths)
-    assert folder.job_folders() == {}
-    assert folder.find("7") is None
-    assert snapshot.is_deleted("7", paths, [job("COMPLETED")])
-    assert snapshot.is_deleted("7", paths, [job("COMPLETING")])
-    assert not snapshot.is_deleted("7", paths, [job("COMPLETED"), job("RUNNING")])
-    assert not snapshot.is_deleted("8", paths, [job("COMPLETED")])
+def test_a_job_is_found_by_the_link_or_by_the_comment_of_ones_own_job(
+    job: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = SlurmBackend()
+    assert backend.folders() == {"7": job} and backend.folder("7") == job
+    os.unlink(os.path.join(backend._ids, "7"))
+    comment = f"mine {render.MARK}{job.root}"
+    monkeypatch.setattr(commands, "listed_jobs", lambda *_: {"7": SlurmJob("7", "RUNNING", "None", comment)})
+    assert backend.folders() == {} and backend.folder("7") == job and backend.folder("8") is None
 
 
-def test_folders_of_jobs_that_ended_long_ago_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")  # prune asks Slurm about jobs without a record of their end
+def test_folders_of_jobs_that_ended_long_ago_are_removed(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = SlurmBackend()
+    os.utime(job.root, (time.time() - 15 * 86400,) * 2)
+    backend.prune()
+    assert set(backend.folders()) == {"7"}
+    state_files.write_json(record_path(job), asdict(OVER))
+    backend.prune()
+    assert set(backend.folders()) == {"7"}  # written to just now
+    os.utime(job.root, (time.time() - 15 * 86400,) * 2)
+    backend.prune()
+    assert backend.folders() == {} and not os.path.exists(job.root)
 
-    def job_folder(app_id: str, days: float, ended: bool) -> folder.JobFolder:
-        paths = folder.JobFolder(folder.new("app", None))
-        os.makedirs(paths.root)
-        folder.link_id(app_id, paths.root)
-        if ended:
-            state_files.write_json(paths.job, {"state": "FAILED", "ended": 1.0})
-        for path in (paths.root, os.path.join(folder.ids_dir(), app_id)):
-            os.utime(path, (time.time() - days * 86400,) * 2, follow_symlinks=False)
-        return paths
 
-    job_folder("1", 15, True)
-    job_folder("2", 13, True)
-    job_folder("3", 15, False)
-    folder.remove(job_folder("4", 15, True).root)
-    prune.prune()
-    assert set(folder.job_folders()) == {"2", "3"}
-    assert len(os.listdir(folder.jobs_dir())) == 2
-    assert set(os.listdir(folder.ids_dir())) == {"2", "3"}
-    monkeypatch.setenv("MONARCH_KEEP_DAYS", "12")
-    prune.prune()
-    assert set(folder.job_folders()) == {"3"}
+# -- the batch step ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def batch_step(job: JobFolder, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> BatchStep:
+    """The batch step of the app of the job 7, whose steps have ended."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    role = Role("r", image="", entrypoint="true", max_retries=1)
+    return BatchStep(job, dryrun(runner, AppDef("app", [role]), retry="requeue"))
+
+
+def test_a_failed_job_goes_back_into_the_queue_while_it_has_retries(
+    batch_step: BatchStep, job: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[str, ...]] = []
+    monkeypatch.setattr("torchx_monarch.backends.slurm.batch_step._run", lambda *words: said.append(words))
+    write(job, State.FAILED, 3, "replica r/0 exited with code 3")
+    assert batch_step._conclude() == 1 and said == [("scontrol", "requeue", "7")]  # Slurm refuses
+    record = load_record(job)
+    assert record is not None and (record.state, record.retries) == (State.FAILED, 1)
+    assert batch_step._conclude() == 3 and len(said) == 1
+    write(job, State.SUCCEEDED, 0)
+    assert batch_step._conclude() == 0
+
+
+def test_a_removed_folder_and_a_full_disk_do_not_end_the_batch_step(batch_step: BatchStep, job: JobFolder) -> None:
+    os.rename(job.root, f"{job.root}.removed")
+    assert batch_step._finish(State.SUCCEEDED, "", 0) == 0
+    code = "from torchx_monarch.backends.slurm.batch_step import _say; _say('lost')"
+    with open("/dev/full", "wb") as full:
+        assert subprocess.run([sys.executable, "-c", code], stdout=full, timeout=60, check=False).returncode == 0

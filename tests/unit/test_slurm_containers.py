@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,12 +24,10 @@ from torchx.specs import (
 )
 from torchx.specs.finder import ComponentValidationException
 
-from tests.waits import WITHIN
-from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.backends.slurm import native, options, records
-from torchx_monarch.backends.slurm.container import Container, Mount, last_error
-from torchx_monarch.backends.slurm.folder import JobFolder
-from torchx_monarch.backends.slurm.native import SlurmError
+from torchx_monarch.backends.core.errors import BackendError, UserError
+from torchx_monarch.backends.slurm import commands, options
+from torchx_monarch.backends.slurm.backend import SlurmBackend
+from torchx_monarch.backends.slurm.batch_step import last_error
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.model import codec
 from torchx_monarch.schedulers import monarch_slurm
@@ -41,16 +40,16 @@ def request(image: object, *mounts: object, entrypoint: str = "torchrun", **cfg:
     return found
 
 
-def test_a_step_runs_the_script_that_looks_for_python() -> None:
+def test_a_step_runs_the_task_with_the_images_python() -> None:
     found = request("me/image", container="pyxis")
-    script = JobFolder(found.folder).task_script(0)
-    assert found.step(0)[-4:] == ["/bin/sh", script, found.folder, "trainer"]
+    start = ["python", "-I", "-m", "torchx_monarch.backends.batch.entrypoint", "batch.task"]
+    assert found.step(0)[-8:] == [*start, found.folder, "0", "SLURM_PROCID-0"]
     assert found.roles[0].command[:3] == ["python", "-m", "torchx_monarch.host"]
-    assert "--container-image=me/image" in str(found)
+    assert "--container-image=me/image" in SlurmBackend().show(found)
     # The batch step runs on the node, with the submitter's interpreter, and reads the request.
     assert found.starter[0] == sys.executable
     assert codec.decode(SlurmRequest, asdict(found)) == found
-    assert "/else:/else" in " ".join(found.renamed("/else").step(0))
+    assert "/else:/else" in " ".join(found.moved("/else").step(0))
 
 
 @pytest.mark.parametrize(
@@ -95,24 +94,12 @@ def test_pyxis_refuses_a_folder_that_it_cannot_mount(tmp_path: Path, name: str) 
         request("me/image", container="pyxis", job_dir=str(tmp_path / name))
 
 
-def test_folders_are_mounted_before_what_is_in_them() -> None:
-    given = [Mount("a", "/a/b/c/d"), Mount("b", "/a/"), Mount("c", "/z/y/x")]
-    binds = Container("me/image", "/", given).options("/y/job")["container-mounts"]
-    assert binds == "b:/a/,/y/job:/y/job,c:/z/y/x,a:/a/b/c/d"
-
-
-@pytest.mark.parametrize("restart", [0, 2])
-def test_a_task_without_python_leaves_its_record(tmp_path: Path, restart: int) -> None:
-    paths = JobFolder(str(tmp_path))
-    script = Container("me/image", "/", []).task_script(paths, "trainer")
-    env = {"SLURM_PROCID": "3", "SLURMD_NODENAME": "n4", "PATH": "/nonexistent"}
-    words = ["/bin/sh", "-c", script, "task.sh", paths.root, "trainer", "7", str(restart)]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=WITHIN)
-    assert (done.returncode, done.stderr) == (78, "the image me/image has no python on its PATH\n")
-    record = records.read_task(paths, "trainer", 3)
-    assert record is not None
-    assert (record.id, record.job_restart, record.exit_code, record.hostname) == (3, restart, 78, "n4")
-    assert "has no python" in str(record.error)
+def test_folders_are_mounted_before_what_is_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = (BindMount("/a", "/a/b/c/d"), BindMount("/b", "/a/"), BindMount("/c", "/z/y/x"))
+    monkeypatch.chdir("/")
+    found = request("me/image", *mounts, container="pyxis", job_dir="/y")
+    binds = f"/b:/a/,{found.folder}:{found.folder},/c:/z/y/x,/a:/a/b/c/d"
+    assert found.roles[0].srun["container-mounts"] == binds
 
 
 @pytest.mark.parametrize(
@@ -138,7 +125,7 @@ def test_unknown_kinds_are_refused() -> None:
 def test_what_is_not_used_without_containers_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "torchx_monarch"):
         assert request(tmp_path).roles[0].cwd == str(tmp_path)
-        assert request("me/image").roles[0].container is None
+        assert request("me/image").roles[0].image_name == ""
         request("", BindMount("/a", "/b"))
     texts = [record.getMessage() for record in caplog.records if record.name.startswith("torchx_monarch")]
     end = "not used: -cfg container=pyxis runs containers"
@@ -151,8 +138,8 @@ def test_clusters_without_pyxis_are_told_before_submission(monkeypatch: pytest.M
     def run(command: Sequence[str], timeout: float = 0) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(list(command), 0, help_text, "")
 
-    monkeypatch.setattr(native, "run", run)
-    with pytest.raises(SlurmError, match="cannot run -cfg container=pyxis: .* pyxis is not installed"):
+    monkeypatch.setattr(commands, "run", run)
+    with pytest.raises(BackendError, match="cannot run -cfg container=pyxis: .* pyxis is not installed"):
         options.check_pyxis()
     help_text = "--container-image=X"
     options.check_pyxis()
@@ -182,3 +169,5 @@ def test_clusters_without_pyxis_are_told_before_submission(monkeypatch: pytest.M
 def test_the_error_before_all_that_follows_from_it(log: str, error: str, tmp_path: Path) -> None:
     (tmp_path / "job.log").write_text(log)
     assert last_error(str(tmp_path / "job.log")) == error
+    os.mkfifo(tmp_path / "fifo")
+    assert last_error(str(tmp_path / "fifo")) == ""

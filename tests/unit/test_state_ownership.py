@@ -14,13 +14,15 @@ import pytest
 from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, Role
 
+from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, StateDirError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import folder as local_folder
 from torchx_monarch.backends.local import status, submit
 from torchx_monarch.backends.local.render import render
-from torchx_monarch.backends.slurm import folder, records
+from torchx_monarch.backends.slurm.backend import SlurmBackend
+from torchx_monarch.backends.slurm.batch_step import record_path
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -222,10 +224,23 @@ def precious_folder(path: Path) -> Path:
     return path
 
 
+def slurm_job(parent: str) -> JobFolder:
+    """Write the folder of the job 7 of Slurm, which has succeeded."""
+    backend = SlurmBackend()
+    job = JobFolder(backend.new_folder("train", parent))
+    submitted = SubmittedApp(AppDef("train", [Role("r", image="", entrypoint="true")]), [RoleSpec("r")])
+    os.makedirs(job.root)
+    os.makedirs(backend._ids)
+    state_files.write_json(job.app, {"created": 1.0, "jobs": ["7"], **submitted.to_json()})
+    state_files.write_json(record_path(job), {"state": "SUCCEEDED", "ended": 2.0})
+    backend.name_app(job, ["7"])
+    return job
+
+
 @root_only
 @pytest.mark.usefixtures("forgetful_slurm")
 def test_another_users_jobs_of_slurm(tmp_path: Path, forgetful_slurm: Path) -> None:
-    ids = Path(folder.ids_dir())
+    ids = Path(SlurmBackend()._ids)
     ids.mkdir(parents=True)
     precious = precious_folder(tmp_path / "train-0123456789")
     (ids / "99").symlink_to(precious)
@@ -247,27 +262,14 @@ def test_another_users_jobs_of_slurm(tmp_path: Path, forgetful_slurm: Path) -> N
 
 
 @pytest.mark.usefixtures("forgetful_slurm")
-@pytest.mark.parametrize(
-    ("target", "reason"),
-    [
-        ("precious", "is not named as the folder of a job is"),
-        ("bin/../train-0123456789", "is not named as the folder of a job is"),
-        ("train-0123456789", "is not the folder of a job of yours: No such file or directory"),
-    ],
-)
-def test_a_link_of_an_id_names_a_jobs_folder(
-    tmp_path: Path, target: str, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    precious = precious_folder(tmp_path / os.path.normpath(target))
-    path = os.path.join(tmp_path, target)
-    folder.link_id("99", path)
+def test_a_link_of_an_id_names_a_jobs_folder(tmp_path: Path) -> None:
+    precious = precious_folder(tmp_path / "train-0123456789")
+    os.makedirs(SlurmBackend()._ids)
+    SlurmBackend().name_app(JobFolder(str(precious)), ["99"])
     scheduler = monarch_slurm("torchx")
     assert scheduler.list() == []
-    assert f"{folder.ids_dir()}/99 is not used: {path} {reason}" in caplog.text
     assert scheduler.describe("99") is None
     scheduler.delete("99")
-    with pytest.raises(OSError, match=reason):
-        folder.delete("99", folder.JobFolder(path))
     assert content(precious) == ["thesis.tex"]
 
 
@@ -276,35 +278,31 @@ def test_a_link_of_an_id_names_a_jobs_folder(
 def test_a_read_only_state_directory_keeps_the_app(
     scheduler: Callable[[str], MonarchScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app_id, root = "7", folder.new("train", None)
-    if scheduler is monarch_local:
-        app_id, root = (done := app("done")).app_id, done.root
-    else:
-        os.makedirs(root)
-        folder.link_id("7", root)
+    app_id, root = (done := app("done")).app_id, done.root
+    if scheduler is monarch_slurm:
+        app_id, root = "7", slurm_job(SlurmBackend().root).root
 
     def read_only(source: str, *_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), source)
 
-    monkeypatch.setattr(os, "rename", read_only)
+    for name in ("rename", "unlink"):
+        monkeypatch.setattr(os, name, read_only)
     with pytest.raises(RemoveError, match=f"app {app_id} cannot be deleted: .*: Read-only file system"):
         scheduler("torchx").delete(app_id)
     assert os.path.isdir(root)
 
 
+@pytest.mark.usefixtures("forgetful_slurm")
 def test_a_job_folder_elsewhere_is_used(tmp_path: Path) -> None:
-    job = folder.JobFolder(folder.new("train", str(tmp_path / "jobs")))
-    os.makedirs(job.root)
-    Path(job.script).write_text("#!/bin/sh\n")
-    folder.link_id("7", job.root)
-    assert folder.job_folders() == {"7": job}
-    folder.delete("7", job)
-    assert folder.job_folders() == {} and content(tmp_path / "jobs") == []
+    job = slurm_job(str(tmp_path / "jobs"))
+    assert SlurmBackend().folders() == {"7": job}
+    monarch_slurm("torchx").delete("7")
+    assert SlurmBackend().folders() == {} and content(tmp_path / "jobs") == []
 
 
 @pytest.mark.usefixtures("forgetful_slurm")
 def test_a_file_for_a_folder_of_slurm() -> None:
-    ids = Path(folder.ids_dir())
+    ids = Path(SlurmBackend()._ids)
     ids.parent.mkdir(parents=True)
     ids.write_text("")
     with pytest.raises(StateAccessError, match=f"{ids} is not a folder"):
@@ -312,10 +310,10 @@ def test_a_file_for_a_folder_of_slurm() -> None:
 
 
 def test_records_of_a_job_are_not_read_through_links(tmp_path: Path) -> None:
-    job = folder.JobFolder(folder.new("train", None))
+    job = JobFolder(str(tmp_path / "train"))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     os.makedirs(os.path.dirname(job.replica_logs("r", 0)))
     os.symlink(elsewhere, job.replica_logs("r", 0))
     (elsewhere / "replica.json").write_text('{"id": 0, "state": "FAILED"}')
-    assert records.read_task(job, "r", 0) is None
+    assert job.replica("r", 0).load_record() is None

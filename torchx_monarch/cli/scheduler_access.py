@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 
 from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.schedulers import registered
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 
 
@@ -33,7 +34,7 @@ def opened(name: str) -> Iterator[MonarchScheduler]:
     from torchx.schedulers import get_scheduler_factories
 
     factories = get_scheduler_factories()
-    ours = ", ".join(sorted(scheduler_name for scheduler_name in factories if scheduler_name.startswith("monarch_")))
+    ours = ", ".join(registered())
     if name not in factories:
         raise UserError(f"there is no scheduler {name!r}; those of torchx-monarch are {ours}")
     scheduler = factories[name]("torchx")

@@ -72,6 +72,9 @@ def serve(
     from torchx_monarch.client.job import SPMDJob  # imports Monarch
     from torchx_monarch.command.command import CommandError
     from torchx_monarch.command.rewrite import hold
+    from torchx_monarch.schedulers import registered
+    from torchx_monarch.schedulers.monarch import MonarchScheduler
+    from torchx_monarch.torchx_adapter.torchx_api import scheduler_of
 
     check_when(sync)
     is_command = isinstance(appdef, (str, list, tuple))
@@ -81,12 +84,14 @@ def serve(
         raise TypeError(
             f"appdef={appdef!r}: give an AppDef, or a torchrun or Python command as a text or a list of words"
         )
-    if not scheduler.startswith("monarch_"):
-        raise ValueError(f"scheduler={scheduler!r} does not hold hosts; those that do begin with monarch_")
     if runner is None:
         from torchx.runner import get_runner
 
         runner = get_runner()
+    if not isinstance(scheduler_of(runner, scheduler), MonarchScheduler):
+        raise ValueError(
+            f"scheduler={scheduler!r} does not hold hosts; those that do include {', '.join(registered())}"
+        )
     try:
         held = hold(app, idle_timeout)
     except CommandError as error:

@@ -17,6 +17,7 @@ __all__ = [
     "monarch_docker",
     "monarch_kubernetes",
     "monarch_local",
+    "monarch_sge",
     "monarch_slurm",
     "monarch_ssh",
     "wrap",
@@ -58,11 +59,20 @@ _BACKENDS = {
         "kubernetes",
     ),
     "monarch_slurm": _Entry("slurm.backend", "SlurmBackend"),
+    "monarch_sge": _Entry("batch.sge", "SgeBackend"),
     "monarch_ssh": _Entry("ssh.backend", "SshBackend"),
     "monarch_aws_batch": _Entry(
         "aws_batch.backend", "AWSBatchBackend", ("boto3", "botocore"), "AWS's client for Python", "boto3>=1.34", "aws"
     ),
 }
+
+
+def registered() -> list[str]:
+    """Return the names of the registered schedulers that are not TorchX's own."""
+    from torchx.schedulers import DEFAULT_SCHEDULER_MODULES, get_scheduler_factories
+
+    return sorted(name for name in get_scheduler_factories() if name not in DEFAULT_SCHEDULER_MODULES)
+
 
 EXTRAS = {name: entry.extra for name, entry in _BACKENDS.items() if entry.extra}
 """The extra of this package that a scheduler needs."""
@@ -122,6 +132,11 @@ def monarch_kubernetes(session_name: str, **kwargs: object) -> Scheduler[dict[st
 def monarch_slurm(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
     """Create the scheduler ``monarch_slurm``: Monarch hosts on the nodes of a Slurm job."""
     return _create("monarch_slurm", session_name)
+
+
+def monarch_sge(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
+    """Create the scheduler ``monarch_sge``: Monarch hosts as the tasks of array jobs of Grid Engine."""
+    return _create("monarch_sge", session_name)
 
 
 def monarch_ssh(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:

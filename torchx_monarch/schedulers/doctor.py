@@ -16,7 +16,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.model.check_result import CheckResult, check
 from torchx_monarch.model.spelling import did_you_mean
-from torchx_monarch.schedulers import EXTRAS
+from torchx_monarch.schedulers import EXTRAS, registered
 from torchx_monarch.schedulers.install_checks import check_extra, check_installation
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 
@@ -39,8 +39,7 @@ def diagnose(scheduler: str, cfg: str, timeout: float = _TIMEOUT) -> list[CheckR
     if scheduler:
         groups[scheduler] = lambda: check_scheduler(scheduler, cfg)
     else:
-        ours = (name for name in get_scheduler_factories() if name.startswith("monarch_"))
-        for name in sorted(ours):
+        for name in registered():
             groups[name] = lambda name=name: check_usable(name, timeout)  # type: ignore[misc]
     return run_groups(groups, timeout + 1.0)
 
@@ -143,15 +142,19 @@ def check_scheduler(name: str, cfg: str) -> Iterable[CheckResult]:
 
 
 def check_usable(name: str, timeout: float) -> Iterable[CheckResult]:
-    """Check whether a scheduler can be used; yield one result, a warning if it cannot.
+    """Check whether a scheduler can be used; yield one result, a warning if it cannot, none if it is not on our base.
 
     Args:
         timeout: seconds for the place where it runs apps to answer.
     """
 
+    is_ours = True
+
     def place() -> Iterable[CheckResult]:
+        nonlocal is_ours
         scheduler, result = _create(name)
         if scheduler is None:
+            is_ours = result.what != "scheduler"
             yield result
             return
         try:
@@ -160,6 +163,8 @@ def check_usable(name: str, timeout: float) -> Iterable[CheckResult]:
             scheduler.inner.close()
 
     results = run_groups({name: place}, timeout)
+    if not is_ours:
+        return
     wrong = next((result for result in results if result.level == "fail"), None)
     if wrong is not None:
         yield check(name, wrong.value, warn=f"cannot be used: {wrong.advice}")
@@ -179,7 +184,7 @@ def _load_configuration(scheduler: str, values: dict[str, CfgVal]) -> Sequence[s
 def _create(name: str) -> tuple[MonarchScheduler | None, CheckResult]:
     """Create a scheduler of this package; return None and a failed check if that is impossible."""
     factories = get_scheduler_factories()
-    ours = ", ".join(sorted(scheduler_name for scheduler_name in factories if scheduler_name.startswith("monarch_")))
+    ours = ", ".join(registered())
     if name not in factories:
         hint = did_you_mean(name, list(factories))
         advice = f"there is none of this name.{hint} Those of torchx-monarch are {ours}"

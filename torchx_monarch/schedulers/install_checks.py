@@ -117,9 +117,9 @@ def check_registration() -> Iterator[CheckResult]:
     missing = [group for group, name in _ENTRY_POINTS.items() if name not in metadata.entry_points(group=group).names]
     advice = f"{', '.join(missing)} lack this package: install torchx-monarch again, with pip"
     yield check("entry points", ", ".join(_ENTRY_POINTS), fail=advice if missing else "")
-    from torchx.schedulers import get_scheduler_factories
+    from torchx_monarch.schedulers import registered
 
-    found = sorted(name for name in get_scheduler_factories() if name.startswith("monarch_"))
+    found = [name for name in registered() if name.startswith("monarch_")]
     advice = "TorchX lists none of this package: install torchx-monarch again, with pip"
     yield check("schedulers", ", ".join(found), fail="" if found else advice)
 

@@ -47,6 +47,13 @@ if os.environ.get("TORCHX_PLUGINS_SOURCE") == "1":
 
         return schedulers.monarch_slurm(session_name, **kwargs)
 
+    @register.scheduler(name="monarch_sge")  # type: ignore[untyped-decorator]
+    def monarch_sge(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
+        """See ``torchx_monarch.schedulers``."""
+        from torchx_monarch import schedulers
+
+        return schedulers.monarch_sge(session_name, **kwargs)
+
     @register.scheduler(name="monarch_ssh")  # type: ignore[untyped-decorator]
     def monarch_ssh(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
         """See ``torchx_monarch.schedulers``."""

@@ -20,9 +20,8 @@ from torchx.specs.finder import ComponentValidationException
 from tests.clusters.slurm.cluster import SlurmCluster
 from tests.contract.place import Place, left_to_others
 from tests.waits import WITHIN
-from torchx_monarch.backends.slurm import folder as folders
-from torchx_monarch.backends.slurm import native
-from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.backends.batch.folder import JobFolder
+from torchx_monarch.backends.slurm import commands
 from torchx_monarch.client.target import Target
 from torchx_monarch.schedulers import monarch_slurm
 
@@ -69,7 +68,7 @@ class Apps(Place):
         ({"partition": "nosuch"}, "invalid partition"),
     )
     ends_rest = True
-    request_function = "torchx_monarch.backends.slurm.native:run"
+    request_function = "torchx_monarch.backends.batch.backend:run_command"
     install = "Debian: slurm-client"
     resource = SMALL
     names_preemptions = False  # Slurm signals the tasks, and the batch step announces a stop to them: either is first
@@ -79,7 +78,7 @@ class Apps(Place):
         super().__init__(folder)
 
     def facts(self, handle: str) -> object:
-        """Return nothing: batch steps write of themselves. tests/unit/test_slurm_fuzz compares the files of jobs."""
+        """Return nothing: batch steps and tasks write of themselves."""
         return ()
 
     def is_read(self, *request: Any) -> bool:
@@ -104,8 +103,8 @@ class Apps(Place):
 
     def slurm_state(self, app_id: str) -> str:
         """Slurm's word; empty for a job that it has forgotten."""
-        jobs = native.live_job(app_id)
-        return jobs[0].state if jobs else ""
+        job = commands.listed_jobs(app_id).get(app_id)
+        return job.state if job else ""
 
     def output(self, handle: str, replica: int = 0, role: str = "trainer", **more: Any) -> str:
         """Return the log of one replica."""
@@ -122,14 +121,14 @@ class Apps(Place):
 
     def paths(self, handle: str) -> JobFolder:
         """Return the folder of an app's job."""
-        paths = folders.find(handle.rpartition("/")[2])
-        assert paths is not None
-        return paths
+        folder = self.backend.folder(handle.rpartition("/")[2])  # type: ignore[attr-defined]
+        assert isinstance(folder, JobFolder)
+        return folder
 
     def everything(self, handle: str) -> str:
         """Return what the job has written, for the message of a failure."""
         root = Path(self.paths(handle).root)
-        names = ("job.log", "job.json", "combined.log")
+        names = ("job.log", "job.json", "replica.json", "combined.log")
         files = [path for path in sorted(root.rglob("*")) if path.name in names and path.is_file()]
         return "\n".join(f"== {path}\n{path.read_text()}" for path in files)
 
@@ -186,10 +185,7 @@ class Apps(Place):
         return "".join(secrets), shown.stdout
 
     def left(self, handle: str) -> Sequence[object]:
-        """Return files of jobs, and what is in the folder for temporary files.
-
-        The link by the job's id stays while Slurm remembers the job: it marks the job as deleted.
-        """
+        """Return files of jobs, and what is in the folder for temporary files."""
         jobs = Path(os.environ["MONARCH_STATE_DIR"], "slurm").rglob("*")
         return [path for path in jobs if path.is_file()] + list(Path(os.environ["TMPDIR"]).iterdir())
 
@@ -212,7 +208,7 @@ class Apps(Place):
             subprocess.run(["scancel", app_id], check=False, capture_output=True, timeout=240)
         until = time.monotonic() + 60
         running = ("RUNNING", "COMPLETING")
-        while any(job.state in running for app_id in left for job in native.live_job(app_id)):
+        while any(self.slurm_state(app_id) in running for app_id in left):
             assert time.monotonic() < until, "jobs do not end"
             time.sleep(0.1)
         self.runner.close()

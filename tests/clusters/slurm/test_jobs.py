@@ -71,15 +71,15 @@ def test_roles_are_components_and_a_sidecar_ends_with_the_others(apps: Apps) -> 
 def test_failing_role_ends_the_others(apps: Apps) -> None:
     handle = apps.run(sh("sleep 1000", name="main"), sh("echo no; exit 3", name="helper"))
     status = apps.wait(handle, AppState.FAILED)
-    assert status.msg == "role helper ended with exit code 3"
+    assert status.msg.startswith("replica helper/0 ") and status.msg.endswith("exited with code 3")
     states = {f"{r.role}/{r.id}": r.state for role in status.roles for r in role.replicas}
     assert states == {"main/0": AppState.CANCELLED, "helper/0": AppState.FAILED}
 
 
-def test_first_failure_counts_and_not_that_of_a_task_which_srun_stops_for_it(apps: Apps) -> None:
+def test_first_failure_counts_and_not_that_of_a_task_which_is_stopped_for_it(apps: Apps) -> None:
     handle = apps.run(sh("test ${replica_id} = 1 && sleep 1 && exit 5; sleep 1000", replicas=2), requeue=True)
     status = apps.wait(handle, AppState.FAILED)
-    assert status.msg == "role r ended with exit code 5"
+    assert status.msg.startswith("replica r/1 ") and status.msg.endswith("exited with code 5")
     assert json.loads(status.structured_error_msg)["errorCode"] == 5
     assert [replica.state for replica in status.roles[0].replicas] == [AppState.CANCELLED, AppState.FAILED]
 
@@ -107,7 +107,7 @@ def test_an_exit_code_may_ask_for_no_other_start(apps: Apps, tmp_path: Path) -> 
     for handle, name, why in zip(handles, ("r", "trainer"), whys, strict=True):
         status = apps.wait(handle, AppState.FAILED)
         assert status.num_restarts == 0
-        assert status.msg.endswith(f"; not started again: {why}")
+        assert f"; not started again: {why}" in status.msg
         assert (tmp_path / name).read_text() == "x\n"
 
 
@@ -179,7 +179,7 @@ def test_jobs_that_the_controller_has_forgotten(
         apps.until(lambda: not any(apps.slurm_state(one) for one in ids), "Slurm to forget", good, seconds=100)
         assert apps.status(good).state is AppState.SUCCEEDED
         status = apps.status(bad)
-        assert (status.state, status.msg) == (AppState.FAILED, "role r ended with exit code 7")
+        assert status.state is AppState.FAILED and status.msg.endswith("exited with code 7")
         assert apps.status(held).roles[0].replicas[3].hostname == "n4"
         assert apps.mine() == [
             ("bad", AppState.FAILED),

@@ -15,7 +15,6 @@ from torchx.specs import AppState, RetryPolicy
 from tests.clusters.slurm.apps import Apps, sh
 from tests.clusters.slurm.cluster import SlurmCluster
 from tests.waits import WITHIN
-from torchx_monarch.insight import events
 
 CHECKPOINTS = """
     import os, signal, sys, time
@@ -66,9 +65,7 @@ def test_nobody_waits_for_a_host_0_that_was_lost_before_the_hosts_had_met(
     handle = apps.run(*([sh("exec sleep 1000", "other")] if other else []), role)
     status = apps.wait(handle, AppState.FAILED)
     assert [one.state for one in status.roles[-1].replicas] == [AppState.FAILED, AppState.CANCELLED]
-    assert "role trainer ended with exit code 137" in status.msg
-    happened = [event["kind"] for event in events.read(apps.paths(handle).events)[0] if event.get("role") == "trainer"]
-    assert happened == ["stop", "role_ended", "restart", "stop", "role_ended"]
+    assert status.msg.startswith("replica trainer/0 ") and "killed by signal 9" in status.msg
 
 
 def test_commands_fail_with_fewer_than_min_replicas(apps: Apps) -> None:
@@ -145,6 +142,6 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
     finally:
         shutil.rmtree(scratch)
         cluster.restore_node(lost)
-    assert apps.slurm_state(handle.rpartition("/")[2]) == "COMPLETED"
+    apps.until(lambda: apps.slurm_state(handle.rpartition("/")[2]) == "COMPLETED", "Slurm's word", handle)
     assert status.num_restarts == 1
     assert apps.output(handle, 2).count("resumed") == 2 and "resumed" not in apps.output(handle, 1)

@@ -83,19 +83,16 @@ class SupervisorLoop:
         replicas = []
         for record, request in zip(records, role.replicas, strict=True):
             log_dir = self._paths.replica_logs(role.name, record.id)
-            env = {**os.environ, **request.env}
-            env.update(
-                {
-                    "TORCHELASTIC_ERROR_FILE": request.env.get(
-                        "TORCHELASTIC_ERROR_FILE", os.path.join(log_dir, "error.json")
-                    ),
-                    processes.MARKER: self._request.job,
-                    "MONARCH_RUN_DIR": self._request.run_dir,
-                    "MONARCH_EVENTS": self._paths.events,
-                    "MONARCH_LOG_DIR": log_dir,
-                    "MONARCH_LEARNED_DIR": os.path.join(self._paths.trusted, "learned"),
-                }
-            )
+            env = {
+                **os.environ,
+                "TORCHELASTIC_ERROR_FILE": os.path.join(log_dir, "error.json"),
+                "MONARCH_EVENTS": self._paths.events,
+                "MONARCH_LEARNED_DIR": os.path.join(self._paths.trusted, "learned"),
+                **request.env,
+                "MONARCH_RUN_DIR": self._request.run_dir,
+                "MONARCH_LOG_DIR": log_dir,
+                processes.MARKER: self._request.job,
+            }
             if not self._request.networked:
                 env["MONARCH_RENDEZVOUS"] = f"unix:{self._socket(index)}"
                 env["MONARCH_PEERS"] = self._peers()

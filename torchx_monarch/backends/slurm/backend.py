@@ -10,87 +10,82 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import threading
-import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from pathlib import Path
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torchx.specs import AppDef, Role
 from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
-from torchx_monarch.backends.core import state_files, submitted_app
-from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
-from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, SubmitError, UserError
-from torchx_monarch.backends.core.snapshot import Outcome
-from torchx_monarch.backends.core.state import HOST_EXTRA
+from torchx_monarch.backends.batch.backend import BatchBackend, Job
+from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
+from torchx_monarch.backends.batch.snapshot import QueuedJob
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.backend import Capabilities
+from torchx_monarch.backends.core.errors import StateAccessError, StateDirError
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.slurm import (
-    folder,
-    job_state,
-    native,
-    prune,
-    records,
-    render,
-    snapshot,
-    states,
-)
-from torchx_monarch.backends.slurm.folder import JobFolder
-from torchx_monarch.backends.slurm.job_state import JobState
-from torchx_monarch.backends.slurm.native import SlurmError
+from torchx_monarch.backends.slurm import commands, render
+from torchx_monarch.backends.slurm.batch_step import BatchRecord, load_record
 from torchx_monarch.backends.slurm.options import SlurmOpts, check_pyxis, check_slurm
-from torchx_monarch.backends.slurm.records import CancelRecord
-from torchx_monarch.backends.slurm.request import SlurmRequest
-from torchx_monarch.backends.slurm.snapshot import SlurmSnapshot
-from torchx_monarch.insight import events
+from torchx_monarch.backends.slurm.request import SlurmRequest, option_words
 from torchx_monarch.model.check_result import CheckResult
+from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor import log_reader
-
-_ASK_EVERY = 5.0
-"""Seconds between two queries to Slurm while waiting for an app to end: all users share slurmctld."""
-
-_ASK_AFTER_END = 0.5
-"""Seconds between two queries to Slurm once the job's own record says that it has ended."""
-
-_CANCEL_EXTRA = 2 * HOST_EXTRA
-"""Seconds beyond the grace period after which a second cancel is a plain scancel, which ignores the batch step."""
+from torchx_monarch.system import safe_files
 
 
 class _DirWorkspace(DirWorkspaceMixin):  # type: ignore[misc]
     """Copies workspaces into ``job_dir``, and leaves roles the image of their container."""
 
-    def build_workspace_and_update_role(self, role: Role, workspace: str, cfg: Cfg) -> None:
+    def build_workspace_and_update_role(self, role: Role, workspace: str, cfg: Mapping[str, object]) -> None:
         image = role.image
         super().build_workspace_and_update_role(role, workspace, cfg)
         if cfg.get("container"):
             role.image = image
 
 
-class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
+class SlurmBackend(BatchBackend[SlurmOpts]):
     """Runs each role as a component of a Slurm job, and each replica as the task of one node.
 
-    It needs Slurm's commands, and a folder that all nodes see, such as, usually, the home directory. Methods that query
-    Slurm raise ``SlurmError`` if a command fails or cannot be run.
+    An app's id is that of its job, which a link in ``slurm/ids`` of the state directory leads to the app's folder.
     """
 
     options = SlurmOpts
-    capabilities = Capabilities(shares_interpreter=True)
-    poll = 0.05
+    name, install, array = "slurm", commands.INSTALL, "SLURM_PROCID"
+    job_id = r"(\d+)(?:;\S+)?\s*$"  # with several clusters, --parsable prints ID;CLUSTER
+    capabilities = Capabilities(separates_roles=True, shares_interpreter=True)
+    poll = 0.1
     config_section = "slurm"
+    request_type = SlurmRequest
 
     def __init__(self) -> None:
+        super().__init__()
         self.workspace = _DirWorkspace()
-        self._asked: dict[str, float] = {}
 
-    # -- submitting ----------------------------------------------------------------------------------------------------
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    def environ(self) -> dict[str, str]:
+        """Return the environment for Slurm's commands."""
+        return commands.environ()
+
+    def submit_command(self, job: Job, options: SlurmOpts) -> Sequence[str]:
+        """Not called: one command submits all roles (``render``)."""
+        raise NotImplementedError
+
+    def queued(self) -> Mapping[str, QueuedJob]:
+        """Return the user's jobs as slurmctld reports them, also for some minutes after their end."""
+        return {job_id: job.queued for job_id, job in commands.listed_jobs().items()}
+
+    def cancel_command(self, jobs: Sequence[str]) -> Sequence[str]:
+        """Return the scancel command of jobs."""
+        return ["scancel", *jobs]
 
     def checks(self, options: SlurmOpts | None) -> Iterable[CheckResult]:
         """Check Slurm's commands, its controller, the partition and the folder of jobs."""
         return check_slurm(options)
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
 
     def check_options(self, options: SlurmOpts) -> None:
         """Check the run options that do not depend on the app."""
@@ -100,231 +95,155 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         """Return whether replicas run in containers."""
         return options.container is not None
 
-    def render(self, app: AppDef, submitted: SubmittedApp, options: SlurmOpts) -> SlurmRequest:
+    def render(self, app: AppDef, submitted: SubmittedApp, options: SlurmOpts) -> BatchRequest:
         """Return the request that runs an app."""
-        return render.render(app, submitted, options)
+        parent = os.path.abspath(options.job_dir) if options.job_dir else self.root
+        return render.render(app, submitted, options, self.new_folder(app.name, parent))
 
-    def submit(self, request: SlurmRequest, submitted: SubmittedApp, credentials: str) -> str:
-        """Submit the job and return its id.
+    def show(self, request: BatchRequest) -> str:
+        """Return the sbatch command and the batch script, and for each role its environment and srun command."""
+        assert isinstance(request, SlurmRequest)
+        lines = [shlex.join(request.commands[0]), "", "# job.sh", request.script]
+        for role in request.roles:
+            lines.append(f"# role {role.spec.name}: {role.spec.replicas} x, in {role.cwd}")
+            lines += [f"export {name}={shlex.quote(value)}" for name, value in role.env.items()]
+            lines += [shlex.join(["srun", *option_words(role.srun), *role.command]), ""]
+        return "\n".join(lines)
 
-        Raises:
-            StateDirError: the state directory cannot be written, or a part of it belongs to another user.
-            SubmitError: the job's folder cannot be written. It is removed, as it is when sbatch fails.
-        """
-        if any(role.container for role in request.roles):
+    def submit(self, request: BatchRequest, submitted: SubmittedApp, credentials: str) -> str:
+        """Submit the job and return its id; errors as for the base."""
+        assert isinstance(request, SlurmRequest)
+        if any(role.image_name for role in request.roles):
             check_pyxis()
-        if os.path.exists(request.folder):  # the same dry run may be submitted twice
-            request = request.renamed(folder.new(request.name, os.path.dirname(request.folder)))
-        paths = JobFolder(request.folder)
-        began = time.time()
-        folder.prepare(paths)
         try:
-            os.makedirs(os.path.dirname(paths.root), mode=0o700, exist_ok=True)
-            os.mkdir(paths.root, 0o700)
-            scripts = {paths.script: request.script}
-            for index, role in enumerate(request.roles):
-                if role.container is not None:
-                    scripts[paths.task_script(index)] = role.container.task_script(paths, role.name)
-            state_files.write_json(paths.app, {"created": began, **submitted.to_json()})
-            state_files.write_json(paths.request, asdict(request.with_credentials(credentials)))
-            for path, text in scripts.items():
-                with open(path, "x") as file:
-                    file.write(text)
+            state_files.make_folder("slurm", "ids")
         except OSError as error:
-            shutil.rmtree(paths.root, ignore_errors=True)
-            where = error.filename or paths.root
-            raise SubmitError(
-                f"cannot write the folder of the job, {where}: {error.strerror} (run option job_dir)"
-            ) from None
-        app_ids: list[str] = []
-        begun, done, given_up = threading.Event(), threading.Event(), threading.Event()
+            raise StateDirError(error.filename or self._ids, error.strerror or str(error)) from error
+        return super().submit(request, submitted, credentials)
 
-        def submit() -> None:
-            begun.set()
-            try:
-                if not given_up.is_set():
-                    app_ids.append(native.submit(request.command(paths.script)))
-            finally:
-                done.set()
+    def fill_folder(self, folder: JobFolder, request: BatchRequest) -> None:
+        """Write the request and the batch script."""
+        assert isinstance(request, SlurmRequest)
+        super().fill_folder(folder, request)
+        with open(os.path.join(folder.root, "job.sh"), "x") as file:
+            file.write(request.script)
 
-        try:
-            # In a thread: sbatch may have submitted the job when Ctrl-C comes, and only its answer has the job's id.
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(submit).result()
-        except BaseException:
-            given_up.set()
-            if begun.is_set():  # the pool does not wait for a thread whose start Ctrl-C has interrupted
-                done.wait()
-            for app_id in app_ids:
-                with contextlib.suppress(SlurmError):
-                    native.checked(["scancel", app_id])
-            shutil.rmtree(paths.root, ignore_errors=True)
-            raise
-        (app_id,) = app_ids
-        folder.link_id(app_id, paths.root)
-        events.append(paths.events, "submitted", f"submitted as job {app_id}", seconds=time.time() - began)
-        with contextlib.suppress(OSError, StateAccessError):
-            prune.prune()
-        return app_id
+    def name_app(self, folder: JobFolder, jobs: Sequence[str]) -> str:
+        """Return the job's id, and link it to the folder. Slurm uses an id again some day: the last job has it."""
+        link = os.path.join(self._ids, jobs[0])
+        aside = os.path.join(self._ids, f".{jobs[0]}.{os.getpid()}")
+        os.symlink(folder.root, aside)
+        os.rename(aside, link)
+        return jobs[0]
+
+    def task_ids(self, roles: Sequence[RoleSpec], jobs: Sequence[str]) -> list[list[str]]:
+        """Return the job's id for each replica."""
+        return [[jobs[0]] * spec.replicas for spec in roles]
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def snapshot(self, app_id: str, *, brief: bool = False) -> SlurmSnapshot | None:
-        """Read the state of an app; return None if no app of this scheduler has this id."""
-        job = snapshot.state_of(app_id)
-        return snapshot.of_app(app_id, job, brief=brief) if job else None
+    @property
+    def _ids(self) -> str:
+        return os.path.join(state_files.state_dir(), "slurm", "ids")
 
-    def snapshots(self, options: Cfg) -> list[SlurmSnapshot]:
-        """Read the states of the apps of this state directory and of this user's other apps that Slurm remembers."""
-        live = {job.leader: [job] for job in native.listed_jobs()}
-        folders = folder.job_folders()
-        for app_id, jobs in live.items():
-            job_folder = folder.folder_of_comment(jobs[0].comment)
-            if job_folder is not None and not snapshot.is_deleted(app_id, job_folder, jobs):
-                folders[app_id] = job_folder
-        lost = [app_id for app_id in folders if app_id not in live and not job_state.has_recorded_end(folders[app_id])]
-        recorded = native.recorded_jobs(lost)
-
-        def read(app_id: str) -> SlurmSnapshot:
-            components = live.get(app_id) or recorded.get(app_id, [])[:1]
-            state = job_state.of_job(folders[app_id], components)
-            app = submitted_app.load(folders[app_id].app, folders[app_id].trusted)
-            name = app.app.name if app else components[0].name if components else ""
-            return SlurmSnapshot(
-                app_id=app_id,
-                name=name,
-                roles=[],
-                app=app.app if app else None,
-                created=folders[app_id].submitted,
-                started=snapshot.first_start(state),
-                native=state.outcome,
-                job=state,
-            )
-
-        return read_undamaged(sorted(folders, key=int, reverse=True), read)
-
-    def read_log(
-        self, app: SlurmSnapshot, role: str, replica: int, query: LogQuery[SlurmSnapshot]
-    ) -> Iterator[TimedLine]:
-        """Yield lines of a replica's log; of both streams together if no stream is named. Times are right to 0.1 s."""
-        job = app.job
-        return log_reader.lines(
-            job.folder.replica_logs(role, replica),
-            query.stream.value if query.stream else "combined",
-            since=query.since,
-            until=query.until,
-            tail=query.tail,
-            ended=lambda: self.has_ended(app.app_id),
-            follow=query.follow and not job.state.is_terminal,
-            below=job.folder.trusted,
-        )
-
-    def native_request(self, app_id: str) -> tuple[SlurmRequest, SubmittedApp | None] | None:
-        """Return the request as submitted; None if the app does not exist or its request.json cannot be read."""
-        paths = folder.find(app_id)
-        if paths is None:
+    def folder(self, app_id: str) -> JobFolder | None:
+        """Return the folder of a job: the one that was submitted here, or that of the comment of this user's job."""
+        if not (app_id.isascii() and app_id.isdigit()):
             return None
-        request = records.read(SlurmRequest, paths.request, paths.trusted)
-        return (request, submitted_app.load(paths.app, paths.trusted)) if request else None
+        found = self._links([app_id]).get(app_id)
+        if found is None:
+            job = commands.listed_jobs(app_id).get(app_id)
+            _, mark, path = (job.comment if job else "").partition(render.MARK)
+            found = JobFolder(path) if mark and os.path.exists(JobFolder(path).app) else None
+        return found
 
-    def events_path(self, app_id: str) -> Path | None:
-        """Return the path of the app's events file; None if this state directory does not know its folder."""
-        paths = folder.find(app_id)
-        return Path(paths.events) if paths else None
+    def folders(self) -> dict[str, JobFolder]:
+        """Return the folders of all jobs that were submitted with this state directory, by id."""
+        return self._links()
 
-    def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
-        """Return the folder of a replica's logs; None if this state directory does not know the app's folder."""
-        paths = folder.find(app_id)
-        return Path(paths.replica_logs(role, replica)) if paths else None
+    def _links(self, app_ids: Sequence[str] = ()) -> dict[str, JobFolder]:
+        """Return the folders to which ids are linked.
 
-    def still_runs(self, app: SlurmSnapshot) -> bool:
-        """Return whether Slurm reports that the app runs, whatever its files say."""
-        return app.job.is_live
-
-    def check_removable(self, app: SlurmSnapshot) -> None:
-        """Check that the app is this user's.
+        Args:
+            app_ids: the ids; empty for all.
 
         Raises:
-            UserError: it is not.
+            StateAccessError: another user owns the state directory, or it cannot be read.
         """
-        _check_owner(app)
+        found = {}
+        try:
+            fd = safe_files.open_folder(self._ids, below=state_files.state_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except OSError as error:
+            raise StateAccessError.of(error, self._ids) from None
+        try:
+            for name in app_ids or os.listdir(fd):
+                with contextlib.suppress(OSError):
+                    found[name] = JobFolder(os.readlink(name, dir_fd=fd))
+        finally:
+            os.close(fd)
+        return {name: folder for name, folder in found.items() if name.isdigit() and os.path.exists(folder.app)}
 
-    def has_ended(self, app_id: str) -> bool:
-        """Return whether an app has ended or does not exist; at most every 5 s, or 0.5 s once its record says so."""
-        now = time.monotonic()
-        paths = folder.find(app_id)
-        is_recorded = paths is not None and job_state.has_recorded_end(paths)
-        if now < self._asked.get(app_id, -_ASK_EVERY) + (_ASK_AFTER_END if is_recorded else _ASK_EVERY):
-            return False
-        self._asked[app_id] = now
-        with contextlib.suppress(SlurmError, state_files.DamagedFileError):
-            job = snapshot.state_of(app_id)
-            return job is None or not job.is_live
-        return False
+    def has_recorded_end(self, folder: JobFolder) -> bool:
+        """Return whether the batch step has recorded the end, and Slurm cannot know more."""
+        record = load_record(folder)
+        return record is not None and record.ended is not None and not record.outside
+
+    def read(
+        self, app_id: str, folder: JobFolder, queued: Mapping[str, QueuedJob], *, brief: bool
+    ) -> AppSnapshot | None:
+        """Return the snapshot of a job, whose outcome is Slurm's and the batch step's."""
+        job, record = queued.get(app_id), load_record(folder)
+        if job is None and not self.has_recorded_end(folder):
+            accounted = commands.accounted_job(app_id)
+            job = accounted.queued if accounted else None
+        app = super().read(app_id, folder, {app_id: job} if job else {}, brief=brief)
+        if app is None:
+            return None
+        outcome = _outcome(job, record, folder)
+        active = job is not None and not job.state.is_terminal and (outcome is None or not outcome.state.is_terminal)
+        roles = []
+        for index, role in enumerate(app.roles):
+            first, *others = role.replicas
+            if record and record.hosts and not first.hostname:  # its task may be the last to write its record
+                first = replace(first, hostname=record.hosts[index])
+            roles.append(replace(role, replicas=[first, *others], is_active=active))
+        return replace(
+            app,
+            native=outcome,
+            is_supervised=True,
+            started=record.started if record else 0.0,
+            roles=roles,
+        )
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
-    def stop(self, app: SlurmSnapshot, outcome: Outcome, grace: float | None) -> None:
-        """Cancel an app and return immediately.
-
-        Args:
-            outcome: ignored: the batch step ends the rest of an app that has succeeded or failed.
-            grace: seconds from SIGTERM to SIGKILL: 0 to kill immediately; None, and any other value, for the app's run
-                option, since the batch step knows no other.
-
-        Raises:
-            UserError: the job belongs to another user.
-        """
-        _check_owner(app)
-        self._asked.pop(app.app_id, None)
-        cancel(app.app_id, app.job)
-        if grace == 0:
-            native.run(["scancel", "--signal=KILL", app.app_id])
-
-    def remove(self, app: SlurmSnapshot) -> None:
-        """Remove the job's folder.
-
-        Raises:
-            RemoveError: it is not the folder of a job of this user, or cannot be removed.
-        """
-        try:
-            folder.delete(app.app_id, app.job.folder)
-        except OSError as error:
-            raise RemoveError(app.app_id, app.job.folder.root, error) from None
+    def remove(self, app: AppSnapshot) -> None:
+        """Remove the folder and the link to it."""
+        super().remove(app)
+        state_files.remove_file(os.path.join(self._ids, app.app_id))
 
 
-def _check_owner(app: SlurmSnapshot) -> None:
-    """Check that an app is this user's: the comment of another user's job may name any folder.
+def _outcome(job: QueuedJob | None, record: BatchRecord | None, folder: JobFolder) -> Outcome | None:
+    """Return how a job has ended, or what it waits for; None if its replicas say that.
 
-    Raises:
-        UserError: it is not.
+    Args:
+        job: Slurm's record; None if Slurm has forgotten the job.
+        record: the batch step's record; None if it is missing.
     """
-    if owner := app.job.other_user:
-        raise UserError(
-            f"job {app.app_id} belongs to another user, {owner}: only that user can cancel or delete it by torchx"
-        )
-
-
-def cancel(app_id: str, job: JobState) -> None:
-    """Request the cancellation of an app for which ``JobState.is_live`` is true, and return immediately.
-
-    If job.json says that the job has ended, it does not use a plain scancel, which would change the job's state.
-
-    Raises:
-        SlurmError: a command of Slurm's fails or cannot be run.
-    """
-    before = records.read(CancelRecord, job.folder.cancel, job.folder.trusted)
-    with contextlib.suppress(OSError):  # the folder is on another machine: scancel works without it
-        if before is None:
-            state_files.write_json(job.folder.cancel, {"time": time.time()}, below=job.folder.trusted)
-    grace = records.read_submission(job.folder).grace
-    overdue = before is not None and time.time() > before.time + grace + _CANCEL_EXTRA
-    if overdue or not _batch_runs(job) or not (native.signal_batch_step(app_id) or job.state.is_terminal):
-        native.checked(["scancel", app_id])
-
-
-def _batch_runs(job: JobState) -> bool:
-    """Whether a batch step runs that can receive a signal: it has begun, and Slurm has not ended it."""
-    if not job.components or states.to_state(job.components[0].state) is not State.RUNNING:
-        return False
-    return job.record is not None and not job.record.outside
+    if record is not None and record.ended is not None and not (record.outside and job):
+        return Outcome(record.state, record.msg, time=record.ended)
+    if job is None:
+        return None
+    if job.state is State.PENDING or not job.state.is_terminal:
+        return Outcome(job.state, job.reason) if job.state is State.PENDING else None
+    stop = folder.load_stop()
+    if stop is not None and stop.state is State.CANCELLED:
+        return stop.outcome
+    if job.reason:
+        return Outcome(job.state, job.reason)
+    if record is None:
+        hint = f"it has written no record to {folder.root}: do all nodes see that folder (run option job_dir)?"
+        return Outcome(State.FAILED, f"the job has ended; {hint}")
+    return None

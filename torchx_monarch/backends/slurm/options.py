@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.options import NetworkOpts
-from torchx_monarch.backends.slurm import native
-from torchx_monarch.backends.slurm.native import SlurmError
+from torchx_monarch.backends.slurm import commands
 from torchx_monarch.model.check_result import CheckResult, check
 
 _COMMANDS = ("sbatch", "scontrol", "squeue", "scancel", "sinfo")
@@ -92,15 +92,15 @@ def check_slurm(options: SlurmOpts | None) -> Iterator[CheckResult]:
         options: the run options; None to check only that Slurm answers.
 
     Raises:
-        SlurmError: a command does not end in time or cannot be run.
+        BackendError: a command does not end in time or cannot be run.
     """
     missing = [name for name in _COMMANDS if shutil.which(name) is None]
     advice = f"{', '.join(missing)} not on the PATH; install Slurm's commands (Debian: slurm-client, Red Hat: slurm)"
     yield check("Slurm's commands", shutil.which("sbatch") or "", fail=advice if missing else "")
     if missing:
         return
-    version = native.run(["sinfo", "--version"], _TIMEOUT).stdout.strip()
-    ping = native.run(["scontrol", "ping"], _TIMEOUT)
+    version = commands.run(["sinfo", "--version"], _TIMEOUT).stdout.strip()
+    ping = commands.run(["scontrol", "ping"], _TIMEOUT)
     up = ping.returncode == 0 and " UP" in ping.stdout.upper()
     answer = (ping.stdout + ping.stderr).strip().replace("\n", ", ")
     yield check(
@@ -125,14 +125,14 @@ def check_pyxis() -> None:
     """Check that the cluster can run containers.
 
     Raises:
-        SlurmError: it cannot.
+        BackendError: it cannot.
     """
     if not _has_pyxis():
-        raise SlurmError(f"this cluster cannot run -cfg container=pyxis: {_NO_PYXIS}")
+        raise BackendError(f"this cluster cannot run -cfg container=pyxis: {_NO_PYXIS}")
 
 
 def _has_pyxis() -> bool:
-    return "--container-image" in native.run(["srun", "--help"]).stdout
+    return "--container-image" in commands.run(["srun", "--help"]).stdout
 
 
 def _check_partition(partition: str | None) -> CheckResult:
@@ -142,7 +142,7 @@ def _check_partition(partition: str | None) -> CheckResult:
         partition: its name; None for Slurm's default.
     """
     which = ["--partition", partition] if partition else []
-    sinfo = native.run(["sinfo", "--noheader", "--format=%P %a %D", *which], _TIMEOUT)
+    sinfo = commands.run(["sinfo", "--noheader", "--format=%P %a %D", *which], _TIMEOUT)
     if sinfo.returncode:
         return check("partition", partition or "", fail=f"sinfo refuses: {sinfo.stderr.strip()}")
     rows = [fields for fields in map(str.split, sinfo.stdout.splitlines()) if len(fields) == 3]

@@ -7,23 +7,35 @@ import logging
 import os
 import re
 import sys
+from dataclasses import replace
 
 import torchx
 from torchx.schedulers.devices import get_device_mounts
 from torchx.specs import NULL_RESOURCE, AppDef, BindMount, DeviceMount, InvalidRunConfigException, Role
 
+from torchx_monarch.backends.batch.backend import batch_role
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.slurm import folder, native
-from torchx_monarch.backends.slurm.container import Container, Mount
+from torchx_monarch.backends.slurm import commands
 from torchx_monarch.backends.slurm.options import SlurmOpts
-from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole
-from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole, option_words
+from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 
 _log = logging.getLogger(__name__)
 
 _SMALL_PARTITION = 1000
 """MB of memory; Slurm's configuration lacks the memory of nodes that report no more (aws-parallelcluster#2198)."""
+
+MARK = "torchx-monarch:"
+"""Precedes the path of the folder in a job's comment, and marks the job as this scheduler's."""
+
+_ALLOWED = {
+    "retry": ("in_place|requeue", "in_place or requeue"),
+    "container": ("pyxis", "pyxis"),
+    # Without B:, Slurm signals all processes of a step, including Monarch's, which the signal would kill.
+    "signal": (r"(R?B:|B:?R?:)TERM(@\d+)?", "B:TERM@SECONDS, such as B:TERM@120"),
+}
+"""A regular expression for the values of some run options, and what messages say."""
 
 _SBATCH = (
     *("partition", "account", "qos", "time", "constraint", "reservation"),
@@ -32,37 +44,59 @@ _SBATCH = (
 """The run options that sbatch has under the same names."""
 
 
-def render(app: AppDef, submitted: SubmittedApp, cfg: SlurmOpts) -> SlurmRequest:
+def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) -> SlurmRequest:
     """Render the request for an app.
+
+    Args:
+        path: the job's folder.
 
     Raises:
         UserError: a role cannot run in a container as it is, or the job's folder cannot be mounted there.
     """
-    retries = any(role.max_retries for role in app.roles)
-    requeue = retries if cfg.requeue is None else cfg.requeue
+    retries = max((role.max_retries for role in app.roles), default=0)
+    requeue = retries > 0 if options.requeue is None else options.requeue
     asks = any(role.resource != NULL_RESOURCE and role.resource.memMB > 0 for role in app.roles)
-    memory = native.partition_memory(cfg.partition) if asks and not cfg.nomem else None
-    nomem = cfg.nomem or (memory is not None and memory <= _SMALL_PARTITION)
-    path = folder.new(app.name, cfg.job_dir)
-    if cfg.container and re.search("[:,]", path):
+    memory = commands.partition_memory(options.partition) if asks and not options.nomem else None
+    nomem = options.nomem or (memory is not None and memory <= _SMALL_PARTITION)
+    if options.container and re.search("[:,]", path):
         raise UserError(
             f"pyxis cannot mount the job's folder {path}: it must have neither ':' nor ',' (option job_dir)"
         )
-    roles = [
-        _role(role, spec, nomem, _gres(role, app, cfg), cfg)
-        for role, spec in zip(app.roles, submitted.roles, strict=True)
-    ]
-    return SlurmRequest(
+    roles = []
+    for role, spec in zip(app.roles, submitted.roles, strict=True):
+        if options.retry == "requeue" and spec.retry_policy is RetryPolicy.APPLICATION:
+            spec = replace(spec, max_retries=0)
+        roles.append(_role(role, spec, nomem, _gres(role, app, options), options, path))
+    request = SlurmRequest(
         name=app.name,
         folder=path,
-        python=sys.executable,
         roles=roles,
-        sbatch=_job_options(app, cfg, path, requeue),
-        grace=float(cfg.grace),
+        commands=[],
+        grace=float(options.grace),
+        lease=float(options.lease),
+        python=sys.executable,
         requeue=requeue,
-        retry=cfg.retry,
-        lease=float(cfg.lease),
+        retries=retries if options.retry == "requeue" else 0,
     )
+    request.commands.append(_sbatch(request, _job_options(app, options, path, requeue)))
+    return request
+
+
+def _sbatch(request: SlurmRequest, options: dict[str, str | None]) -> list[str]:
+    """Return the sbatch command.
+
+    Options are on the command line because variables such as SBATCH_PARTITION override those in the script, and because
+    the script's quoting rules differ between versions of Slurm.
+
+    Args:
+        options: the options of the whole job.
+    """
+    words = ["sbatch", "--parsable", "--export=ALL"]
+    for index, role in enumerate(request.roles):
+        if index:
+            words.append(":")
+        words += option_words({**options, **role.sbatch})
+    return [*words, os.path.join(request.folder, "job.sh")]
 
 
 def check_options(cfg: SlurmOpts) -> None:
@@ -71,16 +105,10 @@ def check_options(cfg: SlurmOpts) -> None:
     Raises:
         InvalidRunConfigException: a value is not allowed; the message names the option and says what is.
     """
-    if cfg.retry not in ("in_place", "requeue"):
-        reason = f"Run option `retry` is {cfg.retry!r}; allowed are in_place and requeue"
-        raise InvalidRunConfigException(reason, "retry", dict(cfg))
-    if cfg.container not in (None, "pyxis"):
-        reason = f"Run option `container` is {cfg.container!r}; allowed is pyxis"
-        raise InvalidRunConfigException(reason, "container", dict(cfg))
-    # Without B:, Slurm signals all processes of a step, including Monarch's, which the signal would kill.
-    if cfg.signal is not None and not re.fullmatch(r"(R?B:|B:?R?:)TERM(@\d+)?", cfg.signal):
-        reason = f"Run option `signal` is {cfg.signal!r}; allowed is B:TERM@SECONDS, such as B:TERM@120"
-        raise InvalidRunConfigException(reason, "signal", dict(cfg))
+    for name, (pattern, allowed) in _ALLOWED.items():
+        value = getattr(cfg, name)
+        if value is not None and not re.fullmatch(pattern, value):
+            raise InvalidRunConfigException(f"Run option `{name}` is {value!r}; allowed is {allowed}", name, dict(cfg))
 
 
 def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[str, str | None]:
@@ -89,7 +117,7 @@ def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[
         "output": os.path.join(path, "job.log"),
         "open-mode": "append",
         "chdir": path,
-        "comment": folder.note(path, cfg.comment),
+        "comment": f"{cfg.comment} {MARK}{path}" if cfg.comment else f"{MARK}{path}",
         "requeue" if requeue else "no-requeue": None,
     }
     given = {name: getattr(cfg, name.replace("-", "_")) for name in _SBATCH}
@@ -112,16 +140,15 @@ def _gres(role: Role, app: AppDef, cfg: SlurmOpts) -> str | None:
     return f"gpu:{gpus}" if gpus else None
 
 
-def _role(role: Role, spec: RoleSpec, nomem: bool, gres: str | None, cfg: SlurmOpts) -> SlurmRole:
+def _role(role: Role, spec: RoleSpec, nomem: bool, gres: str | None, cfg: SlurmOpts, job: str) -> SlurmRole:
     nodes = str(role.num_replicas)
     sbatch: dict[str, str | None] = {"nodes": nodes, "ntasks-per-node": "1"}
     srun: dict[str, str | None] = {
         "nodes": nodes,
         "ntasks": nodes,
         "ntasks-per-node": "1",
-        # Monarch's hosts stop each other when one fails, and then still report the failure. The batch step supervises
-        # hosts that have not met, and a role that tolerates failures (``BatchStep._end_intolerable``).
-        "kill-on-bad-exit": "0" if spec.runs_hosts or spec.is_elastic else "1",
+        # The tasks start their replicas again, and the batch step ends the rest of a job that has failed.
+        "kill-on-bad-exit": "0",
         # With TorchX's setting, srun ends a step 60 s after its first task has ended, even successfully.
         "wait": "0",
         "export": "ALL",
@@ -138,28 +165,23 @@ def _role(role: Role, spec: RoleSpec, nomem: bool, gres: str | None, cfg: SlurmO
         sbatch["no-kill"] = srun["no-kill"] = None
     if gres:
         sbatch["gres"] = srun["gres"] = gres
-    container = None
+    rendered = batch_role(role, spec)
     if cfg.container is None:
         _warn_of_unused(role)
-        in_image = role.image and os.path.isdir(role.image)
-        cwd = os.path.abspath(role.image) if in_image else os.getcwd()
     else:
-        cwd = os.path.abspath(cfg.job_dir) if cfg.job_dir and role.workspace else os.getcwd()
-        container = _container(role, cwd)
-    return SlurmRole(
-        spec=spec,
-        command=[role.entrypoint, *role.args],
-        env=dict(role.env),
-        cwd=cwd,
-        image=role.image,
-        sbatch=sbatch,
-        srun=srun,
-        container=container,
-    )
+        rendered.cwd = os.path.abspath(cfg.job_dir) if cfg.job_dir and role.workspace else os.getcwd()
+        srun.update(_container(role, rendered.cwd, job))
+    return SlurmRole(**vars(rendered), sbatch=sbatch, srun=srun)
 
 
-def _container(role: Role, cwd: str) -> Container:
-    """Return the container of a role.
+def _container(role: Role, cwd: str, job: str) -> dict[str, str]:
+    """Return the srun options by which pyxis runs a role's step in containers: task, host and ranks.
+
+    The job's folder and the working directory are mounted under their own paths, so that every path of the request
+    means the same inside and outside.
+
+    Args:
+        job: the job's folder.
 
     Raises:
         UserError: the role has no image that can be used, or a mount that pyxis cannot make.
@@ -170,23 +192,32 @@ def _container(role: Role, cwd: str) -> Container:
             f"role {role.name!r} runs in a container (-cfg container=pyxis) and needs an image that has "
             f"torchx-monarch, and {given}. Name one with --image: a name in a registry, or a squashfs file"
         )
-    mounts = []
+    mounts = {path: _bind(role, path, path) for path in (job, cwd) if path != "/"}
     for mount in [*role.mounts, *get_device_mounts(role.resource.devices)]:
-        if isinstance(mount, BindMount):
-            mounts.append(Mount(os.path.abspath(mount.src_path), mount.dst_path, mount.read_only))
-        elif isinstance(mount, DeviceMount):
-            mounts.append(Mount(mount.src_path, mount.dst_path))
-        else:
+        if not isinstance(mount, (BindMount, DeviceMount)):
             raise UserError(f"role {role.name!r} has a mount of another kind than bind and device: {mount}")
-    if cwd != "/" and cwd not in [mount.target for mount in mounts]:
-        mounts.append(Mount(cwd, cwd))
-    for mount in mounts:
-        if re.search("[:,]", mount.source + mount.target):
-            raise UserError(
-                f"role {role.name!r}: pyxis cannot mount {mount.source} at {mount.target}: paths must have neither "
-                "':' nor ','"
-            )
-    return Container(_enroot_name(role), cwd, mounts)
+        bind = _bind(role, os.path.abspath(mount.src_path), mount.dst_path)
+        mounts[mount.dst_path] = f"{bind}:ro" if isinstance(mount, BindMount) and mount.read_only else bind
+    # Each folder before those inside of it, which it would hide.
+    targets = sorted(mounts, key=lambda target: target.rstrip("/").count("/"))
+    return {
+        "container-image": _enroot_name(role),
+        "container-mounts": ",".join(mounts[target] for target in targets),
+        "container-workdir": cwd,
+    }
+
+
+def _bind(role: Role, source: str, target: str) -> str:
+    """Return a mount as pyxis spells it.
+
+    Raises:
+        UserError: pyxis cannot spell it.
+    """
+    if re.search("[:,]", source + target):
+        raise UserError(
+            f"role {role.name!r}: pyxis cannot mount {source} at {target}: paths must have neither ':' nor ','"
+        )
+    return f"{source}:{target}"
 
 
 def _is_default(image: str) -> bool:

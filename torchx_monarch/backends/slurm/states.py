@@ -6,34 +6,14 @@ from __future__ import annotations
 from torchx_monarch.model.state import State
 
 STATES = {
-    "BOOT_FAIL": State.FAILED,
-    "CANCELLED": State.CANCELLED,
-    "COMPLETED": State.SUCCEEDED,
-    "COMPLETING": State.RUNNING,
-    "CONFIGURING": State.PENDING,
-    "DEADLINE": State.FAILED,
-    "FAILED": State.FAILED,
-    "LAUNCH_FAILED": State.FAILED,
-    "NODE_FAIL": State.FAILED,
-    "OUT_OF_MEMORY": State.FAILED,
-    "PENDING": State.PENDING,
-    "PREEMPTED": State.FAILED,
-    "RECONFIG_FAIL": State.FAILED,
-    "REQUEUED": State.PENDING,
-    "REQUEUE_FED": State.PENDING,
-    "REQUEUE_HOLD": State.PENDING,
-    "RESIZING": State.RUNNING,
-    "RESV_DEL_HOLD": State.PENDING,
-    "REVOKED": State.FAILED,
-    "RUNNING": State.RUNNING,
-    "SIGNALING": State.RUNNING,
-    "SPECIAL_EXIT": State.PENDING,
-    "STAGE_OUT": State.RUNNING,
-    "STOPPED": State.RUNNING,
-    "SUSPENDED": State.PENDING,
-    "TIMEOUT": State.FAILED,
+    State.PENDING: "CONFIGURING PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT SUSPENDED",
+    State.RUNNING: "COMPLETING RESIZING RUNNING SIGNALING STAGE_OUT STOPPED",
+    State.SUCCEEDED: "COMPLETED",
+    State.CANCELLED: "CANCELLED",
+    State.FAILED: "BOOT_FAIL DEADLINE FAILED LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED RECONFIG_FAIL REVOKED "
+    "TIMEOUT",
 }
-"""The app's state for each of Slurm's (squeue(1), section JOB STATE CODES)."""
+"""Slurm's states for each of an app's (squeue(1), section JOB STATE CODES)."""
 
 _REASONS = {
     "BOOT_FAIL": "a node could not be booted",
@@ -57,7 +37,7 @@ def word(state: str) -> str:
 
 def to_state(state: str) -> State:
     """Return the app's state for one of Slurm's; UNKNOWN if there is no equivalent."""
-    return STATES.get(word(state), State.UNKNOWN)
+    return next((ours for ours, names in STATES.items() if word(state) in names.split()), State.UNKNOWN)
 
 
 def explanation(state: str, reason: str = "") -> str:

@@ -1,0 +1,498 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The base of a backend for a batch system, which adds how to submit, to read the queue, and to cancel.
+
+Each role is an array job, or each replica a job. What a job runs is ``task``; all else is in the app's ``folder``.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import ClassVar, NamedTuple, TypeVar
+
+from torchx.specs import AppDef, Role
+
+from torchx_monarch.backends.batch import entrypoint
+from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole, JobFolder
+from torchx_monarch.backends.batch.snapshot import QueuedJob, has_ended, read_replica
+from torchx_monarch.backends.core import state_files, submitted_app
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
+from torchx_monarch.backends.core.errors import (
+    BackendError,
+    RemoveError,
+    StateAccessError,
+    StateDirError,
+    SubmitError,
+    UserError,
+)
+from torchx_monarch.backends.core.options import NetworkOpts
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.backends.local.render import safe_name
+from torchx_monarch.insight import events
+from torchx_monarch.model.check_result import CheckResult, check
+from torchx_monarch.model.env_names import JOB_VARIABLES
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
+from torchx_monarch.supervisor import log_reader
+
+_QUEUE_INTERVAL = 5.0
+"""Seconds between two questions to the batch system while waiting for an app to end: all users share it."""
+
+
+@dataclass
+class BatchOpts(NetworkOpts):
+    """Run options of batch systems."""
+
+    queue: str = ""
+    """Queue, partition or class of the jobs; empty for the system's default."""
+
+    submit_args: str = ""
+    """Further words for the command that submits, quoted as in a shell."""
+
+
+class Job(NamedTuple):
+    """What the batch system is to run: all replicas of a role as an array, or one of them.
+
+    Attributes:
+        name: a unique name of letters, digits and ``-_.``, which begins with a letter or digit.
+        words: the command.
+        tasks: number of replicas.
+        cpu: number of CPUs that each needs; 0 if it does not say.
+        gpu: number of GPUs that each needs.
+        memory: megabytes of memory that each needs; 0 if it does not say.
+        output: the file for what the batch system itself has to say.
+    """
+
+    name: str
+    words: Sequence[str]
+    tasks: int
+    cpu: int
+    gpu: int
+    memory: int
+    output: str
+
+
+O = TypeVar("O", bound=NetworkOpts)  # noqa: E741
+
+
+class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
+    """A batch system.
+
+    Attributes:
+        name: name of its folder below the state directory.
+        array: the variable in which a task of an array job finds its number; empty if each replica is a job.
+        first_task: the number of the first task.
+        job_id: a regular expression for what the submission prints, whose first group is the job's id.
+        unknown_job: a regular expression for what the cancellation prints of a job that has ended.
+        install: what to install if its commands are missing.
+    """
+
+    capabilities = Capabilities(separates_roles=True, shares_interpreter=True)
+    poll = 0.5
+    name: ClassVar[str]
+    array: ClassVar[str] = ""
+    first_task: ClassVar[int] = 0
+    job_id: ClassVar[str] = r"(\d+)"
+    unknown_job: ClassVar[str] = r"(?i)not exist|unknown|invalid job|not found|finished"
+    install: ClassVar[str] = ""
+    request_type: ClassVar[type[BatchRequest]] = BatchRequest
+
+    def __init__(self) -> None:
+        self._asked: dict[str, float] = {}
+        """When the queue was last read for each app (``has_ended``)."""
+
+    # -- what a batch system adds --------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def submit_command(self, job: Job, options: O) -> Sequence[str]:
+        """Return the command that submits a job and prints its id."""
+
+    @abc.abstractmethod
+    def queued(self) -> Mapping[str, QueuedJob]:
+        """Return the user's jobs that have not ended, by id. A task of an array job is ``ID.NUMBER``."""
+
+    @abc.abstractmethod
+    def cancel_command(self, jobs: Sequence[str]) -> Sequence[str]:
+        """Return the command that ends jobs, array jobs (``ID``), or tasks of them (``ID.NUMBER``)."""
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    def environ(self) -> dict[str, str]:
+        """Return the environment for commands, which jobs may inherit, without the variables of a job around this."""
+        return {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
+
+    def run(self, command: Sequence[str]) -> str:
+        """Run a command of the batch system and return what it prints.
+
+        Raises:
+            BackendError: it is missing, fails, or does not end in time.
+        """
+        done = run_command(command, self.environ(), self.install)
+        if done.returncode:
+            answer = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+            raise BackendError(f"{command[0]} refuses: {answer}")
+        return done.stdout
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        """End jobs, of which some may have ended."""
+        if jobs:
+            try:
+                self.run(self.cancel_command(jobs))
+            except BackendError as error:
+                if not re.search(self.unknown_job, str(error)):
+                    raise
+
+    def checks(self, options: O | None) -> Iterable[CheckResult]:
+        """Check that the batch system answers."""
+        yield check(self.name, f"{len(self.queued())} of your jobs wait or run")
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def check_options(self, options: O) -> None:
+        """Check the run options that do not depend on the app."""
+        words = getattr(options, "submit_args", "")
+        try:
+            shlex.split(words)
+        except ValueError as error:
+            raise UserError(f"Run option `submit_args` is {words}: {error}") from None
+
+    @property
+    def root(self) -> str:
+        """The folder of all apps."""
+        return os.path.join(state_files.state_dir(), self.name, "jobs")
+
+    def new_folder(self, name: str, parent: str) -> str:
+        """Return a path for the folder of a new app."""
+        return os.path.join(parent, f"{safe_name(name)[:60]}-{os.urandom(5).hex()}")
+
+    def render(self, app: AppDef, submitted: SubmittedApp, options: O) -> BatchRequest:
+        """Return the request that runs an app.
+
+        Raises:
+            UserError: a role has mounts.
+        """
+        for role in app.roles:
+            if role.mounts:
+                raise UserError(f"role {role.name!r} has mounts, and {self.name} runs no containers")
+        folder = JobFolder(self.new_folder(app.name, self.root))
+        roles = [batch_role(role, spec) for role, spec in zip(app.roles, submitted.roles, strict=True)]
+        commands = [list(self.submit_command(job, options)) for job in self._jobs(folder, roles)]
+        return BatchRequest(app.name, folder.root, roles, commands, float(options.grace), float(options.lease))
+
+    def _jobs(self, folder: JobFolder, roles: Sequence[BatchRole]) -> Iterator[Job]:
+        """Yield the jobs of an app, role by role."""
+        for index, role in enumerate(roles):
+            start = [sys.executable, "-I", "-S", entrypoint.__file__, "batch.task", folder.root, str(index)]
+            needs = (role.cpu, role.gpu, role.memory, folder.job_log)
+            if self.array:
+                words = [*start, f"{self.array}-{self.first_task}"]
+                yield Job(f"{folder.app_id}-{index}", words, role.spec.replicas, *needs)
+            else:
+                for k in range(role.spec.replicas):
+                    yield Job(f"{folder.app_id}-{index}-{k}", [*start, str(k)], 1, *needs)
+
+    def show(self, request: BatchRequest) -> str:
+        """Return the commands that submit, and for each role its environment and command."""
+        lines = [shlex.join(command) for command in request.commands]
+        for role in request.roles:
+            lines += ["", f"# role {role.spec.name}: {role.spec.replicas} x, in {role.cwd}"]
+            lines += [f"export {name}={shlex.quote(value)}" for name, value in role.env.items()]
+            lines.append(shlex.join(role.command))
+        return "\n".join(lines)
+
+    def submit(self, request: BatchRequest, submitted: SubmittedApp, credentials: str) -> str:
+        """Write the app's folder, submit its jobs, and return its id.
+
+        Raises:
+            StateDirError: the state directory cannot be written, or a part of it belongs to another user.
+            BackendError: the batch system refuses a job, or the folder cannot be written; nothing is left.
+        """
+        if os.path.exists(request.folder):  # the same dry run may be submitted twice
+            request = request.moved(self.new_folder(request.name, os.path.dirname(request.folder)))
+        folder, created = JobFolder(request.folder), time.time()
+        jobs: list[str] = []
+        try:
+            state_files.make_folder(self.name, "jobs")
+        except OSError as error:
+            raise StateDirError(error.filename or self.root, error.strerror or str(error)) from error
+        try:
+            os.makedirs(os.path.dirname(folder.root), mode=0o700, exist_ok=True)
+            os.mkdir(folder.root, 0o700)
+            self.fill_folder(folder, request.with_credentials(credentials))
+            for command in request.commands:
+                self._submit(command, jobs)
+            state_files.write_json(folder.app, {"created": created, "jobs": jobs, **submitted.to_json()})
+            app_id = self.name_app(folder, jobs)
+        except BaseException as error:
+            with contextlib.suppress(BackendError):
+                self.cancel(jobs)
+            shutil.rmtree(folder.root, ignore_errors=True)
+            if isinstance(error, OSError):
+                where = error.filename or folder.root
+                raise SubmitError(f"cannot write the folder of the job, {where}: {error.strerror}") from None
+            raise
+        events.append(folder.events, "submitted", f"submitted as {app_id}", seconds=time.time() - created)
+        with contextlib.suppress(OSError, BackendError):
+            self.prune()
+        return app_id
+
+    def fill_folder(self, folder: JobFolder, request: BatchRequest) -> None:
+        """Write what the jobs read into the folder of an app."""
+        state_files.write_json(folder.request, asdict(request))
+        folder.clear(request.roles)
+
+    def _submit(self, command: Sequence[str], jobs: list[str]) -> None:
+        """Submit a job and add its id to ``jobs``, also if Ctrl-C comes before the batch system has answered."""
+        answer: Future[str] | None = None
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(self.run, command)
+                answer.result()
+        finally:
+            if answer is not None and answer.done() and answer.exception() is None:
+                found = re.search(self.job_id, answer.result())
+                if found is None:
+                    raise BackendError(f"`{command[0]}` has printed no job id: {answer.result().strip()}")
+                jobs.append(found[1])
+
+    def name_app(self, folder: JobFolder, jobs: Sequence[str]) -> str:
+        """Return the id of an app whose jobs were submitted."""
+        return folder.app_id
+
+    def prune(self) -> None:
+        """Remove the folders of apps that ended long ago."""
+        oldest = time.time() - state_files.keep_days() * 86400
+        for folder in self.folders().values():
+            with contextlib.suppress(state_files.DamagedFileError, OSError):
+                is_old = os.path.dirname(folder.root) == self.root and os.stat(folder.root).st_mtime < oldest
+                if is_old and self.has_recorded_end(folder):
+                    shutil.rmtree(folder.root)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def folder(self, app_id: str) -> JobFolder | None:
+        """Return the folder of an app; None if there is none. Errors as for ``folders``."""
+        folder = JobFolder(os.path.join(self.root, app_id))
+        return folder if app_id in self._names() and os.path.exists(folder.app) else None
+
+    def folders(self) -> dict[str, JobFolder]:
+        """Return the folders of all apps by id.
+
+        Raises:
+            StateAccessError: another user owns the state directory, or it cannot be read.
+        """
+        folders = (JobFolder(os.path.join(self.root, name)) for name in self._names())
+        return {folder.app_id: folder for folder in folders if os.path.exists(folder.app)}
+
+    def _names(self) -> list[str]:
+        try:
+            return [name for name in state_files.names_in(self.root) if state_files.is_app_id(name)]
+        except OSError as error:
+            raise StateAccessError.of(error, self.root) from None
+
+    def snapshot(self, app_id: str, *, brief: bool = False) -> AppSnapshot | None:
+        """Read the state of an app; return None if the app does not exist."""
+        folder = self.folder(app_id)
+        if folder is None:
+            return None
+        return self.read(app_id, folder, {} if self.has_recorded_end(folder) else self.queued(), brief=brief)
+
+    def snapshots(self, options: Cfg) -> Sequence[AppSnapshot]:
+        """Read the states of all apps, the newest first."""
+        folders = self.folders()
+        queued = self.queued()
+        found = read_undamaged(folders, lambda app_id: self.read(app_id, folders[app_id], queued, brief=True))
+        return sorted(found, key=lambda app: app.created, reverse=True)
+
+    def has_recorded_end(self, folder: JobFolder) -> bool:
+        """Return whether the files of an app say that it has ended, so that the queue need not be read."""
+        stored = submitted_app.load(folder.app, folder.trusted)
+        specs = stored.roles if stored else ()
+        return all(has_ended(folder, spec.name, k) for spec in specs for k in range(spec.replicas))
+
+    def read(
+        self, app_id: str, folder: JobFolder, queued: Mapping[str, QueuedJob], *, brief: bool
+    ) -> AppSnapshot | None:
+        """Return the snapshot of an app; None if its folder was removed.
+
+        Args:
+            queued: what the batch system reports, which must have been asked before: tasks write their records before
+                they end.
+        """
+        content = state_files.read_json(folder.app, folder.trusted)
+        stored = submitted_app.load(folder.app, folder.trusted)
+        if content is None or stored is None:
+            return None
+        request = state_files.read_json(folder.request, folder.trusted) or {}
+        jobs = self.task_ids(stored.roles, content["jobs"])
+        asked = folder.load_stop()
+        ending = asked.outcome if asked else None
+        happened = [] if brief else events.read(folder.events, below=folder.trusted)[0]
+        roles = []
+        for spec, ids in zip(stored.roles, jobs, strict=True):
+            restarts = sum(event["kind"] == "rank_restart" and event.get("role") == spec.name for event in happened)
+            replicas = [read_replica(spec, k, folder, _job(queued, ids[k]), ending) for k in range(spec.replicas)]
+            roles.append(RoleSnapshot(spec, [replace(replicas[0], rank_restarts=restarts), *replicas[1:]]))
+        return AppSnapshot(
+            app_id,
+            stored.app.name,
+            roles,
+            stored.app,
+            created=content["created"],
+            grace=float(request.get("grace", 0.0)),
+            ending=ending,
+            ui_url=f"file://{folder.root}",
+        )
+
+    def task_ids(self, roles: Sequence[RoleSpec], jobs: Sequence[str]) -> list[list[str]]:
+        """Return for each role the batch system's ids of its replicas.
+
+        Args:
+            jobs: the ids of the app's jobs.
+        """
+        if self.array:
+            numbers = [range(self.first_task, self.first_task + spec.replicas) for spec in roles]
+            return [[f"{job}.{number}" for number in tasks] for job, tasks in zip(jobs, numbers, strict=True)]
+        remaining = iter(jobs)
+        return [[next(remaining) for _ in range(spec.replicas)] for spec in roles]
+
+    def has_ended(self, app_id: str) -> bool | None:
+        """Return whether an app has ended or does not exist; the batch system is asked at most every 5 s."""
+        folder, now = self.folder(app_id), time.monotonic()
+        if folder is None or self.has_recorded_end(folder):
+            return None
+        if now < self._asked.get(app_id, -_QUEUE_INTERVAL) + _QUEUE_INTERVAL:
+            return False
+        self._asked[app_id] = now
+        return None
+
+    def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
+        """Yield lines of a replica's log; of both streams together if no stream is named. Times are right to 0.1 s."""
+        folder = self.folder(app.app_id)
+        if folder is None:
+            raise UserError(f"app {app.app_id} was removed")
+        yield from log_reader.lines(
+            folder.replica_logs(role, replica),
+            query.stream.value if query.stream else "combined",
+            since=query.since,
+            until=query.until,
+            tail=query.tail,
+            ended=query.has_ended,
+            follow=query.follow,
+            below=folder.trusted,
+        )
+
+    def native_request(self, app_id: str) -> tuple[BatchRequest, SubmittedApp | None] | None:
+        """Return the request as submitted; None if the app does not exist."""
+        folder = self.folder(app_id)
+        request = state_files.load(self.request_type, folder.request, folder.trusted) if folder else None
+        return (request, submitted_app.load(folder.app, folder.trusted)) if folder and request else None
+
+    def events_path(self, app_id: str) -> Path | None:
+        """Return the path of the app's events file."""
+        folder = self.folder(app_id)
+        return Path(folder.events) if folder else None
+
+    def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
+        """Return the folder of a replica's logs."""
+        folder = self.folder(app_id)
+        return Path(folder.replica_logs(role, replica)) if folder else None
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def stop(self, app: AppSnapshot, outcome: Outcome, grace: float | None) -> None:
+        """Ask the tasks to stop, which look for that every second; end jobs that wait, and all jobs without grace."""
+        folder = self.folder(app.app_id)
+        if folder is None:
+            return
+        self._asked.pop(app.app_id, None)
+        folder.request_stop(outcome, grace, app.grace)
+        content = state_files.read_json(folder.app, folder.trusted) or {}
+        ids = self.task_ids([role.spec for role in app.roles], content["jobs"])
+        queued = self.queued()
+        jobs = {job_id: _job(queued, job_id) for tasks in ids for job_id in tasks}
+        states = {job_id: job.state for job_id, job in jobs.items() if job is not None and not job.state.is_terminal}
+        self.cancel([job_id for job_id, state in states.items() if state is State.PENDING or grace == 0])
+
+    def remove(self, app: AppSnapshot) -> None:
+        """End what could not be ended in time, and remove the app's folder.
+
+        Raises:
+            RemoveError: it cannot be removed.
+        """
+        folder = self.folder(app.app_id)
+        if folder is None:
+            return
+        if any(replica.is_alive for replica in app.replicas):
+            self.cancel((state_files.read_json(folder.app, folder.trusted) or {})["jobs"])
+        try:
+            shutil.rmtree(folder.root)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise RemoveError(app.app_id, folder.root, error) from None
+
+
+def run_command(
+    command: Sequence[str], environ: Mapping[str, str], install: str, timeout: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of a batch system, which may answer late under load.
+
+    Args:
+        install: what to install if it is missing.
+        timeout: seconds that it may take.
+
+    Raises:
+        BackendError: it is missing, cannot be executed, or does not end in time.
+    """
+    try:
+        return subprocess.run(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+            start_new_session=True,  # Ctrl-C is for this process, which needs the answer (``BatchBackend._submit``)
+        )
+    except FileNotFoundError:
+        raise BackendError(f"{command[0]!r} is not on the PATH: install {install}") from None
+    except OSError as error:
+        raise BackendError(f"{command[0]!r} cannot be run: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise BackendError(f"`{' '.join(command[:2])}` has not answered for {timeout:g} s") from None
+
+
+def batch_role(role: Role, spec: RoleSpec) -> BatchRole:
+    """Return the role of a request."""
+    in_image = role.image and os.path.isdir(role.image)
+    return BatchRole(
+        spec,
+        [role.entrypoint, *role.args],
+        dict(role.env),
+        cwd=os.path.abspath(role.image) if in_image else os.getcwd(),
+        image=role.image,
+        cpu=max(0, int(role.resource.cpu)),
+        gpu=max(0, role.resource.gpu),
+        memory=max(0, role.resource.memMB),
+    )
+
+
+def _job(queued: Mapping[str, QueuedJob], job_id: str) -> QueuedJob | None:
+    """Return a job, or the task of an array job, or the job of which the batch system does not tell tasks apart."""
+    return queued.get(job_id) or queued.get(job_id.partition(".")[0])

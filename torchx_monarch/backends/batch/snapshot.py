@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The replicas of an app, by the records of its tasks and by what the batch system reports. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torchx_monarch.backends.batch.folder import JobFolder, TaskRecord
+from torchx_monarch.backends.core.snapshot import Outcome, ReplicaSnapshot
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
+
+
+class QueuedJob(NamedTuple):
+    """A job, or a task of an array job, as the batch system reports it.
+
+    Attributes:
+        state: PENDING or RUNNING, or how it has ended, if the batch system remembers that.
+        reason: why it waits, or why it has ended; empty if there is nothing to say.
+        is_stuck: whether it can never start.
+    """
+
+    state: State = State.RUNNING
+    reason: str = ""
+    is_stuck: bool = False
+
+
+def read_replica(
+    spec: RoleSpec, k: int, folder: JobFolder, job: QueuedJob | None, ending: Outcome | None
+) -> ReplicaSnapshot:
+    """Return a replica by its record and its job.
+
+    Args:
+        job: what the batch system reports of its job; None if that has ended.
+        ending: how the app was asked to end.
+    """
+    name, record = f"{spec.name}/{k}", folder.replica(spec.name, k).load_record()
+    is_alive = job is not None and not job.state.is_terminal
+    more: dict[str, Any] = {}
+    if record is not None:
+        latest = record.roles[0].replicas[0]
+        more = {"hostname": record.hostname, "started": latest.started or 0.0, "restarts": record.restarts}
+        more["ended"] = latest.ended or record.ended or 0.0
+    preempted = record is not None and _was_preempted(record, ending)
+    if job is not None and is_alive and (record is None or preempted or job.state is State.PENDING):
+        waiting = job.reason or ("was preempted" if preempted else "")
+        stopping = ending is not None and job.state is State.RUNNING
+        more |= {"waiting": waiting, "is_stuck": job.is_stuck, "is_stopping": stopping, "ended": 0.0}
+        return ReplicaSnapshot(spec.name, k, State.PENDING, **more)
+    if record is not None and record.terminal:
+        return _ended(spec.name, k, record, job, more)
+    if record is not None and is_alive:
+        state = State.PENDING if record.roles[0].replicas[0].state is State.PENDING else State.RUNNING
+        return ReplicaSnapshot(spec.name, k, state, is_stopping=ending is not None, **more)
+    reason = job.reason if job else ""
+    if record is None:
+        failure = "" if ending else f"replica {name} has not started: {reason or 'it was removed from the queue'}"
+        return ReplicaSnapshot(spec.name, k, State.CANCELLED if ending else State.FAILED, failure=failure, **more)
+    reason = reason or "it was killed by the batch system, or its node was lost"
+    failure = f"replica {name} on {record.hostname}: {reason}"
+    return ReplicaSnapshot(spec.name, k, State.FAILED, failure=failure, was_stopped=ending is not None, **more)
+
+
+def _ended(role: str, k: int, record: TaskRecord, job: QueuedJob | None, more: Mapping[str, Any]) -> ReplicaSnapshot:
+    """Return a replica whose record says that it has ended."""
+    latest = record.roles[0].replicas[0]
+    if record.state is State.SUCCEEDED:
+        return ReplicaSnapshot(role, k, State.SUCCEEDED, exit_code=0, **more)
+    stopped = record.state is State.CANCELLED
+    return ReplicaSnapshot(
+        role,
+        k,
+        State.CANCELLED if stopped else State.FAILED,
+        failure=(job.reason if job else "") or record.msg,
+        error=latest.error or "",
+        exit_code=latest.exit_code,
+        was_stopped=stopped,
+        **more,
+    )
+
+
+def _was_preempted(record: TaskRecord, ending: Outcome | None) -> bool:
+    """Return whether the batch system, and no request, has stopped a replica."""
+    return record.state is State.CANCELLED and ending is None
+
+
+def has_ended(folder: JobFolder, role: str, k: int) -> bool:
+    record = folder.replica(role, k).load_record()
+    asked = folder.load_stop()
+    return record is not None and record.terminal and not _was_preempted(record, asked.outcome if asked else None)

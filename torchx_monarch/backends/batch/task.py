@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run one replica as a task of a batch job: ``entrypoint.py batch.task FOLDER ROLE NUMBER``. Standard library only.
+
+The supervisor's loop runs the replica, writes its logs and record and restarts it. The task looks into the app's folder
+for a request to stop, which no signal of the submitting machine reaches. SIGTERM comes from the batch system itself,
+which then starts the task again or not; the record says CANCELLED, and the queue says which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from string import Template
+
+from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder, ReplicaFolder, StopRequest, TaskRecord
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.local import cancel_request, status
+from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
+from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
+from torchx_monarch.insight import events
+from torchx_monarch.model.env_names import replica0_variable
+from torchx_monarch.model.job_result import shell_code
+from torchx_monarch.model.state import State
+from torchx_monarch.supervisor import spawn
+from torchx_monarch.supervisor.records import ReplicaRequest
+from torchx_monarch.system import processes, run_dirs
+
+APP_ID = "MONARCH_APP_ID"
+"""The variable with the app's id, for batch systems whose apps are named by their jobs; otherwise the folder's name."""
+
+_RANK0_HOST = "TORCHX_RANK0_HOST"
+"""The variable with the host of the first role's replica 0 (TorchX's macro ``rank0_env``)."""
+
+_POLL_INTERVAL = 1.0
+"""Seconds between two looks into the folder, which may be on a network file system."""
+
+
+class _TaskLoop(SupervisorLoop):
+    """The loop of one replica, which the app's folder may ask to stop."""
+
+    def __init__(self, paths: ReplicaFolder, request: LocalRequest, record: TaskRecord) -> None:
+        super().__init__(paths, request, record)
+        self._job = paths.job
+        self._asked: StopRequest | None = None
+
+    def poll_stop(self) -> None:
+        """Check now and then whether the app was asked to stop, or to stop sooner."""
+        asked = self._job.load_stop()
+        if asked is not None and asked != self._asked:
+            self._asked = asked
+            cancel_request.write(self._paths, cancel_request.CancelRequest(asked.grace))
+            self._on_cancel()
+        if not self._done:
+            self.at(time.monotonic() + _POLL_INTERVAL, self.poll_stop)
+
+    def _on_signals(self, numbers: bytes) -> None:
+        # Some batch systems signal all processes of a job at once: a replica that ended by that has not failed.
+        if signal.SIGTERM in numbers and not self._done:
+            self._on_cancel()
+        super()._on_signals(numbers.replace(bytes([signal.SIGTERM]), b""))
+
+
+def main(folder: str, role: str, number: str) -> int:
+    """Run one replica to its end and return its exit code.
+
+    Args:
+        folder: the app's folder.
+        role: index of its role.
+        number: its id, or ``VARIABLE-FIRST``: the batch system's variable with the number of the task, and the first
+            task's number.
+    """
+    variable, _, first = number.rpartition("-")
+    replica = int(os.environ[variable]) - int(first) if variable else int(number)
+    job, node = JobFolder(folder), os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    try:
+        stored = state_files.load(BatchRequest, job.request, job.trusted)
+    except state_files.DamagedFileError as error:
+        sys.exit(f"node {node}: {error}")
+    if stored is None:
+        sys.exit(f"node {node} cannot read {job.request}: all nodes must see that folder")
+    spec = stored.roles[int(role)].spec
+    paths = job.replica(spec.name, replica)
+    os.makedirs(paths.root, mode=0o700, exist_ok=True)
+    app_id = os.environ.pop(APP_ID, "") or job.app_id
+    request = _request(stored, int(role), replica, app_id, run_dirs.new_run_dir())
+    record = _new_record(paths, request, node)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(paths.cancel)  # of a start before the job was queued again
+    state_files.write_json(paths.status, record.to_json())
+    hosts = _await_replica0_hosts(job, stored)
+    if hosts is None:
+        record.state, record.ended = State.CANCELLED, time.time()
+        run_dirs.remove_tree(request.run_dir)
+        status.save_last(paths, record)
+        return 128 + signal.SIGTERM
+    if int(role) == replica == 0:
+        events.append(job.events, "job_started", f"the app runs; its first replica is on {node}", seconds=None)
+    (only,) = request.roles[0].replicas
+    # The nodes need not see the submitter's state directory, where monarch_local keeps what is learned.
+    only.env = {**hosts, "MONARCH_EVENTS": job.events, "MONARCH_LEARNED_DIR": "", **only.env}
+    processes.become_subreaper()
+    spawn.raise_file_limit()
+    loop = _TaskLoop(paths, request, record)
+    loop.run(loop.poll_stop, os.pipe()[0])
+    if record.state is State.CANCELLED and cancel_request.load(paths) is None:
+        record.hostname = ""  # preempted: the next start may be elsewhere
+        state_files.write_json(paths.status, record.to_json())
+    code = record.roles[0].replicas[0].exit_code
+    return 1 if code is None else shell_code(code)
+
+
+def _request(stored: BatchRequest, index: int, replica: int, app_id: str, run_dir: str) -> LocalRequest:
+    """Return the request for the supervisor's loop."""
+    role = stored.roles[index]
+    values = {"img_root": role.image, "app_id": app_id, "replica_id": str(replica), "rank0_env": _RANK0_HOST}
+    command, env = substitute(role.command, role.env, values)
+    # The batch system and the hosts end together; each task starts its replica again alone.
+    alone = replace(role.spec, replicas=1, min_replicas=None, sidecar=False)
+    only = RoleRequest(alone, [ReplicaRequest(command, env, role.cwd)], first=replica)
+    job = f"{app_id}:{os.path.basename(stored.folder)}"
+    return LocalRequest(app_id, stored.name, [only], stored.grace, run_dir, job, stored.lease, networked=True)
+
+
+def substitute(
+    command: Sequence[str], env: Mapping[str, str], values: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """Replace TorchX's macros as ``torchx.specs.macros.Values`` does, and return command and environment."""
+
+    def fill(text: str) -> str:
+        return Template(text).safe_substitute(values)
+
+    # TorchX does not replace macros in the entrypoint.
+    return [command[0], *map(fill, command[1:])], {name: fill(value) for name, value in env.items()}
+
+
+def _new_record(paths: ReplicaFolder, request: LocalRequest, node: str) -> TaskRecord:
+    """Return the record of a start, which counts earlier ones: the batch system may start a job again."""
+    before, counted = paths.load_record(), int(os.environ.pop("MONARCH_RESTART", "0"))
+    restarts = before.restarts + 1 if before else counted
+    record = TaskRecord(request.app_id, request.name, time.time(), restarts=restarts, hostname=node)
+    record.roles = status.new_roles(request)
+    record.roles[0].replicas[0].restarts = restarts
+    return record
+
+
+def _await_replica0_hosts(job: JobFolder, stored: BatchRequest) -> dict[str, str] | None:
+    """Wait until all replicas 0 have started; return the variables with their hosts, None after a request to stop.
+
+    A batch system that knows the nodes beforehand has set the variables itself.
+    """
+    names = {replica0_variable(index): role.spec.name for index, role in enumerate(stored.roles)}
+    hosts = {variable: os.environ[variable] for variable in names if variable in os.environ}
+    while True:
+        for variable in names.keys() - hosts.keys():
+            record = job.replica(names[variable], 0).load_record()
+            if record is not None and record.hostname:
+                hosts[variable] = record.hostname
+        if len(hosts) == len(names):
+            return {_RANK0_HOST: hosts[replica0_variable(0)], **hosts}
+        if job.load_stop() is not None:
+            return None
+        time.sleep(_POLL_INTERVAL / 4)

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What runs on a job's first node: ``entrypoint.py slurm.batch_step FOLDER``. Standard library only.
+
+It starts a step (srun) for each role, whose tasks run the replicas (``batch.task``), and owns the app: when
+``core.state`` has decided how it ends, the batch step asks the tasks that are left to stop. It records the result, and
+puts the job back into the queue where that is asked for. SIGTERM comes from Slurm: a time limit, a preemption, scancel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torchx_monarch.backends.batch.folder import JobFolder
+from torchx_monarch.backends.batch.snapshot import QueuedJob, read_replica
+from torchx_monarch.backends.batch.task import APP_ID
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
+from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, AppStatus, reduce
+from torchx_monarch.backends.slurm.request import SlurmRequest
+from torchx_monarch.insight import events
+from torchx_monarch.model.codec import Seconds
+from torchx_monarch.model.env_names import replica0_variable
+from torchx_monarch.model.host_result import no_retry_reason
+from torchx_monarch.model.job_result import shell_code
+from torchx_monarch.model.state import State
+from torchx_monarch.supervisor.signal_pipe import watch_signals
+from torchx_monarch.system import safe_files
+
+_STOP_EXTRA = HOST_EXTRA + 10.0
+"""Seconds beyond the grace period after which steps that have not stopped are killed."""
+
+_CHECK_INTERVAL = 1.0
+"""Seconds between two looks at the records of the tasks."""
+
+_REQUEUE_TIMEOUT = 120.0
+"""Seconds in which Slurm ends this process after scancel or a requeue."""
+
+_RESERVE = 64 * 1024
+"""Bytes of disk space for the last record."""
+
+_COMPONENTS_OWN = (
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_MEM_PER_CPU",
+    "SLURM_MEM_PER_GPU",
+    "SLURM_MEM_PER_NODE",
+    "SLURM_TRES_PER_TASK",
+)
+"""Variables with the resources of the first component, which srun would apply to the steps of the others, too."""
+
+_READ = 16 * 1024
+"""Bytes of the job's log that are searched for an error."""
+
+_ERROR = re.compile(r"(?:\d+: |(?=srun: |slurmstepd))(?:(?:srun|slurmstepd[\w.-]*): error: )?(.*\S)")
+"""A line of a task, which its number precedes, or an error of srun or slurmstepd."""
+
+_AFTERWARDS = re.compile(
+    r"Exited with exit code|^(task \d+|spank)[:_ ]|to unblock task|STEP \d|JOB \d|Terminating|_try_parse|plugin stack"
+)
+"""Errors of srun and slurmstepd that follow from another one."""
+
+
+@dataclass
+class BatchRecord:
+    """The content of job.json.
+
+    Attributes:
+        job_id: id of the job.
+        started: when the job first ran, in seconds since the epoch.
+        state: its final state; RUNNING until it has ended.
+        msg: the reason, for the user; may be empty.
+        ended: when it ended, in seconds since the epoch; None until then.
+        outside: whether Slurm itself has ended it, so that Slurm's state says how.
+        retries: how often it went back into the queue after a failure.
+        hosts: the node of each role's replica 0.
+    """
+
+    job_id: str = ""
+    started: Seconds = 0.0
+    state: State = State.RUNNING
+    msg: str = ""
+    ended: Seconds | None = None
+    outside: bool = False
+    retries: int = 0
+    hosts: list[str] = field(default_factory=list)
+
+
+def record_path(folder: JobFolder) -> str:
+    """Return the path of job.json."""
+    return os.path.join(folder.root, "job.json")
+
+
+def load_record(folder: JobFolder) -> BatchRecord | None:
+    """Read job.json; return None if it is missing, or just being replaced."""
+    with contextlib.suppress(state_files.DamagedFileError):  # NFS may not find a file that is just being replaced
+        return state_files.load(BatchRecord, record_path(folder), folder.trusted)
+    return None
+
+
+class BatchStep:
+    """Run a job to its end."""
+
+    def __init__(self, folder: JobFolder, request: SlurmRequest) -> None:
+        self._folder = folder
+        self._request = request
+        before = load_record(folder)
+        self._record = BatchRecord(os.environ["SLURM_JOB_ID"], time.time())
+        for index in range(len(request.roles)):
+            nodes = os.environ["SLURM_JOB_NODELIST" + ("" if self._is_plain else f"_HET_GROUP_{index}")]
+            self._record.hosts.append(first_node(nodes))
+        if before is not None:
+            self._record.started, self._record.retries = before.started, before.retries
+        self._steps: dict[int, int] = {}
+        """The index of each role whose step runs, by the process of its srun."""
+        self._is_told = False
+        """Whether Slurm has told the job to stop."""
+        self._decided = float("inf")
+        """When the app was decided while tasks are left (``time.monotonic``)."""
+        self._kill_at = float("inf")
+
+    def run(self) -> int:
+        """Run the job and return its exit code."""
+        wake = watch_signals((signal.SIGTERM, signal.SIGCHLD))
+        with contextlib.suppress(OSError):  # a full disk
+            safe_files.make_reserve(self._folder.reserve, _RESERVE)
+        self._write()
+        if (stop := self._folder.load_stop()) is not None and stop.outcome is not None:
+            return self._conclude()  # the job was cancelled while Slurm requeued it
+        self._clear()
+        self._start()
+        while self._steps:
+            select.select([wake], [], [], _CHECK_INTERVAL)
+            with contextlib.suppress(BlockingIOError):
+                if signal.SIGTERM in os.read(wake, 4096) and not self._is_told:
+                    self._is_told = True
+                    self._stop(Outcome(State.PENDING, "told to stop by Slurm"))
+            self._reap()
+            self._end_rest()
+            if time.monotonic() > self._kill_at:
+                self._kill()
+        return self._conclude()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        """Remove what the tasks of an earlier run have recorded, and its request to stop."""
+        for role in self._request.roles:
+            for k in range(1, role.spec.replicas):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._folder.replica(role.spec.name, k).status)
+        self._folder.clear(self._request.roles)
+
+    def _start(self) -> None:
+        environ = {name: value for name, value in os.environ.items() if name not in _COMPONENTS_OWN or self._is_plain}
+        environ[APP_ID] = self._record.job_id
+        environ["MONARCH_RESTART"] = os.environ.get("SLURM_RESTART_COUNT", "0")
+        environ.update({replica0_variable(index): host for index, host in enumerate(self._record.hosts)})
+        for index in range(len(self._request.roles)):
+            words = self._request.step(index)
+            # CPython ignores these two signals at start-up, and children inherit that.
+            defaults = (signal.SIGPIPE, signal.SIGXFSZ)
+            self._steps[os.posix_spawnp(words[0], words, environ, setsigdef=defaults)] = index
+
+    @property
+    def _is_plain(self) -> bool:
+        return len(self._request.roles) == 1
+
+    def _reap(self) -> None:
+        for pid, index in list(self._steps.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self._steps[pid]
+                role, code = self._request.roles[index].spec.name, os.waitstatus_to_exitcode(status)
+                self._event("role_ended", f"role {role} ended with code {code}", role=role, exit_code=code)
+
+    def _kill(self) -> None:
+        """Send SIGTERM to the sruns that still run, which makes them kill their tasks."""
+        _say("steps did not stop in time: killing them")
+        for pid in self._steps:
+            os.kill(pid, signal.SIGTERM)
+        self._kill_at = time.monotonic() + _STOP_EXTRA
+
+    # -- decisions -----------------------------------------------------------------------------------------------------
+
+    def _status(self) -> AppStatus:
+        stop = self._folder.load_stop()
+        ending = stop.outcome if stop else None
+        running = set(self._steps.values())
+        roles = []
+        for index, role in enumerate(self._request.roles):
+            step = QueuedJob(State.RUNNING if index in running else State.FAILED, self._failure(index))
+            replicas = [read_replica(role.spec, k, self._folder, step, ending) for k in range(role.spec.replicas)]
+            roles.append(RoleSnapshot(role.spec, replicas))
+        return reduce(AppSnapshot(self._record.job_id, self._request.name, roles, ending=ending))
+
+    def _failure(self, index: int) -> str:
+        """Return why no task of a role has started; empty if one has, or its step runs."""
+        role = self._request.roles[index]
+        records = (self._folder.replica(role.spec.name, k).load_record() for k in range(role.spec.replicas))
+        if index in self._steps.values() or any(records):
+            return ""
+        what = f"container of {role.image_name}" if role.image_name else "task"
+        return f"no {what} has started: {last_error(self._folder.job_log)}".rstrip(": ")
+
+    def _end_rest(self) -> None:
+        """Ask the tasks that are left to stop, some seconds after the app is decided."""
+        if self._is_told:
+            return
+        if (stop := self._folder.load_stop()) is not None:
+            grace = self._request.grace if stop.grace is None else stop.grace
+            self._kill_at = min(self._kill_at, time.monotonic() + grace + _STOP_EXTRA)
+            return
+        status = self._status()
+        if status.outcome is None or not status.is_stop_due:
+            self._decided = float("inf")
+            return
+        self._decided = min(self._decided, time.monotonic())
+        if status.outcome.state is State.SUCCEEDED or time.monotonic() > self._decided + SETTLE:
+            self._stop(status.outcome)
+
+    def _stop(self, outcome: Outcome) -> None:
+        message = outcome.message or str(outcome.state)
+        self._event("stop", f"{message}; what still runs has {self._request.grace:g} s to end")
+        with contextlib.suppress(OSError):
+            self._folder.request_stop(outcome, None, self._request.grace)
+        self._kill_at = time.monotonic() + self._request.grace + _STOP_EXTRA
+
+    def _conclude(self) -> int:
+        """Record how the job has ended, or queue it again; return its exit code."""
+        status, stop = self._status(), self._folder.load_stop()
+        if status.outcome is not None and status.outcome.state is State.SUCCEEDED:
+            return self._finish(State.SUCCEEDED, "", 0)
+        if stop is not None and stop.state is State.CANCELLED:
+            code = self._finish(State.CANCELLED, "cancelled", 128 + signal.SIGTERM)
+            # Only scancel gives the job the state CANCELLED in Slurm.
+            _run("scancel", self._record.job_id)
+            time.sleep(_REQUEUE_TIMEOUT)
+            return code
+        if self._is_told:
+            state = (_run("squeue", "-h", "-o", "%T", "-j", self._record.job_id) or "").split()[:1]
+            if self._request.requeue and state == ["RUNNING"]:  # else Slurm itself may be about to queue it again
+                return self._requeue("told to stop by Slurm")
+            self._record.outside = True
+            reason = "told to stop by Slurm (see the job's state there)"
+            return self._finish(State.FAILED, reason, 128 + signal.SIGTERM)
+        cause, message = status.cause, status.message
+        code = shell_code(cause.exit_code or 1) if cause else 1
+        if self._record.retries < self._request.retries and not no_retry_reason(code, status.error):
+            self._record.retries += 1
+            return self._requeue(message)
+        return self._finish(State.FAILED, message, code)
+
+    def _requeue(self, message: str) -> int:
+        self._event("requeue", f"{message}; the job goes back into the queue")
+        self._write()
+        if _run("scontrol", "requeue", self._record.job_id) is not None:
+            time.sleep(_REQUEUE_TIMEOUT)
+        return self._finish(State.FAILED, f"{message}; it could not be queued again (see {self._folder.job_log})", 1)
+
+    # -- the record ----------------------------------------------------------------------------------------------------
+
+    def _finish(self, state: State, message: str, code: int) -> int:
+        self._record.state, self._record.msg, self._record.ended = state, message, time.time()
+        self._event("ended", f"{state}: {message}" if message else str(state))
+        self._write(is_last=True)
+        return code
+
+    def _write(self, *, is_last: bool = False) -> None:
+        """Write the record, the last one on a full disk, too. A loss is no reason to end the job: it is logged."""
+        path, content = record_path(self._folder), asdict(self._record)
+        try:
+            if is_last:
+                state_files.write_last_json(path, content, self._folder.reserve)
+            else:
+                state_files.write_json(path, content)
+        except OSError as error:
+            _say(f"the record {json.dumps(content, default=str)} could not be written: {error}")
+
+    def _event(self, kind: str, message: str, **fields: Any) -> None:
+        _say(message)
+        events.append(self._folder.events, kind, message, seconds=None, **fields)
+
+
+def first_node(nodes: str) -> str:
+    """Return the first name of a node list: ``n08`` of ``n[08-11,20],m1``. (Running scontrol would delay the start.)"""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None
+    return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first[0])
+
+
+def last_error(job_log: str) -> str:
+    """Return the last error that srun, slurmstepd or pyxis has written; empty if none is found.
+
+    Args:
+        job_log: the log of the batch step, with the output of its steps, in which the task's number precedes each line.
+    """
+    with contextlib.suppress(OSError), open(safe_files.open_file(job_log), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _READ))
+        for line in reversed(file.read().decode(errors="replace").splitlines()):
+            found = _ERROR.match(line)
+            if found and not _AFTERWARDS.search(found[1]):
+                return found[1][:500]
+    return ""
+
+
+def _say(text: str) -> None:
+    """Write a line to the job's log, which may be on a full disk: text that it cannot take is lost, and no error.
+
+    ``print`` would keep that text, and end the process with code 120 for it.
+    """
+    with contextlib.suppress(OSError):
+        os.write(1, f"{text}\n".encode(errors="backslashreplace"))
+
+
+def _run(*words: str) -> str | None:
+    """Run one of Slurm's commands and return its stdout; log a message and return None if it fails."""
+    import subprocess  # imported late: its import would delay the start of the steps
+
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60.0, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        _say(f"{' '.join(words)}: {getattr(error, 'stderr', '') or error}")
+        return None
+    return done.stdout.strip()
+
+
+def main(path: str) -> int:
+    """Run the job whose folder this is, and return its exit code."""
+    folder = JobFolder(path)
+    try:
+        request = state_files.load(SlurmRequest, folder.request, folder.trusted)
+    except state_files.DamagedFileError as error:
+        sys.exit(str(error))
+    if request is None:
+        sys.exit(f"this node cannot read {folder.request}: all nodes must see that folder (run option job_dir)")
+    return BatchStep(folder, request).run()

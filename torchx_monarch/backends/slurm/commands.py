@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run Slurm's commands and parse their output.
+
+The commands are asked for named fields, which are the same in all versions of Slurm; ``--json`` output differs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchx_monarch.backends.batch import backend as batch
+from torchx_monarch.backends.batch.snapshot import QueuedJob
+from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.backends.slurm import states
+from torchx_monarch.model.env_names import JOB_VARIABLES
+
+INSTALL = "Slurm's commands, as the login nodes of a cluster have them (Debian: slurm-client, Red Hat: slurm)"
+
+_INHERITED = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+
+_NOT_INHERITED = frozenset({*JOB_VARIABLES, "SBATCH_ARRAY_INX"})
+"""Variables that are not passed on. SBATCH_ARRAY_INX would make the submitted job an array."""
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """One job as Slurm reports it.
+
+    Attributes:
+        job_id: id of the job; of a heterogeneous one that of its first component, which runs the batch script.
+        state: the state as Slurm prints it; may have several words, such as ``CANCELLED by 1000``.
+        reason: Slurm's reason why the job waits or ended; empty if not reported.
+        comment: the job's comment; empty if not reported.
+    """
+
+    job_id: str
+    state: str
+    reason: str = ""
+    comment: str = ""
+
+    @property
+    def queued(self) -> QueuedJob:
+        """Return the job for the base."""
+        return QueuedJob(states.to_state(self.state), states.explanation(self.state, self.reason))
+
+
+def environ() -> dict[str, str]:
+    """Return the environment for Slurm's commands.
+
+    Within a job, SLURM_* variables are left out: they describe that job, and sbatch would read them as options.
+    """
+    inside = "SLURM_JOB_ID" in os.environ
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _NOT_INHERITED
+        and (not inside or not name.startswith(("SLURM_", "SLURMD_")) or name in _INHERITED)
+    }
+
+
+def run(command: Sequence[str], timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands; arguments and errors as for ``batch.backend.run_command``."""
+    return batch.run_command(command, environ(), INSTALL, timeout)
+
+
+_JOB_ID = re.compile(r"(\d+)(?:\+0+)?")
+"""The id that squeue and sacct print for a job (``17``) or its first component (``15+0``), which runs the script; not
+that of another component (``15+1``), nor that of tasks of an array (``3_7``), which is no job of ours."""
+
+
+def listed_jobs(job_id: str = "") -> dict[str, SlurmJob]:
+    """Return the jobs of this user from slurmctld, by id, without arrays.
+
+    Args:
+        job_id: the only job to ask for; empty for all.
+
+    Raises:
+        BackendError: squeue fails or cannot be run.
+    """
+    which = [f"--jobs={job_id}"] if job_id else []
+    command = ["squeue", "--noheader", "--all", f"--user={os.getuid()}", "--states=all", "--format=%i|%T|%r|%k", *which]
+    done = run(command)
+    if done.returncode and "Invalid job id" in done.stderr:
+        return {}
+    if done.returncode:
+        raise BackendError(f"squeue refuses: {done.stderr.strip()}")
+    return parse_jobs(done.stdout)
+
+
+def accounted_job(job_id: str) -> SlurmJob | None:
+    """Return a job from the accounting database; None without accounting."""
+    command = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State", f"--jobs={job_id}"]
+    done = run(command)
+    return None if done.returncode else parse_jobs(done.stdout).get(job_id)
+
+
+def parse_jobs(text: str) -> dict[str, SlurmJob]:
+    """Parse lines of ``ID|STATE|REASON|COMMENT``, of which the last fields may be missing."""
+    jobs: dict[str, SlurmJob] = {}
+    for line in text.splitlines():
+        job_id, *fields = line.split("|", 3)
+        found = _JOB_ID.fullmatch(job_id.strip())
+        if found is not None and fields:
+            jobs.setdefault(found[1], SlurmJob(found[1], *(field.strip() for field in fields)))
+    return jobs
+
+
+def partition_memory(partition: str | None) -> int | None:
+    """Return the memory of a partition's nodes in MB; None if sinfo does not report it.
+
+    Args:
+        partition: the partition; None for the default one.
+    """
+    try:
+        done = run(["sinfo", "--noheader", "--format=%P|%m", "--noconvert"])
+    except BackendError:
+        return None  # a dry run needs no cluster
+    for line in done.stdout.splitlines():
+        name, _, memory = line.partition("|")
+        if (name.rstrip("*") == partition) if partition else name.endswith("*"):
+            digits = re.match(r"\d+", memory)
+            return int(digits[0]) if digits else None
+    return None
