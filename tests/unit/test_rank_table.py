@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The table of ranks: rates of two samples, ranks that others wait for, hosts, and widths of terminals."""
+"""The table of ranks: ranks that others wait for, hosts, and widths of terminals."""
 
 from __future__ import annotations
 
@@ -22,16 +22,6 @@ def sample(rank: int, time: float = 100.0, **more: Any) -> RankSample:
 def group(enqueued: int, called: float = 0.0, name: str = "0", ranks: tuple[int, ...] = (0, 1, 2)) -> GroupStatus:
     waiting = Collective(enqueued, "gloo:all_reduce", called=called) if called else None
     return GroupStatus(name, format_ranks(ranks), enqueued, enqueued - bool(called), waiting)
-
-
-def test_rates_are_those_between_two_samples_of_one_process() -> None:
-    before = [sample(rank, 98.0, cpu_seconds=8.5, groups=(group(10),)) for rank in range(3)]
-    after = [sample(0, groups=(group(15),)), sample(1, pid=7, groups=(group(2),)), sample(2)]
-    first, new, without = rank_views(after, before)
-    assert (first.cpu, first.collectives_per_second) == (0.75, 2.5)
-    assert (new.cpu, new.collectives_per_second) == (None, None)  # another process: the ranks were restarted
-    assert (without.cpu, without.collectives_per_second) == (0.75, None)
-    assert all(row.cpu is row.collectives_per_second is None for row in rank_views(after))
 
 
 def test_late_is_the_rank_for_which_others_wait() -> None:

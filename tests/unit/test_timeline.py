@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from torchx_monarch.insight import events
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.timeline import Timeline, build, lost_seconds
 
@@ -92,7 +95,7 @@ def test_lost_time_is_that_of_the_outages() -> None:
 
 def test_a_hang_begins_when_ranks_begin_to_wait() -> None:
     hangs = [event(115, "hang", waited=5.0), event(116, "hang", waited=1e12), event(118, "hang_end", waited=8.0)]
-    happened = [*RESTARTED[:6], *hangs, event(120, "hang", waited="x"), event(121, "failure", failed_at=120.5)]
+    happened = [*RESTARTED[:6], *hangs, event(120, "hang"), event(121, "failure", failed_at=120.5)]
     timeline = build(happened, ["t"], end=122.0)
     check(timeline)
     shown = [("running", 110), ("hang", 118), ("running", 120), ("hang", 120.5), ("stopping", 122)]
@@ -179,7 +182,7 @@ def test_an_end_in_whole_seconds_cuts_off_no_phase() -> None:
         {"time": -1e10},
     ],
 )
-def test_fields_of_a_wrong_type_are_ignored(hostile: dict[str, Any]) -> None:
+def test_fields_of_a_wrong_type_are_ignored(hostile: dict[str, Any], tmp_path: Path) -> None:
     wrong = [{"rank": "0"}, 5, {"rank": 0, "code": "x", "started": None, "ended": "now"}, {"rank": 99}]
     wrong += [{"rank": 1, "code": 0, "started": 106, "ended": 107, "grouped": formed} for formed in ("x", 1e300)]
     happened = [
@@ -190,4 +193,6 @@ def test_fields_of_a_wrong_type_are_ignored(hostile: dict[str, Any]) -> None:
         event(108, "run", run="1"),
         event(109, "run_end", run={}),
     ]
-    check(build(happened, ["t"], end=130.0))
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(f"{json.dumps(written)}\n" for written in happened))
+    check(build(events.read(path)[0], ["t"], end=130.0))

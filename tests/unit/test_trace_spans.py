@@ -95,7 +95,7 @@ def test_nothing_but_numbers_is_taken_of_an_event() -> None:
     fields = {"rank": 1, "code": "hunter2", "error": "hunter2", "hosts": [{"replica": 0, "name": "hunter2"}, "hunter2"]}
     found = trace_spans.reduce("ranks", 1.0, 0.5, fields)
     assert "hunter2" not in json.dumps(found)
-    assert (found["rank"], found["seconds"], found["hosts"]) == (1, 0.5, [{"replica": 0, "imported": None}])
+    assert (found["rank"], found["seconds"], found["hosts"]) == (1, 0.5, [{"replica": 0}])
 
 
 def test_a_start_begins_with_the_last_restart_of_its_role() -> None:

@@ -19,6 +19,37 @@ _JOB = 1
 _FAILURES = frozenset({"failure", "preempted", "hang", "cancel"})
 
 
+class _Tracks:
+    """The places of spans in a trace: processes with threads.
+
+    Attributes:
+        names: the events that name them.
+    """
+
+    def __init__(self, timeline: Timeline, name: str) -> None:
+        self._roles = [span.name for span in timeline.of_kind("role")]
+        hosts = sorted({(span.role, span.replica) for span in timeline.spans if span.replica is not None})
+        self._processes = {host: process for process, host in enumerate(hosts, _JOB + 1)}
+        self.names = _named("process", _JOB, 0, f"job {name}")
+        for at, role in enumerate(self._roles):
+            self.names += _named("thread", _JOB, at, f"role {role}")
+        for (role, replica), process in self._processes.items():
+            self.names += _named("process", process, 0, f"host {role}/{replica}")
+            self.names += _named("thread", process, 0, "import")
+        for span in {(span.role, span.number): span for span in timeline.of_kind("rank")}.values():
+            self.names += _named("thread", *self.of_span(span), span.name)
+
+    def of_span(self, span: Span) -> tuple[int, int]:
+        """Return the process and the thread of a span."""
+        if span.replica is None:
+            return self.of_role(span.role)
+        return self._processes[span.role, span.replica], span.number + 1 if span.kind == "rank" else 0
+
+    def of_role(self, role: str) -> tuple[int, int]:
+        """Return the process and the thread of a role; those of the first role for the whole job."""
+        return _JOB, self._roles.index(role) if role in self._roles else 0
+
+
 def trace(
     timeline: Timeline,
     name: str,
@@ -32,50 +63,25 @@ def trace(
             None to leave it out.
         from_log: whether the timeline is of the progress lines in the log, which ranks can imitate.
     """
-    job = timeline.job
-    roles = [span.name for span in timeline.of_kind("role")]
-    hosts = sorted({(span.role, span.replica or 0) for span in timeline.spans if span.replica is not None})
-    processes = {host: _JOB + 1 + at for at, host in enumerate(hosts)}
-    events = [*_named("process", _JOB, 0, f"job {name}")]
-    events += [event for at, role in enumerate(roles) for event in _named("thread", _JOB, at, f"role {role}")]
-    for (role, replica), process in processes.items():
-        events += _named("process", process, 0, f"host {role}/{replica}")
-        events += _named("thread", process, 0, "import")
-    ranks = {(span.role, span.number): span for span in timeline.of_kind("rank")}
-    for span in ranks.values():
-        events += _named("thread", processes[span.role, span.replica or 0], span.number + 1, span.name)
-    for span in timeline.spans:
-        if span.replica is not None:
-            track = (processes[span.role, span.replica], span.number + 1 if span.kind == "rank" else 0)
-        elif span.kind == "job":
-            continue  # its roles last as long
-        else:
-            track = (_JOB, roles.index(span.role))
-        events.append(_complete(span, job.start, track))
+    start, tracks = timeline.job.start, _Tracks(timeline, name)
+    events = tracks.names
+    for span in timeline.spans[1:]:  # the roles of the job last as long as it does
+        track = tracks.of_span(span)
+        events.append(_complete(span, start, track))
         if span.grouped is not None:
-            events.append(_instant("process group formed", span.grouped - job.start, track))
+            events.append(_instant("process group formed", "moment", "t", span.grouped - start, track))
     for moment in timeline.moments:
-        events.append(
-            {
-                "name": moment.kind,
-                "cat": "failure" if moment.kind in _FAILURES else "moment",
-                "ph": "i",
-                "s": "p",
-                "ts": _micros(moment.time, job.start),
-                "pid": _JOB,
-                "tid": roles.index(moment.role) if moment.role in roles else 0,
-                "args": {"message": moment.text},
-            }
-        )
+        category = "failure" if moment.kind in _FAILURES else "moment"
+        event = _instant(moment.kind, category, "p", moment.time - start, tracks.of_role(moment.role))
+        events.append({**event, "args": {"message": moment.text}})
     for span in timeline.of_kind("rank") if collectives else ():
         attempt = timeline.spans[span.parent or 0]
         around = timeline.spans[attempt.parent or 0]
         run = around.number if around.kind == "run" else 0
         for collective in (collectives or {}).get((run, attempt.number, span.number), ()):
             if span.start <= collective.called <= span.end:
-                track = (processes[span.role, span.replica or 0], span.number + 1)
-                events.append(_collective(collective, span, job.start, track))
-    about = {"start": job.start, "job": name, "from_log": from_log}
+                events.append(_collective(collective, span, start, tracks.of_span(span)))
+    about = {"start": start, "job": name, "from_log": from_log}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
@@ -110,33 +116,24 @@ def _complete(span: Span, start: float, track: tuple[int, int]) -> dict[str, Any
     }
 
 
-def _instant(name: str, seconds: float, track: tuple[int, int]) -> dict[str, Any]:
+def _instant(name: str, category: str, scope: str, seconds: float, track: tuple[int, int]) -> dict[str, Any]:
     place = {"pid": track[0], "tid": track[1]}
-    return {"name": name, "cat": "moment", "ph": "i", "s": "t", "ts": _micros(seconds, 0.0), **place}
+    return {"name": name, "cat": category, "ph": "i", "s": scope, "ts": _micros(seconds, 0.0), **place}
 
 
 def _collective(collective: RecordedCollective, rank: Span, start: float, track: tuple[int, int]) -> dict[str, Any]:
     """Return a span for a collective whose end is known, or that never ended; else the moment of its call."""
-    begun = _micros(collective.called, start)
-    event = {
-        "name": collective.name,
-        "cat": "collective",
-        "ph": "i",
-        "s": "t",
-        "ts": begun,
-        "pid": track[0],
-        "tid": track[1],
-        "args": {
-            "group": collective.group,
-            "number": collective.number,
-            "sizes": collective.sizes,
-            "completed": collective.has_completed,
-        },
+    event = _instant(collective.name, "collective", "t", collective.called - start, track)
+    event["args"] = {
+        "group": collective.group,
+        "number": collective.number,
+        "sizes": collective.sizes,
+        "completed": collective.has_completed,
     }
     end = collective.completed if collective.completed is not None else None if collective.has_completed else rank.end
     if end is not None:
         del event["s"]
-        event.update(ph="X", dur=max(0, _micros(min(end, rank.end), start) - begun))
+        event.update(ph="X", dur=max(0, _micros(min(end, rank.end), start) - event["ts"]))
     return event
 
 

@@ -17,7 +17,10 @@ from torchx_monarch.system import safe_files
 
 Event = dict[str, Any]
 """Has at least ``time`` (seconds since the epoch), ``kind`` and ``message``, both str. ``seconds`` is a number or None,
-``role`` a str or None; further fields may have any type."""
+``role`` a str or None, fields of ``_INTEGERS`` and ``_TIMES`` are numbers; further fields may have any type."""
+
+_INTEGERS = ("attempt", "code", "exit_code", "rank", "replica", "run")
+_TIMES = ("failed_at", "waited")
 
 MAX_READ = 64 * 1024 * 1024
 """Most bytes that one call of ``read`` reads."""
@@ -102,7 +105,7 @@ def have_hosts_met(
 
 
 def _event(line: bytes) -> Event | None:
-    """Parse a line; return None if it is not an event."""
+    """Parse a line, which a rank may have written; return None if it is not an event, and no field of a wrong type."""
     try:
         event = safe_files.parse_json(line)
     except ValueError:
@@ -116,7 +119,11 @@ def _event(line: bytes) -> Event | None:
         and (event.get("seconds") is None or _is_time(event["seconds"]))
         and isinstance(event.get("role"), (str, type(None)))
     )
-    return event if sound else None
+    if not sound:
+        return None
+    wrong = [name for name in _INTEGERS if type(event.get(name)) is not int]
+    wrong += [name for name in _TIMES if not _is_time(event.get(name))]
+    return {name: value for name, value in event.items() if name not in wrong}
 
 
 def _is_time(value: object) -> bool:

@@ -55,8 +55,8 @@ def render(ranks: Sequence[RankView], width: int, by_host: bool = False) -> list
 def _cells(ranks: Sequence[RankView]) -> tuple[str, ...]:
     numbers = rank_ranges([rank.rank for rank in ranks]).partition(" ")[2]
     states = Counter({"uninterruptible": "disk wait"}.get(rank.state, rank.state) for rank in ranks)
-    cpus, rates, waits = (_known(ranks, name) for name in ("cpu", "collectives_per_second", "waited_for"))
-    memory, busy = _known(ranks, "gpu_bytes"), _known(ranks, "gpu_busy")
+    cpus, rates, waits = (_values(ranks, name) for name in ("cpu", "collectives_per_second", "waited_for"))
+    memory, busy = _values(ranks, "gpu_bytes"), _values(ranks, "gpu_busy")
     return (
         numbers if len(numbers) <= _RANKS_WIDTH else f"{numbers[: _RANKS_WIDTH - 1]}…",
         one_line(ranks[0].host)[-_HOST_WIDTH:],
@@ -70,7 +70,7 @@ def _cells(ranks: Sequence[RankView]) -> tuple[str, ...]:
     )
 
 
-def _known(ranks: Sequence[RankView], name: str) -> list[Any]:
+def _values(ranks: Sequence[RankView], name: str) -> list[Any]:
     return [value for rank in ranks if (value := getattr(rank, name)) is not None]
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Read the dump of torch's flight recorder of one rank: a pickle of plain values, which a rank has written.
 
-A pickle may name any function for its reader to call. This reader knows only the operations that make numbers, texts,
-lists, tuples and dicts. It is Python's own in Python, whose table of operations can be chosen.
+A pickle may name any function for its reader to call; this reader refuses names.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import io
 import os
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line
@@ -51,21 +50,11 @@ class RecordedCollective:
     has_completed: bool
 
 
-_PLAIN = (
-    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
-    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT),
-    *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE),
-    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
-    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
-    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
-)
-"""The operations of a pickle that make plain values. None of them calls anything or allocates what it does not read."""
+class _PlainUnpickler(pickle.Unpickler):
+    """Refuse whatever is not a plain value: all others need a class or a function by name, or a persistent id."""
 
-
-class _PlainUnpickler(pickle._Unpickler):
-    """Refuse every other operation."""
-
-    dispatch = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _PLAIN}
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise DumpError(f"it names {one_line(f'{module}.{name}', _MAX_NAME)}")
 
 
 def read(path: str | os.PathLike[str]) -> list[RecordedCollective]:
@@ -96,7 +85,7 @@ def parse(data: bytes) -> list[RecordedCollective]:
         return [_collective(entry) for entry in entries[-_MAX_ENTRIES:]]
     except DumpError:
         raise
-    except Exception as error:  # the unpickler's methods meet operands of any type
+    except Exception as error:  # operations of a pickle meet operands of any type
         raise DumpError(f"it is no dump of the flight recorder: {type(error).__name__}") from None
 
 

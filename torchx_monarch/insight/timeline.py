@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The timeline of a job: its events as spans of time, from the submission to the end.
 
-The phases of a role follow each other without a gap, so their durations add up to that of the job. A rank may write
-events of any content, where it runs as the user that the events file belongs to: fields of a wrong type are ignored.
+The phases of a role follow each other without a gap, so their durations add up to that of the job.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from torchx_monarch.insight.events import Event
+from torchx_monarch.model.codec import DecodeError, Seconds, decode
+
+T = TypeVar("T")
 
 PHASES = {
     "submit": "the job is submitted",
@@ -180,7 +183,7 @@ def build(
         of_role = [event for event in ordered if event.get("role") in (None, role)]
         _add_role(spans, of_role, role, role in live)
     moments = tuple(
-        Moment(event["time"], event["kind"], event["message"], _text(event.get("role")))
+        Moment(event["time"], event["kind"], event["message"], event.get("role") or "")
         for event in ordered
         if event["kind"] in _MOMENTS
     )
@@ -188,20 +191,17 @@ def build(
 
 
 def _as_they_happened(ordered: Sequence[Event]) -> Iterator[Event]:
-    """Yield events. Failures and hangs have the time when they began: they are noted later, after ``failed_at`` or
-    ``waited`` seconds after the beginning."""
+    """Yield events, failures and hangs at the time when they began: they are written when they are noticed."""
     before = 0.0
     for event in ordered:
         began = event["time"]
         if event["kind"] == "failure":
-            began = event.get("failed_at")
-        elif event["kind"] == "hang" and isinstance(event.get("waited"), (int, float)):
-            began -= event["waited"]
+            began = event.get("failed_at", began)
+        elif event["kind"] == "hang":
+            began -= event.get("waited", 0.0)
         elif event["kind"] != "attempt_end":
             before = event["time"]
-        if isinstance(began, (int, float)) and began < event["time"]:
-            event = {**event, "time": max(float(began), before)}
-        yield event
+        yield {**event, "time": min(event["time"], max(began, before))}
 
 
 def _add_role(spans: list[Span], happened: Sequence[Event], role: str, live: bool) -> None:
@@ -263,11 +263,11 @@ def _runs(happened: Sequence[Event], role: str, end: float) -> list[Span]:
     """Return the runs of a live allocation."""
     found: list[Span] = []
     for event in happened:
-        number = _number(event.get("run"))
+        number = event.get("run")
         if event["kind"] == "run" and number is not None:
             found.append(Span("run", event["message"], event["time"], end, role=role, number=number))
         elif event["kind"] == "run_end" and found and found[-1].number == number:
-            found[-1] = dataclasses.replace(found[-1], end=event["time"], code=_number(event.get("code")))
+            found[-1] = dataclasses.replace(found[-1], end=event["time"], code=event.get("code"))
     return found
 
 
@@ -276,52 +276,87 @@ def _attempt_number(
 ) -> int:
     """Return the number of the attempt whose ranks start, from 1, as the hosts count or by counting."""
     for event in happened:
-        if event["kind"] == "ranks" and start <= event["time"] <= end:
-            number = _number(event.get("attempt"))
-            if number is not None:
-                return number + 1
+        if event["kind"] == "ranks" and start <= event["time"] <= end and "attempt" in event:
+            return int(event["attempt"]) + 1
     return 1 + sum(span.kind == "attempt" and span.role == role and span.parent == around for span in spans)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Host:
+    """A host in an event ``ranks``: its ranks, and when it imported torch."""
+
+    replica: int
+    first_rank: int = 0
+    pids: tuple[int | None, ...] = ()
+    imported: tuple[Seconds, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exit:
+    """A rank in an event ``attempt_end``."""
+
+    rank: int
+    code: int | None
+    started: Seconds
+    ended: Seconds
+    secondary: bool = False
+    grouped: Seconds | None = None
+
+
+def _decoded(values: object, kind: type[T]) -> Iterator[T]:
+    """Yield the values of an event that are of a kind; a rank may have written others."""
+    for value in values if isinstance(values, list) else ():
+        with contextlib.suppress(DecodeError):
+            yield decode(kind, value)
 
 
 def _add_hosts(spans: list[Span], happened: Sequence[Event], role: str, top: int) -> None:
     """Add the imports of hosts and the ranks of each attempt."""
     attempts = [at for at, span in enumerate(spans) if span.kind == "attempt" and span.role == role]
     imports: set[tuple[int, float]] = set()
-    latest: dict[int, int] = {}
+    ranks: dict[int, int] = {}
     for event in happened:
         around = next((at for at in reversed(attempts) if spans[at].start <= event["time"]), None)
         if around is None:
             continue
         if event["kind"] == "ranks":
-            latest = {}
-            for host in _list(event.get("hosts")):
-                if not isinstance(host, Mapping) or (replica := _number(host.get("replica"))) is None:
-                    continue
-                times = _times(host.get("imported"))
-                if times is not None and (replica, times[0]) not in imports:
-                    imports.add((replica, times[0]))
-                    start, end = (_within(spans[top], time) for time in times)
-                    spans.append(Span("import", "import of torch", start, end, top, role, replica, replica))
-                first = _number(host.get("first_rank")) or 0
-                for local, pid in enumerate(_list(host.get("pids"))):
-                    number, end = first + local, spans[around].end
-                    start = min(event["time"], end)
-                    latest[number] = len(spans)
-                    name = f"rank {number}"
-                    spans.append(Span("rank", name, start, end, around, role, number, replica, _number(pid)))
+            hosts = list(_decoded(event.get("hosts"), _Host))
+            for host in hosts:
+                if len(host.imported) == 2 and (imported := (host.replica, host.imported[0])) not in imports:
+                    imports.add(imported)
+                    start, end = _clamped(spans[top], *host.imported)
+                    spans.append(Span("import", "import of torch", start, end, top, role, host.replica, host.replica))
+            ranks = _add_ranks(spans, hosts, around, role, event["time"])
         elif event["kind"] == "attempt_end":
-            for rank_exit in _list(event.get("exits")):
-                if not isinstance(rank_exit, Mapping):
-                    continue
-                rank, code = _number(rank_exit.get("rank")), _number(rank_exit.get("code"))
-                times = _times((rank_exit.get("started"), rank_exit.get("ended")))
-                if rank is not None and rank in latest and times is not None:
-                    start, end = (_within(spans[around], time) for time in times)
-                    secondary, formed = rank_exit.get("secondary") is True, rank_exit.get("grouped")
-                    grouped = float(formed) if isinstance(formed, (int, float)) and start <= formed <= end else None
-                    spans[latest[rank]] = dataclasses.replace(
-                        spans[latest[rank]], start=start, end=end, code=code, secondary=secondary, grouped=grouped
-                    )
+            for rank_exit in _decoded(event.get("exits"), _Exit):
+                if rank_exit.started > 0 and rank_exit.rank in ranks:
+                    at = ranks[rank_exit.rank]
+                    spans[at] = _ended(spans[at], rank_exit, spans[around])
+
+
+def _add_ranks(spans: list[Span], hosts: Sequence[_Host], around: int, role: str, time: float) -> dict[int, int]:
+    """Add the ranks of an attempt, which have started; return their places by rank."""
+    places: dict[int, int] = {}
+    end = spans[around].end
+    for host in hosts:
+        for rank, pid in enumerate(host.pids, host.first_rank):
+            places[rank] = len(spans)
+            spans.append(Span("rank", f"rank {rank}", min(time, end), end, around, role, rank, host.replica, pid))
+    return places
+
+
+def _ended(rank: Span, rank_exit: _Exit, attempt: Span) -> Span:
+    start, end = _clamped(attempt, rank_exit.started, rank_exit.ended)
+    grouped = rank_exit.grouped if rank_exit.grouped is not None and start <= rank_exit.grouped <= end else None
+    return dataclasses.replace(
+        rank, start=start, end=end, code=rank_exit.code, secondary=rank_exit.secondary, grouped=grouped
+    )
+
+
+def _clamped(around: Span, start: float, end: float) -> tuple[float, float]:
+    """Return times in their order, and within a span."""
+    first, last = (min(max(time, around.start), around.end) for time in (start, end))
+    return first, max(first, last)
 
 
 def lost_seconds(timeline: Timeline, role: str) -> dict[str, float]:
@@ -344,25 +379,3 @@ def lost_seconds(timeline: Timeline, role: str) -> dict[str, float]:
         else:
             lost[cause] += span.seconds
     return lost
-
-
-def _within(span: Span, time: float) -> float:
-    return min(max(time, span.start), span.end)
-
-
-def _number(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 40 else None
-
-
-def _times(value: object) -> tuple[float, float] | None:
-    """Return a pair of times in their order; None if a value is something else."""
-    found = [time for time in _list(value) if isinstance(time, (int, float)) and 0 < time < 1e11]
-    return (found[0], max(found)) if len(found) == 2 else None
-
-
-def _list(value: object) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else ()
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""

@@ -68,7 +68,7 @@ def reduce(kind: str, time: float, seconds: float | None, fields: Mapping[str, o
     hosts = fields.get("hosts")
     if isinstance(hosts, (list, tuple)):
         mappings = [host for host in hosts if isinstance(host, Mapping)]
-        event["hosts"] = [{name: host.get(name) for name in ("replica", "imported")} for host in mappings]
+        event["hosts"] = [{name: host[name] for name in ("replica", "imported") if name in host} for host in mappings]
     return event
 
 
@@ -130,14 +130,14 @@ def _error(span: Span, happened: Sequence[Event]) -> str:
     if span.kind == "job":
         last = next((event for event in reversed(happened) if event["kind"] == "result"), None)
         return _of_code(last.get("code")) if last is not None else ""
-    if span.kind != "attempt":
-        return ""
-    inside = [event for event in happened if span.start <= event["time"] <= span.end]
+    return _error_of_attempt(span, happened) if span.kind == "attempt" else ""
+
+
+def _error_of_attempt(attempt: Span, happened: Sequence[Event]) -> str:
+    inside = [event for event in happened if attempt.start <= event["time"] <= attempt.end]
     failed = next((event for event in inside if event["kind"] in ("failure", "preempted")), None)
-    if failed is None:
-        return ""
-    if failed["kind"] == "preempted":
-        return "preempted"
+    if failed is None or failed["kind"] == "preempted":
+        return "preempted" if failed is not None else ""
     hangs = [event["kind"] for event in inside[: inside.index(failed)] if event["kind"] in ("hang", "hang_end")]
     if hangs and hangs[-1] == "hang":
         return "hang"
