@@ -28,7 +28,9 @@ class Allocation:
     """Represent a live allocation: the hosts of one role, which wait for runs.
 
     Methods that need the hosts wait for them to start and print the reason for waiting on stderr. They raise
-    ``AllocationError`` if the hosts have ended.
+    ``AllocationError`` if the hosts have ended or do not start in time, ``UnreachableError`` if they cannot be reached
+    and waiting does not help, and ``RefusedError`` if they do not accept the request: another run is active, or there
+    is no such run or rank.
 
     Attributes:
         handle: the app's TorchX handle.
@@ -128,11 +130,6 @@ class Allocation:
 
         Returns:
             This allocation.
-
-        Raises:
-            AllocationError: the hosts have ended, or are not ready in time; the message gives the reason.
-            UnreachableError: the hosts cannot be reached, and waiting does not help.
-            RefusedError: the hosts refuse this client.
         """
         self._role_hosts.wait(timeout, on_progress, warm=warm)
         return self
@@ -170,9 +167,6 @@ class Allocation:
         Raises:
             SPMDError: the run failed or was stopped, and ``check`` is True.
             CodeError: the workspace could not be sent to the hosts.
-            RefusedError: the hosts do not accept the run: another run is active, or the request is invalid.
-            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
-            UnreachableError: the hosts cannot be reached, and waiting does not help.
             KeyboardInterrupt: the user pressed Ctrl-C.
             ValueError: ``script_args`` is empty or has an unclosed quotation, or an option is invalid.
             TypeError: ``RunOptions`` has no such option.
@@ -205,9 +199,6 @@ class Allocation:
 
         Raises:
             CodeError: the workspace could not be sent to the hosts.
-            RefusedError: the hosts do not accept the run: another run is active, or the request is invalid.
-            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
-            UnreachableError: the hosts cannot be reached, and waiting does not help.
             ValueError: an argument is invalid, as for ``run_spmd``.
             TypeError: ``RunOptions`` has no such option.
         """
@@ -233,9 +224,6 @@ class Allocation:
             check: whether the handle's ``result`` raises ``SPMDError`` if the run failed.
 
         Raises:
-            RefusedError: the hosts do not know this run.
-            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
-            UnreachableError: the hosts cannot be reached, and waiting does not help.
             ValueError: ``output`` has a value that does not exist.
         """
         collector = Collector(output)
@@ -244,12 +232,7 @@ class Allocation:
         )
 
     def runs(self) -> list[RunInfo]:
-        """List the runs that the hosts know, the ended ones first, then the current one and the queue.
-
-        Raises:
-            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
-            UnreachableError: the hosts cannot be reached, and waiting does not help.
-        """
+        """List the runs that the hosts know, the ended ones first, then the current one and the queue."""
         return ask_runs(self._role_hosts)
 
     def cancel_run(self, run: int | None = None, kill: bool = False) -> None:
@@ -258,11 +241,6 @@ class Allocation:
         Args:
             run: number of the run; None for the current run.
             kill: whether to send the ranks SIGKILL immediately, instead of SIGTERM and SIGKILL after the grace period.
-
-        Raises:
-            RefusedError: the hosts do not know this run.
-            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
-            UnreachableError: the hosts cannot be reached, and waiting does not help.
         """
         self._role_hosts.ask({"type": "end-run", "run": run, "kill": kill})
 
@@ -280,10 +258,7 @@ class Allocation:
             run: number of the run; None for the current run or, if no run is active, the last one.
 
         Raises:
-            RefusedError: the hosts do not know this run, or it has no such rank.
-            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
-            UnreachableError: the hosts cannot be reached, and waiting does not help; or, with ``follow``, a connection
-                broke and could not be restored, as when the hosts have ended.
+            UnreachableError: with ``follow``, a connection broke and was not restored, as when the hosts have ended.
         """
         greeting = {"type": "follow", "run": run, "rank": rank, "wait": follow}
         readers: dict[tuple[int, str], LineReader] = {}

@@ -28,6 +28,9 @@ then connects again, and loses nothing."""
 class Connection:
     """A blocking connection to replica 0; a context manager that closes it.
 
+    Methods raise ``UnreachableError`` if the connection cannot be established, breaks, has no answer in time or leads
+    to another program, and ``RefusedError`` with replica 0's message if it refuses the request.
+
     Args:
         where: the address of replica 0, for error messages.
     """
@@ -45,9 +48,6 @@ class Connection:
         Args:
             greeting: the first message, with its ``type``; the protocol version and the role are added.
             timeout: seconds for the connection to be established.
-
-        Raises:
-            UnreachableError: the connection cannot be established; the message says why.
         """
         try:
             data = messages.encode({"version": messages.VERSION, "role": target.role, **greeting})
@@ -75,11 +75,7 @@ class Connection:
         return self._socket.fileno()
 
     def send_bytes(self, data: bytes) -> None:
-        """Send bytes after the greeting.
-
-        Raises:
-            UnreachableError: the connection broke.
-        """
+        """Send bytes after the greeting."""
         try:
             self._socket.settimeout(None)
             self._socket.sendall(data)
@@ -94,8 +90,6 @@ class Connection:
 
         Raises:
             TimeoutError: no message arrived in time. The connection stays usable.
-            RefusedError: replica 0 refuses the request; the error carries its message.
-            UnreachableError: another program listens at the address: TLS failed, or the data is not a message.
         """
         while not self._lines:
             try:
@@ -126,10 +120,6 @@ class Connection:
 
         Args:
             timeout: seconds.
-
-        Raises:
-            UnreachableError: no message arrived in time, or as ``receive`` raises it.
-            RefusedError: as ``receive`` raises it.
         """
         try:
             answer = self.receive(timeout)
@@ -158,10 +148,6 @@ def ask(target: Target, greeting: dict[str, Any], timeout: float = TIMEOUT) -> d
     Args:
         greeting: the request, with its ``type``.
         timeout: seconds for the connection, and again for the answer.
-
-    Raises:
-        UnreachableError: the connection failed, or no answer arrived in time.
-        RefusedError: replica 0 refuses the request.
     """
     with Connection.open(target, greeting, timeout) as link:
         return link.answer(timeout)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attach this terminal to the pdb of a rank that waits in a breakpoint (see ``controller.debug_sessions``)."""
+"""Attach this terminal to the pdb of a rank that waits in a breakpoint (see ``controller.debug_sessions``).
+
+All functions raise as ``Hosts`` does.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ DETACH_KEY = b"\x1d"
 _PIECE = 4096
 """Bytes of input in one message."""
 
-_LOOK_EVERY = 0.5
+_SIZE_INTERVAL_S = 0.5
 """Seconds after which a new size of the terminal is noticed."""
 
 _MORE_TIMEOUT = 0.01
@@ -54,13 +57,7 @@ class Breakpoint:
 
 
 def list_breakpoints(hosts: Hosts) -> list[Breakpoint]:
-    """Return the ranks that are in a breakpoint, by rank.
-
-    Raises:
-        AllocationError: the job has ended.
-        UnreachableError: replica 0 cannot be reached, or breaks the connection.
-        RefusedError: replica 0 refuses the request: it has no ranks of Python programs.
-    """
+    """Return the ranks that are in a breakpoint, by rank."""
     answer = hosts.ask({"type": "breakpoints"}, wait=False)
     try:
         return [decode(Breakpoint, rank) for rank in answer.get("ranks") or ()]
@@ -72,8 +69,6 @@ def attach(hosts: Hosts, rank: int) -> Debugger:
     """Attach to a rank that waits in a breakpoint.
 
     Raises:
-        AllocationError: the job has ended.
-        UnreachableError: replica 0 cannot be reached, or breaks the connection.
         RefusedError: the rank waits in no breakpoint, or is being debugged by another client.
     """
     greeting = {"type": "debug", "rank": rank, "kind": os.environ.get("TERM", "dumb"), **_size()}
@@ -98,15 +93,11 @@ class Debugger:
         self._size = _size()
 
     def interact(self) -> str:
-        """Pass keys on to the rank, and show its output, until one side ends; return what has become of the rank.
-
-        Raises:
-            UnreachableError: the connection broke.
-        """
+        """Pass keys on to the rank, and show its output, until one side ends; return what has become of the rank."""
         with self._link, _raw_terminal():
             reason = self._show()  # messages may have arrived with the answer
             while not reason:
-                readable, _, _ = select.select([0, self._link.fileno()], [], [], _LOOK_EVERY)
+                readable, _, _ = select.select([0, self._link.fileno()], [], [], _SIZE_INTERVAL_S)
                 if (size := _size()) != self._size:
                     self._size = size
                     self._send({"type": "size", **size})

@@ -79,6 +79,9 @@ class AllocationStatus:
 class Hosts:
     """Send requests to replica 0 of one role of an app.
 
+    Methods raise ``AllocationError`` if the hosts have ended or did not start in time, ``UnreachableError`` if they
+    cannot be reached and waiting does not help, and ``RefusedError`` if replica 0 refuses the request or this client.
+
     Attributes:
         handle: the app's TorchX handle.
 
@@ -144,11 +147,7 @@ class Hosts:
         return f"has ended ({state}){': ' + message if message else ''}" if state in _ENDED else ""
 
     def log_folder(self) -> Path | None:
-        """Return the folder of replica 0's logs, also after the app's end; None if this machine does not have it.
-
-        Raises:
-            AllocationError: the app has no such role, or it is no live allocation.
-        """
+        """Return the folder of replica 0's logs, also after the app's end; None if this machine does not have it."""
         from torchx_monarch.model.role_spec import WorkloadKind
 
         apps, app_id, roles = self._record()
@@ -224,11 +223,6 @@ class Hosts:
 
         Returns:
             The result of ``operation``.
-
-        Raises:
-            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
-            UnreachableError: the hosts cannot be reached, and ``wait`` is False or waiting does not help.
-            RefusedError: replica 0 refuses this client.
         """
         if self._were_ready or not ready:
             try:
@@ -265,11 +259,6 @@ class Hosts:
             on_progress: called with a line each time the reason for waiting changes; None for no progress lines.
             ready: whether to wait until a run can start immediately.
             warm: whether to wait until ranks find torch imported.
-
-        Raises:
-            AllocationError: the hosts have ended, or did not answer in time.
-            UnreachableError: the hosts cannot be reached, and waiting does not help.
-            RefusedError: replica 0 refuses this client.
         """
         started, pause, said = time.monotonic(), _POLL, ""
         while True:
@@ -295,11 +284,7 @@ class Hosts:
             pause = min(pause * 1.2, _POLL_AT_MOST)
 
     def check_alive(self) -> None:
-        """Raise if the scheduler reports that the app has ended. Asks the scheduler at most every few seconds.
-
-        Raises:
-            AllocationError: the app has ended or does not exist; the message names its final state.
-        """
+        """Raise if the scheduler reports that the app has ended. Asks the scheduler at most every few seconds."""
         if self._address and not self._released:
             return
         if time.monotonic() > self._scheduler_asked + _ASK_SCHEDULER_EVERY:

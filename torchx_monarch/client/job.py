@@ -35,7 +35,9 @@ class SPMDJob(Allocation, AttachedJob):  # type: ignore[misc]  # its handle is n
             job.run_spmd(["train.py", "--lr", "0.2"])
 
     Methods that need the hosts wait for them to start and print the reason for waiting on stderr. They raise
-    ``AllocationError`` if the hosts have ended. An ``SPMDJob`` can be pickled and used in another process.
+    ``AllocationError`` if the hosts have ended or do not start in time, ``UnreachableError`` if they cannot be reached
+    and waiting does not help, and ``RefusedError`` if they do not accept the request. An ``SPMDJob`` can be pickled and
+    used in another process.
 
     The class is a Monarch ``JobTrait``: ``state()`` attaches this process to the hosts, and returns a ``JobState`` with
     the HostMesh ``workers``, and one for each role by its name. Actors run beside ranks, and end when this process

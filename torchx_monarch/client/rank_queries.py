@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ask all hosts of a job, through its replica 0, what their ranks do (see ``controller.rank_queries``)."""
+"""Ask all hosts of a job, through its replica 0, what their ranks do (see ``controller.rank_queries``).
+
+All functions raise as ``Hosts`` does; replica 0 refuses if its hosts are not together, or have no ranks.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,6 @@ def ask_samples(hosts: Hosts, timeout: float = _SAMPLES_TIMEOUT) -> tuple[list[R
 
     Args:
         timeout: seconds to wait for the connection, and again for the answer.
-
-    Raises:
-        AllocationError: the job has ended.
-        UnreachableError: replica 0 cannot be reached, breaks the connection, or answers something else.
-        RefusedError: replica 0 refuses the request: the hosts are not together, or have no ranks.
     """
     samples, missing = _ask(hosts, {"type": "samples"}, RankSample, timeout)
     return sorted(samples, key=lambda sample: sample.rank), missing
@@ -43,7 +41,7 @@ def ask_samples(hosts: Hosts, timeout: float = _SAMPLES_TIMEOUT) -> tuple[list[R
 def ask_stacks(
     hosts: Hosts, rank: int | None = None, native: bool = False
 ) -> tuple[list[ProcessStacks], dict[str, str]]:
-    """Return the stacks of the ranks that run, and why a host has not answered, by replica; raise as ``ask_samples``.
+    """Return the stacks of the ranks that run, and why a host has not answered, by replica.
 
     Args:
         rank: the only global rank that is asked; None for all.
@@ -61,7 +59,7 @@ class RankWatch:
     def ask(
         self, hosts: Hosts, first_pause: float = 0.0, timeout: float = _SAMPLES_TIMEOUT
     ) -> tuple[list[RankView], dict[str, str]]:
-        """Return what each rank does, and why a host has not answered, by replica; raise as ``ask_samples``.
+        """Return what each rank does, and why a host has not answered, by replica.
 
         Args:
             first_pause: seconds between the two samples of the first call; 0 for one sample, which tells no rates.

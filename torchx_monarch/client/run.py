@@ -27,7 +27,7 @@ from torchx_monarch.system.termination import closed_terminal_is_null, signal_of
 _RECONNECT_FOR = 120.0
 """Seconds for which a broken connection is retried. After that the client gives up; the run itself continues."""
 
-_LOOK_FOR_SIGNALS = 0.5
+_SIGNALS_INTERVAL_S = 0.5
 """Seconds after which a waiting main thread handles a signal that the kernel has given to another thread, as it does
 with the second of two at a time: that does not end the wait for a lock."""
 
@@ -35,7 +35,7 @@ _LINES = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 class RunRecords(Protocol):
-    """The records of a run, from the hosts (``Records``) or from a file (``runs.KeptRecords``).
+    """The records of a run, from the hosts (``Records``) or from a file (``runs.StoredRecords``).
 
     Attributes:
         run: number of the run.
@@ -71,13 +71,7 @@ class Records:
 
     @classmethod
     def of(cls, hosts: Hosts, greeting: dict[str, Any]) -> Records:
-        """Start or follow a run, after waiting for hosts that have not started yet.
-
-        Raises:
-            AllocationError: the hosts have ended, or did not start in time.
-            UnreachableError: the hosts cannot be reached.
-            RefusedError: the hosts refuse the request.
-        """
+        """Start or follow a run, after waiting for hosts that have not started yet."""
         link = hosts.open(greeting, ready=greeting["type"] == "run")
         try:
             records = cls(hosts, link, greeting.get("rank"))
@@ -299,9 +293,6 @@ class RunHandle(Future[RunResult]):
 
         Returns:
             Whether the run was asked to stop; False if it has ended already.
-
-        Raises:
-            UnreachableError: the hosts cannot be reached.
         """
         if self.done() and isinstance(self.exception(), (SPMDError, type(None))):
             return False  # any other exception, as of a terminal that is closed, ends the reading only
@@ -354,7 +345,7 @@ def collect_with_interrupts(hosts: Hosts, records: RunRecords, collector: Collec
 def _result_of(run: RunHandle) -> RunResult:
     while True:
         try:
-            return run.result(_LOOK_FOR_SIGNALS)
+            return run.result(_SIGNALS_INTERVAL_S)
         except FutureTimeoutError:
             if run.done():
                 return run.result()

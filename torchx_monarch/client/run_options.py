@@ -119,9 +119,6 @@ def run_message(hosts: Hosts, script_args: str | Sequence[str] | None, options: 
 
     Raises:
         CodeError: the workspace could not be sent to the hosts.
-        RefusedError: the hosts refuse this client.
-        AllocationError: the hosts have ended, or did not start in time.
-        UnreachableError: the hosts cannot be reached, and waiting does not help.
         ValueError: ``script_args`` is empty or has an unclosed quotation.
     """
     words = split_command(script_args) if script_args is not None else None

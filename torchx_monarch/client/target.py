@@ -77,11 +77,7 @@ def _given(address: str, addresses: dict[str, str], role: str) -> Address:
 
 
 def _parsed(text: str, source: str) -> Address:
-    """Parse an address; arguments as for ``Address.parse``.
-
-    Raises:
-        UnreachableError: it is none.
-    """
+    """Parse an address; arguments as for ``Address.parse``."""
     try:
         return Address.parse(text, source)
     except AddressError as error:
@@ -104,11 +100,7 @@ def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
 
 
 def _request(app_id: str) -> LocalRequest | None:
-    """Return the stored request of an app of this machine; None if there is no such app.
-
-    Raises:
-        UnreachableError: the stored request is damaged or belongs to another user.
-    """
+    """Return the stored request of an app of this machine; None if there is no such app."""
     from torchx_monarch.backends.local import request  # not needed by `torchx --help`, which imports this module
 
     try:
@@ -118,11 +110,7 @@ def _request(app_id: str) -> LocalRequest | None:
 
 
 def _host(handle: str, app_id: str, role: str, stored_host: str, runner: Runner | None) -> str:
-    """Return the hostname of a role's replica 0: ``stored_host``, or the scheduler's answer if that starts with ``@``.
-
-    Raises:
-        UnreachableError: the scheduler does not know the host yet.
-    """
+    """Return the hostname of a role's replica 0: ``stored_host``, or if it starts with ``@`` the scheduler's answer."""
     if not stored_host.startswith("@"):
         return stored_host
     with _asked(handle, runner) as apps:
