@@ -20,7 +20,7 @@ import components
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
 from torchx_monarch.backends.batch.sge import SgeOpts
 from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_options
-from torchx_monarch.backends.docker.options import DockerOpts
+from torchx_monarch.backends.docker.request import DockerOpts
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.local.backend import LocalOpts
 from torchx_monarch.backends.slurm.options import SlurmOpts

@@ -183,7 +183,7 @@ def test_only_hosts_get_the_credentials(runner: Runner) -> None:
     ]
     request = rendered(runner, AppDef("app", roles), hosts=["a", "b"])
     environments = [
-        request.of_replica(role, k, "name", ["10.0.0.1", "10.0.0.1"], "secret").roles[0].replicas[0].env
+        request.of_replica(role, k, "name", "10.0.0.1", "secret").roles[0].replicas[0].env
         for role, k in ((0, 0), (0, 1), (1, 0))
     ]
     assert [env.get("MONARCH_CREDENTIALS") for env in environments] == ["secret", "secret", None]

@@ -28,8 +28,7 @@ from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.docker import logs, native
 from torchx_monarch.backends.docker.host_results import add_files, read_results
 from torchx_monarch.backends.docker.native import Daemon, DaemonError, answering, map_concurrently
-from torchx_monarch.backends.docker.options import DockerOpts
-from torchx_monarch.backends.docker.request import complete, render
+from torchx_monarch.backends.docker.request import DockerOpts, complete, render
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot, build, describe_removed
 from torchx_monarch.model.check_result import CheckResult, check
 from torchx_monarch.model.state import State
@@ -49,13 +48,11 @@ class _Workspace(WorkspaceMixin[None]):  # type: ignore[misc]
         self._daemon = daemon
 
     def workspace_opts(self) -> runopts:
-        """Return the options of TorchX's builder."""
         return DockerWorkspaceMixin().workspace_opts()
 
     def caching_build_workspace_and_update_role(
         self, role: Role, cfg: Mapping[str, CfgVal], build_cache: dict[object, object]
     ) -> None:
-        """Build the workspace of a role and write the image into the role."""
         builder = DockerWorkspaceMixin(docker_client=self._daemon.client)
         builder.caching_build_workspace_and_update_role(role, cfg, build_cache)
 
@@ -74,17 +71,11 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         self.workspace = _Workspace(self._daemon)
 
     def close(self) -> None:
-        """Close the connections to the daemon."""
         self._daemon.close()
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def checks(self, options: DockerOpts | None) -> Iterable[CheckResult]:
-        """Check that the daemon answers, and can run this package's images.
-
-        Raises:
-            DaemonError: it cannot be reached, or refuses.
-        """
         with answering():
             info = self._daemon.client.info()
         where = os.environ.get("DOCKER_HOST") or "this machine"
@@ -94,7 +85,6 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         return [check("Docker", version, fail=advice if system != "linux" else "")]
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: DockerOpts) -> DockerJob:
-        """Return the containers that run an app."""
         return render(app, options, os.environ)
 
     @answering()
@@ -128,7 +118,6 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
 
     @answering()
     def snapshot(self, app_id: str, *, brief: bool = False) -> DockerSnapshot | None:
-        """Read the state of an app from its containers; return None if it has none."""
         containers = self._daemon.containers(app_id)
         if not containers:
             return None

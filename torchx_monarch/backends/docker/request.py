@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Render an app into containers: those that TorchX's DockerScheduler would create, adapted.
+"""The run options of the Docker backend, and an app as containers: those that TorchX would create, adapted.
 
 Pure, except for listing this machine's GPUs.
 """
@@ -18,11 +18,12 @@ from torchx.schedulers.docker_scheduler import (
     DockerContainer,
     DockerJob,
     DockerScheduler,
+    Opts,
 )
 from torchx.specs import AppDef
 
+from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.docker.options import DockerOpts
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.backends.local.render import safe_name
 from torchx_monarch.model.env_names import CREDENTIALS, JOB_VARIABLES, replica0_variable
@@ -44,6 +45,15 @@ _MAX_NAME = 63
 """Characters in a host name, and in one label of a DNS name."""
 
 _MAX_ROLE = 20
+
+
+@dataclasses.dataclass
+class DockerOpts(NetworkOpts, Opts):  # type: ignore[misc]
+    """The run options of TorchX's ``local_docker``, those of all network backends, and ``init``."""
+
+    init: bool = True
+    """Have docker-init be process 1 of each container, which passes signals on and reaps orphans; False where the
+    daemon lacks it."""
 
 
 def render(app: AppDef, options: DockerOpts, environ: Mapping[str, str]) -> DockerJob:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import pprint
 import threading
 import time
@@ -56,7 +55,6 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         self.workspace = workspace.SentWorkspace()
 
     def close(self) -> None:
-        """Close the connections."""
         while self._connections:
             self._connections.popitem()[1].close()
 
@@ -67,7 +65,6 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def check_options(self, options: SshOpts) -> None:
-        """Check the names of the machines."""
         parse_hosts(options.hosts)
 
     def checks(self, options: SshOpts | None) -> Iterable[CheckResult]:
@@ -87,11 +84,9 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
                 yield check(name, "no", fail=error.reason)
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest:
-        """Return the replicas of an app and their machines."""
-        return render(app, submitted, options, os.environ)
+        return render(app, submitted, options)
 
     def show(self, request: SshRequest) -> str:
-        """Return a request as text for a dry run."""
         return pprint.pformat(asdict(request), indent=2, width=80, sort_dicts=False)
 
     def submit(self, request: SshRequest, submitted: SubmittedApp, credentials: str) -> str:
@@ -104,16 +99,20 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             request = request.renamed()
         layout = request.layout
         connections = {name: self._connection(name, layout.python, layout.setup) for name in layout.replicas}
+
+        def order_all(order: str) -> None:
+            at_once(lambda name: connections[name].ask(order, may_reconnect=False), connections, needs_all=True)
+
         with self._submitting:  # a connection has the unconfirmed replicas of one submission
             try:
                 self._stored.store(request.app_id, layout)
                 self._start(request, submitted, credentials, connections)
-                at_once(lambda name: connections[name].ask("confirm", may_reconnect=False), connections, needs_all=True)
+                order_all("confirm")
             except BaseException as error:
                 self._stored.remove(request.app_id)
                 # They would do it by themselves when the connection ends; the caller is to find nothing left.
                 with contextlib.suppress(SshError):
-                    at_once(lambda name: connections[name].ask("give_up", may_reconnect=False), connections)
+                    order_all("give_up")
                 if isinstance(error, (SshError, OSError)):
                     raise SubmitError(f"the app was not started: {error}") from None
                 raise
@@ -127,13 +126,16 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         connections: Mapping[str, MachineConnection],
     ) -> None:
         answers, _ = at_once(lambda name: connections[name].ask("hello"), connections, needs_all=True)
-        zeros = [answers[names[0]]["address"] for names in request.machines]
-        sent: dict[str, str] = {}
-        for projects in request.workspaces:
-            roles = zip(request.workspaces, request.machines, strict=True)
-            names = dict.fromkeys(name for other, names in roles if other == projects for name in names)
-            if str(projects) not in sent:
-                sent[str(projects)] = workspace.send(projects, {name: connections[name] for name in names})
+        first = answers[request.machines[0][0]]["address"]  # all roles begin there
+        hashes: list[str] = []
+        for index, projects in enumerate(request.workspaces):
+            before = request.workspaces.index(projects)
+            if before == index:
+                roles = zip(request.workspaces, request.machines, strict=True)
+                names = {name for other, names in roles if other == projects for name in names}
+                hashes.append(workspace.send(projects, {name: connections[name] for name in names}))
+            else:
+                hashes.append(hashes[before])
         app, layout = submitted.to_json(), request.layout
         place = Place(request.app_id, 0, 0, time.time(), request.grace, layout, submitted.pack())
 
@@ -142,10 +144,10 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
                 folder = folder_name(request.app_id, role, k)
                 replica = {
                     "name": folder,
-                    "request": request.of_replica(role, k, folder, zeros, credentials).to_json(),
+                    "request": request.of_replica(role, k, folder, first, credentials).to_json(),
                     "place": asdict(replace(place, role=role, replica=k)),
                     "gpu_count": request.gpus[role],
-                    "workspace": sent[str(request.workspaces[role])],
+                    "workspace": hashes[role],
                 }
                 connections[name].ask("start", may_reconnect=False, replica=replica, app=app)
 

@@ -26,11 +26,11 @@ from torchx_monarch.backends.ssh.in_job.wire import PYTHON_FILE, READY
 from torchx_monarch.backends.ssh.options import ssh_arguments
 from torchx_monarch.system import safe_files
 
-CONNECT_TIMEOUT = 10
+_CONNECT_TIMEOUT = 10
 """Seconds in which a machine must answer ssh."""
 
-_START_TIMEOUT = 20.0
-"""Seconds that the setup commands and Python may take."""
+_START_TIMEOUT = 30.0
+"""Seconds in which it must also have run the setup commands and started Python."""
 
 _ANSWER_TIMEOUT = 60.0
 """Seconds in which a machine must answer an order while its connection is alive, which ssh itself watches."""
@@ -39,7 +39,7 @@ _MAX_THREADS = 32
 
 _OPTIONS = (
     "BatchMode=yes",
-    f"ConnectTimeout={CONNECT_TIMEOUT}",
+    f"ConnectTimeout={_CONNECT_TIMEOUT}",
     "ServerAliveInterval=3",
     "ServerAliveCountMax=3",
     "ForwardX11=no",
@@ -110,21 +110,19 @@ class MachineConnection:
         """
         request = json.dumps({"order": order, **fields}, separators=(",", ":")).encode() + b"\n"
         with self._lock:
-            was_open = self._process is not None
             try:
-                return self._exchange(request, may_reconnect)
-            except RefusedOrderError:
-                raise
-            except SshError:
-                if not (was_open and may_reconnect):
+                if self._process is not None:
+                    return self._exchange(request)
+                if not may_reconnect:
+                    raise SshError(self._machine, "the connection was lost")
+            except SshError as error:
+                if not may_reconnect or isinstance(error, RefusedOrderError):
                     raise
-                return self._exchange(request, may_reconnect)
+            return self._exchange(request)
 
-    def _exchange(self, request: bytes, may_connect: bool) -> Any:
+    def _exchange(self, request: bytes) -> Any:
         try:
             if self._process is None:
-                if not may_connect:
-                    raise SshError(self._machine, "the connection was lost")
                 self._connect()
             line = self._talk(request, _ANSWER_TIMEOUT)
             try:
@@ -153,9 +151,8 @@ class MachineConnection:
             stderr=self._stderr,
             start_new_session=True,  # Ctrl-C is for the caller, which then ends what it has begun
         )
-        line = self._talk(script, CONNECT_TIMEOUT + _START_TIMEOUT)
-        while line.strip() != READY.encode():  # what the shell's own files have said
-            line = self._talk(b"", CONNECT_TIMEOUT + _START_TIMEOUT)
+        while self._talk(script, _START_TIMEOUT).strip() != READY.encode():
+            script = b""  # the line was one of the shell's own files
 
     def _talk(self, data: bytes, timeout: float) -> bytes:
         """Send data and return the next line."""

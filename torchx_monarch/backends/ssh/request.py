@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from torchx.specs import AppDef, Role, macros
@@ -29,15 +28,9 @@ class SshRequest:
 
     Attributes:
         app_id: id of the app: its name, a random suffix, ``@`` and its first machine.
-        name: name of the app.
         machines: for each role the machines of its replicas.
-        roles: for each role its spec and replicas.
         gpus: for each role the GPUs that a replica needs.
         workspaces: for each role the folders of its workspace (``workspace.projects``).
-        python: the run option ``python``.
-        setup: the run option ``setup``.
-        grace: the run option ``grace``.
-        lease: the run option ``lease``.
     """
 
     app_id: str
@@ -61,25 +54,26 @@ class SshRequest:
         app_id = f"{new_app_id(self.name)}@{self.app_id.partition('@')[2]}"
         return codec.decode(SshRequest, json.loads(json.dumps(asdict(self)).replace(self.app_id, app_id)))
 
-    def of_replica(self, role: int, k: int, name: str, addresses: Sequence[str], credentials: str) -> LocalRequest:
+    def of_replica(self, role: int, k: int, name: str, first: str, credentials: str) -> LocalRequest:
         """Return the request for the machine of one replica.
 
         Args:
-            addresses: for each role the address of its replica 0.
+            name: the id of its folder there.
+            first: the address of the first machine, which has replica 0 of each role.
         """
         spec = self.roles[role].spec
         # The machine restarts its replica alone, whatever happens to others: hosts end and begin again together.
         alone = replace(spec, replicas=1, min_replicas=None, sidecar=False)
         replica = self.roles[role].replicas[k]
-        env = {RANK0_HOST: addresses[0], **replica.env}
-        env |= {replica0_variable(index): address for index, address in enumerate(addresses)}
+        env = {RANK0_HOST: first, **replica.env}
+        env |= {replica0_variable(index): first for index in range(len(self.roles))}
         if spec.runs_hosts and credentials:
             env[CREDENTIALS] = credentials
         roles = [RoleRequest(alone, [replace(replica, env=env)], first=k)]
         return LocalRequest(name, self.name, roles, grace=self.grace, lease=self.lease, networked=True)
 
 
-def render(app: AppDef, submitted: SubmittedApp, options: SshOpts, environ: Mapping[str, str]) -> SshRequest:
+def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest:
     """Return the request that runs an app.
 
     Raises:
@@ -101,7 +95,7 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts, environ: Mapp
         name=app.name,
         machines=[hosts[: role.num_replicas] for role in app.roles],
         roles=[
-            _role(role, spec, app_id, "." if folders else "")
+            _role(role, spec, app_id, root="." if folders else "")
             for role, spec, folders in zip(app.roles, submitted.roles, workspaces, strict=True)
         ],
         gpus=[max(0, role.resource.gpu) for role in app.roles],
@@ -114,15 +108,9 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts, environ: Mapp
 
 
 def _role(role: Role, spec: RoleSpec, app_id: str, root: str) -> RoleRequest:
-    """Return the replicas of a role.
-
-    Args:
-        root: the value of the macro ``img_root``; empty for the working directory.
-    """
     cwd = os.path.abspath(role.image) if role.image and os.path.isdir(role.image) else os.getcwd()
     replicas = []
     for k in range(role.num_replicas):
-        values = macros.Values(root or cwd, app_id, str(k), RANK0_HOST)
-        filled = values.apply(role)
+        filled = macros.Values(root or cwd, app_id, str(k), RANK0_HOST).apply(role)
         replicas.append(ReplicaRequest([filled.entrypoint, *filled.args], dict(filled.env), cwd))
     return RoleRequest(spec, replicas)

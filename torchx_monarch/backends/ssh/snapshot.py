@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -64,37 +63,34 @@ def build(app_id: str, answers: Iterable[FoundReplica], lost: Mapping[str, SshEr
 
 
 def _replica(role: str, k: int, found: FoundReplica) -> ReplicaSnapshot:
-    record = found.record
-    replica_record = record.roles[0].replicas[0] if record.roles and record.roles[0].replicas else None
-    ended = record.ended or 0.0
-    more: dict[str, Any] = {
-        "hostname": found.hostname,
-        "address": found.place.address if not record.terminal else "",
-        "started": (replica_record.started if replica_record else None) or 0.0,
-        "restarts": record.restarts,
-        "rank_restarts": found.rank_restarts,
-    }
-    if not record.terminal:
-        starting = replica_record is None or replica_record.state is State.PENDING
-        state = State.PENDING if starting else State.RUNNING
-        return ReplicaSnapshot(role, k, state, is_stopping=found.ending is not None, **more)
-    if replica_record is None or (record.state is State.CANCELLED and not replica_record.started):
-        return ReplicaSnapshot(role, k, State.CANCELLED, ended=ended, **more)
-    more["ended"] = replica_record.ended or ended
-    if record.state is State.SUCCEEDED or replica_record.state is State.SUCCEEDED:
-        return ReplicaSnapshot(role, k, State.SUCCEEDED, exit_code=0, **more)
-    message = record.msg
-    if "rebooted" in message or "were killed" in message:
-        message = f"replica {role}/{k} on {found.hostname}: {message}"
-    return ReplicaSnapshot(
+    app = found.record
+    record = app.roles[0].replicas[0]
+    replica = ReplicaSnapshot(
         role,
         k,
-        State.FAILED,
-        exit_code=replica_record.exit_code,
-        failure=message,
-        error=replica_record.error or "",
-        was_stopped=record.state is State.CANCELLED,
-        **more,
+        State.PENDING if record.state is State.PENDING else State.RUNNING,
+        hostname=found.hostname,
+        address=found.place.address if not app.terminal else "",
+        started=record.started or 0.0,
+        restarts=app.restarts,
+        rank_restarts=found.rank_restarts,
+    )
+    if not app.terminal:
+        return replace(replica, is_stopping=found.ending is not None)
+    replica = replace(replica, ended=record.ended or app.ended or 0.0)
+    if app.state is State.CANCELLED and not record.started:
+        return replace(replica, state=State.CANCELLED)
+    if State.SUCCEEDED in (app.state, record.state):
+        return replace(replica, state=State.SUCCEEDED, exit_code=0)
+    # Without a code its supervisor was killed, which knows no other machine.
+    where = f"replica {role}/{k} on {found.hostname}: " if record.exit_code is None else ""
+    return replace(
+        replica,
+        state=State.FAILED,
+        exit_code=record.exit_code,
+        failure=where + app.msg,
+        error=record.error or "",
+        was_stopped=app.state is State.CANCELLED,
     )
 
 

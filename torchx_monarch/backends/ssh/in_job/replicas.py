@@ -10,7 +10,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -68,9 +67,8 @@ def start(*, name: str, request: Any, place: Any, gpu_count: int, workspace: str
     """Write a replica's folder and start its supervisor.
 
     Args:
-        name: of its folder.
-        request: its ``LocalRequest`` as JSON values. Its command may begin with ``python``: this interpreter.
-        place: its ``Place`` as JSON values.
+        request: its ``LocalRequest``. Its command may begin with ``python``: this interpreter.
+        place: its ``Place``.
         workspace: the hash of the one in which the replica runs; empty without one.
 
     Raises:
@@ -95,12 +93,16 @@ def start(*, name: str, request: Any, place: Any, gpu_count: int, workspace: str
         if workspace:
             code.check_out(workspace, os.path.join(root, _WORKSPACE))
 
-    with _gpu_lock():
+    lock = os.open(state_files.make_folder("apps"), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one client at a time chooses GPUs; the folder of a replica says which it has
         if gpu_count > 0 and gpus.CUDA_VISIBLE_DEVICES not in replica.env:
             where.gpus = _free_gpus(gpu_count, replica.env["PATH"])
             if where.gpus:
                 replica.env[gpus.CUDA_VISIBLE_DEVICES] = ",".join(where.gpus)
         submit.submit(decoded, app, fill)
+    finally:
+        os.close(lock)
     with contextlib.suppress(OSError):  # for clients that have no more than a handle
         safe_files.replace_file(os.path.join(state_files.state_dir(), PYTHON_FILE), os.fsencode(sys.executable))
 
@@ -110,17 +112,6 @@ def address() -> str:
     words = os.environ.get("SSH_CONNECTION", "").split()
     own = words[2] if len(words) == 4 else ""
     return own if own and not own.startswith("127.") and own != "::1" else os.uname().nodename
-
-
-@contextlib.contextmanager
-def _gpu_lock() -> Iterator[None]:
-    """Let one client at a time choose GPUs; the folder of a replica says which it has."""
-    lock = os.open(state_files.make_folder("apps"), os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
 
 
 def _free_gpus(count: int, path: str) -> list[str]:
