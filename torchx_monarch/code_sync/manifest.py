@@ -71,6 +71,16 @@ class Entry(NamedTuple):
         """Whether the entry is a file, whose content is sent separately."""
         return self.kind in (FILE, EXECUTABLE)
 
+    @property
+    def is_valid(self) -> bool:
+        """Whether the values, which may come from anywhere, are those of a file, link or folder."""
+        if not isinstance(self.content, str) or not isinstance(self.size, int):
+            return False
+        if self.is_file:
+            return bool(_DIGEST.fullmatch(self.content)) and self.size >= 0
+        has_target = bool(self.content) and "\0" not in self.content
+        return self.size == 0 and (has_target if self.kind == LINK else self.kind == FOLDER and not self.content)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
@@ -128,25 +138,16 @@ class Tree:
             unpacker = zlib.decompressobj()
             text = unpacker.decompress(data, MAX_TREE)
             if not unpacker.eof:
-                raise TreeError(f"a tree whose text is cut off, or longer than {MAX_TREE} bytes")
+                raise ValueError(f"its text is cut off, or longer than {MAX_TREE} bytes")
             values = json.loads(text)
-        except (zlib.error, ValueError, RecursionError) as error:
+            base, gone = str(values.get("base", "")), set(values.get("gone", ()))
+            changed = {path: Entry(*value) for path, value in values["entries"].items()}
+        except (zlib.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise TreeError(f"not a tree: {error}") from None
-        if not isinstance(values, dict) or not isinstance(values.get("entries"), dict):
-            raise TreeError("a tree is an object with entries")
-        if not isinstance(values.get("gone", []), list):
-            raise TreeError("what a tree lacks of another is a list")
-        entries: dict[str, Entry] = {}
-        if base := values.get("base"):
-            if (before := find_base(str(base))) is None:
-                raise TreeError(f"a tree that differs from {brief(str(base))}, which is not here")
-            entries.update(before.entries)
-            for path in values.get("gone", ()):
-                entries.pop(str(path), None)
-        entries.update((path, _entry(path, value)) for path, value in values["entries"].items())
-        if len(entries) > MAX_ENTRIES:
-            raise TreeError(f"a tree has at most {MAX_ENTRIES} entries")
-        tree = cls(entries)
+        before = find_base(base) if base else cls({})
+        if before is None:
+            raise TreeError(f"a tree that differs from {brief(base)}, which is not here")
+        tree = cls({path: entry for path, entry in before.entries.items() if path not in gone} | changed)
         tree.check()
         return tree
 
@@ -156,16 +157,20 @@ class Tree:
         Raises:
             TreeError: a path or entry is invalid; the message names the path.
         """
+        if len(self.entries) > MAX_ENTRIES:
+            raise TreeError(f"a tree has at most {MAX_ENTRIES} entries")
         sizes: dict[str, int] = {}
         folders = {""}
-        for path, (kind, content, size) in self.entries.items():
-            if _NO_PATH.search(path) or "\0" in content:
+        for path, entry in self.entries.items():
+            if _NO_PATH.search(path):
                 raise TreeError(f"{path!r} is no path below a workspace")
+            if not entry.is_valid:
+                raise TreeError(f"{path!r} is no file, link or folder of a tree: {entry}")
             above = path.rpartition("/")[0]
             while above not in folders:
                 folders.add(above)
                 above = above.rpartition("/")[0]
-            if kind in (FILE, EXECUTABLE) and sizes.setdefault(content, size) != size:
+            if entry.is_file and sizes.setdefault(entry.content, entry.size) != entry.size:
                 raise TreeError(f"{path!r} has another size than a file of the same content")
         if wrong := folders & self.entries.keys():
             raise TreeError(f"something lies below {min(wrong)!r}, which is no folder with something in it")
@@ -174,20 +179,6 @@ class Tree:
 def brief(tree_hash: str) -> str:
     """Shorten the hash of a tree for messages and folder names."""
     return tree_hash[:12]
-
-
-def _entry(path: str, value: object) -> Entry:
-    if not isinstance(value, list) or len(value) != 3:
-        raise TreeError(f"{path!r} has no entry of three values")
-    kind, content, size = value
-    if kind not in (FILE, EXECUTABLE, LINK, FOLDER) or type(content) is not str or type(size) is not int or size < 0:
-        raise TreeError(f"{path!r} has no entry of a tree")
-    if kind in (FILE, EXECUTABLE):
-        if not _DIGEST.fullmatch(content):
-            raise TreeError(f"{path!r} has no content that can be")
-    elif size or (kind == LINK) != bool(content):
-        raise TreeError(f"{path!r} points nowhere" if kind == LINK else f"{path!r} is a folder with a content")
-    return Entry(kind, content, size)
 
 
 def _raw(text: str) -> bytes:
