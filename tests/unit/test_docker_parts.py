@@ -271,26 +271,6 @@ def test_state_without_some_containers(
     assert {one.state for one in app.replicas if one.name not in app.containers} == {absent}
 
 
-@pytest.mark.parametrize(
-    ("codes", "state", "stop"),
-    [
-        ((0, 1, 0), State.SUCCEEDED, False),
-        ((None, 1, None), State.RUNNING, False),
-        ((None, 1, 1), State.RUNNING, True),
-        ((1, 0, 0), State.FAILED, False),
-        ((None, None), State.RUNNING, False),
-        ((None, 1), State.RUNNING, True),
-    ],
-)
-def test_an_elastic_role_does_without_some(codes: tuple[int | None, ...], state: State, stop: bool) -> None:
-    """Three hosts of which two are enough, host 0 among them; None for one that runs. The rest was removed."""
-    found = [
-        one("main", "running", id=k) if code is None else one("main", code=code, id=k) for k, code in enumerate(codes)
-    ]
-    status = reduce(build([spec("main", 3, 2, hosts=True)], *found))
-    assert (status.state, status.is_stop_due) == (state, stop)
-
-
 def test_a_container_becomes_a_replica() -> None:
     first, second = one("main", code=137, ended=NOW - 50, id=1), one("main", code=1, ended=NOW - 49)
     first.attrs["RestartCount"] = 3
@@ -383,20 +363,6 @@ def test_errors_of_the_daemon_are_for_users() -> None:
 
 
 # -- an app as one word
-
-
-def test_the_record_gives_back_the_app() -> None:
-    mount = BindMount("/a b", "/c", read_only=True)
-    role = trainer(env={"A": "x,y\n'\"ü"}, max_retries=2, retry_policy=RetryPolicy.REPLICA, mounts=[mount])
-    app = AppDef("näme", [role, Role("other", "")], {"team": "a b"})
-    specs = [RoleSpec.of(role, WorkloadKind.RANKS, "tls:@A:1", ends_together=True), RoleSpec("other")]
-    packed = SubmittedApp(app, specs, {"grace": 3}).pack()
-    assert re.fullmatch(r"[A-Za-z0-9+/=]+", packed)
-    unpacked = SubmittedApp.unpack(packed, "the label")
-    assert (unpacked.app, list(unpacked.roles)) == (app, specs)
-    for damaged in (packed[:-8], "no"):
-        with pytest.raises(DamagedFileError, match="the label is damaged: "):
-            SubmittedApp.unpack(damaged, "the label")
 
 
 # -- without a daemon

@@ -432,7 +432,6 @@ def test_numbers_of_indexes() -> None:
 
 NOW = 1000.0
 OPEN, GONE, FAILED = JobReport(True), JobReport(False), JobReport(False, State.FAILED)
-COMPLETE = JobReport(False, State.SUCCEEDED)
 
 
 def role(
@@ -462,33 +461,9 @@ def run(phase: str = "Running", at: float = 0.0, **more: Any) -> Attempt:
     return attempt
 
 
-def test_succeeds_when_all_roles_have_and_ends_sidecars() -> None:
-    done = role("main", [run("Succeeded", 900.0)], job=COMPLETE)
-    found = state_of(done, role("other", [run()]))
-    assert (found.state, found.is_stop_due) == (State.RUNNING, False)
-    failed = state_of(done, role("other", [run("Failed", 950.0)], job=FAILED))
-    assert failed.state is State.FAILED and failed.cause is not None and failed.cause.role == "other"
-    found = state_of(done, role("other", [run()], sidecar=True))
-    assert (found.state, found.is_stop_due) == (State.RUNNING, True)
-    assert found.outcome is not None and found.outcome.state is State.SUCCEEDED
-    sidecar = role("other", [run("Failed", 950.0, has_deadline=True)], job=GONE, sidecar=True)
-    found = state_of(done, sidecar)
-    assert (found.state, found.cause, found.shown(sidecar.replicas[0])) == (State.SUCCEEDED, None, State.CANCELLED)
-
-
 def test_leaves_a_job_alone_that_has_only_to_report_its_end() -> None:
     found = state_of(role("main", [run("Succeeded", 900.0)]))
     assert (found.state, found.is_stop_due) == (State.RUNNING, False)
-
-
-def test_fails_when_nothing_lives() -> None:
-    lost = [run("Failed", 998.0)]
-    found = state_of(role("main", lost, [run()]))
-    assert (found.state, found.message) == (State.RUNNING, "replica main/0 exited with code 1")
-    assert found.is_stop_due and found.outcome is not None and found.outcome.state is State.FAILED
-    ended = state_of(role("main", lost, [run("Failed", 999.0)], job=FAILED))
-    assert ended.state is State.FAILED
-    assert ended.cause is not None and ended.cause.id == 0
 
 
 def test_waits_for_a_replacement() -> None:
@@ -502,15 +477,6 @@ def test_waits_for_a_replacement() -> None:
     assert count_restarts(twice) == 3
 
 
-def test_an_elastic_role_tolerates_failed_replicas() -> None:
-    lost, well = run("Failed", 900.0), run("Succeeded", 950.0)
-    found = state_of(role("main", [run()], [lost], [run()], fewest=2))
-    assert (found.state, found.is_stop_due) == (State.RUNNING, False)
-    assert state_of(role("main", [well], [lost], [well], job=FAILED, fewest=2)).state is State.SUCCEEDED
-    assert state_of(role("main", [well], [lost], [lost], job=FAILED, fewest=2)).state is State.FAILED
-    assert state_of(role("main", [lost], [well], [well], job=FAILED, fewest=2)).state is State.FAILED
-
-
 def test_a_failed_replica_whose_pod_was_removed_has_failed() -> None:
     """As of a node that was taken out of the cluster."""
     job = JobReport(False, State.FAILED, failed=frozenset({1}))
@@ -520,16 +486,6 @@ def test_a_failed_replica_whose_pod_was_removed_has_failed() -> None:
     error = HostResult(1, "boom").to_text()
     found = state_of(role("main", [run("Failed", 990.0, error=error)], [], job=job))
     assert found.cause is not None and (found.cause.id, found.error) == (0, error)
-
-
-def test_cancelled_is_cancelled_unless_all_had_succeeded() -> None:
-    stopping = state_of(role("main", [run(has_deadline=True)], job=GONE), ending=State.CANCELLED)
-    assert (stopping.state, stopping.is_stop_due) == (State.RUNNING, False)
-    deleting = state_of(role("main", [run(is_deleted=True)], job=GONE), ending=State.CANCELLED)
-    assert (deleting.state, deleting.is_stop_due) == (State.RUNNING, False)
-    assert state_of(role("main", [], job=GONE), ending=State.CANCELLED).state is State.CANCELLED
-    done = role("main", [run("Succeeded", 900.0)], job=COMPLETE)
-    assert state_of(done, ending=State.CANCELLED).state is State.SUCCEEDED
 
 
 def test_a_pod_that_can_never_start_fails_the_app_after_a_while() -> None:
@@ -543,18 +499,6 @@ def test_a_pod_that_can_never_start_fails_the_app_after_a_while() -> None:
     assert later.outcome == Outcome(State.FAILED, "replica main/0 cannot start: ErrImagePull: not found")
     queued = JobReport(True, reason="waits for Kueue to admit it to the queue a")
     assert state_of(role("main", [], job=queued)).message == "role main waits for Kueue to admit it to the queue a"
-
-
-def test_the_error_is_that_of_the_root_cause() -> None:
-    def error(message: str, consequence: bool) -> str:
-        return HostResult(1, message, is_secondary=consequence).to_text()
-
-    lost = run("Failed", 990.0, error=error("host 1 lost replica 0", True))
-    cause = run("Failed", 995.0, error=error("rank 3 failed", False))
-    found = state_of(role("main", [lost], [cause], [run("Failed", 1.0)], job=FAILED))
-    assert "rank 3 failed" in found.error
-    words = Attempt(pod("Failed", **ended(1, message="last words")))
-    assert state_of(role("main", [words], job=FAILED)).error == ""
 
 
 # -- an app's objects

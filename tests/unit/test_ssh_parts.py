@@ -332,21 +332,6 @@ def two_hosts(**more: Any) -> SubmittedApp:
     return SubmittedApp(app("true", replicas=2), [RoleSpec("trainer", 2, **more)])
 
 
-def test_replicas_of_all_machines_make_the_state() -> None:
-    submitted = two_hosts()
-
-    def state(first: State, second: State, **more: Any) -> State:
-        answers = [found(0, first, submitted), found(1, second, submitted, **more)]
-        return reduce(build("app-1@a", answers, {})).state
-
-    assert state(State.RUNNING, State.RUNNING) is State.RUNNING
-    assert state(State.SUCCEEDED, State.RUNNING) is State.RUNNING
-    assert state(State.SUCCEEDED, State.SUCCEEDED) is State.SUCCEEDED
-    assert state(State.SUCCEEDED, State.FAILED, msg="replica trainer/1 exited with 3") is State.FAILED
-    cancelled = Ending(State.CANCELLED, time=101.5)
-    assert state(State.CANCELLED, State.CANCELLED, ending=cancelled) is State.CANCELLED
-
-
 @pytest.mark.parametrize(
     ("more", "other", "expected"),
     [

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,10 +95,3 @@ class Apps(Place):
     def left(self, handle: str) -> Sequence[object]:
         """Return the objects of the daemon that are ours."""
         return list(self.daemon.left())
-
-    def files(self, handle: str, replica: int, folder: str) -> set[str]:
-        """What lies in a folder of a container."""
-        with contextlib.closing(self.daemon.client()) as client:
-            chunks, _ = client.containers.get(self.hostname(handle, replica)).get_archive(folder)
-            with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
-                return {name.split("/")[1] for name in archive.getnames() if "/" in name}

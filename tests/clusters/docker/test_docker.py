@@ -37,50 +37,6 @@ SLEEPS_AT_FIRST = """
 """
 
 
-def test_the_logs_of_both_starts_are_in_a_killed_container(apps: Apps, eventually: Eventually) -> None:
-    handle = apps.run(apps.torchrun(apps.program(SLEEPS_AT_FIRST), max_retries=1))
-    eventually(lambda: apps.log(handle).count("attempt 0") == 4, "the first attempt")
-    (apps.folder / "go").touch()
-    apps.lose(handle, 0)
-    assert apps.wait(handle).state is AppState.SUCCEEDED, apps.log(handle)
-    folder = f"/tmp/torchx-monarch/{apps.hostname(handle, 0)}"
-    assert {"attempt_0", "attempt_1"} <= apps.files(handle, 0, folder)
-
-
-FAILS_BESIDE = """
-    import os, pathlib, sys, time
-    folder, often = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-    me = os.environ["ROLE"] + os.environ["RANK"]
-    start = len(list(folder.glob(f"{me}-*")))
-    (folder / f"{me}-{start}").touch()
-    while len(list(folder.glob(f"*-{start}"))) < 4:
-        time.sleep(0.05)
-    if start < often:
-        if me == "reader1":
-            raise ValueError("boom")
-        time.sleep(1000)
-"""
-
-
-@pytest.mark.nightly(
-    "10 s of processor time; Kubernetes has this every time, and the contract has one role that begins again"
-)
-@pytest.mark.parametrize(("often", "state"), [(1, AppState.SUCCEEDED), (2, AppState.FAILED)])
-def test_all_roles_begin_again_when_one_has_failed(apps: Apps, often: int, state: AppState) -> None:
-    path, folder = apps.program(FAILS_BESIDE), apps.folder / "starts"
-    folder.mkdir()
-    words, names = (path, str(folder), str(often)), ("trainer", "reader")
-    handle = apps.run(*(apps.torchrun(*words, name=name, nproc=1, max_retries=1, env={"ROLE": name}) for name in names))
-    status = apps.wait(handle)
-    logs = apps.log(handle) + apps.log(handle, "reader")
-    assert (status.state, status.num_restarts) == (state, 1), logs
-    assert len(list(folder.iterdir())) == 8, logs
-    assert logs.count("FAILED: reader/1 failed: rank 1 (local rank 0 on ") == often, logs
-    if often == 2:  # though the trainers' containers may be the first to have ended
-        assert status.msg.startswith("replica reader/"), status
-        assert json.loads(status.structured_error_msg)["message"]["message"].startswith("rank 1 (local rank 0 on ")
-
-
 def test_names_may_be_anything(apps: Apps, eventually: Eventually) -> None:
     """Also where dockerd, a handle and the DNS allow less."""
     name = 'tr ai/ner\'s.."x"'

@@ -62,6 +62,10 @@ class Apps(Place):
     own_bad_options = (
         ({"mode": "jobset"}, "`mode` is 'jobset'; allowed are auto, job, volcano"),
         ({"kueu_queue": "a"}, "kueu_queue.*kueue_queue"),
+        ({"pull_timeout": -1}, "`pull_timeout` is -1; allowed is 0 or more"),
+        ({"mode": "job", "queue": "a"}, "`queue` is 'a'; it is for mode=volcano"),
+        ({"mode": "volcano", "kueue_queue": "a"}, "`kueue_queue` is 'a'; it is for mode=job"),
+        ({"namespace": "No Such"}, "`namespace` is 'No Such'; a namespace is called by up to 63 lower-case letters"),
     )
     package = "kubernetes"
     install = "pip install 'kubernetes>=29,!=37.0.2'"

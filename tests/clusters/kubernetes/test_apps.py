@@ -3,26 +3,18 @@
 
 from __future__ import annotations
 
-import base64
 import json
-from datetime import datetime, timezone
-from pathlib import Path
 
 import pytest
-from torchx.schedulers.api import Stream
-from torchx.specs import NONE, AppState, Resource
+from torchx.specs import NONE, AppState
 from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.kubernetes.apps import NAME, Apps
 from tests.clusters.kubernetes.cluster import Cluster
-from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.model import role_metadata
-from torchx_monarch.transport.credentials import ClientCredentials
 
 # The first test brings the cluster up, and may have to build it.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
-
-WEIRD = "a,b=c 'q' \"d\" $HOME $(HOME) `x` \\ %j\nline2\t."
 
 SAYS = """
     import os, sys
@@ -51,57 +43,6 @@ WAITS = """
         time.sleep(1000)
 """
 """Waits for ``Apps.go``; then the ranks named by its arguments kill their hosts. One that starts later ends at once."""
-
-
-def test_two_hosts_meet_over_tls_and_everything_is_known_elsewhere(apps: Apps, tmp_path: Path) -> None:
-    before = datetime.now(timezone.utc)
-    env = {"WEIRD": WEIRD.replace("$", "$$")}
-    role = apps.torchrun(apps.program(SAYS), resource=Resource(cpu=1, gpu=0, memMB=512), env=env)
-    handle = apps.run(role)
-    name = handle.rpartition(":")[2]
-    # What describes the job holds no key, and the Secret that does belongs to it.
-    shown = json.dumps([apps.pods(handle), apps.api.get(f"/apis/batch/v1/namespaces/{apps.namespace}/jobs")])
-    secret = apps.api.get(f"/api/v1/namespaces/{apps.namespace}/secrets/{name}")
-    key = base64.b64decode(secret["data"]["credentials"]).decode()
-    assert len(key) > 500 and key not in shown
-    assert [one["kind"] for one in secret["metadata"]["ownerReferences"]] == ["Job"]
-    status = apps.wait(handle, AppState.SUCCEEDED)
-    assert [r.hostname for r in status.roles[0].replicas] == [
-        f"{name}-trainer-{k}.{name}.{apps.namespace}.svc" for k in (0, 1)
-    ]
-    log = apps.log(handle)
-    for rank in range(4):
-        assert f"rank {rank} of 4 on {name}-trainer-{rank // 2} " in log, log
-    assert log.count(f"weird {WEIRD!r}") == 4, log
-    assert log.count("secret None") == 4
-    assert "INSECURE" not in log
-
-    # The times, the expression; one stream alone is not there.
-    assert len([line for line in apps.lines(handle, 1, regex="rank 2 of")]) == 1
-    assert apps.lines(handle, since=before) == apps.lines(handle, until=datetime.now()) == apps.lines(handle)
-    assert apps.lines(handle, since=datetime.now()) == apps.lines(handle, until=before) == []
-    with pytest.raises(ValueError, match="both streams of a replica as one; stdout alone"):
-        apps.lines(handle, streams=Stream.STDOUT)
-
-    # A process elsewhere.
-    told = json.loads(apps.torchx("status", "--json", handle))
-    assert (told["state"], told["num_restarts"]) == ("SUCCEEDED", 0)
-    assert "rank 3 of 4" in apps.torchx("log", f"{handle}/trainer/1")
-    assert "'metadata': {'team': 'a b'}" in apps.torchx("describe", handle)
-    (theirs,) = apps.described(handle).roles
-    assert (theirs.entrypoint, theirs.args, theirs.mounts) == (role.entrypoint, role.args, role.mounts)
-    assert theirs.env["WEIRD"] == env["WEIRD"] and "MONARCH_CREDENTIALS" not in theirs.env
-    client = Path(client_credentials.path(NAME, handle.rpartition("/")[2]))
-    assert ClientCredentials.from_text(json.loads(client.read_text())["credentials"])
-    other = apps.run(apps.role("true"))
-    listed = [one for one in apps.runner.list(NAME, cfg={"namespace": apps.namespace})]
-    assert sorted(one.app_handle for one in listed) == sorted([handle, other])
-    assert next(one for one in listed if one.app_handle == handle).state is AppState.SUCCEEDED
-    apps.runner.delete(other)
-    apps.torchx("delete", handle)
-    apps.until_true(lambda: apps.left() == [], "the end of all objects")
-    assert apps.runner.status(handle) is None
-    assert not client.exists()
 
 
 _TWICE = pytest.mark.nightly("the other case begins again as well; that an app succeeds after it is in the contract")
@@ -154,18 +95,6 @@ def test_restarts_of_ranks_count_also_those_of_a_host_that_was_killed(apps: Apps
     assert log.count("attempt 0") in (3, 4), log
 
 
-def test_cancelled_while_pending(apps: Apps) -> None:
-    nowhere = Resource(cpu=1, gpu=0, memMB=1, capabilities={"example.com/zone": "none"})
-    handle = apps.run(apps.role("true", resource=nowhere, replicas=2))
-    apps.until(lambda: "Unschedulable" in apps.status(handle).msg, "a reason", handle)
-    status = apps.status(handle)
-    assert status.state is AppState.PENDING
-    assert "didn't match Pod's node affinity/selector" in status.msg and "1 more replicas wait" in status.msg
-    apps.runner.cancel(handle)
-    apps.wait(handle, AppState.CANCELLED)
-    assert apps.pods(handle) == []
-
-
 def test_pods_that_are_not_let_in_are_told(apps: Apps) -> None:
     path = f"/api/v1/namespaces/{apps.namespace}/resourcequotas"
     apps.api.create(path, {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}})
@@ -186,25 +115,6 @@ def test_an_image_that_is_not_there_is_told_and_ends_the_app(apps: Apps) -> None
     status = apps.wait(handle, AppState.FAILED)
     assert "replica trainer/0 cannot start: " in status.msg and "registry/missing:1" in status.msg
     assert "cannot start" in json.loads(apps.torchx("status", "--json", handle))["msg"]
-
-
-def test_a_failing_rank_is_the_cause(apps: Apps) -> None:
-    path = apps.program("""
-        import os, time
-        if os.environ["RANK"] == "3":
-            raise ValueError("boom" + 9000 * "!")
-        time.sleep(1000)
-    """)
-    handle = apps.run(apps.torchrun("--max-restarts", "1", path))
-    status = apps.wait(handle, AppState.FAILED)
-    assert status.num_restarts == 1
-    error = json.loads(status.structured_error_msg)["message"]
-    assert error["message"].startswith("rank 3 (local rank 1 on ")
-    assert "ValueError: boom!!" in error["message"]
-    assert error["errorCode"] == 1
-    assert "exited with code 1" in status.msg and "on node " in status.msg
-    assert set(apps.states(handle).values()) == {AppState.FAILED}
-    assert "FAILED: rank 3" in apps.log(handle)
 
 
 def test_what_is_no_host_fails_with_its_last_words_and_ends_the_others(apps: Apps) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -109,24 +107,6 @@ def test_an_exit_code_may_ask_for_no_other_start(apps: Apps, tmp_path: Path) -> 
         assert status.num_restarts == 0
         assert f"; not started again: {why}" in status.msg
         assert (tmp_path / name).read_text() == "x\n"
-
-
-def test_command_line_waits_shows_and_cancels(apps: Apps) -> None:
-    command = [sys.executable, "-m", "torchx.cli.main", "run", "--scheduler", "monarch_slurm", "--workspace", ""]
-    command += ["--wait", "--log", "-cfg", "grace=5", "utils.sh", "--cpu", "1", "--memMB", "512"]
-    # Whatever is installed here, these are the schedulers of this source tree.
-    env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
-    done = subprocess.run([*command, "echo", "seen"], env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "seen" in done.stdout + done.stderr
-    waiting = [*command, "sh", "-c", "echo seen; trap 'echo bye; exit 0' TERM; sleep 1000 & wait"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    with subprocess.Popen(waiting, env=env, **pipes) as torchx:  # type: ignore[call-overload]
-        assert any("seen" in line for line in torchx.stdout)
-        torchx.send_signal(signal.SIGINT)
-        rest = torchx.stdout.read()
-        assert torchx.wait(60) == 130, rest
-    assert "cancelling monarch_slurm://torchx/" in rest
 
 
 def test_refused_job_leaves_nothing(apps: Apps) -> None:

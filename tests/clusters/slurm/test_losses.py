@@ -68,11 +68,6 @@ def test_nobody_waits_for_a_host_0_that_was_lost_before_the_hosts_had_met(
     assert status.msg.startswith("replica trainer/0 ") and "killed by signal 9" in status.msg
 
 
-def test_commands_fail_with_fewer_than_min_replicas(apps: Apps) -> None:
-    handle = apps.run(sh("test ${replica_id} = 0 || exit 3; sleep 1000", replicas=3, min_replicas=2))
-    apps.wait(handle, AppState.FAILED)
-
-
 def test_fails_after_a_host_was_killed_without_retries(apps: Apps, checkpoint: Path) -> None:
     handle = apps.run(apps.torchrun(apps.program(CHECKPOINTS), env={"CHECKPOINT": str(checkpoint)}))
     for replica in (0, 1):
