@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from torchx.runner import Runner
 
@@ -89,27 +88,6 @@ def test_a_job_from_other_processes(work: Path, eventually: Eventually) -> None:
     torchx("delete", handle)
     assert not app.exists()
     assert torchx("status", handle, check=False).returncode == 1
-
-
-def test_job_survives_its_shell(work: Path, eventually: Eventually) -> None:
-    name = write(work, "while not os.path.exists('go on'):\n    time.sleep(0.05)\nprint('the end', flush=True)\n")
-    shell = subprocess.Popen(
-        ["sh", "-c", '"$@"; cat', "sh", *RUN, "-cfg", "preload=none", "monarch.spmd", name],
-        cwd=work,
-        stdin=subprocess.PIPE,  # its end would end the shell by itself
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
-    assert shell.stdout is not None
-    handle = shell.stdout.readline().strip()
-    os.killpg(shell.pid, signal.SIGHUP)
-    shell.communicate(timeout=240)
-    assert state(handle) in ("PENDING", "RUNNING")
-    (work / "go on").touch()
-    eventually(lambda: state(handle) == "SUCCEEDED", "the end of the job")
-    assert "the end" in torchx("log", handle).stdout
 
 
 @pytest.mark.parametrize(("body", "cause"), [("raise OSError('no disk')", "OSError: no disk"), ("sys.exit(0)", "")])
@@ -194,22 +172,6 @@ def test_progress_lines_precede_the_output_that_they_announce(work: Path) -> Non
     assert kinds.index("ranks") < min(kinds.index(line) for line in kinds if line in ("[0", "[1", "[2", "[3"))
 
 
-def test_restarts_of_ranks_are_counted(work: Path) -> None:
-    name = write(work, "sys.exit(int(os.environ['TORCHELASTIC_RESTART_COUNT']) < 2)")
-    words = ("--wait", "-cfg", "preload=none", "monarch.spmd", "--max_restarts", "3", name)
-    handle = run(*words, cwd=work).stdout.strip()
-    assert json.loads(torchx("status", "--json", handle).stdout)["num_restarts"] == 2
-
-
-def test_arguments_arrive_as_typed(work: Path) -> None:
-    name = write(work, "import json; print(json.dumps(sys.argv[1:]))")
-    arguments = ['--x=a b"c,$d', "$HOME", "é\n", "*", "", "--nproc", "${local_rank}"]
-    done = run("--wait", "--log", "-cfg", "preload=none", "monarch.spmd", "-j", "1", name, *arguments, cwd=work)
-    line = next(line for line in done.stderr.splitlines() if "[0] " in line)
-    assert json.loads(line.partition("[0] ")[2]) == [*arguments[:-1], "0"]
-    assert "--nproc after prog.py" in done.stderr  # warned that it went to the script
-
-
 def test_module_and_package(work: Path) -> None:
     (work / "pkg").mkdir()
     (work / "pkg" / "__init__.py").touch()
@@ -235,28 +197,6 @@ def test_dryrun_as_json(work: Path) -> None:
     assert shown["app"]["roles"][0]["entrypoint"] == "torchrun"
     assert "torchx_monarch.host" in json.dumps(shown["request"])
     assert "No apps" not in torchx("list", "-s", "monarch_local").stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("monarch.spmd",), "No program to run"),
-        (("monarch.spmd", "-j", "2x4", "--nproc", "2", "x.py"), "contradicts"),
-        (("monarch.spmd", "--nproc", "many", "x.py"), "many"),
-        (("monarch.spmd", "--max_restarts", "-1", "x.py"), "--max_restarts -1"),
-        (("-cfg", "grace=-1", "monarch.spmd", "x.py"), "`grace` is -1"),
-        (("-cfg", "gracce=1", "monarch.spmd", "x.py"), "gracce"),
-    ],
-)
-def test_bad_input_is_refused_without_a_traceback(work: Path, words: tuple[str, ...], said: str) -> None:
-    write(work, "", "x.py")
-    done = run(*words, cwd=work, check=False)
-    assert done.returncode != 0
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not Path(os.environ["MONARCH_STATE_DIR"], "apps").exists() or not os.listdir(
-        Path(os.environ["MONARCH_STATE_DIR"], "apps")
-    )
 
 
 def test_a_state_folder_that_cannot_be_written(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,29 +280,6 @@ time.sleep(1000)
     handle = re.findall(r"monarch_local://torchx/[\w-]+", out.decode())[0]
     assert f"cancelling {handle} ({number.name})" in err.decode() and b"Traceback" not in err
     assert state(handle) == "CANCELLED"
-
-
-@pytest.mark.parametrize("victim", ["rank", "host", "supervisor"])
-def test_kill_9_of_any_process(work: Path, eventually: Eventually, victim: str) -> None:
-    handle, app = submit_sleepers(work, eventually, "-j", "2x1")
-    supervisor = json.loads((app / "supervisor.json").read_text())["supervisor"]["pid"]
-    hosts = [one for one in psutil.Process(supervisor).children() if "torchx_monarch.host" in one.cmdline()]
-    host = next(one for one in hosts if one.cmdline()[one.cmdline().index("--replica") + 1] == "1")
-    below = host.children()
-    pid = {
-        "supervisor": supervisor,
-        "host": host.pid,
-        "rank": next(
-            one.pid for one in below if one.cmdline()[1:2] == ["-u"] and "zygote" not in " ".join(one.cmdline())
-        ),
-    }[victim]
-    os.kill(pid, signal.SIGKILL)
-    eventually(lambda: state(handle) == "FAILED", "the failure")
-    status = json.loads(torchx("status", "--json", handle).stdout)
-    log = torchx("log", handle).stdout
-    assert str(pid) in status["msg"]
-    assert victim in status["msg"] or (victim == "host" and "replica prog/1" in status["msg"])
-    assert {"rank": "was killed by signal 9", "host": "SIGKILL", "supervisor": "supervisor"}[victim] in log
 
 
 def test_ten_jobs_at_once_have_ports_of_their_own(work: Path, eventually: Eventually) -> None:

@@ -181,40 +181,6 @@ def test_torch_removes_its_shared_memory(folder: Path, script: Callable[[str], s
     assert not os.path.exists(f"/dev/shm{hosts.out().strip().removeprefix('[trainer0]:')}")
 
 
-def test_two_hosts_are_one_world(folder: Path, script: Callable[[str], str]) -> None:
-    path = script("""
-        names = "RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_NAME".split()
-        print("env", *(os.environ[name] for name in names))
-    """)
-    hosts = Hosts(folder, torchrun("--nnodes", "2", path), replicas=2, options=NO_PRELOAD).start()
-    assert hosts.wait() == [0, 0]
-    lines = sorted(hosts.out(0).splitlines()) + sorted(hosts.out(1).splitlines())
-    assert lines == [
-        "[trainer0]:env 0 0 0 4 2 2 trainer",
-        "[trainer1]:env 1 1 0 4 2 2 trainer",
-        "[trainer2]:env 2 0 1 4 2 2 trainer",
-        "[trainer3]:env 3 1 1 4 2 2 trainer",
-    ]
-    kinds = [event["kind"] for event in hosts.events()]
-    assert kinds == ["hosts", "ranks", "output", "attempt_end", "result"]
-    assert all("seconds" in event for event in hosts.events() if event["kind"] != "attempt_end")
-
-
-@pytest.mark.nightly(
-    "5 s of processor time; tests/conformance/test_process_group.py has one host without preload every time"
-)
-def test_process_group_without_preload_uses_the_reserved_port(folder: Path, script: Callable[[str], str]) -> None:
-    path = script("""
-        import torch.distributed as dist
-        dist.init_process_group("gloo")
-        print("world", dist.get_world_size())
-    """)
-    command = [sys.executable, path]
-    hosts = Hosts(folder, command, replicas=2).start()
-    assert hosts.wait() == [0, 0]
-    assert hosts.out(1) == "world 2\n"
-
-
 def test_longest_folder_for_sockets_that_a_backend_gives(folder: Path, script: Callable[[str], str]) -> None:
     long = folder / ("x" * (MAX_RUN_DIR - len(str(folder)) - 1))
     long.mkdir()

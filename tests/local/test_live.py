@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
 import pickle
@@ -132,45 +131,6 @@ def test_a_run_gets_as_many_arguments_as_a_command_may_have(
     assert texts(result) == dict.fromkeys((0, 1), "5001 1500000 60000\n"), result
     assert len(hosts.job.runs()[0]["command"]) < 600
     assert hosts.end() == [0, 0]
-
-
-DRAWS = """
-import os, random, sys, uuid
-import numpy, torch
-from torch.utils.data import DataLoader
-drawn = {
-    "initial seed": torch.initial_seed(),
-    "rand": torch.rand(4).tolist(),
-    "randperm": torch.randperm(100).tolist(),
-    "dropout": torch.nn.Dropout(0.5)(torch.ones(100)).tolist(),
-    "order of samples": [int(sample) for sample in DataLoader(range(100), shuffle=True)],
-    "python": random.random(),
-    "numpy": numpy.random.rand(),
-    "uuid": str(uuid.uuid4()),
-}
-torch.manual_seed(torch.initial_seed())
-assert drawn["initial seed"] == torch.initial_seed() and drawn["rand"] == torch.rand(4).tolist()
-print(drawn, flush=True)
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    torch.distributed.init_process_group("gloo")
-    torch.distributed.barrier()
-    sys.exit(1)
-"""
-
-
-def test_ranks_that_set_no_seed_draw_numbers_of_their_own_in_each_attempt_and_run(
-    live: Callable[..., Live], script: Callable[[str], str]
-) -> None:
-    words = ["torchrun", "--nproc-per-node", "2", "--max-restarts", "1", script(DRAWS)]
-    hosts = live(*words, options=("--grace", "5", "--preload", "torch"))
-    for _ in range(2):
-        assert hosts.run(*words).exit_code == 0
-    files = (hosts.logs(0)).glob("run_*/attempt_*/[01]/stdout.log")
-    drawn = [ast.literal_eval(path.read_text()) for path in files]
-    assert len(drawn) == 8
-    for name in drawn[0]:
-        assert len({str(its[name]) for its in drawn}) == 8, [its[name] for its in drawn]
-    assert hosts.end() == [0]
 
 
 def test_a_failure_says_who_began_it_and_leaves_the_hosts_to_the_next_run(

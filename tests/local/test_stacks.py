@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -304,19 +301,3 @@ def test_log_dir_dev_null_keeps_no_stacks(folder: Path, script: Callable[[str], 
     hosts = Hosts(folder, command, options=NO_PRELOAD).start()
     assert hosts.wait() == [3]
     assert not list(folder.rglob("stacks.txt"))
-
-
-def test_the_command_shows_them(folder: Path, script: Callable[[str], str]) -> None:
-    path = script(SLEEPS)
-    hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD).start()
-    wait_for(hosts, "ready", 2)
-    command = [sys.executable, "-m", "torchx.cli.main", "monarch", "stacks", "monarch_local://torchx/app"]
-    command += ["--address", f"unix:{folder}/r.sock"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.splitlines()[0] == "ranks 0-1: main thread"
-    assert f"    {path}:" in shown.stdout
-    nobody = subprocess.run([*command, "--rank", "7"], capture_output=True, text=True, timeout=60)
-    assert (nobody.returncode, nobody.stderr) == (69, "[monarch] rank 7 does not run\n")
-    hosts.processes[0].send_signal(signal.SIGTERM)
-    hosts.wait()

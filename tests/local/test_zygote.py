@@ -33,26 +33,6 @@ def said(hosts: Hosts) -> dict[int, str]:
     return lines
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "__import__('random').random()",
-        "__import__('numpy').random.rand()",
-        "__import__('uuid').uuid4()",
-        "__import__('ssl').RAND_bytes(8)",
-        "__import__('tempfile').mkdtemp()",
-        "__import__('multiprocessing').current_process().authkey.hex()",
-        "__import__('threading').main_thread().native_id",
-        "(os.getpid(), os.getsid(0), os.getpgid(0))",
-    ],
-)
-def test_two_ranks_do_not_share(folder: Path, script: Callable[[str], str], value: str) -> None:
-    path = script(f"print({value}, flush=True)")
-    hosts = Hosts(folder, torchrun(path), options=(*FORKED[:-1], f"{FORKED[-1]},numpy.random,ssl")).start()
-    assert hosts.wait() == [0], hosts.err()
-    assert len(set(said(hosts).values())) == 2, hosts.out()
-
-
 def test_a_rank_is_a_process_like_any_other(folder: Path, script: Callable[[str], str]) -> None:
     path = script("""
         import gc, resource, threading
@@ -171,12 +151,6 @@ def test_a_killed_zygote_is_replaced(folder: Path, script: Callable[[str], str])
     hosts = Hosts(folder, torchrun(path, nproc=1, restarts=1), options=FORKED).start()
     assert hosts.wait() == [0], hosts.err()
     assert said(hosts) == {0: "attempt 1 True"}
-
-
-def test_exact_exit_codes(folder: Path, script: Callable[[str], str]) -> None:
-    for code, end in ((7, "sys.exit(7)"), (3, "os._exit(3)"), (139, "os.kill(os.getpid(), signal.SIGSEGV)")):
-        hosts = Hosts(folder, torchrun(script(end), nproc=1), options=FORKED).start()
-        assert hosts.wait() == [code], hosts.err()
 
 
 def test_a_stop_while_modules_are_imported(

@@ -14,17 +14,14 @@ from typing import Any
 
 import pytest
 from torchx.cli.main import main
-from torchx.runner import get_runner
-from torchx.specs import AppDef, InvalidRunConfigException, Role, runopts
+from torchx.specs import InvalidRunConfigException, runopts
 
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import Capabilities
 from torchx_monarch.backends.core.errors import BackendError
-from torchx_monarch.backends.core.options import check_replica, matching
 from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli import torchx_errors
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.schedulers.run_options import CheckedRunopts
 
 Command = Callable[..., str]
@@ -130,47 +127,6 @@ def test_options_are_read_as_by_torchx() -> None:
         options.cfg_from_str("grace=x")
 
 
-@pytest.mark.parametrize(
-    "words", ["cancel H", "delete H", "log H", "log H/r", "log H/r/0", "--log_level INFO cancel H"]
-)
-def test_an_unknown_app(torchx: Command, words: str) -> None:
-    said = torchx(*words.replace("H", "monarch_local://torchx/nothing-1").split())
-    assert "there is no app 'nothing-1' of monarch_local; `torchx list -s monarch_local` shows all" in said
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("log H/other", "no role `other` found"),
-        ("log H/other/0", "has no role 'other'; its roles are r"),
-        ("log H/r/7", "role r of app {app_id} has no replica 7; it has 0 to 0"),
-        ("log --regex ( H/r/0", "'(' is no regular expression: missing ), unterminated subpattern"),
-    ],
-)
-def test_a_log_that_is_not_there(torchx: Command, words: str, said: str) -> None:
-    with get_runner() as runner:
-        role = Role("r", image="", entrypoint="true", args=[])
-        handle = runner.run(AppDef("app", [role]), "monarch_local", cfg={})
-        runner.wait(handle, wait_interval=0.05)
-    assert said.replace("{app_id}", handle.rpartition("/")[2]) in torchx(*words.replace("H", handle).split())
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "run -s monarch_kubernetes monarch.spmd --image i x.py",
-        "list -s monarch_kubernetes",
-        "status monarch_kubernetes://torchx/a:b",
-        "cancel monarch_kubernetes://torchx/a:b",
-        "log monarch_kubernetes://torchx/a:b/r/0",
-    ],
-)
-def test_kubernetes_without_a_cluster(torchx: Command, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
-    monkeypatch.setenv("KUBECONFIG", "/nonexistent")
-    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
-    assert "no Kubernetes cluster is configured: /nonexistent" in torchx(*words.split())
-
-
 @pytest.mark.filterwarnings("ignore:.*socket:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_workspace_without_a_docker_daemon(torchx: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
@@ -196,11 +152,3 @@ def test_an_app_that_does_not_end_when_it_is_cancelled(monkeypatch: pytest.Monke
     else:
         apps.cancel_and_wait("train-1")
     assert stopped == ["train-1"]
-
-
-def test_a_python_program_gets_exceptions() -> None:
-    with pytest.raises(ValueError, match="no role 'x'; its roles are r"):
-        check_replica("a", {"r": 1}, "x", 0)
-    with pytest.raises(ValueError, match="no regular expression"):
-        matching([], "(")
-    assert monarch_local("torchx").describe("nothing-1") is None
