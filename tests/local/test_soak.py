@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from tests.soak.plans import Plan, draw
+from tests.soak.plans import Plan, cells, draw
 from tests.soak.runs import Outcome, run_all
 
 SEED = 1
@@ -15,29 +15,25 @@ SEED = 1
 #: For ``make soak`` alone: a job that hangs is waited for, and a ``torchx run`` is slow to begin.
 _LEFT_OUT = ("freeze rank", "freeze supervisor", "freeze submitter", "stop submitter")
 
-_SUDDEN = ("kill", "none", "cancel", "folder", "log")
-
-
-_OTHERS = pytest.param(False, marks=pytest.mark.nightly("20 s of processor time; `make soak` has them, too"))
+_SUDDEN = ("kill", "none", "cancel", "folder")
 
 
 def _short(plan: Plan) -> Plan:
-    """Return a job whose ranks work for half a second, with its fault so early that it is an error to miss it."""
+    """Return a job whose ranks work for half a second, with an early fault."""
     [fault] = plan.faults
     early = dataclasses.replace(fault, moment=dataclasses.replace(fault.moment, delay=min(fault.moment.delay, 0.2)))
     return dataclasses.replace(plan, faults=(early,), seconds=plan.seconds if plan.awaits_end else 0.5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sudden", [True, _OTHERS])
-def test_what_jobs_say_of_their_end_is_true_and_they_leave_nothing(sudden: bool) -> None:
+def test_what_jobs_say_of_their_end_is_true_and_they_leave_nothing() -> None:
     outcomes: list[Outcome] = []
     # The first small job of each kind of fault.
     plans = {
         plan.what: _short(plan)
-        for plan in (draw(SEED, number) for number in range(499, -1, -1))
-        if plan.what.startswith(_SUDDEN) is sudden
-        if len(plan.faults) == 1 and plan.what not in _LEFT_OUT and plan.replicas < 3 and not plan.torch
+        for plan in (draw(SEED, number) for number in range(len(cells(SEED)) - 1, -1, -1))
+        if plan.what.startswith(_SUDDEN)
+        if len(plan.faults) == 1 and plan.what not in _LEFT_OUT and plan.replicas < 3
         if plan.faults[0].moment.phase != "end"
     }
     wrong = run_all(list(plans.values()), 3, outcomes.append, SEED)

@@ -63,10 +63,8 @@ def main() -> int:
         outcomes.append(outcome)
         print(outcome, flush=True)
         if outcome.wrong:
-            print(
-                f"     {outcome.plan.repeat(args.seed)}\n     {outcome.plan} {outcome.injections}\n     {outcome.kept}",
-                flush=True,
-            )
+            print(f"     python -m tests.soak --seed {args.seed} --only {outcome.plan.number}")
+            print(f"     {outcome.plan} {outcome.injections}\n     {outcome.kept}", flush=True)
 
     wrong = run_all(
         [draw(args.seed, number) for number in args.only or range(args.jobs)], args.parallel, tell, args.seed

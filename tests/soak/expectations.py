@@ -27,9 +27,6 @@ from torchx_monarch.system import processes
 #: What is said of an app whose submitter was killed or frozen before it had started a supervisor.
 _NEVER_STARTED = "it was never started: its submission was interrupted"
 
-_FILES = {"stdout.log": "out", "stderr.log": "err"}
-"""The log files of a rank, and the streams of ``printed`` in them."""
-
 
 def finished(folder: Path) -> bool:
     """Whether every rank of one attempt has proved that it reached its end."""
@@ -174,38 +171,19 @@ def of_the_logs(job: Job, injections: Sequence[Injection], followed: Sequence[st
     """
     logs, wrong = [], []
     streams = {Stream.COMBINED: ("out", "err"), Stream.STDOUT: ("out",), Stream.STDERR: ("err",)}
-    deleted = {_stream_of(one.file) for one in injections if one.file}
     for k in range(job.plan.replicas):
         for stream, names in streams.items():
             text = "".join(job.scheduler.log_iter(job.app_id, ROLE, k, streams=stream))
             logs.append(printed.Log(f"the log ({stream.value})", k, names, text))
-            if stream is not Stream.COMBINED or not followed:
-                continue
-            if (read := followed[k]) is None:
-                wrong.append(f"one who follows the log of replica {k} does not come to an end")
-            elif read != text:
-                wrong.append(f"one who followed the log of replica {k} read something else, at its end {read[-100:]!r}")
-        for file, name in _FILES.items():
+            if stream is Stream.COMBINED and followed and followed[k] != text:
+                wrong.append(f"one who followed the log of replica {k} has read {(followed[k] or '')[-100:]!r}")
+        for file, name in (("stdout.log", "out"), ("stderr.log", "err")):
             paths = Path(job.paths.replica_logs(ROLE, k)).glob(f"attempt_*/*/{file}")
             text = "\n".join(path.read_text() for path in sorted(paths))  # a killed rank may leave half a line
-            logs.append(printed.Log(f"the ranks' {file}", k, (name,), text, frozenset(deleted)))
+            logs.append(printed.Log(f"the ranks' {file}", k, (name,), text))
     killed = [one.pid for one in injections if one.fault.what == "kill host"]
     unwatched = any(one.fault.what == "kill supervisor" for one in injections)
-    starts = printed.HostStarts(Path(job.paths.events), killed, unwatched)
-    return wrong + printed.check(job.folder, starts, logs)
-
-
-def _stream_of(file: str) -> tuple[str, int]:
-    """The name and the rank of the stream whose lines a rank's log file holds."""
-    return _FILES[Path(file).name], int(Path(file).parent.name)
-
-
-def of_the_followers(followed: Sequence[str | None]) -> list[str]:
-    """What is wrong with what those have read who followed the logs of an app whose folder was removed."""
-    wrong = [
-        f"one who follows the log of replica {k} does not come to an end" for k, t in enumerate(followed) if t is None
-    ]
-    return wrong + [text for read in followed for text in printed.disorder(read or "")]
+    return wrong + printed.check(job.folder, *printed.host_starts(Path(job.paths.events), killed, unwatched), logs)
 
 
 def of_the_submitter(job: Job, injections: Sequence[Injection], state: AppState | None) -> list[str]:
@@ -256,19 +234,3 @@ def of_the_state_dir(killed_submitters: bool) -> list[str]:
     if killed_submitters:
         left = [name for name in left if not name.startswith(app_folder.STAGING_PREFIX)]
     return [f"left in the state directory: {left}"] if left else []
-
-
-def listening(ports: set[int]) -> set[int]:
-    """Those of these TCP ports on which somebody listens."""
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A":
-                found.add(int(words[1].rpartition(":")[2], 16))
-    return found & ports
-
-
-def ports(folder: Path) -> set[int]:
-    """Where the ranks of a job met."""
-    return {json.loads(path.read_text())["port"] for path in folder.glob("begin-*[0-9]")}

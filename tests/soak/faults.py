@@ -43,7 +43,6 @@ class Injection:
         pid: the process, 0 for none.
         replica: of a host, or of the host that a rank belongs to; -1 where that has no meaning.
         start: the start time of the process, in clock ticks since boot.
-        file: the deleted log of a rank.
     """
 
     fault: Fault
@@ -51,27 +50,12 @@ class Injection:
     pid: int = 0
     replica: int = -1
     start: int = 0
-    file: str = ""
 
     @property
     def process_state(self) -> str:
         """The state of the process as /proc tells it; empty once it has ended."""
         found = processes.process(self.pid)
         return found.state if found is not None and found.start == self.start and found.state not in "ZX" else ""
-
-
-@dataclass(frozen=True)
-class Miss:
-    """A fault that was not injected.
-
-    Attributes:
-        why: the reason.
-        excused: whether the job may have been too fast for the fault; else nothing but another fault explains it.
-    """
-
-    fault: Fault
-    why: str
-    excused: bool = False
 
 
 def _words(pid: int) -> list[str]:
@@ -125,48 +109,42 @@ class Injector:
         self._continuing: list[threading.Timer] = []
         self._hangs_until = float("inf")
 
-    def inject(self, faults: Sequence[Fault]) -> list[Injection | Miss]:
-        """Inject them; returns when all that can be were.
+    def inject(self, faults: Sequence[Fault]) -> list[Injection]:
+        """Inject them; returns those that the job did not end before.
 
         A fault whose moment is ``with`` the one before it waits for that, and no other does.
         """
         done = [threading.Event() for _ in faults]
-        results: list[Injection | Miss] = [Miss(fault, "its injection failed") for fault in faults]
 
-        def one(index: int) -> None:
+        def inject_in_order(index: int) -> Injection | None:
             try:
                 if faults[index].moment.phase == "with":
                     done[index - 1].wait()
-                results[index] = self._inject(faults[index])
+                return self._inject(faults[index])
             finally:
                 done[index].set()
 
         with ThreadPoolExecutor(len(faults)) as pool:
-            list(pool.map(one, range(len(faults))))
+            results = list(pool.map(inject_in_order, range(len(faults))))
         for timer in self._continuing:
             timer.join()
-        return results
+        return [injection for injection in results if injection is not None]
 
-    def _inject(self, fault: Fault) -> Injection | Miss:
-        if fault.action == "none":
-            return Miss(fault, "there is none", excused=True)
+    def _inject(self, fault: Fault) -> Injection | None:
         events = set(fault.moment.events)
         while events and not events & self._job.seen():
             if self._is_over():
-                came = bool(events & self._job.seen())  # between the two looks
-                return Miss(fault, f"there was none of the events {sorted(events)}", excused=came)
+                return None
             time.sleep(_LOOK_EVERY)
-        if self._job.wait(fault.moment.delay):
-            return Miss(fault, "the job had ended before", excused=True)
-        late: bool | None = None
+        if fault.action == "none" or self._job.wait(fault.moment.delay):
+            return None
         while not self._is_over():
             if (injection := self._try(fault)) is not None:
                 return injection
-            late = "rank_ended" in self._job.seen() if late is None else late
             if fault.target == "submitter":
                 break  # there is one only, from the beginning on
             time.sleep(_LOOK_EVERY)
-        return Miss(fault, f"there was no {fault.target or 'file'} from its moment on", excused=late is not False)
+        return None
 
     def _is_over(self) -> bool:
         """Whether the job has ended, or hangs."""
@@ -176,8 +154,8 @@ class Injector:
         """Do what a fault says; None when there is nothing yet that it could be done to."""
         job = self._job
 
-        def now(pid: int = 0, replica: int = -1, start: int = 0, file: str = "") -> Injection:
-            return Injection(fault, time.monotonic() - job.began, pid, replica, start, file)
+        def now(pid: int = 0, replica: int = -1, start: int = 0) -> Injection:
+            return Injection(fault, time.monotonic() - job.began, pid, replica, start)
 
         if fault.target:
             if not (found := targets(job, fault.target)):
@@ -197,14 +175,8 @@ class Injector:
             return None
         if fault.action == "cancel":
             job.scheduler.cancel(job.app_id)
-        elif fault.deletes:
+        else:
             job.note_run_dir()
             shutil.rmtree(job.paths.root, ignore_errors=True)
             shutil.rmtree(job.paths.root, ignore_errors=True)  # what was written meanwhile
-        elif logs := sorted(Path(job.paths.logs).rglob("attempt_*/*/std*.log")):
-            file = logs[int(fault.which * len(logs))]
-            file.unlink(missing_ok=True)
-            return now(file=str(file))
-        else:
-            return None
         return now()

@@ -61,7 +61,7 @@ class Job:
         self._app_id = ""
         self._mark = uuid.uuid4().hex
         cfg = {"grace": GRACE, "lease": LEASE, "spares": plan.spares, "ranks": "fresh" if plan.fresh else "fork"}
-        cfg["preload"] = "torch" if plan.torch else "json"
+        cfg["preload"] = "json"
         if plan.by_command:
             self.submitter = self._run_command(cfg, seed)
             return

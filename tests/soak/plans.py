@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -21,7 +21,7 @@ SIGNALS = ("kill", "term", "stop", "freeze")
 TARGETS = ("submitter", "keeper", "supervisor", "host", "rank")
 #: What is injected less often.
 _OTHERS = (("cancel", ""), ("kill", "zygote"), ("term", "zygote"), ("stop", "zygote"))
-_RARE = (("none", "", "run"), ("log", "", "run"), ("log", "", "end"), ("folder", "", "start"), ("folder", "", "run"))
+_RARE = (("none", "", "run"), ("folder", "", "start"), ("folder", "", "run"))
 _RAREST = ("kill", "child", "run")
 
 #: The parts of a job's life, and the kinds of events that begin each. A moment waits for one group of kinds, of which
@@ -111,8 +111,8 @@ class Fault:
     """One fault.
 
     Attributes:
-        action: none, cancel, log (delete a rank's log), folder (delete the app's folder), kill (SIGKILL), term
-            (SIGTERM), stop (SIGSTOP, and SIGCONT after ``pause`` seconds), freeze (SIGSTOP alone).
+        action: none, cancel, folder (delete the app's folder), kill (SIGKILL), term (SIGTERM), stop (SIGSTOP, and
+            SIGCONT after ``pause`` seconds), freeze (SIGSTOP alone).
         target: the kind of process that is signalled: submitter, keeper, supervisor, host, zygote, rank, child;
             empty for actions that are no signal.
         which: picks one of several targets, 0 to 1.
@@ -149,7 +149,7 @@ class Fault:
     def harmless(self) -> bool:
         """Whether a job succeeds all the same, unless it hangs."""
         harmless_target = self.target in ("keeper", "child", "submitter", "zygote")
-        return self.action in ("none", "log", "stop") or (harmless_target and not self.tells)
+        return self.action in ("none", "stop") or (harmless_target and not self.tells)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,6 @@ class Plan:
     retries: int
     seconds: float
     children: bool
-    torch: bool
     fresh: bool
     fails: bool
     follow: bool
@@ -205,11 +204,6 @@ class Plan:
         return " + ".join(fault.what for fault in self.faults)
 
     @property
-    def is_removed(self) -> bool:
-        """Whether its folder is removed."""
-        return any(fault.deletes for fault in self.faults)
-
-    @property
     def by_command(self) -> bool:
         """Whether a process of its own submits it: a ``torchx run --wait``."""
         return any(fault.target == "submitter" for fault in self.faults)
@@ -222,7 +216,7 @@ class Plan:
         words.append(f"{self.seconds:.1f}s")
         words += [f"restarts={self.restarts}"] * bool(self.restarts)
         words += [f"{self.policy.lower()}={self.retries}"] * bool(self.retries)
-        words += [name for name in ("fails", "children", "torch", "fresh", "follow") if getattr(self, name)]
+        words += [name for name in ("fails", "children", "fresh", "follow") if getattr(self, name)]
         return " ".join(words)
 
     def app(self, folder: Path) -> AppDef:
@@ -231,7 +225,7 @@ class Plan:
         options = ["--nnodes", nnodes, "--nproc-per-node", str(self.ranks), "--tee", "3"]
         if self.elastic:
             options += ["--rdzv-conf", "last_call_timeout=2"]
-        switches = [str(int(switch)) for switch in (self.children, self.torch, self.fails)]
+        switches = [str(int(switch)) for switch in (self.children, self.fails)]
         args = [program.__file__, str(folder), str(self.seconds), *switches]
         role = Role(
             ROLE,
@@ -244,13 +238,6 @@ class Plan:
             retry_policy=RetryPolicy(self.policy),
         )
         return AppDef(f"soak{self.number}", [role])
-
-    def repeat(self, seed: int) -> str:
-        """How to do just this again."""
-        return f"python -m tests.soak --seed {seed} --only {self.number}"
-
-    def __str__(self) -> str:
-        return str(asdict(self))
 
 
 def draw(seed: int, number: int) -> Plan:
@@ -286,8 +273,7 @@ def draw(seed: int, number: int) -> Plan:
         # What a fault should end must not end by itself before.
         seconds=_UNTIL_TOLD if _ends_it(faults, fails) else seconds,
         children=any(fault.target == "child" for fault in faults) or dice.random() < 0.3,
-        torch=(torch := dice.random() < 0.08),
-        fresh=not torch and dice.random() < 0.1 and not any(fault.target == "zygote" for fault in faults),
+        fresh=dice.random() < 0.1 and not any(fault.target == "zygote" for fault in faults),
         fails=fails and not any(fault.deletes for fault in faults),
         follow=dice.random() < 0.4,
         faults=faults,

@@ -8,7 +8,6 @@ import re
 import signal
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,87 +25,65 @@ class Stream(NamedTuple):
     pid: int
 
 
-@dataclass(frozen=True)
-class Log:
+class Log(NamedTuple):
     """The text of one log.
 
     Attributes:
         name: for messages.
         replica: whose ranks' lines stand there.
         streams: names of the streams whose lines stand there.
-        deleted: name and rank of each stream of which a file was deleted: its lines may be missing.
     """
 
     name: str
     replica: int
     streams: tuple[str, ...]
     text: str
-    deleted: frozenset[tuple[str, int]] = frozenset()
 
 
-class HostStarts:
-    """The starts of hosts that an app's events tell of.
+def host_starts(path: Path, killed: Collection[int] = (), unwatched: bool = False) -> tuple[dict[int, int], set[int]]:
+    """Which hosts an app's events tell of.
 
     Args:
         path: of the app's events.
         killed: pids of processes that were killed.
         unwatched: whether the supervisor was killed, so that no event tells of the hosts that were killed with it.
+
+    Returns:
+        The replica of each host's pid, and the pids of those that were killed: what their ranks have printed and they
+        have not yet read is gone with them.
     """
-
-    def __init__(self, path: Path, killed: Collection[int] = (), unwatched: bool = False) -> None:
-        self._replicas: dict[int, int] = {}
-        self._killed = set(killed)
-        running: dict[int, int] = {}
-        for event in events.read(path)[0]:
-            if event["kind"] == "replica_started":
-                running[event["replica"]] = event["pid"]
-                self._replicas[event["pid"]] = event["replica"]
-            elif event["kind"] == "replica_exited" and event["replica"] in running:
-                pid = running.pop(event["replica"])
-                self._killed.update([pid] * (event["exit_code"] == -signal.SIGKILL))
-        self._killed.update(running.values() if unwatched else ())
-
-    def replica(self, pid: int) -> int:
-        """The replica of a host process; -1 when no event names it."""
-        return self._replicas.get(pid, -1)
-
-    def was_killed(self, pid: int) -> bool:
-        """Whether a host was killed: what its ranks have printed and it has not yet read is gone with it."""
-        return pid in self._killed
+    replicas: dict[int, int] = {}
+    lost, running = set(killed), dict[int, int]()
+    for event in events.read(path)[0]:
+        if event["kind"] == "replica_started":
+            running[event["replica"]] = event["pid"]
+            replicas[event["pid"]] = event["replica"]
+        elif event["kind"] == "replica_exited" and event["replica"] in running:
+            pid = running.pop(event["replica"])
+            lost.update([pid] * (event["exit_code"] == -signal.SIGKILL))
+    return replicas, lost | set(running.values() if unwatched else ())
 
 
-def check(folder: Path, starts: HostStarts, logs: Iterable[Log]) -> list[str]:
-    """What is wrong with the logs of an ended app.
-
-    Args:
-        folder: of the proofs.
-        starts: of its hosts.
-        logs: all that are to be looked at.
-    """
+def check(folder: Path, replicas: Mapping[int, int], killed: Collection[int], logs: Iterable[Log]) -> list[str]:
+    """What is wrong with the logs of an ended app, given its proofs' folder and its hosts (see ``host_starts``)."""
     host_of = {proof["pid"]: proof["host"] for proof in proofs(folder, "begin")}
-    proven = {stream: count for stream, count in _proven(folder).items() if not starts.was_killed(host_of[stream.pid])}
+    proven = {stream: count for stream, count in _proven(folder).items() if host_of[stream.pid] not in killed}
     wrong = []
     for log in logs:
         numbers, broken = _found(log.text)
         place = f"{log.name} of replica {log.replica}"
         wrong += [f"{place}: {text}" for text in _disorder(numbers)]
-        for stream in numbers:
-            if log.replica != starts.replica(host_of[stream.pid]) or stream.name not in log.streams:
-                wrong.append(f"{place}: lines of {stream} do not belong there")
+
+        def belongs(stream: Stream, log: Log = log) -> bool:
+            return log.replica == replicas.get(host_of[stream.pid]) and stream.name in log.streams
+
+        wrong += [f"{place}: lines of {stream} do not belong there" for stream in numbers if not belongs(stream)]
         for stream, count in proven.items():
-            if starts.replica(host_of[stream.pid]) != log.replica or stream.name not in log.streams:
-                continue
-            if (stream.name, stream.rank) in log.deleted:
-                continue
-            if (have := len(numbers.get(stream, ()))) < count:
-                wrong.append(f"{place}: {have} of {count} lines of {stream}")
-            wrong += [f"{place}: broken: {text}" for number, text in broken.get(stream, ()) if number < count]
+            if belongs(stream):
+                if (have := len(numbers.get(stream, ()))) < count:
+                    wrong.append(f"{place}: {have} of {count} lines of {stream}")
+                wrong += [f"{place}: broken: {text}" for number, text in broken.get(stream, ()) if number < count]
     return wrong
-
-
-def disorder(text: str) -> list[str]:
-    """What is wrong with a text of which nothing is known but that it is the beginning of a log."""
-    return _disorder(_found(text)[0])
 
 
 def _disorder(numbers: Mapping[Stream, list[int]]) -> list[str]:

@@ -6,7 +6,7 @@
     err-RANK-PID      the same for stderr
     end-RANK-PID      the rank has reached its end; the same JSON as begin
 
-Arguments: FOLDER SECONDS CHILDREN TORCH FAILS. With FAILS, rank 0 exits with code 3 once in the life of the job.
+Arguments: FOLDER SECONDS CHILDREN FAILS. With FAILS, rank 0 exits with code 3 once in the life of the job.
 """
 
 import json
@@ -60,7 +60,7 @@ def _fail_once(folder: str) -> None:
 
 def main() -> None:
     folder, seconds = sys.argv[1], float(sys.argv[2])
-    children, with_torch, fails = (bool(int(text)) for text in sys.argv[3:])
+    children, fails = (bool(int(text)) for text in sys.argv[3:])
     rank, pid = int(os.environ["RANK"]), os.getpid()
     _prove(folder, "begin")
     if children:
@@ -70,11 +70,6 @@ def main() -> None:
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
         )
-    if with_torch:
-        import torch
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     streams = [
         (name, stream, os.open(f"{folder}/{name}-{rank}-{pid}", flags, 0o600))
@@ -89,14 +84,8 @@ def main() -> None:
         if fails and rank == 0 and step == min(steps // 2, FAILS_WITHIN):
             _fail_once(folder)
         time.sleep(STEP)
-        if with_torch and step % 2 == 0:
-            dist.all_reduce(torch.ones(1))
-    if with_torch:
-        time.sleep(0.5)  # a peer may still be reading what we have sent
     _prove(folder, "end")
     time.sleep(ENDING)
-    if with_torch:
-        os._exit(0)  # torch aborts an interpreter at its end now and then
 
 
 if __name__ == "__main__":

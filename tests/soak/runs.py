@@ -19,7 +19,7 @@ from torchx.specs import AppState
 
 from tests.soak import expectations, faults
 from tests.soak.jobs import Job
-from tests.soak.plans import ROLE, Fault, Plan
+from tests.soak.plans import ROLE, Plan
 from torchx_monarch.backends.core import state_files
 
 #: Seconds from the faults to the end of the job, at the very most. An app whose submitter was killed before it had
@@ -31,8 +31,6 @@ HANGS_FOR = 6.0
 HANGS_WITH_ANOTHER_FOR = 25.0
 #: How often a fault is drawn that must have been injected once, at least.
 _OFTEN = 3
-#: Phases in which a fault is not missed, unless the job was too fast for it.
-_CERTAIN = ("start", "run", "restart")
 #: Seconds that the keeper has to leave after the final status, and everything else before.
 LEFT_WITHIN = 20.0
 #: Seconds in which a job whose folder was removed must be gone.
@@ -54,19 +52,15 @@ class Outcome:
     plan: Plan
     app_id: str = ""
     injections: list[faults.Injection] = field(default_factory=list)
-    misses: list[faults.Miss] = field(default_factory=list)
     state: AppState | None = None
     message: str = ""
     seconds: float = 0.0
     rescued: bool = False
     wrong: list[str] = field(default_factory=list)
-    ports: set[int] = field(default_factory=set)
     kept: str = ""
 
     def __str__(self) -> str:
-        when = ", ".join(f"{one.fault.moment.phase} {one.at:.2f}" for one in self.injections) or "".join(
-            f"missed: {one.why}" for one in self.misses[:1]
-        )
+        when = ", ".join(f"{one.fault.moment.phase} {one.at:.2f}" for one in self.injections) or "none"
         state = self.state.name if self.state else "gone"
         words = f"{self.plan.number:4d} {self.plan.what:33} {when:24} {self.plan.shape:44} {state:9}"
         words += f" {self.seconds:5.1f} s{' (hung)' * self.rescued}"
@@ -123,8 +117,7 @@ def run(plan: Plan, seed: int) -> Outcome:
 def _run(job: Job, outcome: Outcome) -> None:
     plan = outcome.plan
     followers = _Followers(job)
-    for one in faults.Injector(job).inject(plan.faults):
-        outcome.misses.append(one) if isinstance(one, faults.Miss) else outcome.injections.append(one)
+    outcome.injections += faults.Injector(job).inject(plan.faults)
     job.note_run_dir()
     ended = _await_end(job, outcome)
     outcome.seconds, outcome.app_id = time.monotonic() - job.began, job.app_id
@@ -132,12 +125,6 @@ def _run(job: Job, outcome: Outcome) -> None:
         outcome.wrong.append(f"it has not ended {BOUND:g} s after the fault: {job.scheduler.describe(job.app_id)}")
         job.scheduler.apps.cancel(job.app_id, 0)
         job.wait(10)
-    if not outcome.injections:
-        outcome.wrong += [
-            f"{one.fault.what} was missed: {one.why}"
-            for one in outcome.misses
-            if one.fault.moment.phase in _CERTAIN and not one.excused
-        ]
     job.note_run_dir()
     status, injections = job.runner.status(job.handle) if job.app_id else None, outcome.injections
     is_removed = any(one.fault.deletes for one in injections)
@@ -147,16 +134,13 @@ def _run(job: Job, outcome: Outcome) -> None:
             outcome.wrong += expectations.of_the_end(job, injections, status.state, outcome.message, outcome.rescued)
         outcome.wrong += expectations.of_the_record(job, injections, status.state)
         outcome.wrong += expectations.of_the_logs(job, injections, followers.texts())
-    elif is_removed:
-        outcome.wrong += expectations.of_the_followers(followers.texts())
-    elif job.app_id:
+    elif job.app_id and not is_removed:
         outcome.wrong.append("it is unknown")
     if job.submitter is not None:
         outcome.wrong += expectations.of_the_submitter(job, injections, outcome.state)
     outcome.wrong += expectations.of_leftovers(job, REMOVED_WITHIN if is_removed else LEFT_WITHIN)
     if status is None and job.app_id and os.path.exists(job.paths.root):
         outcome.wrong.append(f"it is unknown, and its folder is still there: {sorted(os.listdir(job.paths.root))}")
-    outcome.ports = expectations.ports(job.folder)
     if outcome.wrong:
         outcome.kept = job.paths.root if job.app_id else os.path.join(state_files.state_dir(), f"soak{plan.number}")
     elif status is not None:
@@ -193,26 +177,10 @@ def is_told(injections: Sequence[faults.Injection]) -> bool:
 
 
 def never_injected(outcomes: Sequence[Outcome]) -> list[str]:
-    """Which faults were drawn often, in all or in one phase, and never injected.
-
-    A signal at the end may come too late for its process, so there it counts which process was hit at all.
-    """
-    drawn, done = Counter[str](), set[str]()
-    for outcome in outcomes:
-        drawn.update(name for fault in outcome.plan.faults for name in _names(fault))
-        done.update(name for one in outcome.injections for name in _names(one.fault))
-    return [
-        f"never injected, and drawn {often} times: {what}"
-        for what, often in sorted(drawn.items())
-        if often >= (_OFTEN if "at end" not in what else 2 * _OFTEN) and what not in done
-    ]
-
-
-def _names(fault: Fault) -> list[str]:
-    """The names under which a fault is counted by ``never_injected``."""
-    phase = fault.moment.phase
-    at_phase = f"{fault.target if phase == 'end' else fault.what} at {phase}"
-    return [] if fault.action == "none" else [fault.what, *[at_phase] * (phase in (*_CERTAIN, "end"))]
+    """Which faults were drawn often and never injected."""
+    drawn = Counter(fault.what for outcome in outcomes for fault in outcome.plan.faults if fault.action != "none")
+    done = {injection.fault.what for outcome in outcomes for injection in outcome.injections}
+    return [f"never injected: {what}" for what, often in sorted(drawn.items()) if often >= _OFTEN and what not in done]
 
 
 def run_all(plans: Sequence[Plan], parallel: int, tell: Callable[[Outcome], None], seed: int) -> list[str]:
@@ -223,21 +191,18 @@ def run_all(plans: Sequence[Plan], parallel: int, tell: Callable[[Outcome], None
         seed: from which the plans were drawn.
 
     Returns:
-        What is wrong with none of them in particular: faults that were never injected, ports that are listened on,
-        descriptors that are still open, folders in the state directory.
+        What is wrong with none of them in particular: faults that were never injected, descriptors that are still open,
+        folders in the state directory.
     """
-    ports: set[int] = set()
     before = len(os.listdir("/proc/self/fd"))
     good, outcomes = True, []
     with ThreadPoolExecutor(parallel) as pool:
         for done in as_completed([pool.submit(run, plan, seed) for plan in plans]):
             outcome = done.result()
-            ports |= outcome.ports
             good = good and not outcome.wrong
             outcomes.append(outcome)
             tell(outcome)
     wrong = never_injected(outcomes)
-    wrong += [f"port {port} of a job that has ended is listened on" for port in sorted(expectations.listening(ports))]
     # TorchX and Python keep a few open from the first job on.
     if (grown := len(os.listdir("/proc/self/fd")) - before) > 5 + parallel:
         wrong.append(f"{grown} more descriptors are open than before")
