@@ -17,7 +17,7 @@ from typing import Protocol
 import psutil
 import pytest
 
-from tests.conformance.differences import Difference
+from tests.conformance.differences import Difference, differs
 from tests.local.hosts import Hosts
 from tests.ports import free_port
 from torchx_monarch.client.connection import ask
@@ -136,6 +136,7 @@ def marks() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+@differs(Difference.LAST_CALL, Difference.RESTARTS_BEFORE)
 def test_growth(start: Start, request: pytest.FixtureRequest, eventually: Eventually) -> None:
     here = request.node.callspec.id == "here"
     body = """
@@ -149,7 +150,6 @@ def test_growth(start: Start, request: pytest.FixtureRequest, eventually: Eventu
     nodes = start(body, "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=10", nodes=3)
     eventually(lambda: "rank 0 of 1, restart 1" in marks() and marks()[-1].startswith("pid "), "the restart")
     nodes.start(1)
-    assert Difference.LAST_CALL
     if isinstance(nodes, HostNodes):
         eventually(lambda: 1 in nodes.registered(), "the newcomer's registration")
         count = len(marks())
@@ -162,12 +162,12 @@ def test_growth(start: Start, request: pytest.FixtureRequest, eventually: Eventu
     said = [line for line in marks() if line.startswith("rank")]
     assert said[:2] == ["rank 0 of 1, restart 0", "rank 0 of 1, restart 1"]
     # Growth is no restart, in either; who has come in the meantime does not know of those before, under torchrun.
-    assert Difference.RESTARTS_BEFORE
     counts = ["1", "1"] if here else ["0", "1"]
     assert sorted(line.partition(", restart ")[2] for line in said[2:]) == counts
     assert sorted(line.partition(",")[0] for line in said[2:]) == ["rank 0 of 2", "rank 1 of 2"]
 
 
+@differs(Difference.LOST_HOST)
 def test_loss(start: Start, request: pytest.FixtureRequest, eventually: Eventually) -> None:
     body = """
         with open(f"pid-{rank}", "w") as file:
@@ -186,7 +186,6 @@ def test_loss(start: Start, request: pytest.FixtureRequest, eventually: Eventual
     nodes.start(1)
     eventually(lambda: len(marks()) == 2, "the ranks")
     nodes.kill(1)
-    assert Difference.LOST_HOST
     if request.node.callspec.id == "here":
         assert nodes.wait(0) == 0
         assert marks()[2:] == ["rank 0 of 1, restart 1"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.differences import Difference
+from tests.conformance.differences import Difference, differs
 from tests.conformance.launchers import LOGS, Launchers, Outcome
 
 SUCCEEDS = {
@@ -129,19 +129,19 @@ FAILS = {
 }
 
 
+@differs(Difference.EXIT_CODE)
 def expected_code(theirs: Outcome) -> int:
     """What a shell says of a rank that ends as torchrun saw it end."""
-    assert Difference.EXIT_CODE
     code = theirs.rank_code()
     assert theirs.code == (1 if code else 0)
     return code if code >= 0 else 128 - code
 
 
+@differs(Difference.BREAKPOINT)
 @pytest.mark.parametrize("name", FAILS)
 def test_end(name: str, both: Launchers) -> None:
     theirs, ours = both.script(FAILS[name], *LOGS, nproc=1, files={"other.py": "print(__name__)\n1 / 0\n"}, preload="")
     if name == "breakpoint":
-        assert Difference.BREAKPOINT
         assert (expected_code(theirs), ours.code, ours.log(0, "stdout.log")) == (1, 0, b"after\n")
         return
     assert ours.code == expected_code(theirs) > 0, ours.err.decode()
@@ -186,8 +186,8 @@ def _without_addresses(output: bytes | None) -> str:
     return re.sub(r"0x[0-9a-f]+", "ADDRESS", output.decode())
 
 
+@differs(Difference.CALL_STACK)
 def test_recursion_ends_a_few_frames_sooner(both: Launchers) -> None:
-    assert Difference.CALL_STACK
     body = """
         depth = 0
         def f():
@@ -228,16 +228,16 @@ def test_error_file_of_record(both: Launchers) -> None:
     assert "recorded" in ours.error["message"]
 
 
+@differs(Difference.UNRECORDED)
 def test_error_file_without_record(both: Launchers) -> None:
-    assert Difference.UNRECORDED
     theirs, ours = both.script("raise ValueError('x')", *LOGS, nproc=1, preload="")
     assert theirs.log(0, "error.json") is None
     message, *_, last = _record(ours.log(0, "error.json"))
     assert message == last == "ValueError: x"
 
 
+@differs(Difference.FAULTHANDLER)
 def test_crash_shows_where(both: Launchers) -> None:
-    assert Difference.FAULTHANDLER
     theirs, ours = both.script("import ctypes; ctypes.string_at(0)", *LOGS, nproc=1, preload="")
     assert ours.code == expected_code(theirs) == 139
     assert theirs.log(0, "stderr.log") == b""
@@ -273,9 +273,9 @@ HOPELESS = {
 }
 
 
+@differs(Difference.RESTARTS)
 @pytest.mark.parametrize(("case", "attempts"), [("EX_CONFIG", 1), ("cannot begin", 1), ("no group", 2)])
 def test_attempts_after_a_failure_without_hope(case: str, attempts: int, both: Launchers) -> None:
-    assert Difference.RESTARTS
     preload = "torch" if case == "no group" else ""
     theirs, ours = both.script(HOPELESS[case], *LOGS, "--max-restarts", "2", nproc=1, preload=preload)
     assert ours.code == theirs.rank_code()
@@ -294,8 +294,8 @@ with timer.expires(after=0.2):
 """
 
 
+@differs(Difference.TIMERS)
 def test_timer_that_expires(both: Launchers) -> None:
-    assert Difference.TIMERS
     # torchrun leaves its pipe there, and our sockets have short paths.
     environ = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TMPDIR": tempfile.gettempdir()}
     theirs, ours = both.script(TIMER, nproc=1, environ=environ)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.differences import Difference
+from tests.conformance.differences import Difference, differs
 from tests.conformance.launchers import Launchers, Outcome
 
 DIFFERENT = {
@@ -65,6 +65,7 @@ def environments(outcome: Outcome) -> list[dict[str, str]]:
     return [outcome.reports[rank] for rank in sorted(outcome.reports)]
 
 
+@differs(Difference.STORE)
 @pytest.mark.parametrize("case", CASES)
 def test_environment(case: str, both: Launchers) -> None:
     options, environ, nproc = CASES[case]
@@ -72,7 +73,6 @@ def test_environment(case: str, both: Launchers) -> None:
     theirs, ours = both.script("report(dict(os.environ))", *options, nproc=nproc, environ=environ, preload=preload)
     expected = set(DIFFERENT) - ({"TORCHELASTIC_RUN_ID"} if "--rdzv-endpoint" in options else set())
     if not preload:
-        assert Difference.STORE
         expected.add("TORCHELASTIC_USE_AGENT_STORE")
     for their, our in zip(environments(theirs), environments(ours), strict=True):
         served = (their["TORCHELASTIC_USE_AGENT_STORE"], our["TORCHELASTIC_USE_AGENT_STORE"])
@@ -95,9 +95,9 @@ def test_more_ranks_than_devices(both: Launchers) -> None:
         assert b"CUDA_VISIBLE_DEVICES=3" in outcome.err
 
 
+@differs(Difference.NUMA)
 @pytest.mark.skipif(os.path.exists("/proc/driver/nvidia"), reason="compares what is said without a GPU")
 def test_ranks_bound_to_the_cpus_near_no_gpu(both: Launchers) -> None:
-    assert Difference.NUMA
     theirs, ours = both.script("mark('ran')", "--numa-binding", "socket")
     assert (theirs.code, theirs.marks()) == (ours.code, ours.marks()) == (1, [])
     last = theirs.err.decode().strip().splitlines()[-1]
@@ -105,8 +105,8 @@ def test_ranks_bound_to_the_cpus_near_no_gpu(both: Launchers) -> None:
     assert b"Traceback" in theirs.err and b"Traceback" not in ours.err
 
 
+@differs(Difference.RELATIVE)
 def test_error_file_in_a_relative_folder(both: Launchers) -> None:
-    assert Difference.RELATIVE
     body = "path = os.environ['TORCHELASTIC_ERROR_FILE']; report([os.path.basename(path), os.path.isabs(path)])"
     theirs, ours = both.script(body, "--log-dir", "logs", preload="")
     assert theirs.reports == dict.fromkeys(range(2), ["error.json", False])

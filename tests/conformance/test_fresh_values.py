@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.differences import Difference
+from tests.conformance.differences import Difference, differs
 from tests.conformance.launchers import Launchers, Outcome
 
 VALUES = {
@@ -189,6 +189,7 @@ def relations(runs: list[Outcome]) -> dict[str, str]:
     }
 
 
+@differs(Difference.SHARED_BY_FORKS)
 @pytest.mark.parametrize("modules", MODULES)
 def test_values_of_a_process(modules: str, both: Launchers) -> None:
     names = modules.split(",")
@@ -210,7 +211,6 @@ def test_values_of_a_process(modules: str, both: Launchers) -> None:
     different: dict[str, Any] = {
         name: (theirs.get(name), ours.get(name)) for name in {*theirs, *ours} if theirs.get(name) != ours.get(name)
     }
-    assert Difference.SHARED_BY_FORKS
     allowed = ADDRESSES if both.ranks == "fork" else set()
     if modules in FRAMEWORKS:  # what is installed beside it decides whether it starts threads, and ranks are forks
         allowed &= different.keys()

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.conformance.differences import Difference
+from tests.conformance.differences import Difference, differs
 from tests.conformance.launchers import Launchers, Outcome
 
 LINES = """
@@ -56,6 +56,7 @@ def files(outcome: Outcome) -> dict[str, bytes]:
     return found
 
 
+@differs(Difference.ALL_FILES)
 @pytest.mark.parametrize("form", FORMS)
 def test_streams(form: str, both: Launchers) -> None:
     theirs, ours = both.script(LINES, "--log-dir", "logs", *FORMS[form], preload="")
@@ -64,7 +65,6 @@ def test_streams(form: str, both: Launchers) -> None:
     their, our = files(theirs), files(ours)
     assert {path: our.get(path) for path in their} == their
     # What is more: the files of streams that torchrun shows alone.
-    assert Difference.ALL_FILES
     everything = {f"attempt_0/{rank}/{stream}.log" for rank in range(2) for stream in ("stdout", "stderr")}
     assert {*our} == everything
 
@@ -102,8 +102,8 @@ def test_filtered_lines_into_nothing(both: Launchers) -> None:
     assert b"--log-dir=/dev/null and" in ours.err
 
 
+@differs(Difference.LOG_DIR)
 def test_log_dir_of_a_run(both: Launchers) -> None:
-    assert Difference.LOG_DIR
     theirs, ours = both.script(
         LINES, "--log-dir", "new/logs", "-r", "3", "--rdzv-id", "id", "--master-port", "29511", preload=""
     )
@@ -174,9 +174,9 @@ AS_UNDER_TORCHRUN = {
 }
 
 
+@differs(Difference.TEE)
 @pytest.mark.parametrize("name", sorted(AS_UNDER_TORCHRUN))
 def test_teed_bytes(name: str, both: Launchers) -> None:
-    assert Difference.TEE
     theirs, ours = both.script(ODD[name], "--tee", "3", nproc=1, preload="")
     prefix = b"[default0]:"
     # torchrun puts one wherever it happens to have read a part of a line, so what is compared is all the rest.
@@ -185,9 +185,9 @@ def test_teed_bytes(name: str, both: Launchers) -> None:
     assert ours.out.count(prefix) == ours.out.count(b"\n")
 
 
+@differs(Difference.TEE)
 @pytest.mark.parametrize("name", ["bytes that are no text", "Windows line ends", "a progress bar", "no end of line"])
 def test_teed_bytes_are_not_changed(name: str, both: Launchers) -> None:
-    assert Difference.TEE
     theirs, ours = both.script(ODD[name], "--tee", "3", "--log-dir", "logs", nproc=1, preload="")
     printed = ours.log(0, "stdout.log")
     assert printed == theirs.log(0, "stdout.log")
@@ -206,16 +206,16 @@ def test_console_without_tee(name: str, both: Launchers) -> None:
     assert ours.out.rstrip(b"\n") == theirs.out.rstrip(b"\n")
 
 
+@differs(Difference.STDIN)
 def test_stdin(both: Launchers) -> None:
-    assert Difference.STDIN
     theirs, ours = both.script("report(sys.stdin.read())", files={"in": "words"}, nproc=1, preload="", stdin="in")
     assert theirs.reports == {0: "words"}
     assert ours.reports == {0: ""}
 
 
+@differs(Difference.TORN)
 def test_lines_of_two_ranks_are_whole(both: Launchers) -> None:
     body = "for n in range(5000): print(os.environ['RANK'] * 60, n)"
-    assert Difference.TORN
     theirs, ours = both.script(body, preload="")
     lines = sorted(f"{rank * 60} {number}" for rank in "01" for number in range(5000))
     assert sorted(ours.out.decode().splitlines()) == lines

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.differences import Difference
+from tests.conformance.differences import Difference, differs
 from tests.conformance.launchers import Launchers
 
 EXPRESSIONS = {
@@ -201,6 +201,7 @@ def test_rank_has_no_child_that_it_did_not_start(both: Launchers) -> None:
     assert theirs.reports == ours.reports == dict.fromkeys(range(2), "[Errno 10] No child processes")
 
 
+@differs(Difference.EXIT_CODE)
 def test_peer_of_a_failed_rank_in_a_collective(both: Launchers) -> None:
     body = """
         import torch, torch.distributed as dist
@@ -210,12 +211,12 @@ def test_peer_of_a_failed_rank_in_a_collective(both: Launchers) -> None:
         dist.all_reduce(torch.ones(1))
     """
     theirs, ours = both.script(body)
-    assert Difference.EXIT_CODE
     assert theirs.code == ours.code == 1
     assert ours.error["message"].endswith("ValueError: the cause")
     assert "rank 1 " in ours.error["message"]
 
 
+@differs(Difference.RECORDER)
 @pytest.mark.nightly("7 s of processor time: the torchrun of this machine, and four imports of torch")
 def test_a_rank_with_a_group_has_one_more_thread(both: Launchers) -> None:
     body = """
@@ -230,7 +231,6 @@ def test_a_rank_with_a_group_has_one_more_thread(both: Launchers) -> None:
         dist.barrier()
     """
     theirs, ours = both.script(body, preload="torch", live=True)
-    assert Difference.RECORDER
     assert list(theirs.reports.values()) == [[[1, 1, 1], [1, 1, 1]]] * 2
     threads = 1 if both.ranks == "fresh" else 2
     assert list(ours.reports.values()) == [[[1, 1, 1], [threads, 1, 1]]] * 2

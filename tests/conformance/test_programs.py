@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.differences import Difference
+from tests.conformance.differences import Difference, differs
 from tests.conformance.launchers import LOGS, REPORT, Launchers
 
 OBSERVE = (
@@ -210,9 +210,9 @@ NO_TEXT: dict[str, str | bytes] = {
 }
 
 
+@differs(Difference.NO_TEXT)
 @pytest.mark.parametrize("case", NO_TEXT)
 def test_script_that_is_no_text(case: str, both: Launchers) -> None:
-    assert Difference.NO_TEXT
     theirs, ours = both([*LOGS, "prog.py"], {"prog.py": NO_TEXT[case]}, preload="")
     assert ours.code == theirs.rank_code() == 1
     for outcome in (theirs, ours):
@@ -220,9 +220,9 @@ def test_script_that_is_no_text(case: str, both: Launchers) -> None:
     assert ours.log(0, "stderr.log") != theirs.log(0, "stderr.log")
 
 
+@differs(Difference.MISSING_SCRIPT)
 @pytest.mark.parametrize("script", ["nosuch.py", "no/such.py"])
 def test_script_that_is_missing(script: str, both: Launchers) -> None:
-    assert Difference.MISSING_SCRIPT
     theirs, ours = both([*LOGS, "--nproc-per-node", "2", script], {}, preload="")
     assert ours.code == theirs.rank_code() == 2
     assert b"can't open file '%s/%s'" % (os.getcwdb(), script.encode()) in (theirs.log(0, "stderr.log") or b"")
@@ -237,9 +237,9 @@ def test_as_many_executables_as_cpus(both: Launchers) -> None:
     assert ours.files == theirs.files != {}
 
 
+@differs(Difference.EXECUTABLE)
 @pytest.mark.parametrize(("program", "code"), [("./nosuch", 127), ("./syntax.py", 126)])
 def test_executable_that_cannot_run(program: str, code: int, both: Launchers) -> None:
-    assert Difference.EXECUTABLE
     theirs, ours = both([*LOGS, "--no-python", program], BAD_FILES, preload="")
     assert (theirs.code, ours.code) == (1, code)
     assert f"'{program}'" in theirs.err.decode().splitlines()[-1]

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from tests.conformance.differences import Difference
+from tests.conformance.differences import Difference, differs
 from tests.conformance.launchers import LOGS, Job, Launchers, Outcome
 from tests.conformance.test_environment import DIFFERENT
 
@@ -71,16 +71,17 @@ CASES = {
 }
 
 
+@differs(Difference.EXIT_CODE)
 @pytest.mark.parametrize("case", CASES)
 def test_restarts(case: str, both: Launchers) -> None:
     budget, body, attempts, code = CASES[case]
     theirs, ours = both.script(START + body, "--max-restarts", budget, preload="")
     assert attempts_of(ours) == attempts_of(theirs)
     assert len(attempts_of(ours)) == attempts
-    assert Difference.EXIT_CODE
     assert (theirs.code, ours.code) == (min(code, 1), code), ours.err.decode()
 
 
+@differs(Difference.NEW_STORE, Difference.STORE)
 def test_environment_of_each_attempt(both: Launchers) -> None:
     body = """
         json.dump(dict(os.environ), open(f"env.{rank}.{attempt}", "w"))
@@ -93,14 +94,13 @@ def test_environment_of_each_attempt(both: Launchers) -> None:
         their, our = (json.loads(outcome.files[name]) for outcome in (theirs, ours))
         assert our["TORCHELASTIC_RESTART_COUNT"] == name[-1]
         different = {variable for variable in {*their, *our} if their.get(variable) != our.get(variable)}
-        assert Difference.STORE
         assert different == {*DIFFERENT, "TORCHELASTIC_USE_AGENT_STORE"}
         ports["torchrun"].add(their["MASTER_PORT"])
         ports["host"].add(our["MASTER_PORT"])
-    assert Difference.NEW_STORE
     assert (len(ports["torchrun"]), len(ports["host"])) == (1, 3)
 
 
+@differs(Difference.EVIDENCE, Difference.RESTART_DELAY)
 def test_files_of_each_attempt(both: Launchers) -> None:
     body = """
         print("out", rank, attempt)
@@ -114,7 +114,6 @@ def test_files_of_each_attempt(both: Launchers) -> None:
         paths = [path for path in outcome.files if path.startswith("logs/")]
         return {re.sub(r"^logs/[^/]+/", "", path): outcome.files[path] for path in paths}
 
-    assert Difference.EVIDENCE
     kept = {path for path in ours.files if path.endswith("/stacks.txt")}
     assert len(kept) == 2
     for path in kept:
@@ -122,10 +121,10 @@ def test_files_of_each_attempt(both: Launchers) -> None:
     assert logs(ours) == logs(theirs)
     assert logs(ours)["attempt_1/0/stderr.log"] == b"err 0 1\n"
     assert len(logs(ours)) == 3 * 2 * 2
-    assert Difference.RESTART_DELAY
     assert [b"the restart waits" in outcome.err for outcome in (theirs, ours)] == [False, True]
 
 
+@differs(Difference.SIGNALLED)
 def test_signal_to_the_launcher_in_a_later_attempt(both: Launchers) -> None:
     def during(job: Job) -> None:
         job.await_marks("0 1 ready", "1 1 ready")
@@ -142,10 +141,10 @@ def test_signal_to_the_launcher_in_a_later_attempt(both: Launchers) -> None:
     assert attempts_of(ours)[1:] == [
         ["0 1 SIGTERM", "0 1 begins", "0 1 ready", "1 1 SIGTERM", "1 1 begins", "1 1 ready"]
     ]
-    assert Difference.SIGNALLED
     assert (theirs.code, ours.code) == (1, 143)
 
 
+@differs(Difference.NEW_STORE)
 def test_store_of_each_attempt(both: Launchers) -> None:
     body = """
         import torch.distributed as dist
@@ -154,17 +153,16 @@ def test_store_of_each_attempt(both: Launchers) -> None:
         fail(1) if rank == "1" and attempt < 1 else sleep() if attempt < 1 else 0
     """
     theirs, ours = both.script(START + _dedent(body), "--max-restarts", "1")
-    assert Difference.NEW_STORE
     assert theirs.reports == {0: 2, 1: 2}
     assert ours.reports == {0: 1, 1: 1}
     assert theirs.code == ours.code == 0
 
 
+@differs(Difference.NOT_BEGUN)
 @pytest.mark.parametrize("program", ["prog.py", "-m no.such.module"])
 def test_program_that_cannot_begin(program: str, both: Launchers) -> None:
     words = ["--nproc-per-node", "1", "--max-restarts", "1", *LOGS, *program.split()]
     theirs, ours = both(words, {"prog.py": "def f(:\n"}, preload="")
-    assert Difference.NOT_BEGUN
     assert (theirs.code, ours.code) == (1, 1)
     assert [any("/attempt_1/" in path for path in outcome.files) for outcome in (theirs, ours)] == [True, False]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conformance.differences import Difference
+from tests.conformance.differences import Difference, differs
 from tests.conformance.launchers import Job, Launchers, Outcome
 
 HANDLER = """
@@ -54,6 +54,7 @@ def marks_of(outcome: Outcome) -> list[str]:
 FAILURES = {"sys.exit(3)": 3, "raise ValueError('x')": 1, "os.kill(os.getpid(), 9)": 137, "os._exit(7)": 7}
 
 
+@differs(Difference.EXIT_CODE)
 @pytest.mark.parametrize("end", FAILURES)
 def test_others_get_sigterm_when_a_rank_fails(end: str, both: Launchers) -> None:
     body = (
@@ -70,10 +71,10 @@ open("zero", "w")
     )
     theirs, ours = both.script(body, preload="")
     assert marks_of(ours) == marks_of(theirs) == ["0 SIGTERM"]
-    assert Difference.EXIT_CODE
     assert (theirs.code, ours.code) == (1, FAILURES[end])
 
 
+@differs(Difference.STACKS_SIGNAL)
 def test_stacks_are_asked_for_before_a_rank_is_stopped(both: Launchers) -> None:
     body = """
         import signal, time
@@ -85,7 +86,6 @@ def test_stacks_are_asked_for_before_a_rank_is_stopped(both: Launchers) -> None:
         time.sleep(60)
     """
     theirs, ours = both.script(body, preload="", live=True)
-    assert Difference.STACKS_SIGNAL
     assert (theirs.marks(), ours.marks()) == ([], ["0 asked"])
     assert (theirs.code, ours.code) == (1, 3)
 
@@ -151,8 +151,8 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_time_out(both: Launchers)
     assert (theirs.code, ours.code) == (1, 143)
 
 
+@differs(Difference.SHUTDOWN_TIMEOUT)
 def test_time_out_after_a_failure(both: Launchers) -> None:
-    assert Difference.SHUTDOWN_TIMEOUT
 
     def during(job: Job) -> None:
         is_ready(job)
@@ -186,12 +186,12 @@ signal.signal(15, handle)
     assert ours.out == theirs.out == b"saving\nsaving\n"
 
 
+@differs(Difference.SIGNALLED)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_signal_to_the_launcher_reaches_the_ranks(number: signal.Signals, both: Launchers) -> None:
     body = HANDLER + f"for number in (1, 2, 3, 10, 12, 15): signal.signal(number, handle)\n{SLEEP}"
     theirs, ours = both.script(body, preload="", during=then(number))
     assert marks_of(ours) == marks_of(theirs) == [f"0 {number.name}", f"1 {number.name}"]
-    assert Difference.SIGNALLED
     assert (theirs.code, ours.code) == (1, 128 + number)
 
 
@@ -238,9 +238,9 @@ LEAVES_A_PROCESS = """
 """
 
 
+@differs(Difference.LEFTOVERS)
 @pytest.mark.parametrize("session", [False, True])
 def test_process_that_a_rank_leaves_behind(session: bool, both: Launchers) -> None:
-    assert Difference.LEFTOVERS
     theirs, ours = both.script(LEAVES_A_PROCESS.format(session=session), nproc=1, preload="", live=True)
     assert theirs.code == ours.code == 0
     leftover = psutil.Process(int(theirs.files["pid"]))
@@ -249,8 +249,8 @@ def test_process_that_a_rank_leaves_behind(session: bool, both: Launchers) -> No
     assert not psutil.pid_exists(int(ours.files["pid"]))
 
 
+@differs(Difference.DEATH_WITH_HOST)
 def test_launcher_killed(both: Launchers, eventually: Callable[..., object]) -> None:
-    assert Difference.DEATH_WITH_HOST
 
     def during(job: Job) -> None:
         is_ready(job)
@@ -269,11 +269,11 @@ def test_launcher_killed(both: Launchers, eventually: Callable[..., object]) -> 
     assert (theirs.notes["left"], ours.notes["left"]) == (2, 0)
 
 
+@differs(Difference.SIGNALLED)
 def test_ranks_that_end_well_after_a_signal(both: Launchers) -> None:
     """A checkpoint on SIGTERM and exit code 0, as Lightning and Slurm scripts do."""
     body = HANDLER + f"signal.signal(15, handle)\n{SLEEP}"
     theirs, ours = both.script(body, preload="", during=then(15))
-    assert Difference.SIGNALLED
     assert (theirs.code, ours.code) == (1, 143)
 
 
@@ -303,9 +303,9 @@ def test_handlers_installed_as_lightning_does(both: Launchers) -> None:
     assert {"0 has False False False", "0 requeue", "0 teardown True", "1 teardown True"} <= set(marks_of(ours))
 
 
+@differs(Difference.USER_SIGNALS)
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_user_signals_to_the_launcher(number: signal.Signals, both: Launchers) -> None:
-    assert Difference.USER_SIGNALS
 
     def during(job: Job) -> None:
         then(number)(job)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.conformance.differences import Difference
+from tests.conformance.differences import Difference, differs
 from tests.conformance.launchers import Job, Launchers, Outcome
 from tests.conformance.test_environment import DIFFERENT, environments
 
@@ -61,6 +61,7 @@ FAILS = """
 """
 
 
+@differs(Difference.OTHER_HOSTS, Difference.EXIT_CODE)
 def test_rank_that_fails_on_the_second_host(both: Launchers, eventually: Callable[..., object]) -> None:
     """torchrun's second agent stops its own ranks and ends; the first is told by nobody, and by a signal here."""
 
@@ -75,15 +76,14 @@ def test_rank_that_fails_on_the_second_host(both: Launchers, eventually: Callabl
             os.kill(job.pids[0], signal.SIGTERM)
 
     theirs, ours = both.script(FAILS, nodes=2, rdzv="static", preload="", during=during)
-    assert Difference.OTHER_HOSTS
     assert theirs.notes == {"alive": [True, True]}
-    assert Difference.EXIT_CODE
     assert (theirs.codes, ours.codes) == ([1, 1], [5, 5])
     assert sorted(ours.marks()) == sorted(theirs.marks())
     assert b"exitcode  : 5" in theirs.err.partition(b"Root Cause")[2]
     assert ours.error["message"].startswith("rank 2 (local rank 0 on ")
 
 
+@differs(Difference.OTHER_HOSTS, Difference.SIGNALLED)
 def test_signal_to_the_launcher_of_the_second_host(both: Launchers) -> None:
     def during(job: Job) -> None:
         job.await_marks(*(f"{rank} ready" for rank in range(4)))
@@ -93,12 +93,11 @@ def test_signal_to_the_launcher_of_the_second_host(both: Launchers) -> None:
             job.signal(signal.SIGTERM)
 
     theirs, ours = both.script(FAILS, nodes=2, rdzv="static", preload="", during=during)
-    assert Difference.OTHER_HOSTS
-    assert Difference.SIGNALLED
     assert (theirs.codes, ours.codes) == ([1, 1], [143, 143])
     assert sorted(ours.marks()) == sorted(theirs.marks())
 
 
+@differs(Difference.SEVERAL_HOSTS)
 def test_restart_after_a_failure_on_one_host(both: Launchers) -> None:
     body = """
         rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -119,7 +118,6 @@ def test_restart_after_a_failure_on_one_host(both: Launchers) -> None:
         runs = (sorted(one for one in outcome.marks() if f" {which} run" in one) for which in ("first", "second"))
         return [[one[-1] for one in run] for run in runs]
 
-    assert Difference.SEVERAL_HOSTS
     # On the host that has not failed, whichever of the two torchrun has numbered first, the count stays 0.
     assert counts(theirs)[0] == ["0"] * 4
     assert counts(theirs)[1] == ["0", "0", "1", "1"]
