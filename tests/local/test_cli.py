@@ -58,38 +58,6 @@ def write(work: Path, text: str, name: str = "prog.py") -> str:
     return name
 
 
-def submit_sleepers(work: Path, eventually: Eventually, *words: str) -> tuple[str, Path]:
-    name = write(work, "print('pid', os.getpid(), flush=True)\ntime.sleep(1000)\n")
-    handle = run("-cfg", "preload=none,grace=2", "monarch.spmd", *words, name, cwd=work).stdout.strip()
-    app = folder(handle)
-    events = app / "events.jsonl"
-    eventually(lambda: '"output"' in (events.read_text() if events.exists() else ""), "the first output")
-    return handle, app
-
-
-def test_a_job_from_other_processes(work: Path, eventually: Eventually) -> None:
-    handle, app = submit_sleepers(work, eventually, "-j", "2x2", "--name", "sleepers")
-    assert re.fullmatch(r"monarch_local://torchx/sleepers-\w+", handle)
-    assert state(handle) == "RUNNING"
-    status = json.loads(torchx("status", "--json", handle).stdout)
-    assert [(role["role"], len(role["replicas"])) for role in status["roles"]] == [("prog", 2)]
-    assert all(replica["hostname"] for replica in status["roles"][0]["replicas"])
-    assert handle in torchx("list", "-s", "monarch_local").stdout
-    described = torchx("describe", handle).stdout
-    assert "'entrypoint': 'torchrun'" in described and "torchx_monarch.host" not in described
-    assert len(re.findall(r"\[\d\] pid \d+", torchx("log", handle).stdout)) == 4
-    assert len(re.findall(r"\[\d\] pid \d+", torchx("log", f"{handle}/prog/1").stdout)) == 2
-    assert "\n".join(torchx("log", "--regex", r"\[3\]", handle).stdout.splitlines()).count("pid") == 1
-    follower = subprocess.Popen([*TORCHX, "log", "-t", handle], stdout=subprocess.PIPE, text=True)
-    torchx("cancel", handle)
-    eventually(lambda: state(handle) == "CANCELLED", "the cancellation")
-    assert follower.communicate(timeout=240)[0].count("] pid ") == 4
-    assert len(re.findall(r"\[\d\] pid \d+", torchx("log", handle).stdout)) == 4
-    torchx("delete", handle)
-    assert not app.exists()
-    assert torchx("status", handle, check=False).returncode == 1
-
-
 @pytest.mark.parametrize(("body", "cause"), [("raise OSError('no disk')", "OSError: no disk"), ("sys.exit(0)", "")])
 def test_the_caller_gets_the_root_cause_in_its_error_file(
     work: Path, body: str, cause: str, monkeypatch: pytest.MonkeyPatch
@@ -102,16 +70,6 @@ def test_the_caller_gets_the_root_cause_in_its_error_file(
         message = json.loads(error_file.read_text())["message"]
         assert cause in message["message"] and cause in message["extraInfo"]["py_callstack"]
         assert message["errorCode"] == 1
-
-
-@pytest.mark.parametrize(
-    ("body", "code"), [("sys.exit(0)", 0), ("sys.exit(3)", 1), ("os.kill(os.getpid(), 11)", 1), ("raise OSError(5)", 1)]
-)
-def test_wait_tells_by_its_exit_code(work: Path, body: str, code: int) -> None:
-    done = run("--wait", "-cfg", "preload=none", "monarch.spmd", write(work, body), cwd=work, check=False)
-    assert done.returncode == code
-    assert state(done.stdout.strip()) == ("FAILED" if code else "SUCCEEDED")
-    assert "Traceback (most recent call last)" not in done.stderr or body.startswith("raise")
 
 
 def last_screen(stderr: str) -> list[str]:
@@ -172,15 +130,6 @@ def test_progress_lines_precede_the_output_that_they_announce(work: Path) -> Non
     assert kinds.index("ranks") < min(kinds.index(line) for line in kinds if line in ("[0", "[1", "[2", "[3"))
 
 
-def test_module_and_package(work: Path) -> None:
-    (work / "pkg").mkdir()
-    (work / "pkg" / "__init__.py").touch()
-    (work / "pkg" / "__main__.py").write_text("import sys; from pkg import tool; print(tool.NAME, sys.argv[1:])")
-    (work / "pkg" / "tool.py").write_text("NAME = 'tool'")
-    words = ("--wait", "--log", "-cfg", "preload=none", "monarch.spmd", "-j", "1", "-m", "pkg", "--", "--a", "b")
-    assert "tool ['--a', 'b']" in run(*words, cwd=work).stderr
-
-
 def test_other_components_run_unchanged(work: Path) -> None:
     name = write(work, "print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
     words = ("--wait", "--log", "-cfg", "preload=none")
@@ -197,14 +146,6 @@ def test_dryrun_as_json(work: Path) -> None:
     assert shown["app"]["roles"][0]["entrypoint"] == "torchrun"
     assert "torchx_monarch.host" in json.dumps(shown["request"])
     assert "No apps" not in torchx("list", "-s", "monarch_local").stdout
-
-
-def test_a_state_folder_that_cannot_be_written(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MONARCH_STATE_DIR", "/dev/null/state")
-    done = run("monarch.spmd", write(work, ""), cwd=work, check=False)
-    assert done.returncode == 1
-    assert "cannot write the state of the app to /dev/null" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_waits_without_a_stderr(work: Path) -> None:

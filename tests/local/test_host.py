@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -54,35 +53,6 @@ def test_modules_in_the_working_folder_do_not_reach_the_host(tmp_path: Path) -> 
 NO_PRELOAD = ("--grace", "5", "--preload", "")
 
 
-@pytest.mark.parametrize(
-    ("body", "code", "words"),
-    [
-        ("sys.exit(0)", 0, "all 2 ranks ended with code 0"),
-        ("sys.exit(3)", 3, "exited with code 3"),
-        ("os._exit(5)", 5, "exited with code 5"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by signal 9 (SIGKILL)"),
-        ("import ctypes; ctypes.string_at(0)", 139, "was killed by signal 11 (SIGSEGV)"),
-        ("raise ValueError('boom')", 1, "exited with code 1: ValueError: boom"),
-        ("raise KeyboardInterrupt", 130, "was killed by signal 2 (SIGINT)"),
-        ("sys.exit('a message')", 1, "exited with code 1: SystemExit: a message"),
-    ],
-)
-def test_exit_code_of_one_rank_is_the_jobs(
-    folder: Path, script: Callable[[str], str], body: str, code: int, words: str
-) -> None:
-    path = script(f"if rank == 1:\n    {body}\nelif {code}:\n    time.sleep(1000)\n")
-    hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD).start()
-    assert hosts.wait() == [code]
-    last = hosts.err().strip().splitlines()[-1]
-    assert words in last
-    if code:
-        assert "rank 1 (local rank 1" in last
-        error = json.loads((hosts.logs(0) / "error.json").read_text())["message"]
-        assert error["errorCode"] == code
-        assert words in error["message"]
-    assert [event["kind"] for event in hosts.events()][-1] == "result"
-
-
 def test_every_host_has_its_own_file_of_filtered_lines(folder: Path, script: Callable[[str], str]) -> None:
     options = ("--nnodes", "2", "--log-dir", str(folder / "shared"), "--duplicate-stdout-filters", "of rank")
     hosts = Hosts(folder, torchrun(*options, script("print('line of rank', rank); print('x')")), 2, NO_PRELOAD).start()
@@ -92,45 +62,6 @@ def test_every_host_has_its_own_file_of_filtered_lines(folder: Path, script: Cal
         "filtered_stdout.log": ["[trainer0]:line of rank 0", "[trainer1]:line of rank 1"],
         "filtered_stdout.1.log": ["[trainer2]:line of rank 2", "[trainer3]:line of rank 3"],
     }
-
-
-def test_sigterm_handler_runs_in_the_main_thread_and_peers_are_stopped(
-    folder: Path, script: Callable[[str], str]
-) -> None:
-    path = script("""
-        def stop(*_):
-            os.write(1, f"stopping {rank}\\n".encode())
-            sys.exit(0)
-        signal.signal(signal.SIGTERM, stop)
-        ready = sys.argv[0] + ".ready"
-        if rank == 1:
-            while not os.path.exists(ready):
-                time.sleep(0.02)
-            sys.exit(7)
-        open(ready, "w").close()
-        time.sleep(1000)
-    """)
-    hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD).start()
-    assert hosts.wait() == [7]
-    assert "[trainer0]:stopping 0" in hosts.out()
-
-
-def test_rank_that_ignores_sigterm_is_killed_with_its_children(folder: Path, script: Callable[[str], str]) -> None:
-    path = script("""
-        import subprocess
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        started = sys.argv[0] + ".started"
-        if rank == 0:
-            subprocess.Popen(["sleep", "1000"], preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
-            subprocess.Popen(["sleep", "1001"], start_new_session=True)
-            open(started, "w").close()
-            time.sleep(1000)
-        while not os.path.exists(started):
-            time.sleep(0.02)
-        sys.exit(4)
-    """)
-    hosts = Hosts(folder, torchrun(path), options=("--grace", "1", "--preload", "")).start()
-    assert hosts.wait() == [4]  # the fixture finds the children, were they alive
 
 
 DAEMON = """
@@ -229,24 +160,6 @@ def test_signal_to_one_host_stops_the_job(
     if number == signal.SIGTERM:
         said = "preempted or cancelled: host 1 ("
     assert said in hosts.err(0).splitlines()[-1]
-
-
-def test_sigusr1_reaches_the_ranks_and_ends_nothing(
-    folder: Path, script: Callable[[str], str], eventually: Eventually
-) -> None:
-    path = script("""
-        got = []
-        signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
-        print("ready", flush=True)
-        while not got:
-            time.sleep(0.05)
-        print("got it")
-    """)
-    hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD).start()
-    eventually(lambda: hosts.out().count("ready") == 2, "the ranks")
-    hosts.processes[0].send_signal(signal.SIGUSR1)
-    assert hosts.wait() == [0]
-    assert hosts.out().count("got it") == 2
 
 
 def test_signals_to_handle_end_the_job_with_that_signal(
@@ -357,64 +270,6 @@ def test_missing_interpreter_is_named(folder: Path, script: Callable[[str], str]
     hosts = Hosts(folder, torchrun(script("")), environ={"PYTHON_EXEC": "/no/such/python"}).start()
     assert hosts.wait() == [1]
     assert "cannot start the Python interpreter '/no/such/python'" in hosts.err().splitlines()[-1]
-
-
-def test_syntax_error_shows_the_line(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "broken.py"
-    path.write_text("def f(:\n")
-    hosts = Hosts(folder, torchrun(str(path), nproc=1), options=NO_PRELOAD).start()
-    assert hosts.wait() == [1]
-    assert "SyntaxError" in hosts.err().splitlines()[-1]
-    assert "rank_main" not in hosts.err() and "zygote" not in hosts.err()
-
-
-def test_logs_per_rank_are_byte_for_byte(folder: Path, script: Callable[[str], str]) -> None:
-    path = script("""
-        sys.stdout.buffer.write(b"\\xff\\x00 no newline at the end")
-        sys.stdout.flush()
-        print("to stderr", file=sys.stderr)
-    """)
-    hosts = Hosts(folder, torchrun(path, nproc=1), options=NO_PRELOAD).start()
-    assert hosts.wait() == [0]
-    logs = hosts.logs(0) / "attempt_0" / "0"
-    assert (logs / "stdout.log").read_bytes() == b"\xff\x00 no newline at the end"
-    assert (logs / "stderr.log").read_text() == "to stderr\n"
-    assert (hosts.logs(0) / "out").read_bytes() == b"[trainer0]:\xff\x00 no newline at the end\n"
-    assert "[trainer0]:to stderr\n" in hosts.err()
-
-
-def test_lines_of_ranks_are_never_torn(folder: Path, script: Callable[[str], str]) -> None:
-    path = script("""
-        for number in range(20000):
-            print(rank, number, "x" * (number % 200))
-        print("long", "y" * 60_000)
-    """)
-    hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD).start()
-    assert hosts.wait() == [0]
-    lines = hosts.out().splitlines()
-    assert len(lines) == 2 * 20001
-    for rank in (0, 1):
-        own = [line for line in lines if line.startswith(f"[trainer{rank}]:")]
-        assert own[:-1] == [f"[trainer{rank}]:{rank} {number} {'x' * (number % 200)}" for number in range(20000)]
-        assert own[-1] == f"[trainer{rank}]:long {'y' * 60_000}"
-
-
-def test_tee_redirect_and_filter(folder: Path, script: Callable[[str], str]) -> None:
-    path = script("print('out'); print('err', file=sys.stderr)")
-    words = ["--tee", "0:3", "--redirects", "1:1", path]
-    command = ["torchrun", "--nproc-per-node", "2", "--role", "trainer", *words]
-    hosts = Hosts(folder, command, options=NO_PRELOAD).start()
-    assert hosts.wait() == [0]
-    assert hosts.out() == "[trainer0]:out\n"  # rank 1's stdout goes to its file alone
-    assert "err\n" in hosts.err().replace("[trainer0]:err\n", "")  # neither teed nor redirected: as it is
-    assert (hosts.logs(0) / "attempt_0" / "1" / "stdout.log").read_text() == "out\n"
-
-
-def test_log_dir_is_torchruns(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
-    command = ["torchrun", "--log-dir", str(tmp_path / "own logs"), "--rdzv-id", "run7", "--tee", "3"]
-    hosts = Hosts(folder, [*command, script("print('hello')")], options=NO_PRELOAD).start()
-    assert hosts.wait() == [0]
-    assert (tmp_path / "own logs" / "run7" / "attempt_0" / "0" / "stdout.log").read_text() == "hello\n"
 
 
 def test_unwritable_log_dir_is_named(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:

@@ -231,27 +231,6 @@ def test_a_program_ends_as_it_would_and_what_it_has_imported_is_kept_for_the_nex
     assert [file["names"] for file in files] == [names] * bool(names)
 
 
-def test_the_next_job_finds_what_the_first_has_imported(
-    folder: Path, python: str, script: Callable[[str], str], tmp_path: Path
-) -> None:
-    install(tmp_path, "other.py", UNSAFE["a thread"][0])
-    path = script(f"""
-        {AHEAD}
-        import pack, other
-        print(*ahead(pack, other), os.getenv("MONARCH_LEARNED_DIR"), flush=True)
-    """)
-    lines = []
-    for number in range(3):
-        job = folder / str(number)
-        job.mkdir()
-        environ = {"MONARCH_LEARNED_DIR": str(tmp_path / "learned")}
-        hosts = Hosts(job, torchrun(python, path), options=OPTIONS, environ=environ).start()
-        assert hosts.wait() == [0], hosts.err()
-        lines.append(sorted(re.findall(r"\]:(.*)", hosts.out())))
-        assert hosts.err().count("other is not imported ahead any more: other runs a thread (mine)") == (number == 1)
-    assert lines == [["None", "None"], ["pack None", "pack None"], ["pack None", "pack None"]]
-
-
 def test_a_job_on_this_machine_learns_for_the_next_of_its_name(python: str, script: Callable[[str], str]) -> None:
     apps = Detached()
     path = script("import pack\nprint('ahead' if pack.pid != os.getpid() else 'not yet', flush=True)")

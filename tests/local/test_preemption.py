@@ -122,37 +122,6 @@ def test_while_a_lost_host_is_being_replaced(
         shutil.rmtree(left)
 
 
-def test_ranks_that_feel_the_loss_of_a_host_are_not_blamed(
-    folder: Path, script: Callable[[str], str], eventually: Eventually
-) -> None:
-    path = script("""
-        import socket
-        os.chdir(os.path.dirname(sys.argv[0]))
-        if rank == 1:
-            server = socket.socket(socket.AF_UNIX)
-            server.bind("s")
-            server.listen()
-            peer = server.accept()
-            os.unlink("s")
-        else:
-            peer = socket.socket(socket.AF_UNIX)
-            while peer.connect_ex("s"):
-                time.sleep(0.02)
-        print("pid", os.getpid(), flush=True)
-        if rank == 0:
-            peer.recv(1)
-            raise RuntimeError("Connection closed by peer")
-        time.sleep(1000)
-    """)
-    hosts = Hosts(folder, torchrun(path, nproc=1), replicas=2, options=NO_PRELOAD).start()
-    killed = started(hosts, 2, eventually).processes[1]
-    killed.kill()
-    assert hosts.wait() == [1, -9]
-    assert f"pid {killed.pid}) was lost: its connection broke" in hosts.err(0).splitlines()[-1]
-    for left in folder.glob("h*/"):  # of the host that was killed
-        shutil.rmtree(left)
-
-
 class Job:
     """An app on monarch_local, through TorchX's Runner."""
 

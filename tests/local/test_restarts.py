@@ -13,8 +13,6 @@ from tests.local.hosts import Hosts
 
 NO_PRELOAD = ("--grace", "5", "--preload", "")
 
-_OTHER_GROUPS = pytest.mark.nightly("2 s of processor time; another way to the same end is tested every time")
-
 
 def torchrun(*words: str, restarts: int, nnodes: int = 1) -> list[str]:
     options = ["--nproc-per-node", "2", "--nnodes", str(nnodes), "--role", "r", "--tee", "3"]
@@ -63,16 +61,6 @@ def test_one_budget_for_the_whole_job(folder: Path, script: Callable[[str], str]
     assert hosts.err().count("[monarch] restart ") == 2
 
 
-@pytest.mark.parametrize("case", ["syntax", "module"])
-def test_what_cannot_begin_is_not_started_again(folder: Path, tmp_path: Path, case: str) -> None:
-    (tmp_path / "broken.py").write_text("def f(:\n")
-    program = [str(tmp_path / "broken.py")] if case == "syntax" else ["-m", "no.such.module"]
-    hosts = Hosts(folder, torchrun(*program, restarts=3), options=NO_PRELOAD).start()
-    assert hosts.wait() == [1]
-    assert "no restart: the program cannot even begin" in hosts.err()
-    assert not (hosts.logs(0) / "attempt_1").exists()
-
-
 def test_an_import_error_in_the_program_is_started_again(folder: Path, script: Callable[[str], str]) -> None:
     # It may be a file system that hiccuped: the first line of the program has run.
     hosts = Hosts(folder, torchrun(script("import no_such"), restarts=1), options=NO_PRELOAD).start()
@@ -107,28 +95,12 @@ def test_exit_codes_that_are_not_retried(
 @pytest.mark.parametrize(
     ("body", "attempts"),
     [
-        # Twice in a row without a group; what one does with the exception is all the same.
+        # Twice in a row without a group.
         ("dist.init_process_group('gloo', init_method='none://')", 2),
-        pytest.param(
-            "try: dist.init_process_group('gloo', init_method='none://')\n"
-            "except Exception as error: raise OSError('no group') from error",
-            2,
-            marks=_OTHER_GROUPS,
-        ),
-        # In a group before, with and without an URL, and destroyed.
+        # In a group before, and destroyed.
         ("join(); dist.init_process_group('gloo', init_method='none://')", 3),
-        pytest.param(
-            "join(store=dist.HashStore(), rank=0, world_size=1); dist.init_process_group(timeout='x')",
-            3,
-            marks=_OTHER_GROUPS,
-        ),
-        # Not of forming a group, or not with torch.distributed at all.
+        # Not of forming a group.
         ("raise RuntimeError('init_process_group')", 3),
-        pytest.param(
-            "dist.init_process_group('gloo', init_method='none://') if attempt % 2 else sys.exit(1)",
-            3,
-            marks=_OTHER_GROUPS,
-        ),
     ],
 )
 def test_a_rank_that_fails_to_join_twice_in_a_row_is_not_started_again(
@@ -183,15 +155,6 @@ def test_a_rank_that_blames_its_peer_is_not_the_cause(folder: Path, script: Call
     assert any("also: rank 0 exited with code 1" in line and "(a consequence)" in line for line in lines)
 
 
-def test_the_same_failure_of_many_is_one_line(folder: Path, script: Callable[[str], str]) -> None:
-    command = ["torchrun", "--nproc-per-node", "8", "--role", "r", script("time.sleep(0.5); raise OSError(5)")]
-    hosts = Hosts(folder, command, options=NO_PRELOAD).start()
-    assert hosts.wait() == [1]
-    grouped = [line for line in hosts.err().splitlines() if "also: rank" in line]
-    assert len(grouped) <= 2  # those still on their way out when the first was seen count as well
-    assert hosts.err().count("traceback of rank") == 1
-
-
 def test_nothing_of_an_attempt_lives_on_in_the_next(folder: Path, script: Callable[[str], str]) -> None:
     # Children of ranks that were killed or have ended: with a session or a process group of their own, orphans of
     # orphans, deaf to SIGTERM; one is a fork without an exec, as a data loader's worker is.
@@ -227,35 +190,6 @@ def test_nothing_of_an_attempt_lives_on_in_the_next(folder: Path, script: Callab
     hosts = Hosts(folder, torchrun(path, restarts=1), options=("--grace", "1", "--preload", "")).start()
     assert hosts.wait() == [0], hosts.err()
     assert hosts.out().count("alive []") == 2
-
-
-def goes_on(script: Callable[[str], str]) -> str:
-    """Sleeps in its first attempt, ends in the second."""
-    return script("""
-        print("pid", os.getpid(), "attempt", attempt, flush=True)
-        if attempt == 0:
-            time.sleep(1000)
-    """)
-
-
-@pytest.mark.parametrize("replica", [0, 1])
-def test_a_lost_host_is_replaced_and_the_job_goes_on(
-    folder: Path, script: Callable[[str], str], eventually: Callable[..., object], replica: int
-) -> None:
-    options = (*NO_PRELOAD, "--replacements", "1")
-    command = torchrun(goes_on(script), restarts=0, nnodes=3)
-    hosts = Hosts(folder, command, replicas=3, options=options).start()
-    eventually(lambda: len(hosts.rank_pids()) == 6, "the ranks")
-    eventually(lambda: any(event["kind"] == "output" for event in hosts.events()), "the controller's report of it")
-    hosts.lose(replica)
-    # The backend tells the second start of a replica that it is one.
-    hosts.environ["MONARCH_RESTART"] = "1"
-    hosts.start(replica)
-    assert hosts.wait() == [0, 0, 0], hosts.err(0) + hosts.err(1) + hosts.err(2)
-    for each in range(3):
-        assert hosts.out(each).count("attempt 1") == 2
-    for left in folder.glob("h*/"):  # of the host that was killed
-        shutil.rmtree(left)
 
 
 def test_replacements_are_counted(

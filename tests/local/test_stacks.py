@@ -13,16 +13,12 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.local.live import Live
-from tests.ports import free_port
 from tests.waits import until
-from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.client.hosts import Hosts as Client
 from torchx_monarch.client.rank_queries import ask_stacks
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.host.ranks.rank_main import STACKS_SIGNAL
 from torchx_monarch.insight.stacks import ProcessStacks
-from torchx_monarch.model import env_names
-from torchx_monarch.transport import credentials
 
 NO_PRELOAD = ("--grace", "5", "--preload", "")
 
@@ -238,22 +234,6 @@ def test_a_job_without_ranks_yet_and_one_that_has_ended(folder: Path, script: Ca
     assert hosts.wait() == [0, 0]
     with pytest.raises(UnreachableError):
         ask_stacks(client(folder))
-
-
-def test_a_client_reaches_a_job_of_one_host_over_tls(
-    folder: Path, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = script(SLEEPS)
-    monkeypatch.setenv("MONARCH_STATE_DIR", str(folder / "state"))
-    where = f"tls:127.0.0.1:{free_port()}"
-    for_hosts, for_client = (each.to_text() for each in credentials.create())
-    client_credentials.keep("monarch_slurm", "app", for_client, {"trainer": where})
-    environ = {"MONARCH_RENDEZVOUS": where, env_names.CREDENTIALS: for_hosts}
-    hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD, environ=environ).start()
-    wait_for(hosts, "ready", 2)
-    stacks, missing = ask_stacks(Client("monarch_slurm://torchx/app", address=where))
-    assert not missing and [functions(one) for one in stacks] == [["<module>"]] * 2
-    stop(hosts)
 
 
 def test_native_stacks_name_c_functions(folder: Path, script: Callable[[str], str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -59,36 +58,6 @@ def test_a_process_listing_shows_the_command_however_long(folder: Path, script: 
     hosts = Hosts(folder, [*torchrun(path), "--lr", "1 2", long], options=FORKED).start()
     assert hosts.wait() == [0], hosts.err()
     assert said(hosts) == dict.fromkeys((0, 1), f"-u|{path}|--lr|1 2|{long}|")
-
-
-def test_environment_and_folder_of_temporary_files_are_the_rank_s(folder: Path, script: Callable[[str], str]) -> None:
-    path = script("""
-        import tempfile
-        print(tempfile.gettempdir(), os.environ["LOCAL_RANK"], flush=True)
-    """)
-    (folder / "tmp").mkdir()
-    environ = {"TMPDIR": str(folder / "tmp")}
-    hosts = Hosts(folder, torchrun(path), options=FORKED, environ=environ).start()
-    assert hosts.wait() == [0], hosts.err()
-    assert said(hosts) == {rank: f"{folder}/tmp {rank}" for rank in (0, 1)}
-
-
-@pytest.mark.slow
-@pytest.mark.nightly("half a minute of a C++ compiler; pools within forks are tested in conformance/test_children.py")
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-def test_a_fork_compiles(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
-    """By torch.compile, whose compilers are processes of a pool that the rank starts."""
-    path = script("""
-        forked = "PreloadedModules" in str(sys.meta_path)
-        import torch
-        compiled = torch.compile(lambda x: x.sin() ** 2 + x.cos() ** 2)
-        values = torch.rand(4096)
-        print(forked, torch.allclose(compiled(values), torch.ones_like(values)), flush=True)
-    """)
-    environ = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
-    hosts = Hosts(folder, torchrun(path), environ=environ).start()
-    assert hosts.wait(300) == [0], hosts.err()
-    assert said(hosts) == {0: "True True", 1: "True True"}
 
 
 UNSAFE = {
@@ -193,26 +162,3 @@ def test_a_program_runs_only_in_a_process_that_the_host_knows(
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{code}\n", done.stderr
     assert (tmp_path / "ran").exists() == (how == "known")
-
-
-def test_what_a_program_registers_for_its_end_is_done(
-    folder: Path, script: Callable[[str], str], tmp_path: Path
-) -> None:
-    path = script(f"""
-        import atexit, ctypes, numpy
-        libc = ctypes.CDLL(None)
-        class Last:
-            def __del__(self):
-                print("deleted", flush=True)
-        last = Last()
-        atexit.register(print, "atexit", flush=True)
-        file = open({str(tmp_path / "file")!r}, "w")
-        file.write("flushed at the end")
-        getattr(libc, "__cxa_atexit")(ctypes.cast(libc.puts, ctypes.c_void_p), b"from C, buffered", None)
-        sys.exit(3)
-    """)
-    hosts = Hosts(folder, torchrun(path, nproc=1), options=FORKED, environ={"LD_DEBUG": "files"}).start()
-    assert hosts.wait() == [3], hosts.err()
-    assert [line.partition(":")[2] for line in hosts.out().splitlines()] == ["atexit", "deleted", "from C, buffered"]
-    assert (tmp_path / "file").read_text() == "flushed at the end"
-    assert re.search(r"calling fini: \S*/_multiarray_umath", hosts.err())  # the dynamic linker, of a loaded library
