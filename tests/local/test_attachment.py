@@ -4,24 +4,15 @@
 from __future__ import annotations
 
 import os
-import select
-import socket
-import socketserver
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.ports import free_port
 from torchx_monarch.host import worker_loop_main as worker_loop
 from torchx_monarch.model.env_names import keep_monarch_log_private
-from torchx_monarch.monarch_adapter.monarch_api import _TLS_VARIABLES
-from torchx_monarch.transport import credentials
-from torchx_monarch.transport.address import as_ipv6
-from torchx_monarch.transport.connections import Identity
 
 _WORKER = """
 import sys
@@ -46,24 +37,6 @@ except TimeoutError:
 sys.stdout.flush()
 os._exit(0)
 """
-
-_PATIENT_CLIENT = (
-    """
-import os, time
-from torchx_monarch.monarch_adapter import attachment
-
-spelled = attachment._spelled
-
-def after_go(address, number):
-    while number and not os.path.exists(os.environ["GO"]):
-        time.sleep(0.01)
-    return spelled(address, number)
-
-attachment._spelled = after_go
-"""
-    + _CLIENT
-)
-"""Sends a request again once the file GO exists."""
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
@@ -110,63 +83,3 @@ def test_a_request_that_comes_back_again_and_again_is_an_error(folder: Path, sta
     client = start(_CLIENT, "3", f"{worker_loop.new_service_id()}@{url}")
     assert client.wait(60) == 0
     assert (folder / "out1").read_text() == "not in time\n", (folder / "err1").read_text()
-
-
-class _Forwarder(socketserver.ThreadingTCPServer):
-    """A port whose connections lead to a port that can be replaced; those that are open stay with the one before."""
-
-    daemon_threads, block_on_close, allow_reuse_address = True, False, True
-    to = 0
-
-
-class _Forward(socketserver.BaseRequestHandler):
-    def handle(self) -> None:
-        assert isinstance(self.server, _Forwarder)
-        with socket.create_connection(("127.0.0.1", self.server.to)) as other:
-            ends = {self.request: other, other: self.request}
-            while True:
-                for end in select.select(list(ends), [], [])[0]:
-                    data = end.recv(65536)
-                    if not data:
-                        return
-                    ends[end].sendall(data)
-
-
-@pytest.fixture
-def forwarder() -> Iterator[_Forwarder]:
-    with _Forwarder(("127.0.0.1", 0), _Forward) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join(10)
-
-
-def _answers(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
-
-
-@pytest.mark.nightly("the spellings have a unit test; that Monarch tells them apart changes with its releases alone")
-@pytest.mark.parametrize("scheme", ["tcp", "tls"])
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_request_that_comes_back_over_a_network_is_sent_again(
-    folder: Path, start: Start, forwarder: _Forwarder, eventually: Callable[..., object], scheme: str, host: str
-) -> None:
-    env = {"GO": str(folder / "go")}
-    if scheme == "tls":
-        names = {"127.0.0.1", "localhost", as_ipv6("127.0.0.1")}
-        identity = Identity.of(credentials.create()[0], names, str(folder))
-        env |= dict(zip(_TLS_VARIABLES, identity.files, strict=True))
-    other, wanted, url = worker_loop.new_service_id(), worker_loop.new_service_id(), f"{scheme}://{host}"
-    ports = [free_port(), free_port()]
-    for service, port in zip((other, wanted), ports, strict=True):
-        start(_WORKER, f"{service}@{url}:{port}", url=f"{url}:0", env=env)
-        eventually(lambda port=port: _answers(port), f"the worker loop on port {port}")
-    forwarder.to = ports[0]
-    client = start(_PATIENT_CLIENT, "60", f"{wanted}@{url}:{forwarder.server_address[1]}", url=f"{url}:0", env=env)
-    eventually(lambda: "undeliverable_message" in (folder / "err2").read_text(), "the returned request")
-    forwarder.to = ports[1]
-    (folder / "go").touch()
-    assert client.wait(60) == 0
-    assert (folder / "out2").read_text() == "attached\n", (folder / "err2").read_text()

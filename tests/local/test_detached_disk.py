@@ -18,8 +18,6 @@ from torchx_monarch.backends.core.errors import StateDirError
 
 Eventually = Callable[..., object]
 
-_OTHER_RANKS = pytest.mark.nightly("the other ranks lack the same every time")
-
 
 @pytest.fixture
 def apps() -> Detached:
@@ -114,15 +112,7 @@ sys.exit(5 if replica == "1" else 7)
     assert "boom" in status.structured_error_msg
 
 
-@pytest.mark.parametrize(
-    ("recorded", "lacking"),
-    [
-        pytest.param(False, "space", marks=_OTHER_RANKS),
-        (False, "inodes"),
-        (True, "space"),
-        pytest.param(True, "inodes", marks=_OTHER_RANKS),
-    ],
-)
+@pytest.mark.parametrize(("recorded", "lacking"), [(False, "inodes"), (True, "space")])
 def test_a_rank_fails_on_a_full_disk(
     apps: Detached,
     tmp_path: Path,

@@ -68,15 +68,6 @@ def test_the_pipe_is_the_jobs_own_and_goes_with_it(run: Callable[..., Hosts], fo
     assert Path(path).is_relative_to(folder) and not os.path.exists(path)
 
 
-@pytest.mark.nightly("3 s of processor time; the pipe of the job's own is tested every time")
-def test_a_pipe_that_the_user_names(run: Callable[..., Hosts], tmp_path: Path) -> None:
-    path = str(tmp_path / "my timers")
-    hosts = run("print(timer.api._timer_client._file_path)", environ={"TORCHELASTIC_TIMER_FILE": path})
-    assert hosts.wait() == [0], hosts.err()
-    assert hosts.out().splitlines() == [path]
-    assert not os.path.exists(path)
-
-
 def test_a_server_that_cannot_begin_is_named(run: Callable[..., Hosts], tmp_path: Path) -> None:
     hosts = run("", environ={"TORCHELASTIC_TIMER_FILE": str(tmp_path / "no" / "such")})
     assert hosts.wait() == [1]

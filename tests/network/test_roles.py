@@ -140,14 +140,7 @@ def until(path: Path) -> str:
     return f"while not os.path.exists({str(path)!r}): time.sleep(0.05)"
 
 
-@pytest.mark.parametrize(
-    ("first", "insecure"),
-    [
-        pytest.param(1, False, marks=pytest.mark.nightly("the other order, and without TLS, are tested every time")),
-        (2, False),
-        (1, True),
-    ],
-)
+@pytest.mark.parametrize(("first", "insecure"), [(2, False), (1, True)])
 def test_each_role_meets_at_a_replica_0_of_its_own(
     submitted: Callable[..., Nodes],
     role: Callable[..., Role],
