@@ -344,7 +344,7 @@ def attack(job: Job, victim: int, port: int, *more: str) -> tuple[dict[str, int]
 def test_thousands_of_connections_that_nobody_wants(
     job: Job, tmp_path: Path, eventually: Callable[..., object], pytestconfig: pytest.Config
 ) -> None:
-    """3,000, and 10,000 under ``--hypothesis-profile nightly``."""
+    """2,600, and 8,500 under ``--hypothesis-profile nightly``."""
     hundreds = 100 if pytestconfig.getoption("hypothesis_profile") == "nightly" else 30
     secret = tmp_path / "hosts"
     secret.write_text(job.credentials.to_text())
@@ -357,7 +357,7 @@ def test_thousands_of_connections_that_nobody_wants(
     done, most, slowest = attack(job, victim, PORT, str(secret), str(hundreds))
     print(f"{done} in {time.monotonic() - started:.0f} s; {memory} MB before, {most} at most; look {slowest:.1f} s")
 
-    assert sum(done.values()) >= 100 * hundreds, done
+    assert sum(done.values()) >= 85 * hundreds, done
     assert most < memory + 50, f"{memory} MB before, {most} MB at most"
     eventually(lambda: open_files(victim) <= files + 5, "the connections to be closed")
     grown = log.stat().st_size + (job.hosts.logs(0) / "err").stat().st_size - logged
