@@ -11,11 +11,39 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
+from tests.waits import WITHIN
+
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 """PATH, and where Debian has what only root uses, which not every PATH names."""
 
 _POLICY = Path("/usr/sbin/policy-rc.d")
 """Debian asks it whether a package that is being installed may start its services."""
+
+
+def unavailable(what: str, namespaces: Sequence[str], programs: Sequence[str], packages: Sequence[str]) -> str:
+    """Return why this machine cannot have a cluster, after an attempt to install the packages; empty when it can.
+
+    Args:
+        what: the cluster, for the message.
+        namespaces: options of ``unshare`` for those that it has.
+        programs: of which it consists.
+        packages: of Debian, with the programs.
+    """
+    if os.geteuid() != 0:
+        return f"{what} needs root"
+    probe = subprocess.run(["unshare", *namespaces, "true"], capture_output=True, text=True, timeout=WITHIN)
+    if probe.returncode:
+        return probe.stderr.strip()
+    absent = missing(programs, packages)
+    return f"not installed, and cannot be: {', '.join(absent)} (Debian: {' '.join(packages)})" if absent else ""
+
+
+def skip_for(reason: str) -> None:
+    """Skip a test for a reason, if there is one; in CI it is a mistake, and the test fails."""
+    if reason:
+        (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
 
 
 def missing(programs: Sequence[str], packages: Sequence[str]) -> list[str]:

@@ -23,11 +23,9 @@ from pathlib import Path
 
 import docker
 import psutil
-import pytest
 from torchx.specs import BindMount
 
 from tests.clusters import packages
-from tests.waits import WITHIN
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,15 +39,8 @@ _UP_WITHIN = 300.0
 
 def missing() -> str:
     """Why there can be no daemon here; empty when there can. Installs it where that is possible."""
-    if os.geteuid() != 0:
-        return "a Docker daemon of our own needs root"
-    lacking = packages.missing(_PROGRAMS, _PACKAGES)
-    if lacking:
-        return f"not installed, and could not be: {', '.join(lacking)} (Debian: {' '.join(_PACKAGES)})"
-    probe = subprocess.run(
-        ["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True, timeout=WITHIN
-    )
-    return probe.stderr.strip()
+    namespaces = ("--net", "--mount", "--pid", "--fork")
+    return packages.unavailable("a Docker daemon of our own", namespaces, _PROGRAMS, _PACKAGES)
 
 
 class Daemon:
@@ -222,9 +213,7 @@ def _remove_group(path: Path) -> None:
 
 def of_a_run() -> Iterator[Daemon]:
     """For a fixture: a daemon as long as its tests run; they are skipped where there can be none, and fail in CI."""
-    reason = missing()
-    if reason:
-        (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
+    packages.skip_for(missing())
     one = Daemon()
     yield one
     one.stop()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,14 +10,13 @@ import pytest
 
 from tests.clusters.kubernetes.apps import Apps
 from tests.clusters.kubernetes.cluster import Cluster, missing
+from tests.clusters.packages import skip_for
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """Skips the test where there can be none; in CI that is a mistake, and the test says so by failing."""
-    reason = missing()
-    if reason:
-        (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
+    skip_for(missing())
     one = Cluster().up()
     yield one
     one.down()

@@ -9,7 +9,7 @@ import pytest
 from torchx.specs import AppDef, AppState
 
 from tests.clusters.kubernetes.apps import NAME, Apps
-from tests.clusters.live import SAYS, controller, had_all_meshes, runs_twice_and_after_a_failure
+from tests.clusters.live import SAYS, runs_twice_and_after_a_failure
 from torchx_monarch import SPMDJob, serve
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import AllocationError
@@ -45,10 +45,3 @@ def test_takes_two_pods_and_runs_in_them(apps: Apps, tmp_path: Path) -> None:
         assert [line.split()[1:3] for line in told.splitlines()[1:]][-2:] == [["failed", "7"], ["succeeded", "0"]]
     taken.release()
     assert apps.wait(taken.handle, AppState.CANCELLED).num_restarts == 0
-
-
-@pytest.mark.nightly("4 s of processor time; Docker and Slurm have this every time")
-def test_a_controller_has_the_meshes_of_all_roles(apps: Apps) -> None:
-    handle = apps.run(*controller(apps.role))
-    status = apps.wait(handle, AppState.FAILED)
-    had_all_meshes(apps.log(handle, "trainers"), status)

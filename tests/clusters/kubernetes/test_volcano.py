@@ -78,16 +78,6 @@ def test_volcano_runs_two_roles_and_everything_is_known(volcano: Apps) -> None:
     assert apps.described(handle).roles[0].args == main.args
 
 
-@pytest.mark.nightly("5 s of processor time; what a cancelled or ended Volcano job leaves is tested every time")
-def test_a_volcano_job_that_is_deleted_by_other_means_leaves_nothing(volcano: Apps) -> None:
-    apps = volcano
-    handle = apps.run(apps.role("sleep", "1000"), mode="volcano")
-    apps.until(lambda: apps.status(handle).state is AppState.RUNNING, "the pod", handle)
-    apps.api.delete(f"/apis/{GROUP}/v1alpha1/namespaces/{apps.namespace}/jobs/{handle.rpartition(':')[2]}")
-    apps.until_true(lambda: apps.left() == [], "the end of the objects that it owned", 120)
-    assert apps.runner.status(handle) is None
-
-
 def test_volcano_jobs_are_cancelled_and_fail_and_end_without_their_sidecars(volcano: Apps) -> None:
     apps = volcano
     handle = apps.run(apps.torchrun(apps.program(WAITS)), mode="volcano")

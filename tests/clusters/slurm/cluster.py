@@ -23,7 +23,6 @@ from pathlib import Path
 from tests.clusters import packages
 from tests.network.namespaces import ip
 from tests.ports import free_port
-from tests.waits import WITHIN
 
 PROGRAMS = (
     "munged",
@@ -44,15 +43,8 @@ _DOWN_WITHIN = 60.0
 
 def missing() -> str:
     """Why there can be no cluster here, after an attempt to install it; empty when there can."""
-    if os.geteuid() != 0:
-        return "a Slurm cluster of namespaces needs root"
-    probe = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, timeout=WITHIN
-    )
-    if probe.returncode:
-        return probe.stderr.strip()
-    absent = packages.missing(PROGRAMS, PACKAGES)
-    return f"not installed, and cannot be: {', '.join(absent)}" if absent else ""
+    namespaces = ("--net", "--uts", "--mount")
+    return packages.unavailable("a Slurm cluster of namespaces", namespaces, PROGRAMS, PACKAGES)
 
 
 class SlurmCluster:

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.clusters.packages import skip_for
 from tests.clusters.slurm.apps import Apps
 from tests.clusters.slurm.cluster import SlurmCluster, missing
 
@@ -16,11 +16,7 @@ from tests.clusters.slurm.cluster import SlurmCluster, missing
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[SlurmCluster]:
     """Four nodes, and five hundred that are away."""
-    reason = missing()
-    # In CI a machine without is a mistake, and the tests say so by failing.
-    if reason and "CI" not in os.environ:
-        pytest.skip(reason)
-    assert not reason, reason
+    skip_for(missing())
     cluster = SlurmCluster(4, away=500)
     try:
         yield cluster.up()

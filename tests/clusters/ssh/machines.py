@@ -39,15 +39,8 @@ INNER = "inner"
 
 def missing() -> str:
     """Why there can be no machines here, after an attempt to install what they need; empty when there can."""
-    if os.geteuid() != 0:
-        return "machines of namespaces need root"
-    probe = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True, timeout=WITHIN
-    )
-    if probe.returncode:
-        return probe.stderr.decode().strip()
-    absent = packages.missing(PROGRAMS, PACKAGES)
-    return f"not installed, and cannot be: {', '.join(absent)}" if absent else ""
+    namespaces = ("--net", "--uts", "--mount", "--pid", "--fork")
+    return packages.unavailable("a machine of namespaces", namespaces, PROGRAMS, PACKAGES)
 
 
 class Machines:

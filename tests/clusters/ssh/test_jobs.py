@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shlex
@@ -28,9 +27,6 @@ from tests.clusters.ssh.machines import INNER, Machines
 from tests.contract.place import TORCHX
 
 _WAITS = "echo up $$CUDA_VISIBLE_DEVICES; exec sleep 1000"
-
-
-_OTHER_TIMES = pytest.mark.nightly("the same at other stages of the submission")
 
 
 def test_machines_behind_a_jump_host_and_another_user(apps: Apps) -> None:
@@ -79,33 +75,10 @@ def test_another_machine_cancels(apps: Apps, machines: Machines) -> None:
     shutil.rmtree(machines["m2"].path(STATE), ignore_errors=True)
 
 
-@pytest.mark.parametrize(
-    ("signum", "seconds"),
-    [
-        (signal.SIGINT, 1.4),
-        (signal.SIGKILL, 1.4),
-        *(
-            pytest.param(*each, marks=_OTHER_TIMES)
-            for each in itertools.product((signal.SIGINT, signal.SIGKILL), (0.7, 2.1, 3))
-        ),
-    ],
-)
-def test_a_submission_that_is_ended_leaves_nothing(
-    apps: Apps, machines: Machines, signum: signal.Signals, seconds: float
-) -> None:
-    words = [
-        "run",
-        "-s",
-        apps.name,
-        *apps.run_words(),
-        "--workspace",
-        "",
-        "utils.sh",
-        "--num_replicas",
-        "3",
-        "sleep",
-        "1000",
-    ]
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_a_submission_that_is_ended_leaves_nothing(apps: Apps, machines: Machines, signum: signal.Signals) -> None:
+    words = ["run", "-s", apps.name, *apps.run_words(), "--workspace", ""]
+    words += ["utils.sh", "--num_replicas", "3", "sleep", "1000"]
     process = subprocess.Popen(
         [*TORCHX, *words],
         cwd=apps.folder,
@@ -114,7 +87,7 @@ def test_a_submission_that_is_ended_leaves_nothing(
         stderr=subprocess.STDOUT,
         text=True,
     )
-    time.sleep(seconds)
+    time.sleep(1.4)
     process.send_signal(signum)
     said, _ = process.communicate(timeout=60)
     handles = [word for word in said.split() if word.startswith(f"{apps.name}://")]
