@@ -30,7 +30,7 @@ from torchx_monarch.controller.host_messages import (
     decode_answer,
     encode_message,
 )
-from torchx_monarch.insight import hangs, rank_view, report_page, report_picture, stacks, timeline
+from torchx_monarch.insight import hangs, rank_view, report_page, stacks, timeline
 from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, RankSample
 from torchx_monarch.insight.sample_log import SampleLog
@@ -117,29 +117,23 @@ def report(job: Job) -> str:
     """Return the page of a report, of the events as they are read."""
     drawn = timeline.build(json.loads(json.dumps(job.events())), ["trainer"], end=NOW)
     ranks = drawn.of_kind("rank")
-    roles = [report_page.RoleTimes("trainer", "", report_picture.shares(drawn, "trainer"))]
-    page = report_page.Page(
-        name="job",
-        handle="monarch_slurm://torchx/1",
-        state="SUCCEEDED",
-        headline="SUCCEEDED after 90 s",
-        cause="",
-        traceback="",
-        log="",
-        facts=[],
-        start=drawn.job.start,
-        picture=report_picture.picture(drawn),
-        is_from_log=False,
-        roles=roles,
-        runs=[],
-        curves=[],
-        moments=drawn.moments,
-        ranks=ranks[:512],
-        ranks_left_out=max(0, len(ranks) - 512),
-        stacks=[],
-        written="",
-    )
-    return report_page.render(page)
+    texts = dict.fromkeys(("cause", "traceback", "log", "written"), "")
+    lists: dict[str, list[object]] = {name: [] for name in ("facts", "runs", "curves", "stacks")}
+    page = {
+        **texts,
+        **lists,
+        "name": "job",
+        "handle": "monarch_slurm://torchx/1",
+        "state": "SUCCEEDED",
+        "headline": "SUCCEEDED after 90 s",
+        "picture": report_page.picture(drawn),
+        "is_from_log": False,
+        "roles": [{"name": "trainer", "lost": "", "shares": report_page.shares(drawn, "trainer")}],
+        "moments": drawn.moments,
+        "ranks": ranks[:512],
+        "ranks_left_out": max(0, len(ranks) - 512),
+    }
+    return report_page.render(page, drawn.job.start)
 
 
 def measure(ranks: int, per_host: int, rounds: int) -> dict[str, float]:

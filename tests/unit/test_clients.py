@@ -71,7 +71,9 @@ def test_all_allocations_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPa
         def handle(self) -> None:
             with contextlib.suppress(threading.BrokenBarrierError):
                 all_asked.wait(WITHIN)
-                self.request.sendall(b'{"type":"state","hosts":[],"live":{}}\n')
+                self.request.sendall(
+                    b'{"type":"state","hosts":[],"live":{"ready":true,"run":null,"runs":0,"queued":0,"idle":0,"idle_timeout":0}}\n'
+                )
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Replica0) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -14,8 +14,7 @@ import pytest
 from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import since
-from torchx_monarch.cli.handles import HandleError, check_local, complete, resolve
-from torchx_monarch.cli.known_apps import known_apps, used_schedulers
+from torchx_monarch.cli.handles import HandleError, check_local, complete, recorded_apps, resolve, used_schedulers
 
 DIGITS = "monarch_local://torchx/digits-c2jz0w1r"
 DIGITS_2 = "monarch_local://torchx/digits-x7"
@@ -114,7 +113,7 @@ def test_a_shell_is_offered_ids_or_handles(apps: None) -> None:
 
 def test_the_schedulers_in_use(apps: None) -> None:
     assert used_schedulers() == ["monarch_local", "monarch_kubernetes", "monarch_slurm"]
-    assert [app.name for app in known_apps()][:2] == ["pretrain", "eval"]
+    assert [app.name for app in recorded_apps()][:2] == ["pretrain", "eval"]
 
 
 @pytest.mark.parametrize(("text", "ago"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400)])

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.test_chrome_trace import dump, entry
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli.job_files import read_collectives, read_stacks
-from torchx_monarch.cli.output_file import write_output
+from torchx_monarch.cli.output import write_output
 
 
 def write(path: Path, data: bytes) -> None:

@@ -307,7 +307,7 @@ def test_ranks_that_hang_are_shown_until_they_go_on() -> None:
 def test_a_watched_status_does_not_scroll(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     running, ended = status_of(snapshot(State.RUNNING)), status_of(snapshot(State.SUCCEEDED))
     looks = iter([running, running, ended])
-    monkeypatch.setattr(status_command, "_look", lambda *_: next(looks))
+    monkeypatch.setattr(status_command, "_read_status", lambda *_: next(looks))
     monkeypatch.setattr("time.sleep", lambda _: None)
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((80, 3)))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

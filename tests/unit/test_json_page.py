@@ -49,8 +49,8 @@ def test_the_fields_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(re.findall(r"`(\w+)`", line)) - {"ranks"} == names(RankResult)
     assert [set(each) for each in result["ranks"]] == [names(RankResult)]
     assert documented("a run") == set(RunInfo.__annotations__)
-    live = {name: None for name in ("role", "ready", "run", "runs", "queued", "idle", "idle_timeout")}
-    assert documented("an allocation") - {"live"} == set(ps._to_json(AllocationInfo("h", 1, live)))
+    live = LiveState(True, 1, None, 0, 0, 0.0, 0.0)
+    assert documented("an allocation") - {"live"} == set(ps._to_json(AllocationInfo("h", "r", live)))
 
 
 def test_the_fields_of_breakpoints() -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 
 from tests.unit.test_timeline import HOSTS, RESTARTED, START, event
 from torchx_monarch.insight.events import Event
-from torchx_monarch.insight.report_page import Page, RoleTimes, render
-from torchx_monarch.insight.report_picture import curves, picture, shares
+from torchx_monarch.insight.report_page import curves, picture, render, shares
 from torchx_monarch.insight.sample_log import RankUse, SampledMoment
 from torchx_monarch.insight.timeline import Timeline, build
 
@@ -23,15 +21,14 @@ SAMPLES = [
 ]
 
 
-def page(timeline: Timeline, **more: Any) -> Page:
+def page(timeline: Timeline) -> str:
     texts = dict.fromkeys(("name", "handle", "state", "headline", "cause", "traceback", "log", "written"), HOSTILE)
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         **texts,
         "facts": [(HOSTILE, HOSTILE)],
-        "start": timeline.job.start,
         "picture": picture(timeline),
         "is_from_log": False,
-        "roles": [RoleTimes(HOSTILE, HOSTILE, shares(timeline, "t"))],
+        "roles": [{"name": HOSTILE, "lost": HOSTILE, "shares": shares(timeline, "t")}],
         "runs": timeline.of_kind("run"),
         "curves": [(HOSTILE, curves(SAMPLES, timeline.job))],
         "moments": timeline.moments,
@@ -39,7 +36,7 @@ def page(timeline: Timeline, **more: Any) -> Page:
         "ranks_left_out": 0,
         "stacks": [(HOSTILE, HOSTILE)],
     }
-    return Page(**{**values, **more})
+    return render(values, timeline.job.start)
 
 
 class Elements(HTMLParser):
@@ -73,7 +70,7 @@ class Elements(HTMLParser):
     ],
 )
 def test_texts_of_ranks_are_texts(happened: list[Event]) -> None:
-    text = render(page(build(happened, ["t"], start=99.0, end=130.0)))
+    text = page(build(happened, ["t"], start=99.0, end=130.0))
     elements = Elements(text)
     assert not elements.names & {"script", "img", "iframe", "object", "embed", "base", "form"}
     assert elements.links == ["data:,"]

@@ -15,7 +15,7 @@ from torchx_monarch.controller.host_messages import RanksSampled, SampleRanks
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rank_queries import SampleRecorder
 from torchx_monarch.insight.rank_sample import DeviceUse, RankSample
-from torchx_monarch.insight.report_picture import curves
+from torchx_monarch.insight.report_page import curves
 from torchx_monarch.insight.sample_log import RankUse, SampledMoment, SampleLog, read
 from torchx_monarch.insight.timeline import Span
 

@@ -74,15 +74,20 @@ with whole_screen() as terminal:
 """
 
 
+def _as_by_a_shell() -> None:
+    os.setpgrp()  # Ctrl-Z does not stop a group of processes that no shell, or other parent, could continue
+    signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # a background job may have it ignored
+
+
 @pytest.mark.parametrize("term", ["xterm-256color", "of-another-world"])
 @pytest.mark.parametrize("end", ["q", "ctrl-c", "ctrl-z", "sigterm", "sighup"])
 def test_the_terminal_is_as_it_was_before(end: str, term: str) -> None:
     near, far = pty.openpty()
     before = termios.tcgetattr(far)
     words = [sys.executable, "-c", PROGRAM]
-    # Ctrl-Z does not stop a group of processes that no shell, or other parent, could continue.
+    environ = {**os.environ, "TERM": term}
     child = subprocess.Popen(
-        words, stdin=far, stdout=far, stderr=subprocess.PIPE, preexec_fn=os.setpgrp, env={**os.environ, "TERM": term}
+        words, stdin=far, stdout=far, stderr=subprocess.PIPE, preexec_fn=_as_by_a_shell, env=environ
     )
     shown = b""
 
@@ -117,3 +122,18 @@ def test_the_terminal_is_as_it_was_before(end: str, term: str) -> None:
         child.communicate(timeout=WITHIN)
         os.close(near)
         os.close(far)
+
+
+def test_a_terminal_that_is_closed_is_not_waited_for() -> None:
+    near, far = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=far, stdout=far, env=environ) as child:
+        try:
+            os.close(far)
+            shown = b""
+            while b"pressed ." not in shown:
+                shown += os.read(near, 4096)
+            os.close(near)
+            child.wait(WITHIN)
+        finally:
+            child.kill()

@@ -9,7 +9,6 @@ import time
 from datetime import datetime, timezone
 
 from torchx_monarch.cli import handles
-from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.hosts import Hosts
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -39,20 +38,10 @@ def hosts_of(args: argparse.Namespace) -> Hosts:
     Raises:
         HandleError: they are to be on this machine, and there is no such app.
     """
-    _check(args)
-    return Hosts(args.handle, args.role, args.address)
-
-
-def job_of(args: argparse.Namespace) -> Allocation:
-    """Return the job that the arguments name; raises as ``hosts_of`` does."""
-    _check(args)
-    return Allocation(args.handle, args.role, args.address)
-
-
-def _check(args: argparse.Namespace) -> None:
     # With an address, this machine need not know the app.
     if not args.address:
         handles.check_local(args.handle)
+    return Hosts(args.handle, args.role, args.address)
 
 
 def since(text: str) -> datetime:

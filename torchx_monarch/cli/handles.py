@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which app the user means: a handle, an app's id or name, the beginning of one, or ``last``."""
+"""Which app the user means: a handle, an app's id or name, the beginning of one, or ``last``.
+
+The apps are those of this machine's records, which were submitted with its state directory. No scheduler is asked, so
+that an app is found within milliseconds, whatever cannot be reached.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.system.untrusted_text import one_line
+
+LOCAL = "monarch_local"
 
 LAST = "last"
 """The word for the app that was submitted last."""
@@ -52,11 +62,9 @@ def resolve(word: str) -> str:
     Raises:
         HandleError: no app, or several, are named so.
     """
-    from torchx_monarch.cli.known_apps import known_apps
-
     if "://" in word:
         return word
-    apps = known_apps()
+    apps = recorded_apps()
     if word == LAST:
         if not apps:
             raise HandleError("no app was submitted from this machine yet", exit_codes.UNKNOWN_APP)
@@ -82,20 +90,17 @@ def check_local(handle: str) -> None:
     Raises:
         HandleError: there is no such app.
     """
-    from torchx_monarch.cli.known_apps import LOCAL, known_apps
-
     app_id = handle.rpartition("/")[2]
-    stored_apps = ((app.scheduler, app.app_id) for app in known_apps())
+    stored_apps = ((app.scheduler, app.app_id) for app in recorded_apps())
     if handle.startswith(f"{LOCAL}://") and (LOCAL, app_id) not in stored_apps:
         raise unknown(handle)
 
 
 def unknown(word: str) -> HandleError:
     """Return the error for a word that names no app, with the apps whose names are similar."""
-    from torchx_monarch.cli.known_apps import known_apps
     from torchx_monarch.model.spelling import similar
 
-    apps = known_apps()
+    apps = recorded_apps()
     alike = similar(word.rpartition("/")[2], {app_word for app in apps for app_word in app.words}, _CANDIDATES)
     near = [f"  {one_line(app.handle)}" for app in apps if app.words & alike]
     text = f"there is no app {one_line(word)!r}"
@@ -111,10 +116,66 @@ def _first(lines: Sequence[str]) -> list[str]:
 
 def complete(prefix: str, **_: object) -> list[str]:
     """Return the words that a shell may offer for a handle: ids, names and ``last``; handles if something is typed."""
-    from torchx_monarch.cli.known_apps import known_apps
-
-    apps = [app for app in known_apps() if app.app_id.isprintable() and app.name.isprintable()]
+    apps = [app for app in recorded_apps() if app.app_id.isprintable() and app.name.isprintable()]
     handles = [app.handle for app in apps] if prefix else []
     # Most ids begin with the name: offering both would complete neither.
     names = {app.name for app in apps if app.name and not app.app_id.rpartition(":")[2].startswith(app.name)}
     return [*(app.app_id for app in apps), *sorted(names), LAST, *handles]
+
+
+# -- the apps of this machine ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecordedApp:
+    """An app of this machine's records.
+
+    Attributes:
+        scheduler: the name of its scheduler.
+        app_id: its id.
+        name: its name; empty if the records lack it.
+        submitted: when it was submitted, in seconds since the epoch.
+    """
+
+    scheduler: str
+    app_id: str
+    name: str
+    submitted: float
+
+    @property
+    def handle(self) -> str:
+        """The app's TorchX handle."""
+        return f"{self.scheduler}://torchx/{self.app_id}"
+
+    @property
+    def words(self) -> set[str]:
+        """The words that name the app: its id, also without a namespace or queue (``default:app-x7``), and its name."""
+        return {self.app_id, self.app_id.rpartition(":")[2], self.name} - {""}
+
+
+def recorded_apps() -> list[RecordedApp]:
+    """Return all apps, the newest first."""
+    found = []
+    with contextlib.suppress(OSError):
+        for app_id in state_files.app_ids():
+            found.append(_app(LOCAL, app_id, state_files.app_paths(app_id).app))
+    for scheduler, app_id in client_credentials.stored_apps():
+        found.append(_app(scheduler, app_id, client_credentials.path(scheduler, app_id)))
+    return sorted(found, key=lambda app: (app.submitted, app.app_id), reverse=True)
+
+
+def _app(scheduler: str, app_id: str, file: str) -> RecordedApp:
+    """Return an app whose submission has written this file."""
+    submitted = 0.0
+    with contextlib.suppress(OSError):
+        submitted = os.lstat(file).st_mtime
+    name = "" if scheduler == LOCAL else client_credentials.name_of(scheduler, app_id)
+    if not name:  # TorchX makes most ids of the name and a random suffix (torchx.schedulers.ids.make_unique)
+        name = app_id.rpartition("-")[0].rpartition(":")[2]
+    return RecordedApp(scheduler, app_id, name, submitted)
+
+
+def used_schedulers() -> list[str]:
+    """Return the names of the schedulers that have run an app of this machine's records, the local one first."""
+    names = {scheduler for scheduler, _ in client_credentials.stored_apps()}
+    return [LOCAL, *sorted(names - {LOCAL})]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import configparser
-import io
 import os
 import re
 import sys
@@ -16,8 +15,7 @@ from torchx.runner import config
 from torchx.schedulers import get_scheduler_factories
 
 from torchx_monarch.cli import exit_codes
-from torchx_monarch.cli.output import add_json, print_json
-from torchx_monarch.cli.output_file import write_output
+from torchx_monarch.cli.output import add_json, print_json, write_output
 from torchx_monarch.client.hosts import say
 from torchx_monarch.model.spelling import did_you_mean
 from torchx_monarch.system.untrusted_text import one_line
@@ -148,26 +146,14 @@ def with_value(text: str, section: str, key: str, value: str) -> str:
 def _with_value(text: str, section: str, key: str, value: str, is_set: bool) -> str:
     line_end = "\r\n" if "\r\n" in text else "\n"
     setting = f"{key} = {value}{line_end}"
-    lines = list(io.StringIO(text))  # as configparser has them
-    header = next((number for number, line in enumerate(lines) if _is_header(line, section)), None)
+    header = re.search(rf"^[ \t]*\[{re.escape(section)}\][^\n]*(?:\n|\Z)", text, re.MULTILINE)
     if header is None:
         before = f"{text.rstrip()}{line_end}{line_end}" if text.strip() else ""
         return f"{before}[{section}]{line_end}{setting}"
-    if not lines[-1].endswith("\n"):
-        lines[-1] += line_end
+    above, below = text[: header.end()], text[header.end() :]
+    above += "" if above.endswith("\n") else line_end
     if not is_set:
-        return "".join([*lines[: header + 1], setting, *lines[header + 1 :]])
-    start = next((number for number in range(header + 1, len(lines)) if _is_setting(lines[number], key)), header)
-    end = start + 1
-    while end < len(lines) and lines[end][:1].isspace() and lines[end].strip():  # a value of several lines
-        end += 1
-    return "".join([*lines[:start], setting, *lines[end:]])
-
-
-def _is_header(line: str, section: str) -> bool:
-    found = configparser.RawConfigParser.SECTCRE.match(line.strip())
-    return found is not None and found["header"] == section
-
-
-def _is_setting(line: str, key: str) -> bool:
-    return re.match(rf"\s*{re.escape(key)}\s*[=:]", line) is not None
+        return above + setting + below
+    # With the lines of a value of several lines, which begin with blanks.
+    old = rf"^[ \t]*{re.escape(key)}[ \t]*[=:][^\n]*\n?(?:[ \t]+\S[^\n]*\n?)*"
+    return above + re.sub(old, lambda _: setting, below, count=1, flags=re.MULTILINE)

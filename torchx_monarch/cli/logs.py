@@ -18,9 +18,9 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli.allocation_arguments import since
-from torchx_monarch.cli.handles import add_handle, unknown
+from torchx_monarch.cli.handles import add_handle
+from torchx_monarch.cli.jobs import app_id_of, opened, read_app
 from torchx_monarch.cli.output import add_json, print_record
-from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import LogLine, is_coloured, is_terminal, stamp
 from torchx_monarch.schedulers.job_status import most_ranks
@@ -32,6 +32,8 @@ from torchx_monarch.system.untrusted_text import one_line
 
 Source = tuple[str, int]
 """The name of a role, and the id of one of its replicas."""
+
+_Line = tuple[Source, TimedLine, LogLine]
 
 _MOST_LINES = 10**9
 """Lines that ``-n`` keeps at most; a backend's own limit is a number of 64 bits."""
@@ -88,42 +90,51 @@ def run(args: argparse.Namespace) -> None:
     began = time.time()
     raise_file_limit()  # each replica's log stays open, and its index
     with opened(scheduler_name) as scheduler:
-        found = scheduler.apps.read(app_id)
-        if found is None:
-            raise unknown(args.handle)
-        app, status = found
+        app, status = read_app(scheduler, args.handle, app_id)
         roles = _roles(app, args)
         if args.rank is not None:
             _check_ranks(args, [most_ranks(app, role, scheduler.read_events(app_id)) for role in roles])
         merged = _merged(scheduler, app, roles, args, args.follow and not status.state.is_terminal)
         printer = _Printer(app, args.timestamps, args.json)
-        # Lines that were written before the command began are counted; later ones are shown as they come.
-        last: deque[tuple[Source, TimedLine, LogLine]] | None = None
-        if args.tail is not None:
-            last = deque(maxlen=args.tail)
         named, written = args.rank is None, False
-        for merged_line in merged:
-            if last is not None and (merged_line is None or merged_line[1].time > began):
-                for tail_line in last:
-                    printer.show(*tail_line)
-                last = None
-            if merged_line is None:
-                continue
-            source, line = merged_line
-            parsed = printer.parse(source, line)
-            named, written = named or parsed.rank is not None, written or not parsed.is_of_host
-            if args.rank is not None and not _is_among(parsed.rank, args.rank):
-                continue
-            if last is not None:
-                last.append((source, line, parsed))
-            else:
-                printer.show(source, line, parsed)
-        for tail_line in last or ():
-            printer.show(*tail_line)
+
+        def chosen() -> Iterator[_Line | None]:
+            nonlocal named, written
+            for merged_line in merged:
+                if merged_line is None:
+                    yield None
+                    continue
+                source, line = merged_line
+                parsed = printer.parse(source, line)
+                named, written = named or parsed.rank is not None, written or not parsed.is_of_host
+                if args.rank is None or _is_among(parsed.rank, args.rank):
+                    yield source, line, parsed
+
+        for shown in _tail(chosen(), args.tail, began):
+            printer.show(*shown)
     if not named and not written:
         say("no rank has written a line to this log")
     elif not named:
         say("no line of this log names its rank: torchrun's --tee 3, which monarch.spmd sets, has the lines name them")
+
+
+def _tail(lines: Iterable[_Line | None], count: int | None, began: float) -> Iterator[_Line]:
+    """Yield the last lines of those that were written before the command began, and later ones as they come.
+
+    Args:
+        lines: the lines; None where no more came for a while.
+        count: how many of the earlier lines; None for all.
+    """
+    last: deque[_Line] | None = deque(maxlen=count) if count is not None else None
+    for line in lines:
+        if last is not None and (line is None or line[1].time > began):
+            yield from last
+            last = None
+        if line is not None and last is None:
+            yield line
+        elif line is not None and last is not None:
+            last.append(line)
+    yield from last or ()
 
 
 def _roles(app: AppSnapshot, args: argparse.Namespace) -> list[str]:

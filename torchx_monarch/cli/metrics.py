@@ -9,10 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from torchx_monarch.cli.handles import add_handle
-from torchx_monarch.cli.job_history import JobHistory, read_history
-from torchx_monarch.cli.output import add_json
-from torchx_monarch.cli.output_file import write_output
-from torchx_monarch.cli.scheduler_access import app_id_of, opened
+from torchx_monarch.cli.jobs import JobHistory, read_history
+from torchx_monarch.cli.output import add_json, write_output
 from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.rank_queries import ask_samples
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
@@ -56,9 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the metrics."""
-    scheduler_name, app_id = app_id_of(args.handle)
-    with opened(scheduler_name) as scheduler:
-        history = read_history(scheduler, args.handle, app_id)
+    history = read_history(args.handle)
+    app_id = history.app.app_id
     families = of_job(history.status, history.timeline, app_id)
     if not history.status.has_ended:
         families += _of_ranks(history, app_id, args.per_rank)

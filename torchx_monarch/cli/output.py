@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What sub-commands print: tables and JSON, on standard streams that may be closed."""
+"""What sub-commands print and write: tables and JSON, on standard streams that may be closed, and files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterator
+
+STDOUT = ("-", "/dev/stdout")
+"""The values of ``-o`` that are no file."""
 
 _HELP = "print JSON instead of text, see docs/reference/json.md"
 
@@ -76,3 +80,41 @@ def written_output() -> Iterator[None]:
 
 def _discard() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# -- the option -o -----------------------------------------------------------------------------------------------------
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Define ``-o``."""
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the file to write; - for stdout")
+
+
+def write_output(path: str, text: str) -> None:
+    """Write a text aside, and give it the name of ``-o`` and the permissions of the file that has this name.
+
+    Raises:
+        UserError: the file cannot be written, or something else has the name.
+    """
+    from torchx_monarch.backends.core.errors import UserError  # imports TorchX, which completion does not need
+
+    data = text.encode(errors="backslashreplace")  # a surrogate: a byte of a file name that is no UTF-8 (os.fsdecode)
+    if path in STDOUT:
+        sys.stdout.buffer.write(data)
+        return
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"cannot write {path}: it is no regular file")
+    path = os.path.realpath(path)
+    aside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}")
+    try:
+        mode = stat.S_IMODE(os.stat(path).st_mode) if os.path.exists(path) else None
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
+        with open(fd, "wb") as file:
+            if mode is not None:
+                os.fchmod(fd, mode)  # the umask has taken bits away
+            file.write(data)
+        os.replace(aside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from typing import Any
 
@@ -45,19 +46,20 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _to_json(found: AllocationInfo) -> dict[str, Any]:
-    names = ("role", "ready", "run", "runs", "queued", "idle", "idle_timeout")
-    return {"handle": found.handle, "hosts": found.hosts, **{name: found.live[name] for name in names}}
+    live = dataclasses.asdict(found.live)
+    del live["last_runs"]
+    return {"handle": found.handle, "role": found.role, **live}
 
 
 def _row(found: AllocationInfo) -> list[str]:
     live = found.live
-    state = f"run {live['run']}" if live["run"] else "ready" if live["ready"] else "starting"
-    limit = f" of {live['idle_timeout']:.0f}" if live["idle_timeout"] else ""
+    state = f"run {live.run}" if live.run else "ready" if live.ready else "starting"
+    limit = f" of {live.idle_timeout:.0f}" if live.idle_timeout else ""
     return [
         one_line(found.handle),
-        one_line(live["role"]),
-        str(found.hosts),
+        one_line(found.role),
+        str(live.hosts),
         state,
-        str(live["runs"]),
-        f"{live['idle']:.0f}{limit} s",
+        str(live.runs),
+        f"{live.idle:.0f}{limit} s",
     ]

@@ -11,14 +11,11 @@ from collections.abc import Iterator
 from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.job_files import read_stacks
-from torchx_monarch.cli.job_history import JobHistory, read_history
-from torchx_monarch.cli.output import add_json, print_json
-from torchx_monarch.cli.output_file import STDOUT, add_output, write_output
-from torchx_monarch.cli.scheduler_access import app_id_of, opened
+from torchx_monarch.cli.jobs import JobHistory, read_history
+from torchx_monarch.cli.output import STDOUT, add_json, add_output, print_json, write_output
 from torchx_monarch.cli.status_text import facts, state_and_time
 from torchx_monarch.insight import sample_log
-from torchx_monarch.insight.report_page import Page, RoleTimes, render
-from torchx_monarch.insight.report_picture import Curve, curves, picture, shares
+from torchx_monarch.insight.report_page import Curve, curves, picture, render, shares
 from torchx_monarch.insight.summary import local_path, raised_at, show_duration
 from torchx_monarch.insight.timeline import Span, Timeline, lost_seconds
 from torchx_monarch.model.host_result import HostResult
@@ -42,10 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the page."""
-    scheduler_name, app_id = app_id_of(args.handle)
-    with opened(scheduler_name) as scheduler:
-        history = read_history(scheduler, args.handle, app_id)
-    write_output(args.output, render(page_of(history)))
+    history = read_history(args.handle)
+    write_output(args.output, page_of(history))
     if args.json and args.output not in STDOUT:
         roles = [span.name for span in history.timeline.of_kind("role")]
         print_json(
@@ -63,36 +58,35 @@ def _times(drawn: Timeline, role: str) -> dict[str, dict[str, float]]:
     return {"phases": phases, "lost": lost_seconds(drawn, role)}
 
 
-def page_of(history: JobHistory) -> Page:
+def page_of(history: JobHistory) -> str:
     """Return the page about a job."""
     status, drawn = history.status, history.timeline
     result = HostResult.from_text(history.decided.error)
-    ranks = _last_ranks(drawn)
-    return Page(
-        name=one_line(status.name),
-        handle=one_line(status.handle),
-        state=status.state,
-        headline=state_and_time(status),
-        cause=one_line(result.reason or status.message or (PHASES[status.phase] if status.phase else "")),
-        traceback=printable(result.traceback),
-        log=one_line(local_path(result.log)),
-        facts=_facts(history),
-        start=drawn.job.start,
-        picture=picture(drawn),
-        is_from_log=not history.are_events_complete,
-        roles=[
-            RoleTimes(span.name, _lost(drawn, span.name), shares(drawn, span.name)) for span in drawn.of_kind("role")
+    ranks, unshown = _last_ranks(drawn), ("output", "result", "ended")
+    page = {
+        "name": one_line(status.name),
+        "handle": one_line(status.handle),
+        "state": status.state,
+        "headline": state_and_time(status),
+        "cause": one_line(result.reason or status.message or PHASES.get(status.phase or "", "")),
+        "traceback": printable(result.traceback),
+        "log": one_line(local_path(result.log)),
+        "facts": _facts(history),
+        "picture": picture(drawn),
+        "is_from_log": not history.are_events_complete,
+        "roles": [
+            {"name": span.name, "lost": _lost(drawn, span.name), "shares": shares(drawn, span.name)}
+            for span in drawn.of_kind("role")
         ],
-        runs=drawn.of_kind("run")[-_MOST_RUNS:],
-        curves=list(_curves(history)),
-        moments=[moment for moment in drawn.moments if moment.kind not in ("output", "result", "ended")][
-            -_MOST_MOMENTS:
-        ],
-        ranks=ranks[:_MOST_RANKS],
-        ranks_left_out=max(0, len(ranks) - _MOST_RANKS),
-        stacks=read_stacks(status.log_folder),
-        written=_date(history.read),
-    )
+        "runs": drawn.of_kind("run")[-_MOST_RUNS:],
+        "curves": list(_curves(history)),
+        "moments": [moment for moment in drawn.moments if moment.kind not in unshown][-_MOST_MOMENTS:],
+        "ranks": ranks[:_MOST_RANKS],
+        "ranks_left_out": max(0, len(ranks) - _MOST_RANKS),
+        "stacks": read_stacks(status.log_folder),
+        "written": _date(history.read),
+    }
+    return render(page, drawn.job.start)
 
 
 def _facts(history: JobHistory) -> list[tuple[str, str]]:

@@ -11,14 +11,13 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.cli.handles import add_handle, unknown
+from torchx_monarch.cli.handles import add_handle
+from torchx_monarch.cli.jobs import app_id_of, opened, read_app
 from torchx_monarch.cli.output import add_json, print_json, print_record
-from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.cli.status_text import render
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_queries import RankWatch
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the status of a job; with ``--watch`` each time that it changes, until its end."""
     scheduler_name, app_id = app_id_of(args.handle)
     with opened(scheduler_name) as scheduler:
-        status = _look(scheduler, args.handle, app_id, ranks := RankWatch())
+        status = _read_status(scheduler, args.handle, app_id, ranks := RankWatch())
         if not args.watch:
             print_json(status.to_json()) if args.json else print(render(status))
             return
@@ -90,23 +89,16 @@ def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, ranks: R
         if status.has_ended:
             return
         time.sleep(max(_INTERVAL_S, scheduler.inner.poll))
-        status = _look(scheduler, status.handle, app_id, ranks)
+        status = _read_status(scheduler, status.handle, app_id, ranks)
 
 
-def _look(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: RankWatch) -> JobStatus:
+def _read_status(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: RankWatch) -> JobStatus:
     """Return the status of a job.
 
     Args:
         ranks: the earlier samples of its ranks; those of the first role with ranks are taken.
-
-    Raises:
-        HandleError: there is no such app.
-        BackendError: its scheduler cannot be reached.
     """
-    found = scheduler.apps.read(app_id)
-    if found is None:
-        raise unknown(handle)
-    app, status = found
+    app, status = read_app(scheduler, handle, app_id)
     happened, last_output, live, from_log = scheduler.read_events(app_id), 0.0, None, False
     if status.state is State.RUNNING:
         logs = _ends_of_logs(scheduler, app)
@@ -153,30 +145,17 @@ def _ends_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[list[Ti
 
 def _live(handle: str, app: AppSnapshot) -> LiveState | None:
     """Ask the hosts of a live allocation; return None for another job, and if they do not answer."""
-    from torchx_monarch.client.connection import Connection, ask
+    from torchx_monarch.client.allocations import ask_live
+    from torchx_monarch.client.connection import Connection
     from torchx_monarch.client.runs import RUNS, read_runs
     from torchx_monarch.client.target import Target
 
     role = next((role.spec.name for role in app.roles if role.spec.workload is WorkloadKind.SESSION), None)
     if role is None:
         return None
-    try:
+    with contextlib.suppress(UnreachableError, RefusedError, TimeoutError):
         target = Target.of(handle, role)
-        answer = ask(target, {"type": "look"}, _PATIENCE)
-        live: dict[str, Any] | None = answer.get("live")
-        if live is None:
-            return None
-        with Connection.open(target, RUNS) as link:
-            runs = read_runs(link, _PATIENCE)
-    except (UnreachableError, RefusedError, TimeoutError):
-        return None
-    return LiveState(
-        ready=live["ready"],
-        hosts=len(answer["hosts"]),
-        run=live["run"],
-        runs=live["runs"],
-        queued=live["queued"],
-        idle=live["idle"],
-        idle_timeout=live["idle_timeout"],
-        last_runs=tuple(runs[-_RUNS_SHOWN:]),
-    )
+        if (live := ask_live(target)) is not None:
+            with Connection.open(target, RUNS) as link:
+                return replace(live, last_runs=tuple(read_runs(link, _PATIENCE)[-_RUNS_SHOWN:]))
+    return None

@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of, job_of
+from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
 from torchx_monarch.cli.handles import resolve
 from torchx_monarch.cli.output import add_json, print_json
 from torchx_monarch.client.connection import ask
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--run {args.run}: give the number of a run, which `torchx monarch ps {args.handle}` lists")
     number = int(args.run) if args.run else None
     if args.run is not None:
-        job_of(args).cancel_run(number)
+        hosts_of(args).ask({"type": "end-run", "run": number, "kill": False})
     else:
         _stop_hosts(args)
     if args.json:

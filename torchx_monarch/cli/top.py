@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torchx_monarch.cli import handles
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
+from torchx_monarch.cli.jobs import app_id_of, opened, read_app
 from torchx_monarch.cli.output import add_json, print_record
-from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.cli.status_text import headline
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_queries import RankWatch
@@ -131,10 +131,6 @@ def views(args: argparse.Namespace, first_pause: float = 0.0) -> Iterator[View]:
 
     Args:
         first_pause: seconds between the two samples of the first view; 0 for one sample, which tells no rates.
-
-    Raises:
-        HandleError: there is no such app.
-        BackendError: its scheduler cannot be reached.
     """
     scheduler_name, app_id = app_id_of(args.handle)
     hosts, ranks = hosts_of(args), RankWatch()
@@ -147,10 +143,8 @@ def views(args: argparse.Namespace, first_pause: float = 0.0) -> Iterator[View]:
 
 
 def _view(scheduler: MonarchScheduler, hosts: Hosts, app_id: str, ranks: RankWatch, first_pause: float) -> View:
-    found = scheduler.apps.read(app_id)
-    if found is None:
-        raise handles.unknown(hosts.handle)
-    status = job_status.build(hosts.handle, *found, scheduler.read_events(app_id))
+    app = read_app(scheduler, hosts.handle, app_id)
+    status = job_status.build(hosts.handle, *app, scheduler.read_events(app_id))
     if status.has_ended:
         return View(status, [])
     try:
@@ -301,11 +295,16 @@ def draw(terminal: curses.window, shown: Sequence[str]) -> None:
 
 
 def pressed(terminal: curses.window) -> str:
-    """Return the key that is pressed: a character, or a name as ``KEY_UP``; empty if there is none for a while."""
+    """Return the key that is pressed: a character, or a name as ``KEY_UP``; empty if there is none for a while.
+
+    A terminal that has been closed presses q: it is never waited for.
+    """
     import curses
 
     key = terminal.getch()
-    return "" if key < 0 else curses.keyname(key).decode(errors="replace")
+    if key < 0:
+        return "" if is_terminal(sys.stdin) else "q"
+    return curses.keyname(key).decode(errors="replace")
 
 
 def _exit(number: int, _: object) -> NoReturn:

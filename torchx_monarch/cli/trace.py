@@ -9,10 +9,8 @@ import os
 
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.job_files import read_collectives
-from torchx_monarch.cli.job_history import read_history
-from torchx_monarch.cli.output import add_json, print_json
-from torchx_monarch.cli.output_file import STDOUT, add_output, write_output
-from torchx_monarch.cli.scheduler_access import app_id_of, opened
+from torchx_monarch.cli.jobs import read_history
+from torchx_monarch.cli.output import STDOUT, add_json, add_output, print_json, write_output
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.chrome_trace import trace
 
@@ -31,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the trace."""
-    scheduler_name, app_id = app_id_of(args.handle)
-    with opened(scheduler_name) as scheduler:
-        history = read_history(scheduler, args.handle, app_id)
+    history = read_history(args.handle)
     collectives = None
     if args.collectives:
         collectives, problems = read_collectives(history.status.log_folder)

@@ -7,12 +7,12 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import RefusedError, UnreachableError
+from torchx_monarch.schedulers.job_status import LiveState
 
 _PATIENCE = 3.0
 """Seconds to wait for one allocation's answer."""
@@ -27,21 +27,17 @@ class AllocationInfo:
 
     Attributes:
         handle: the app's TorchX handle.
-        hosts: number of hosts that have joined.
-        live: the ``live`` field of replica 0's answer to ``look`` (``controller.run_queue.RunQueue.state``).
+        role: name of the role.
+        live: what replica 0 answers.
     """
 
     handle: str
-    hosts: int
-    live: dict[str, Any]
+    role: str
+    live: LiveState
 
 
 def list_allocations() -> Iterator[AllocationInfo]:
-    """Yield the allocations that answer; apps that have ended do not answer.
-
-    Raises:
-        UnreachableError: the state directory of this machine's apps cannot be listed.
-    """
+    """Yield the allocations that answer; apps that have ended do not answer."""
     from concurrent.futures import ThreadPoolExecutor  # `torchx --help` imports this module; keep it fast
 
     found = [(handle, role) for handle, roles in [*_local_apps(), *_remote_apps()] for role in roles]
@@ -53,10 +49,19 @@ def list_allocations() -> Iterator[AllocationInfo]:
 def _ask_allocation(handle: str, role: str) -> AllocationInfo | None:
     """Ask replica 0 of a role; return None if it does not answer, or is not of an allocation."""
     with contextlib.suppress(UnreachableError, RefusedError):
-        answer = ask(Target.of(handle, role), {"type": "look"}, _PATIENCE)
-        if "live" in answer:
-            return AllocationInfo(handle, len(answer["hosts"]), answer["live"])
+        live = ask_live(Target.of(handle, role))
+        return AllocationInfo(handle, role, live) if live is not None else None
     return None
+
+
+def ask_live(target: Target) -> LiveState | None:
+    """Return what the hosts of a live allocation answer, without their runs; None if they are of another job."""
+    answer = ask(target, {"type": "look"}, _PATIENCE)
+    live = answer.get("live")
+    if live is None:
+        return None
+    facts = {name: live[name] for name in ("ready", "run", "runs", "queued", "idle", "idle_timeout")}
+    return LiveState(hosts=len(answer["hosts"]), **facts)
 
 
 def _local_apps() -> list[tuple[str, list[str]]]:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read the whole history of a job: its status, its events and its timeline."""
+"""Open the scheduler of a job, and read the whole history of the job: its status, its events and its timeline."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torchx_monarch.backends.core.errors import BackendError, UserError
@@ -17,7 +17,7 @@ from torchx_monarch.insight import timeline
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.timeline import Timeline
 from torchx_monarch.model.role_spec import WorkloadKind
-from torchx_monarch.schedulers import job_status
+from torchx_monarch.schedulers import job_status, registered
 from torchx_monarch.schedulers.description import log_folder
 from torchx_monarch.schedulers.job_status import JobStatus
 from torchx_monarch.schedulers.monarch import MonarchScheduler
@@ -49,8 +49,43 @@ class JobHistory:
     read: float
 
 
-def read_history(scheduler: MonarchScheduler, handle: str, app_id: str) -> JobHistory:
-    """Return the history of a job.
+def app_id_of(handle: str) -> tuple[str, str]:
+    """Return the scheduler's name and the app's id of a TorchX handle.
+
+    Raises:
+        torchx.specs.MalformedAppHandleException: it is no handle.
+    """
+    from torchx.specs import parse_app_handle
+
+    scheduler, _, app_id = parse_app_handle(handle)
+    return str(scheduler), str(app_id)
+
+
+@contextlib.contextmanager
+def opened(name: str) -> Iterator[MonarchScheduler]:
+    """Create a scheduler of this package; close its connections afterwards.
+
+    Raises:
+        UserError: the name is not that of a scheduler of this package.
+        BackendError: the client library that its backend needs is not installed.
+    """
+    from torchx.schedulers import get_scheduler_factories
+
+    factories = get_scheduler_factories()
+    ours = ", ".join(registered())
+    if name not in factories:
+        raise UserError(f"there is no scheduler {name!r}; those of torchx-monarch are {ours}")
+    scheduler = factories[name]("torchx")
+    if not isinstance(scheduler, MonarchScheduler):
+        raise UserError(f"{name} is a scheduler of another package; those of torchx-monarch are {ours}")
+    try:
+        yield scheduler
+    finally:
+        scheduler.inner.close()
+
+
+def read_app(scheduler: MonarchScheduler, handle: str, app_id: str) -> tuple[AppSnapshot, AppStatus]:
+    """Return the snapshot and the state of an app.
 
     Raises:
         HandleError: there is no such app.
@@ -59,7 +94,18 @@ def read_history(scheduler: MonarchScheduler, handle: str, app_id: str) -> JobHi
     found = scheduler.apps.read(app_id)
     if found is None:
         raise unknown(handle)
-    app, decided = found
+    return found
+
+
+def read_history(handle: str) -> JobHistory:
+    """Return the history of a job; raise as ``opened`` and ``read_app`` do."""
+    scheduler_name, app_id = app_id_of(handle)
+    with opened(scheduler_name) as scheduler:
+        return _history(scheduler, handle, app_id)
+
+
+def _history(scheduler: MonarchScheduler, handle: str, app_id: str) -> JobHistory:
+    app, decided = read_app(scheduler, handle, app_id)
     now = time.time()
     recorded = scheduler.read_events(app_id)
     happened = recorded or _events_of_logs(scheduler, app)
