@@ -78,19 +78,19 @@ def is_app_id(app_id: str) -> bool:
     return bool(app_id) and not app_id.startswith(".") and path_name(app_id) == app_id
 
 
-class _Inside:
+class Inside:
     """The path of a file in the folder of an ``AppPaths``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     @overload
-    def __get__(self, instance: None, owner: object) -> _Inside: ...
+    def __get__(self, instance: None, owner: object) -> Inside: ...
 
     @overload
     def __get__(self, instance: AppPaths, owner: object) -> str: ...
 
-    def __get__(self, instance: AppPaths | None, owner: object) -> str | _Inside:
+    def __get__(self, instance: AppPaths | None, owner: object) -> str | Inside:
         return self if instance is None else os.path.join(instance.root, self._name)
 
 
@@ -115,17 +115,17 @@ class AppPaths:
 
     root: str
 
-    app = _Inside("app.json")
-    request = _Inside("request.json")
-    lock = _Inside("lock")
-    supervisor = _Inside("supervisor.json")
-    supervisor_log = _Inside("supervisor.log")
-    status = _Inside("status.json")
-    cancel = _Inside("cancel.json")
-    events = _Inside("events.jsonl")
-    reserve = _Inside("reserve")
-    run = _Inside("run")
-    logs = _Inside("logs")
+    app = Inside("app.json")
+    request = Inside("request.json")
+    lock = Inside("lock")
+    supervisor = Inside("supervisor.json")
+    supervisor_log = Inside("supervisor.log")
+    status = Inside("status.json")
+    cancel = Inside("cancel.json")
+    events = Inside("events.jsonl")
+    reserve = Inside("reserve")
+    run = Inside("run")
+    logs = Inside("logs")
 
     @property
     def app_id(self) -> str:
