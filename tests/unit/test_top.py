@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests import waits
 from tests.waits import WITHIN
 from torchx_monarch.cli import top
 from torchx_monarch.cli.top import View
@@ -96,14 +97,18 @@ def test_the_terminal_is_as_it_was_before(end: str, term: str) -> None:
         while text not in shown:
             shown += os.read(near, 4096)
 
+    def stopped() -> bool:
+        child.send_signal(signal.SIGTSTP)  # curses ignores it while it draws
+        return os.waitpid(child.pid, os.WUNTRACED | os.WNOHANG)[0] == child.pid
+
     try:
         until(b"pressed .")
         assert b"\x1b[?1049h" in shown and not termios.tcgetattr(far)[3] & termios.ICANON
         os.write(near, b"h\x1bOA\x1b[6~")
         until(b"KEY_NPAGE.")
         if end == "ctrl-z":
-            child.send_signal(signal.SIGTSTP)
-            assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
+            # Seldom: a second signal within the handler of the first would stop it twice.
+            waits.until(stopped, "the stop", every=1.0)
             assert termios.tcgetattr(far) == before
             until(b"\x1b[?1049l")
             shown = b""
