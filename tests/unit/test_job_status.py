@@ -54,13 +54,14 @@ def event(kind: str, message: str = "", time: float = 950.0, **fields: Any) -> d
 STARTED = [
     event("submitted", time=901.0),
     event("supervised", time=910.0),
-    event("hosts", "hosts 2/2", role="train"),
-    event("ranks", "ranks 8/8", role="train"),
+    event("hosts", "hosts 2/2", count=2, role="train"),
+    event("ranks", "ranks 8/8", count=8, role="train"),
 ]
+BOOM = "rank 3 (...) exited with code 1: ValueError: boom"
 RESTARTED = [
     *STARTED,
-    event("failure", "rank 3 (...) exited with code 1: ValueError: boom", 960.0),
-    event("rank_restart", "restart 1 of 2 after: rank 3 (...) exited with code 1: ValueError: boom", 961.0),
+    event("failure", BOOM, 960.0),
+    event("rank_restart", "restart 1 of 2 after: ...", 961.0, max_restarts=2, reason=BOOM),
 ]
 
 
@@ -90,7 +91,10 @@ def test_the_phases_of_a_start(count: int, phase: str | None) -> None:
 def test_an_elastic_job_on_fewer_hosts(role: dict[str, Any]) -> None:
     app = snapshot(State.FAILED, State.RUNNING, State.RUNNING)
     assert status_of(app).hosts == 3
-    fewer = [event("hosts", "hosts 2/3 (elastic, 1 to 3)", **role), event("ranks", "ranks 8/8", **role)]
+    fewer = [
+        event("hosts", "hosts 2/3 (elastic, 1 to 3)", count=2, **role),
+        event("ranks", "ranks 8/8", count=8, **role),
+    ]
     found = status_of(app, fewer)
     assert (found.hosts, found.ranks) == (2, 8) and "  hosts        2x4 (world size 8)" in render(found, NOW)
 
@@ -108,7 +112,7 @@ def test_a_failure_and_a_restart() -> None:
     assert again.last_failure is not None
     assert again.last_failure.message == "rank 3 (...) exited with code 1: ValueError: boom"
     assert "last failure 39.0 s ago: rank 3 (...)" in render(again, NOW)
-    assert status_of(snapshot(), [*RESTARTED, event("requeue"), event("ranks", "ranks 8/8")]).attempt == 1
+    assert status_of(snapshot(), [*RESTARTED, event("requeue"), event("ranks", "ranks 8/8", count=8)]).attempt == 1
 
 
 REASON = "rank 1 (...) exited with code 1: ValueError: loss is nan"
@@ -163,12 +167,12 @@ def test_spare_and_excluded_hosts() -> None:
     spared = snapshot(State.RUNNING, State.RUNNING, State.RUNNING)
     (role,) = spared.roles
     spared = replace(spared, roles=[replace(role, spec=replace(role.spec, spares=1))])
-    happened = [*STARTED, event("spares", "spare: host 2 (n3, pid 7), host 3 (n4, pid 7)", role="train")]
+    happened = [*STARTED, event("spares", "spare: host 2 (n3, pid 7), ...", role="train", hosts=["n3", "n4"])]
     found = status_of(spared, [*happened, event("excluded", told, host="n2")])
     assert (found.hosts, found.spares, [each.message for each in found.excluded]) == (2, ["n3", "n4"], [told])
     assert "  spares       n3, n4\n  excluded     n2 is excluded after 3" in render(found, NOW)
     moved = event("rank_restart", "host 2 (n3, pid 7) takes the place of host 1 (n2)", role="train")
-    found = status_of(spared, [*happened, moved, event("spares", "no spare host is left", role="train")])
+    found = status_of(spared, [*happened, moved, event("spares", "no spare host is left", role="train", hosts=[])])
     assert (found.attempt, found.attempts, found.spares, found.excluded) == (1, 3, [], [])
     assert found.last_failure is not None and found.last_failure.message.startswith("host 2 (n3, pid 7) takes")
 
@@ -239,7 +243,7 @@ def test_numbers_with_thousands_of_digits_are_no_progress() -> None:
     lines = [f"[monarch] {line}\n" for line in (f"hosts {digits}/1", f"ranks {digits}/1", f"run {digits}: x.py")]
     lines.append(f"[monarch] restart 1 of {digits} after: rank 3 failed\n")
     happened = events_of([TimedLine(950.0, line) for line in lines])
-    happened += [event("hosts", f"hosts {digits}/1"), event("ranks", f"ranks {digits}/1")]
+    happened += [event("hosts", count=digits), event("ranks", count=[1]), event("spares", hosts=7)]
     found = status_of(snapshot(), happened)
     assert (found.hosts, found.ranks, found.attempts) == (2, 8, 3)
     assert status_of(snapshot(args=["--nproc-per-node", digits, "train.py"])).ranks is None
@@ -279,7 +283,7 @@ def test_names_and_messages_are_escaped() -> None:
 
 def test_torchx_shows_one_line_of_it() -> None:
     app = snapshot(restarts=1)
-    line = in_one_line(status_of(app, [*RESTARTED, event("ranks", "ranks 8/8", role="train")]), NOW)
+    line = in_one_line(status_of(app, [*RESTARTED, event("ranks", "ranks 8/8", count=8, role="train")]), NOW)
     assert line == (
         "ranks run; attempt 2 of 3; 8 ranks on 2 hosts; "
         "last failure 39 s ago: rank 3 (...) exited with code 1: ValueError: boom"

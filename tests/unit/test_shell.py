@@ -13,8 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torchx.specs import macros
 
-from torchx_monarch.command.shell import command_string, simple_commands
-from torchx_monarch.command.template import escape, substitute
+from torchx_monarch.command.shell import command_string, escape, simple_commands, substitute
 from torchx_monarch.command.torchrun_options import UNEXPANDED
 
 X = UNEXPANDED

@@ -21,16 +21,14 @@ IDLE_TIMEOUT = 1800.0
 
 
 class _AllocationParser(argparse.ArgumentParser):
+    def __init__(self) -> None:
+        super().__init__(prog="python -m torchx_monarch.hosts", add_help=False, allow_abbrev=False)
+        self.add_argument("--idle-timeout", type=float, default=IDLE_TIMEOUT)
+        self.add_argument("--nproc", default="")
+        self.add_argument("--end-with-mesh", action="store_true")
+
     def error(self, message: str) -> NoReturn:
-        raise CommandError(f"torchx_monarch.hosts: {message}")
-
-
-def _parser() -> _AllocationParser:
-    parser = _AllocationParser(prog="python -m torchx_monarch.hosts", add_help=False, allow_abbrev=False)
-    parser.add_argument("--idle-timeout", type=float, default=IDLE_TIMEOUT)
-    parser.add_argument("--nproc", default="")
-    parser.add_argument("--end-with-mesh", action="store_true")
-    return parser
+        raise CommandError(message)
 
 
 @dataclass(frozen=True)
@@ -58,22 +56,17 @@ class AllocationSpec:
 
         Args:
             command: the result of ``command.parse``.
-
-        Raises:
-            CommandError: an option is invalid, or the command after ``--`` cannot run on the allocation.
         """
         args = list(command.program.args)
         end = args.index("--") if "--" in args else len(args)
         try:
-            options = _parser().parse_args(args[:end])
+            options = _AllocationParser().parse_args(args[:end])
+            if not 0 <= options.idle_timeout < float("inf"):
+                raise CommandError(f"--idle-timeout {options.idle_timeout:g}: give seconds, or 0 for never")
+            if options.nproc not in ("", "0") and not is_process_count(options.nproc):
+                raise CommandError(f"--nproc {options.nproc}: use a number, or one of auto, gpu, cpu, xpu")
         except CommandError as error:
-            raise CommandError(f"role {role!r}: {error}") from None
-        if not 0 <= options.idle_timeout < float("inf"):
-            reason = f"--idle-timeout {options.idle_timeout:g}: give seconds, or 0 for never"
-            raise CommandError(f"role {role!r}: torchx_monarch.hosts: {reason}")
-        if options.nproc not in ("", "0") and not is_process_count(options.nproc):
-            reason = f"--nproc {options.nproc}: use a number, or one of auto, gpu, cpu, xpu"
-            raise CommandError(f"role {role!r}: torchx_monarch.hosts: {reason}")
+            raise CommandError(f"role {role!r}: torchx_monarch.hosts: {error}") from None
         words = tuple(args[end + 1 :])
         inner = run_command(words, env, replicas, role) if words else None
         own = "1" if inner is None or inner.kind != "torchrun" else inner.options.nproc_per_node
@@ -85,9 +78,6 @@ def run_command(words: Sequence[str], env: Mapping[str, str], replicas: int, rol
 
     Args:
         nproc: processes per host, which replaces ``--nproc-per-node`` of the command; empty to keep it.
-
-    Raises:
-        CommandError: the words are not a torchrun or Python command, or the command cannot run on these hosts.
     """
     command = parse(words, {"PET_NNODES": str(replicas), **env})
     if command is None or command.kind == "hosts":
@@ -108,9 +98,6 @@ def with_program(held: Command | None, program: Sequence[str]) -> Command:
     Args:
         held: the default command; None for torchrun with its default options.
         program: a script or ``-m`` and a module, followed by its arguments.
-
-    Raises:
-        CommandError: ``program`` has neither form.
     """
     module = list(program[:1]) == ["-m"]
     try:
@@ -133,11 +120,7 @@ def script_command(script: Sequence[str]) -> list[str]:
 
 
 def parse_script(command: Command, env: Mapping[str, str]) -> Command:
-    """Return the Python command of the script of a command of kind ``actors``.
-
-    Raises:
-        CommandError: what follows ``--`` is not a Python command.
-    """
+    """Return the Python command of the script of a command of kind ``actors``."""
     separator, words = command.program.args[:1], command.program.args[1:]
     if separator != ("--",) or not words:
         given = " ".join(command.program.args) or "nothing"

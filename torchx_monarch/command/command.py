@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Parse the command of a role: the program of the ranks, their number, and the torchrun options."""
+"""Parse the command of a role: the program of the ranks, their number, and the torchrun options.
+
+A ``CommandError`` tells users why a command cannot run: torchrun itself would reject it, or it is not supported. Its
+message names the option, its value and the alternative.
+"""
 
 from __future__ import annotations
 
@@ -117,10 +121,6 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) ->
     Returns:
         The parsed command; None if the command starts no ranks (``echo hello``, ``python -V``, ``torchrun --help``) and
         runs unchanged.
-
-    Raises:
-        CommandError: torchrun itself would reject the command, or the command is not supported
-            (``torch.distributed.launch``, or one that is wrapped already).
     """
     if not argv:
         return None
@@ -211,10 +211,6 @@ def check(command: Command, *, replicas: int, role: str) -> None:
 
     Args:
         replicas: number of replicas of the role, which correspond to torchrun's nodes.
-
-    Raises:
-        CommandError: torchrun options contradict each other or ``replicas``, or are not supported. The message names
-            the role, the option, its value and the alternative.
     """
     if command.kind == "torchrun":
         reason = _contradiction(command.options, replicas) or _unsupported(command.options)

@@ -83,10 +83,6 @@ def component_arguments(
     Args:
         options: the component's options by the names of its parameters, with the types of their values.
         program: whether the component takes a program with arguments.
-
-    Raises:
-        ComponentArgumentError: an option does not exist, is given twice, or has no value or a wrong one; or there is a
-            program, and the component takes none.
     """
     given: dict[str, str] = {}
     rest = iter(words)

@@ -3,7 +3,8 @@
 
 Rewriting puts the host process before the rank program: ``torchrun train.py`` becomes ``python -m torchx_monarch.host
 [options] -- torchrun train.py``. The rank program may be the role's command, part of the string of a ``bash -c``, or
-among the arguments of a set-up script. The words of the command and the rest of the role do not change.
+among the arguments of a set-up script. The words of the command and the rest of the role do not change. Commands and
+marks of roles that are invalid raise ``CommandError``, ``SidecarError`` and ``SparesError``, which name the role.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from torchx.specs import AppDef, RetryPolicy, Role, macros
 
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT, AllocationSpec
 from torchx_monarch.command.command import HOST_MODULE, HOSTS_MODULE, Command, CommandError, check, parse
-from torchx_monarch.command.shell import SimpleCommand, command_string, simple_commands
-from torchx_monarch.command.template import escape, substitute
+from torchx_monarch.command.shell import SimpleCommand, command_string, escape, simple_commands, substitute
 from torchx_monarch.command.torchrun_options import UNEXPANDED
 from torchx_monarch.model import role_metadata
 from torchx_monarch.model.host_spec import HostSpec, show_seconds
@@ -79,7 +79,6 @@ class _RankCommand:
     """The rank command of a role, and where it begins.
 
     Attributes:
-        command: the command.
         string: index of the argument that is a shell string with the command in it; None for other roles.
         starts: offsets of the command in that string, more than one if the shell executes one of several; otherwise the
             index of its first word in the role's words, which begin with the entrypoint.
@@ -94,70 +93,109 @@ class _RankCommand:
         """``Command.kind``."""
         return self.command.kind
 
-    @property
-    def awaits_clients(self) -> bool:
-        """Whether its hosts wait for clients."""
-        return self.kind == "hosts"
+
+@dataclass(frozen=True)
+class _Coordination:
+    """What the roles of an app need of each other.
+
+    Attributes:
+        registry: address of the role registry (``controller.roles``) for each role that uses it. Replica 0 of the first
+            role keeps it.
+        peer_roles: number of further roles that end together with the first one; 0 if each role ends by itself.
+        awaited: the roles for whose success the first one waits.
+        meshes: the meshes of a controller's script with their addresses, as ``--peers`` has them.
+    """
+
+    registry: Mapping[str, str] = field(default_factory=dict)
+    peer_roles: int = 0
+    awaited: tuple[str, ...] = ()
+    meshes: str = ""
+
+    @classmethod
+    def of(cls, app: AppDef, commands: Sequence[_RankCommand | None], options: WrapOptions) -> _Coordination:
+        """Derive it from the roles of an app and their rank commands."""
+        hosts = [(role, found) for role, found in zip(app.roles, commands, strict=True) if found]
+        # Roles of other commands have no mesh that a script could use.
+        waiting = [role.name for role, found in hosts if found.kind == "hosts"]
+        meshes = ",".join(f"{name}={options.rendezvous[name]}" for name in waiting if name in options.rendezvous)
+        # Replicas 0 of different roles connect to each other if they have network addresses, by that of the first role.
+        has_addresses = bool(options.rendezvous or options.application)
+        if len(app.roles) == 1 or not has_addresses or not hosts or hosts[0][0] is not app.roles[0]:
+            return cls(meshes=meshes)
+        (main, first), *others = hosts
+        # Only roles whose replica 0 has no address before it runs (``@``) need the registry, if somebody asks for it.
+        asked = [
+            role.name
+            for role, found in others
+            if ":@:" in options.rendezvous.get(role.name, "")
+            and (role.num_replicas > 1 or (first.kind == "actors" and found.kind == "hosts"))
+        ]
+        registry = {name: options.rendezvous[main.name] for name in (main.name, *asked)} if asked else {}
+        # Roles end together if the backend always requires it, or if all of them restart together. Roles that wait for
+        # clients never do.
+        together = options.always_together or all(
+            role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role, _ in hosts
+        )
+        if not options.application or not together or waiting:
+            return cls(registry, meshes=meshes)
+        awaited = [role.name for role, _ in others if options.always_together and not role_metadata.is_sidecar(role)]
+        return cls(registry, len(others), tuple(awaited) if others else (), meshes)
 
 
 def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     """Put the host process before the rank command of every role that has one; ``app`` itself is not changed.
 
     The roles also get the variables that programs of all backends have.
-
-    Raises:
-        CommandError: the command of a role is invalid or not supported, or it has too many replicas; the message names
-            the role.
-        SidecarError: the sidecar mark of a role is invalid.
-        SparesError: a role is to have spare hosts, and cannot have any.
     """
     rewritten = copy.deepcopy(app)
     commands = [_find_rank_command(role) for role in app.roles]
-    # Replicas 0 of different roles connect to each other if there are several roles, and they have network addresses.
-    meet = len(app.roles) > 1 and bool(options.rendezvous or options.application)
-    hosts = [(role, found) for role, found in zip(app.roles, commands, strict=True) if found and meet]
-    has_main = bool(hosts) and hosts[0][0] is app.roles[0]
-    registry = _role_registry(hosts, options) if has_main else {}
-    peer_roles = _end_together(hosts, options.always_together) if has_main and options.application else 0
-    awaited = []
-    if peer_roles and options.always_together:  # the first role waits for the success of all others but sidecars
-        awaited = [role.name for role, _ in hosts[1:] if not role_metadata.is_sidecar(role)]
-    # The meshes of a script; roles of other commands have none that it could use.
-    meshes = [role.name for role, found in zip(app.roles, commands, strict=True) if found and found.awaits_clients]
-    peers = ",".join(f"{name}={options.rendezvous[name]}" for name in meshes if name in options.rendezvous)
-    specs = []
-    for role, found in zip(rewritten.roles, commands, strict=True):
-        # Python writes to a pipe in blocks; who follows a log expects lines.
-        role.env.setdefault("PYTHONUNBUFFERED", "1")
-        spares = _count_spares(role, found, options.spec.spares)
-        if (replicas := role.num_replicas + spares) > MOST_REPLICAS:
-            most = f"at most {MOST_REPLICAS} are possible"
-            raise CommandError(f"role {role.name!r} has {replicas} replicas, spare hosts included; {most}")
-        if found is None:
-            specs.append(RoleSpec.of(role))
-            continue
-        rendezvous = options.rendezvous.get(role.name, "")
-        spec = RoleSpec.of(role, _WORKLOADS[found.kind], rendezvous, ends_together=peer_roles > 0)
-        if spares:
-            fewest = found.command.fewest(role.num_replicas)
-            role.num_replicas, role.min_replicas = role.num_replicas + spares, fewest
-            spec = replace(spec, replicas=role.num_replicas, min_replicas=fewest, spares=spares)
-        specs.append(replace(spec, stamped=options.spec.timestamps))
-        own = replace(options, spec=replace(options.spec, spares=spares))
-        words = _host_arguments(role, own, peers if found.kind == "actors" else "", registry, peer_roles, awaited)
-        _insert(role, found, [options.python, *words])
+    coordination = _Coordination.of(app, commands, options)
+    specs = [_wrap(role, found, options, coordination) for role, found in zip(rewritten.roles, commands, strict=True)]
     return Rewritten(rewritten, tuple(specs))
 
 
+def _wrap(role: Role, found: _RankCommand | None, options: WrapOptions, coordination: _Coordination) -> RoleSpec:
+    """Put the host process before the rank command of a role, in place; return what the backend must know of it."""
+    # Python writes to a pipe in blocks; who follows a log expects lines.
+    role.env.setdefault("PYTHONUNBUFFERED", "1")
+    spares = _count_spares(role, found, options.spec.spares)
+    if (replicas := role.num_replicas + spares) > MOST_REPLICAS:
+        most = f"at most {MOST_REPLICAS} are possible"
+        raise CommandError(f"role {role.name!r} has {replicas} replicas, spare hosts included; {most}")
+    if found is None:
+        return RoleSpec.of(role)
+    rendezvous = options.rendezvous.get(role.name, "")
+    spec = RoleSpec.of(role, _WORKLOADS[found.kind], rendezvous, ends_together=coordination.peer_roles > 0)
+    if spares:
+        role.num_replicas, role.min_replicas = replicas, found.command.fewest(role.num_replicas)
+        spec = replace(spec, replicas=replicas, min_replicas=role.min_replicas, spares=spares)
+    # A lost replica is replaced while the others are alive.
+    is_replaced = role.retry_policy is RetryPolicy.REPLICA and role.num_replicas > 1
+    host = replace(
+        options.spec,
+        role=role.name,
+        replicas=role.num_replicas,
+        spares=spares,
+        replacements=max(0, role.max_retries) if is_replaced else 0,
+        peer_roles=coordination.peer_roles,
+        await_role=coordination.awaited,
+    )
+    # TorchX or the backend fills in what these hold: an app's id, or the name of a host in it.
+    placeholders = {
+        "app": macros.app_id,
+        "replica": macros.replica_id,
+        "rendezvous": rendezvous,
+        "peers": coordination.meshes if found.kind == "actors" else "",
+        "role_registry": coordination.registry.get(role.name, ""),
+        "application": options.application if coordination.peer_roles else "",
+    }
+    words = host.to_argv(escape, {name: text for name, text in placeholders.items() if text})
+    _insert(role, found, [options.python, "-m", HOST_MODULE, *words, "--"])
+    return replace(spec, stamped=options.spec.timestamps)
+
+
 def _count_spares(role: Role, found: _RankCommand | None, spares: int) -> int:
-    """Return the number of spare hosts of a role.
-
-    Args:
-        found: its rank command; None if it has none.
-
-    Raises:
-        SparesError: the role's metadata is invalid, or gives spare hosts to a role without ranks or runs.
-    """
+    """Return the number of spare hosts of a role."""
     given = read_spares(role)
     has_spares = found is not None and found.kind != "actors"
     if given and not has_spares:
@@ -167,34 +205,6 @@ def _count_spares(role: Role, found: _RankCommand | None, spares: int) -> int:
     return given
 
 
-def _end_together(hosts: Sequence[tuple[Role, _RankCommand]], always: bool) -> int:
-    """Return the number of further roles that end together with the first role; 0 if each role ends by itself.
-
-    Roles end together if the backend always requires it, or if all of them restart together: each has the policy
-    APPLICATION and retries. Roles that wait for clients never end together.
-    """
-    waiting = any(_WORKLOADS[found.kind] is not WorkloadKind.RANKS for _, found in hosts)
-    every = all(role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role, _ in hosts)
-    return len(hosts) - 1 if (always or every) and not waiting else 0
-
-
-def _role_registry(hosts: Sequence[tuple[Role, _RankCommand]], options: WrapOptions) -> Mapping[str, str]:
-    """Return the address of the role registry (``controller.roles``) for each role that uses it.
-
-    Replica 0 of the first role keeps the registry. It is needed only for roles whose replica 0 has no address before it
-    runs (``@``), and that have several replicas or are meshes of a script.
-    """
-    (main, first), *others = hosts
-    has_script = first.kind == "actors"
-    roles = [
-        role
-        for role, found in others
-        if ":@:" in options.rendezvous.get(role.name, "")
-        and (role.num_replicas > 1 or (has_script and found.awaits_clients))
-    ]
-    return {role.name: options.rendezvous[main.name] for role in (main, *roles)} if roles else {}
-
-
 def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT) -> AppDef:
     """Return a copy of ``app`` whose hosts wait for runs. A role's rank program becomes its default run command.
 
@@ -202,10 +212,6 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT) -> AppDef:
 
     Args:
         idle_timeout: seconds without a run after which the hosts end; 0 for never.
-
-    Raises:
-        CommandError: the command of a role is invalid or not supported, or no role has a rank program; the message
-            names the role.
     """
     held = copy.deepcopy(app)
     words = ["python", "-m", HOSTS_MODULE, "--idle-timeout", show_seconds(idle_timeout), "--"]
@@ -231,11 +237,7 @@ def rank_command(role: Role) -> Command | None:
 
 
 def _find_rank_command(role: Role) -> _RankCommand | None:
-    """Find the rank command of a role; None if the role has none.
-
-    Raises:
-        CommandError: the command of the role is invalid or not supported.
-    """
+    """Find the rank command of a role; None if the role has none."""
     string = command_string(role.entrypoint, role.args)
     if string is not None:
         return _find_in_string(role, string)
@@ -260,26 +262,21 @@ def _find_in_string(role: Role, string: int) -> _RankCommand | None:
             found.append((simple, command))
     if not found:
         return None
-    pairs = list(itertools.combinations(found, 2))
-    if not all(first.excludes(other) for (first, _), (other, _) in pairs):
-        raise CommandError(
-            f"role {role.name!r}: the string of `{role.entrypoint} -c` holds {len(found)} torchrun commands, and a "
-            "role can execute one. Make a role of each, or leave it to one torchrun to start the other."
+    text, replicas, reason = f"the string of `{role.entrypoint} -c`", role.num_replicas, ""
+    if not all(first.excludes(other) for (first, _), (other, _) in itertools.combinations(found, 2)):
+        reason = (
+            f"{text} holds {len(found)} torchrun commands, and a role can execute one. Make a role of each, or leave "
+            "it to one torchrun to start the other."
         )
-    replicas = role.num_replicas
-    if any(
-        (first.kind, first.fewest(replicas)) != (other.kind, other.fewest(replicas)) for (_, first), (_, other) in pairs
-    ):
-        raise CommandError(
-            f"role {role.name!r}: the torchrun commands in the string of `{role.entrypoint} -c` need different numbers "
-            "of hosts. Give them the same --nnodes."
+    elif len({(command.kind, command.fewest(replicas)) for _, command in found}) > 1:
+        reason = f"the torchrun commands in {text} need different numbers of hosts. Give them the same --nnodes."
+    elif any(simple.looped for simple, _ in found):
+        reason = (
+            f"the torchrun in {text} is in a loop, and a role runs one. Put the loop into the script, or submit one "
+            "job for each turn."
         )
-    for simple, _ in found:
-        if simple.looped:
-            raise CommandError(
-                f"role {role.name!r}: the torchrun in the string of `{role.entrypoint} -c` is in a loop, and a "
-                "role runs one. Put the loop into the script, or submit one job for each turn."
-            )
+    if reason:
+        raise CommandError(f"role {role.name!r}: {reason}")
     command = found[0][1]
     if len({found_command.ranks_per_host for _, found_command in found}) > 1:
         unexpanded = command.options.unexpanded | {"nproc_per_node"}
@@ -309,11 +306,7 @@ def _insert(role: Role, found: _RankCommand, words: Sequence[str]) -> None:
 
 
 def _command(words: Sequence[str], role: Role, more: Mapping[str, str] = MappingProxyType({})) -> Command | None:
-    """Parse ``words`` and check the command against the role; return None if it starts no ranks.
-
-    Raises:
-        CommandError: the command is invalid or not supported; the message names the role.
-    """
+    """Parse ``words`` and check the command against the role; return None if it starts no ranks."""
     env = {**{name: substitute(value)[0] for name, value in role.env.items()}, **more}
     try:
         command = parse(words, env)
@@ -324,33 +317,3 @@ def _command(words: Sequence[str], role: Role, more: Mapping[str, str] = Mapping
         if command.kind == "hosts":
             AllocationSpec.of(command, env, role.num_replicas, role.name)
     return command
-
-
-def _host_arguments(
-    role: Role, options: WrapOptions, peers: str, registry: Mapping[str, str], peer_roles: int, awaited: Sequence[str]
-) -> list[str]:
-    """Return the arguments of the host process, which follow the interpreter and precede the command."""
-    # TorchX or the backend fills in what these hold: an app's id, or the name of a host in it.
-    placeholders = {
-        "app": macros.app_id,
-        "replica": macros.replica_id,
-        "rendezvous": options.rendezvous.get(role.name, ""),
-        "peers": peers,
-        "role_registry": registry.get(role.name, ""),
-        "application": options.application if peer_roles else "",
-    }
-    spec = replace(
-        options.spec,
-        role=role.name,
-        replicas=role.num_replicas,
-        replacements=role.max_retries if _are_replaced(role) else 0,
-        peer_roles=peer_roles,
-        await_role=tuple(awaited),
-    )
-    words = spec.to_argv(escape, {name: text for name, text in placeholders.items() if text})
-    return ["-m", HOST_MODULE, *words, "--"]
-
-
-def _are_replaced(role: Role) -> bool:
-    """Whether the backend restarts a lost replica while the others are alive."""
-    return role.retry_policy is RetryPolicy.REPLICA and role.max_retries > 0 and role.num_replicas > 1

@@ -13,9 +13,13 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from string import Template
 
-from torchx_monarch.command.template import substitute
+from torchx.specs import macros
+
 from torchx_monarch.command.torchrun_options import UNEXPANDED
+
+_MACROS = frozenset(macros.Values("", "", "", "").to_dict())
 
 _SHELLS = frozenset({"bash", "sh", "zsh", "dash"})
 _SHELL_FLAGS_WITH_VALUE = frozenset({"--rcfile", "--init-file"})
@@ -73,6 +77,36 @@ class SimpleCommand:
             own[statement] != others[statement] and own[statement] and others[statement]
             for statement in own.keys() & others.keys()
         )
+
+
+def substitute(text: str) -> tuple[str, list[int]]:
+    """Substitute ``text`` as TorchX does with the arguments and the environment of a role.
+
+    ``$$`` becomes ``$``, and UNEXPANDED stands for each macro such as ``${app_id}``: its value is unknown before the
+    job is submitted, and may be a shell variable (Slurm). Any other ``$`` stays.
+
+    Returns:
+        The substituted text, and for each of its characters the index in ``text``.
+    """
+    characters: list[str] = []
+    offsets: list[int] = []
+    position = 0
+    for match in Template.pattern.finditer(text):
+        escaped = match["escaped"] is not None
+        if escaped or (match["named"] or match["braced"]) in _MACROS:
+            characters.extend(text[position : match.start()])
+            offsets.extend(range(position, match.start()))
+            characters.append("$" if escaped else UNEXPANDED)
+            offsets.append(match.start())
+            position = match.end()
+    characters.extend(text[position:])
+    offsets.extend(range(position, len(text)))
+    return "".join(characters), offsets
+
+
+def escape(text: str) -> str:
+    """Return a template whose substitution is ``text``."""
+    return text.replace("$", "$$")
 
 
 def command_string(entrypoint: str, args: Sequence[str]) -> int | None:

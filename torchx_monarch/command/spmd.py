@@ -6,9 +6,10 @@ Invalid options raise TorchX's ComponentValidationException, which its CLI print
 
 from __future__ import annotations
 
+import contextlib
 import re
 import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, NoReturn
@@ -43,6 +44,15 @@ def _refuse(message: str) -> NoReturn:
     raise ComponentValidationException(message)
 
 
+@contextlib.contextmanager
+def _refused(option: str, after: str = "") -> Iterator[None]:
+    """Refuse the option that is parsed in the block if that fails, and say why."""
+    try:
+        yield
+    except (KeyError, ValueError) as error:
+        _refuse(f"{option}: {error.args[0]}{after}")
+
+
 @dataclass(frozen=True)
 class Launch:
     """The program of the ranks.
@@ -59,15 +69,7 @@ class Launch:
 
     @classmethod
     def of(cls, script_args: Sequence[str], m: str | None, script: str | None) -> Launch:
-        """Build the program from ``-m``, ``--script`` or the first positional argument.
-
-        Args:
-            m: value of ``-m``; None if it is not given.
-            script: value of ``--script``; None if it is not given.
-
-        Raises:
-            ComponentValidationException: two programs are given, or none.
-        """
+        """Build the program from ``-m``, ``--script`` or the first positional argument."""
         words = unprotected(script_args)
         if m and script:
             _refuse(f"-m {m} and --script {script} contradict each other: give one program.")
@@ -125,9 +127,6 @@ class Shape:
 
         As in dist.torchrun, ``-j N`` without ``x`` means N processes on one node or, with a named resource ``h``, N
         nodes with one process per GPU.
-
-        Raises:
-            ComponentValidationException: the options contradict each other, or a value is invalid.
         """
         shape = cls._from_j(j or _DEFAULT_J, h)
         if j:
@@ -137,10 +136,8 @@ class Shape:
         shape = cls(nnodes or shape.nnodes, nproc or shape.nproc, shape.spares)
         if not is_process_count(shape.nproc):
             _refuse(f"--nproc {shape.nproc}: use a number above 0, or one of {', '.join(PROCESS_COUNTS)}.")
-        try:
+        with _refused(f"--nnodes {shape.nnodes}", "."):
             node_range(shape.nnodes)
-        except ValueError as error:
-            _refuse(f"--nnodes {shape.nnodes}: {error}.")
         return shape
 
     @classmethod
@@ -150,12 +147,10 @@ class Shape:
             if not found[3] and h is None:
                 _refuse(f"-j {j}: spare nodes are given as NNODES+SPARESxNPROC, such as 4+1x8.")
             j, spares = found[1] + (found[3] or ""), int(found[2])
-        try:
+        with _refused(f"-j {given}"):
             if h is not None and j.isdigit():
                 j = str(StructuredJArgument.parse_from(h, j))
             _, _, nproc, nnodes = parse_nnodes(j)
-        except ValueError as error:
-            _refuse(f"-j {given}: {error}")
         return cls(nnodes, str(nproc), spares)
 
     @property
@@ -175,15 +170,9 @@ class Shape:
 
 
 def hosts(j: str, h: str | None) -> Shape:
-    """Parse ``-j`` of ``monarch.hosts``.
+    """Parse ``-j`` of ``monarch.hosts``, NNODES[+SPARES]xNPROC.
 
-    Args:
-        j: value of ``-j``, NNODES[+SPARES]xNPROC. NPROC 0 means that torch is imported no sooner
-            than for the first run.
-        h: named resource; None for none.
-
-    Raises:
-        ComponentValidationException: the value is invalid, or a range of nodes.
+    NPROC 0 means that torch is imported no sooner than for the first run.
     """
     if j.endswith("x0") or j == "0":  # Shape.of rejects 0 processes
         nodes, plus, spares = (j.removesuffix("0").removesuffix("x") or "1").partition("+")
@@ -202,74 +191,42 @@ def app_name(run_name: str, role: str) -> str:
 
 
 def resource(h: str | None, cpu: int, gpu: int, mem_mb: int) -> specs.Resource:
-    """Return the named resource ``h``; without it, the resource of the given sizes.
-
-    Raises:
-        ComponentValidationException: no resource has this name.
-    """
-    try:
+    """Return the named resource ``h``; without it, the resource of the given sizes."""
+    with _refused(f"-h {h}"):
         return specs.resource(cpu=cpu, gpu=gpu, memMB=mem_mb, h=h)
-    except KeyError as error:
-        _refuse(f"-h {h}: {error.args[0]}")
 
 
 def mounts(options: Sequence[str] | None) -> list[specs.BindMount | specs.VolumeMount | specs.DeviceMount]:
-    """Parse ``--mounts``; return an empty list for None.
-
-    Raises:
-        ComponentValidationException: a mount has another form than TorchX's.
-    """
+    """Parse ``--mounts``; return an empty list for None."""
     parsed: list[specs.BindMount | specs.VolumeMount | specs.DeviceMount]
-    try:
+    after = ". Use type=bind|volume|device,src=SOURCE,dst=TARGET[,readonly]."
+    with _refused(f"--mounts {','.join(options or ())}", after):
         parsed = specs.parse_mounts(list(options or ()))
-    except (KeyError, ValueError) as error:
-        _refuse(
-            f"--mounts {','.join(options or ())}: {error.args[0]}. "
-            "Use type=bind|volume|device,src=SOURCE,dst=TARGET[,readonly]."
-        )
     return parsed
 
 
 def tee(text: str) -> str:
-    """Return ``text`` unchanged if it is a valid value of torchrun's ``--tee``.
-
-    Raises:
-        ComponentValidationException: it is not.
-    """
-    try:
+    """Return ``text`` unchanged if it is a valid value of torchrun's ``--tee``."""
+    with _refused(f"--tee {text}", "."):
         Streams.parse(text)
-    except ValueError as error:
-        _refuse(f"--tee {text}: {error}.")
     return text
 
 
 def require_counts(**options: int) -> None:
-    """Check that options, given by name, are not negative.
-
-    Raises:
-        ComponentValidationException: an option is negative.
-    """
+    """Check that options, given by name, are not negative."""
     for name, value in options.items():
         if value < 0:
             _refuse(f"--{name} {value}: use 0 or more.")
 
 
 def mesh_sizes(meshes: Mapping[str, str]) -> dict[str, int]:
-    """Parse ``--meshes NAME=N,NAME=N``; return the number of hosts of each mesh.
-
-    Raises:
-        ComponentValidationException: a number is not positive, or a name cannot be the name of a mesh.
-    """
-    sizes = {}
+    """Parse ``--meshes NAME=N,NAME=N``; return the number of hosts of each mesh."""
     for name, hosts in meshes.items():
         if not hosts.isdigit() or int(hosts) < 1:
             _refuse(f"--meshes {name}={hosts}: use a number of hosts above 0.")
-        try:
+        with _refused(f"--meshes {name}={hosts}"):
             check_mesh_name(name)
-        except ValueError as error:
-            _refuse(f"--meshes {name}={hosts}: {error}")
-        sizes[name] = int(hosts)
-    return sizes
+    return {name: int(hosts) for name, hosts in meshes.items()}
 
 
 def misplaced_options(script_args: Sequence[str], options: Collection[str]) -> list[str]:

@@ -14,10 +14,12 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from torchx_monarch.command.rendezvous_conf import RendezvousConf, parse_static_endpoint
 from torchx_monarch.model.spelling import did_you_mean
+
+T = TypeVar("T")
 
 UNEXPANDED = "\0"
 """Placeholder in the words of a shell string for text that the shell will expand. Real arguments cannot hold a NUL."""
@@ -94,48 +96,38 @@ def node_range(text: str) -> tuple[int, int]:
     Raises:
         ValueError: the text has neither form; the message says what is allowed.
     """
-    reason = "use a number of nodes above 0, or MIN:MAX with 0 < MIN <= MAX"
-    try:
-        bounds = [int(part) for part in text.split(":")]
-    except ValueError:
-        raise ValueError(reason) from None
-    low, high = bounds[0], bounds[-1]
-    if len(bounds) > 2 or not 0 < low <= high:
-        raise ValueError(reason)
-    return low, high
+    low, colon, high = text.partition(":")
+    return _bounds((low, high if colon else low))
 
 
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError("use a whole number") from None
+def _value(
+    convert: Callable[[Any], T], allowed: str, is_allowed: Callable[[T], bool] = lambda _: True
+) -> Callable[[Any], T]:
+    """Return a function that converts a value, and raises a ValueError that says what is allowed."""
+
+    def parse(value: Any) -> T:
+        try:
+            if is_allowed(converted := convert(value)):
+                return converted
+        except ValueError:
+            pass
+        raise ValueError(allowed)
+
+    return parse
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("use a number") from None
-
-
-def _switch(text: str) -> bool:
-    try:
-        return bool(int(text))
-    except ValueError:
-        raise ValueError("use 1 (on) or 0 (off)") from None
-
-
-def _port(text: str) -> int:
-    if not 0 <= _whole_number(text) <= 65535:
-        raise ValueError("use a port from 0 to 65535; 0 means any free one")
-    return int(text)
-
-
-def _interval(text: str) -> float:
-    if not _number(text) > 0:
-        raise ValueError("use a number of seconds above 0")
-    return float(text)
+_bounds = _value(
+    lambda words: (int(words[0]), int(words[1])),
+    "use a number of nodes above 0, or MIN:MAX with 0 < MIN <= MAX",
+    lambda bounds: 0 < bounds[0] <= bounds[1],
+)
+_WHOLE_NUMBER = _value(int, "use a whole number")
+_PORT = _value(int, "use a port from 0 to 65535; 0 means any free one", lambda port: 0 <= port <= 65535)
+_INTERVAL = _value(float, "use a number of seconds above 0", lambda seconds: seconds > 0)
+_LOCAL_RANKS = _value(
+    lambda text: frozenset(int(rank) for rank in text.split(",")) if text else None,
+    "use a comma-separated list of local ranks, such as 0,1,2",
+)
 
 
 def _rendezvous_backend(text: str) -> str:
@@ -146,16 +138,7 @@ def _rendezvous_backend(text: str) -> str:
 
 
 def _restarts(text: str) -> int:
-    if _whole_number(text) < 0:
-        raise ValueError("use 0 or more")
-    return int(text)
-
-
-def _local_ranks(text: str) -> frozenset[int] | None:
-    try:
-        return frozenset(int(rank) for rank in text.split(",")) if text else None
-    except ValueError:
-        raise ValueError("use a comma-separated list of local ranks, such as 0,1,2") from None
+    return _value(int, "use 0 or more", lambda number: number >= 0)(_WHOLE_NUMBER(text))
 
 
 def _signal_names(text: str) -> str:
@@ -166,7 +149,11 @@ def _signal_names(text: str) -> str:
     return text
 
 
-_PARSERS: Mapping[Callable[[str], Any], Callable[[str], Any]] = {int: _whole_number, float: _number, bool: _switch}
+_PARSERS: Mapping[Callable[[str], Any], Callable[[str], Any]] = {
+    int: _WHOLE_NUMBER,
+    float: _value(float, "use a number"),
+    bool: _value(lambda text: bool(int(text)), "use 1 (on) or 0 (off)"),
+}
 
 
 @dataclass(frozen=True)
@@ -199,10 +186,8 @@ class Option:
     @functools.cached_property
     def flags(self) -> tuple[str, ...]:
         """Its spellings, in torchrun's order: torchrun takes ``_`` for each ``-`` within a name as well."""
-        spellings = (
-            spelling for name in self.names.split() for spelling in (name, name[:2] + name[2:].replace("-", "_"))
-        )
-        return tuple(dict.fromkeys(spellings))
+        names = self.names.split()
+        return tuple(dict.fromkeys(flag for name in names for flag in (name, name[:2] + name[2:].replace("-", "_"))))
 
     @functools.cached_property
     def name(self) -> str:
@@ -224,9 +209,6 @@ class Option:
 
         Args:
             source: spelling of the option, or name of the environment variable, for error messages.
-
-        Raises:
-            CommandError: the text is not a valid value; the message says what is allowed.
         """
         try:
             value = (self.parse or _PARSERS.get(self.type, self.type))(text)
@@ -259,7 +241,7 @@ OPTIONS: tuple[Option, ...] = (
         "exit codes arrive at once, which is within any interval",
         default=0.1,
         type=float,
-        parse=_interval,
+        parse=_INTERVAL,
     ),
     Option(
         "--start-method",
@@ -289,7 +271,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("-r --redirects", Use.HONOURED, default="0", parse=Streams.parse),
     Option("-t --tee", Use.HONOURED, default="0", parse=Streams.parse),
     Option("--log-line-prefix-template", Use.HONOURED, default="", since="2.14"),
-    Option("--local-ranks-filter", Use.HONOURED, default="", parse=_local_ranks),
+    Option("--local-ranks-filter", Use.HONOURED, default="", parse=_LOCAL_RANKS),
     Option("--duplicate-stdout-filters", Use.HONOURED, default=(), type=_comma_separated_list),
     Option("--duplicate-stderr-filters", Use.HONOURED, default=(), type=_comma_separated_list),
     Option("--node-rank", Use.IMPLIED, "hosts are ranked by their replica id", default=0, type=int),
@@ -299,7 +281,7 @@ OPTIONS: tuple[Option, ...] = (
         "of hosts on several machines it is the address of replica 0, which the mesh knows",
         default="127.0.0.1",
     ),
-    Option("--master-port", Use.HONOURED, type=int, parse=_port),
+    Option("--master-port", Use.HONOURED, type=int, parse=_PORT),
     Option(
         "--local-addr",
         Use.HONOURED,
@@ -433,34 +415,25 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[Tor
         The options, the training script (or module, or program) and its arguments.
 
     Raises:
-        CommandError: torchrun does not have an option or does not accept its value, or there is no script.
         HelpRequested: ``--help`` or ``--print-completion`` is among the options.
     """
-    given, unknown, end = _up_to_script(arguments)
+    # argparse must not see the arguments of the script: before Python 3.12 it rejects an ambiguous abbreviation even
+    # among them (``torchrun train.py --nproc 4``).
+    for end in range(len(arguments) + 1):
+        try:
+            given, unknown = _parser().parse_known_args(arguments[:end])
+            break
+        except CommandError:  # the words end before the script, or between an option and its value
+            if end == len(arguments):
+                raise
     if unknown:
-        raise CommandError(_unknown_option(unknown[0].partition("=")[0]))
+        flag = unknown[0].partition("=")[0]
+        hint = did_you_mean(flag, [option.name for option in OPTIONS])
+        raise CommandError(f"torchrun has no option {flag}.{hint} See `torchrun --help`.")
     # argparse removes one `--`: before the script or, if there is no `--` before it, right after it.
     if "--" not in arguments[:end] and list(arguments[end : end + 1]) == ["--"]:
         end += 1
     return _values(vars(given), env), given.training_script, tuple(arguments[end:])
-
-
-def _up_to_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str], int]:
-    """Parse the words up to and including the script.
-
-    argparse must not see the arguments of the script: before Python 3.12 it rejects an ambiguous abbreviation even
-    among them (``torchrun train.py --nproc 4``).
-
-    Returns:
-        The options and the script, the options that torchrun does not have, and the index of the script's arguments.
-    """
-    parser = _parser()
-    for end in range(len(arguments)):
-        try:
-            return *parser.parse_known_args(arguments[:end]), end
-        except CommandError:
-            continue  # the words end before the script, or between an option and its value
-    return *parser.parse_known_args(arguments), len(arguments)
 
 
 def _values(texts: Mapping[str, Any], env: Mapping[str, str]) -> TorchrunOptions:
@@ -478,11 +451,6 @@ def _values(texts: Mapping[str, Any], env: Mapping[str, str]) -> TorchrunOptions
         values[option.dest] = option.convert(value, source) if isinstance(value, str) else value
     min_nodes, max_nodes = values.pop("nnodes")
     return TorchrunOptions(min_nodes=min_nodes, max_nodes=max_nodes, unexpanded=frozenset(unexpanded), **values)
-
-
-def _unknown_option(flag: str) -> str:
-    hint = did_you_mean(flag, [option.name for option in OPTIONS])
-    return f"torchrun has no option {flag}.{hint} See `torchrun --help`."
 
 
 DEFAULTS = _values({}, {})

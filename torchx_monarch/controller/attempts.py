@@ -147,7 +147,9 @@ class Attempts:
             self._restarts_left -= 1
             self.number += 1
             text = f"restart {budget - self._restarts_left} of {budget} after: {failure}"
-            self._reporter.restarted(text, attempt=self.number, rank=cause.rank, code=cause.code)
+            self._reporter.restarted(
+                text, attempt=self.number, rank=cause.rank, code=cause.code, max_restarts=budget, reason=failure
+            )
             if excluded is not None:
                 self._hosts.running = set()  # the ranks have ended
                 raise Interrupted(excluded)
@@ -171,9 +173,9 @@ class Attempts:
         world = await self._world(hosts)
         self._launched = self.number
         launched = [answer async for answer in self._hosts.ask(LaunchRanks(world), self._options.spec.host_timeout)]
-        self._reporter.phase(
-            "ranks", f"ranks {world.size}/{world.size}", attempt=self.number, hosts=_shown(launched, world, hosts)
-        )
+        shown = _shown(launched, world, hosts)
+        text = f"ranks {world.size}/{world.size}"
+        self._reporter.phase("ranks", text, attempt=self.number, count=world.size, hosts=shown)
         output = asyncio.ensure_future(self._report_output()) if self.number == 0 else None
         hanging = asyncio.ensure_future(self._hang_watch.run(self.number))
         ending = asyncio.ensure_future(self._end(world.size, hanging))

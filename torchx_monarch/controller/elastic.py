@@ -140,7 +140,7 @@ class HostGatherer:
         registry.form(hosts)
         size = f" (elastic, {sizes.fewest} to {sizes.most})" if sizes.elastic else ""
         names = [host.hostname for host in hosts]
-        self._reporter.phase("hosts", f"hosts {len(hosts)}/{sizes.most}{size}", hosts=names)
+        self._reporter.phase("hosts", f"hosts {len(hosts)}/{sizes.most}{size}", count=len(hosts), hosts=names)
         if before:
             self._report_change(before, hosts)
         self._report_spares()

@@ -7,6 +7,7 @@ The module is light to import: a factory imports its backend when it is called.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ class _Entry:
 
     Attributes:
         module: the module that defines the backend, below ``torchx_monarch.backends``.
-        name: the name of its class.
         packages: the packages whose absence means that its client library is not installed; empty for no library.
         client: the client library, as messages name it.
         install: the argument of ``pip install`` for it.
@@ -78,7 +78,7 @@ EXTRAS = {name: entry.extra for name, entry in _BACKENDS.items() if entry.extra}
 """The extra of this package that a scheduler needs."""
 
 
-def _create(name: str, session_name: str) -> Scheduler[dict[str, object]]:
+def _create(name: str, session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
     """Create a scheduler; connect to nothing yet.
 
     Raises:
@@ -106,51 +106,15 @@ def _create(name: str, session_name: str) -> Scheduler[dict[str, object]]:
     return create(name, session_name, backend, python)
 
 
-def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-    """Create the scheduler ``monarch_local``: Monarch hosts on this machine, detached from the terminal."""
-    return _create("monarch_local", session_name)
-
-
-def monarch_docker(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-    """Create the scheduler ``monarch_docker``: Monarch hosts as containers of a Docker daemon.
-
-    Raises:
-        MissingClientError: the package ``docker`` is not installed.
-    """
-    return _create("monarch_docker", session_name)
-
-
-def monarch_kubernetes(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-    """Create the scheduler ``monarch_kubernetes``: Monarch hosts as pods of a Kubernetes cluster.
-
-    Raises:
-        MissingClientError: the package ``kubernetes`` is not installed.
-    """
-    return _create("monarch_kubernetes", session_name)
-
-
-def monarch_slurm(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-    """Create the scheduler ``monarch_slurm``: Monarch hosts on the nodes of a Slurm job."""
-    return _create("monarch_slurm", session_name)
-
-
-def monarch_sge(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-    """Create the scheduler ``monarch_sge``: Monarch hosts as the tasks of array jobs of Grid Engine."""
-    return _create("monarch_sge", session_name)
-
-
-def monarch_ssh(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-    """Create the scheduler ``monarch_ssh``: Monarch hosts on machines that are reached over ssh."""
-    return _create("monarch_ssh", session_name)
-
-
-def monarch_aws_batch(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-    """Create the scheduler ``monarch_aws_batch``: Monarch hosts as the nodes of a job of AWS Batch.
-
-    Raises:
-        MissingClientError: boto3 is not installed.
-    """
-    return _create("monarch_aws_batch", session_name)
+# Monarch hosts on this machine, as containers of a Docker daemon, as pods of a Kubernetes cluster, on the nodes of a
+# Slurm job, as tasks of Grid Engine's array jobs, on machines reached over ssh, as the nodes of a job of AWS Batch.
+monarch_local = partial(_create, "monarch_local")
+monarch_docker = partial(_create, "monarch_docker")
+monarch_kubernetes = partial(_create, "monarch_kubernetes")
+monarch_slurm = partial(_create, "monarch_slurm")
+monarch_sge = partial(_create, "monarch_sge")
+monarch_ssh = partial(_create, "monarch_ssh")
+monarch_aws_batch = partial(_create, "monarch_aws_batch")
 
 
 def wrap(
@@ -161,9 +125,6 @@ def wrap(
     Args:
         python: the Python interpreter of the hosts; empty for this one's path. Ignored if replicas run in container
             images that TorchX builds, which have a ``python`` of their own.
-
-    Raises:
-        UserError: a run option of ``inner`` has the name of one of this package's.
     """
     import sys
 

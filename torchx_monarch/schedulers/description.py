@@ -131,33 +131,27 @@ def summary_of(handle: str, app: AppSnapshot, status: AppStatus, submitted: floa
         now: the time, in seconds since the epoch. It counts as the end of an app whose replicas do not tell theirs.
     """
     ended = max((replica.ended for replica in app.replicas), default=0.0)
-    seconds = (ended if submitted <= ended <= now else now) - submitted
-    facts = show_restarts(count_restarts(app))
-    ran = f"{_shape(app)}, {facts}" if app.roles else facts
-    if status.state is not State.FAILED:
-        return Summary(
-            status.state.value,
-            handle,
-            seconds,
-            cause=status.message,
-            log=_folder(app),
-            ran=ran,
-            next=(f"torchx log {handle}", f"torchx delete {handle}"),
-        )
-    result = HostResult.from_text(status.error)
-    replica = ""
-    if status.cause is not None:
-        role = status.cause.role
-        ids = {replica_snapshot.id for replica_snapshot in app.replicas if replica_snapshot.role == role}
-        replica = f"/{role}/{result.replica if result.replica in ids else status.cause.id}"
-    return Summary(
+    facts, result = show_restarts(count_restarts(app)), HostResult.from_text(status.error)
+    summary = Summary(
         status.state.value,
         handle,
-        seconds,
-        cause="; ".join(filter(None, (result.reason or status.message, *(app.notes if result.reason else ())))),
+        (ended if submitted <= ended <= now else now) - submitted,
+        cause=status.message,
+        log=_folder(app),
+        ran=f"{_shape(app)}, {facts}" if app.roles else facts,
+        next=(f"torchx log {handle}", f"torchx delete {handle}"),
+    )
+    if status.state is not State.FAILED:
+        return summary
+    replica = ""
+    if status.cause is not None:
+        ids = {replica.id for replica in app.replicas if replica.role == status.cause.role}
+        replica = f"/{status.cause.role}/{result.replica if result.replica in ids else status.cause.id}"
+    return dataclasses.replace(
+        summary,
+        cause="; ".join((result.reason, *app.notes)) if result.reason else status.message,
         traceback=result.traceback,
-        log=local_path(result.log) or _folder(app),
-        ran=ran,
+        log=local_path(result.log) or summary.log,
         next=(f"torchx log {handle}{replica}", f"torchx monarch status {handle}"),
     )
 
@@ -166,18 +160,19 @@ def _shape(app: AppSnapshot) -> str:
     """Return the numbers of hosts and ranks of an app's roles."""
     written = {role.name: role for role in app.app.roles} if app.app is not None else {}
     shapes = []
-    for role in app.roles:
+    for role in app.roles[:_ROLES_SHOWN]:
         count, name = len(role.replicas) - role.spec.spares, role.spec.name
-        command = rank_command(written[name]) if name in written and role.spec.runs_hosts else None
-        if not role.spec.runs_hosts:
-            shape = f"{count} replica{'s' if count > 1 else ''}"
-        else:
+        if role.spec.runs_hosts:
+            command = rank_command(written[name]) if name in written else None
             shape = show_shape(count, command.ranks_per_host if command is not None else None)
+        else:
+            shape = f"{count} replica{'s' if count > 1 else ''}"
         if role.spec.spares:
             shape += f" and {role.spec.spares} spare"
         shapes.append(f"{name}: {shape}" if len(app.roles) > 1 else shape)
-    more = [f"{len(shapes) - _ROLES_SHOWN} more roles"] if len(shapes) > _ROLES_SHOWN else []
-    return ", ".join([*shapes[:_ROLES_SHOWN], *more])
+    if (more := len(app.roles) - _ROLES_SHOWN) > 0:
+        shapes.append(f"{more} more roles")
+    return ", ".join(shapes)
 
 
 def log_folder(app: AppSnapshot) -> str:

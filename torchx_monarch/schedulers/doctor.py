@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import threading
@@ -101,13 +102,10 @@ def check_state_dir(path: str) -> CheckResult:
         wrong = f"it belongs to uid {found.st_uid}, and you are uid {uid}"
     elif not os.access(folder, os.W_OK | os.X_OK):
         wrong = f"{folder} (mode {mode:04o}, uid {found.st_uid}) cannot be written by you (uid {uid})"
-    is_open = folder == path and mode & 0o077
-    return check(
-        "state folder",
-        path,
-        fail=f"{wrong}; name another in MONARCH_STATE_DIR" if wrong else "",
-        warn=f"others may enter it (mode {mode:04o}), and it holds credentials; run: chmod 700 {path}" * bool(is_open),
-    )
+    if wrong:
+        return check("state folder", path, fail=f"{wrong}; name another in MONARCH_STATE_DIR")
+    advice = f"others may enter it (mode {mode:04o}), and it holds credentials; run: chmod 700 {path}"
+    return check("state folder", path, warn=advice if folder == path and mode & 0o077 else "")
 
 
 def check_scheduler(name: str, cfg: str) -> Iterable[CheckResult]:
@@ -116,12 +114,11 @@ def check_scheduler(name: str, cfg: str) -> Iterable[CheckResult]:
     Args:
         cfg: run options, as for ``torchx run -cfg``; those of ``.torchxconfig`` are added.
     """
-    scheduler = None
-    try:
-        scheduler, result = _create(name)
-        yield result
-        if scheduler is None:
-            return
+    scheduler, result = _create(name)
+    yield result
+    if scheduler is None:
+        return
+    with contextlib.closing(scheduler.inner):
         options = scheduler.run_opts()
         try:
             values: dict[str, CfgVal] = options.cfg_from_str(cfg)
@@ -136,9 +133,6 @@ def check_scheduler(name: str, cfg: str) -> Iterable[CheckResult]:
             return
         yield check("run options", cfg or "defaults")
         yield from scheduler.checks(resolved)
-    finally:
-        if scheduler is not None:
-            scheduler.inner.close()
 
 
 def check_usable(name: str, timeout: float) -> Iterable[CheckResult]:
@@ -157,10 +151,8 @@ def check_usable(name: str, timeout: float) -> Iterable[CheckResult]:
             is_ours = result.what != "scheduler"
             yield result
             return
-        try:
+        with contextlib.closing(scheduler.inner):
             yield from scheduler.checks(None)
-        finally:
-            scheduler.inner.close()
 
     results = run_groups({name: place}, timeout)
     if not is_ours:
@@ -168,8 +160,8 @@ def check_usable(name: str, timeout: float) -> Iterable[CheckResult]:
     wrong = next((result for result in results if result.level == "fail"), None)
     if wrong is not None:
         yield check(name, wrong.value, warn=f"cannot be used: {wrong.advice}")
-        return
-    yield check(name, ", ".join(result.value for result in results) or "can be used")
+    else:
+        yield check(name, ", ".join(result.value for result in results) or "can be used")
 
 
 def _load_configuration(scheduler: str, values: dict[str, CfgVal]) -> Sequence[str]:

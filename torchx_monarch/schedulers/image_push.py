@@ -26,9 +26,6 @@ def name_images(workspace: WorkspaceMixin[Any] | None, app: AppDef, options: Mon
 
     Returns:
         What ``push`` needs; None if there is nothing to push.
-
-    Raises:
-        UserError: there is an image to push, and no repository for it.
     """
     if workspace is None or type(workspace).dryrun_push_images is WorkspaceMixin.dryrun_push_images:
         return None
@@ -47,9 +44,6 @@ def push(workspace: WorkspaceMixin[Any] | None, images: Any) -> None:
     Args:
         workspace: as for ``name_images``.
         images: the result of ``name_images``.
-
-    Raises:
-        SubmitError: an image cannot be pushed.
     """
     if workspace is None or images is None:
         return

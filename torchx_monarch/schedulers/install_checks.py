@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 
 from torchx_monarch.model.check_result import CheckResult, check
@@ -24,7 +24,7 @@ _SHOWN = ("torch", "torchx-nightly", "torchmonarch")
 _ENTRY_POINTS = {"torchx.schedulers": "monarch_local", "torchx.cli.cmds": "monarch", "torchx.components": "monarch"}
 """An entry point of this package in each of TorchX's groups."""
 
-_COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+_COMPARE = {
     ">=": operator.ge,
     "<=": operator.le,
     "==": operator.eq,
@@ -33,14 +33,9 @@ _COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     "<": operator.lt,
 }
 
-_BOTH_TORCHX = (
-    "it owns the same files as torchx-nightly, and lacks what torchx-monarch needs; "
-    "run: pip uninstall -y torchx torchx-nightly && pip install torchx-nightly"
-)
+_REMEDY = "run: pip uninstall -y torchx torchx-nightly && pip install torchx-nightly"
 
 logger = logging.getLogger("torchx_monarch")
-
-_REMEDY = "run: pip uninstall -y torchx torchx-nightly && pip install torchx-nightly"
 
 
 def check_installation() -> Iterator[CheckResult]:
@@ -54,16 +49,18 @@ def check_installation() -> Iterator[CheckResult]:
         fail=f"{tested}: make an environment with one of these" if found < low else "",
         warn=tested if found > high else "",
     )
-    yield check("torchx-monarch", _version("torchx-monarch") or "", fail=_not_installed("torchx-monarch"))
+    own = _version("torchx-monarch")
+    advice = "it is not installed, only importable; run: pip install torchx-monarch"
+    yield check("torchx-monarch", own, fail="" if own else advice)
     for requirement in _requirements(""):
         result = check_requirement(*requirement)
         if result.level != "ok" or requirement[0] in _SHOWN:
             yield result
-    stable = _version("torchx")
-    if stable:
-        yield check("torchx", stable, fail=_BOTH_TORCHX)
-    yield check_devices(_version("torch") or "", len(glob.glob("/dev/nvidia[0-9]*")))
-    yield from check_registration()
+    if stable := _version("torchx"):
+        advice = "it owns the same files as torchx-nightly, and lacks what torchx-monarch needs"
+        yield check("torchx", stable, fail=f"{advice}; {_REMEDY}")
+    yield check_devices(_version("torch"), len(glob.glob("/dev/nvidia[0-9]*")))
+    yield from _check_registration()
 
 
 def check_extra(extra: str) -> list[CheckResult]:
@@ -80,39 +77,34 @@ def check_requirement(name: str, versions: str) -> CheckResult:
     """
     found = _version(name)
     install = f"run: pip install '{name}{versions}'"
-    if found is None:
+    if not found:
         return check(name, "not installed", fail=install)
-    wrong = not in_range(found, versions)
-    return check(name, found, fail=f"torchx-monarch needs {versions}; {install}" if wrong else "")
+    return check(name, found, fail="" if in_range(found, versions) else f"torchx-monarch needs {versions}; {install}")
 
 
 def in_range(version: str, versions: str) -> bool:
-    """Return whether a version is in a range, comparing the numbers of the releases alone.
+    """Return whether a version is in a range such as ``>=29,!=37.0.2``, comparing the numbers of the releases alone.
 
-    Args:
-        version: the version, such as ``2.13.0+cpu``.
-        versions: the range, such as ``>=29,!=37.0.2``; empty for any.
+    ``packaging`` can do more, and is not a requirement of this package.
     """
-    release = _release(version)
-    for clause in filter(None, (part.strip() for part in versions.split(","))):
-        found = re.fullmatch(r"(>=|<=|==|!=|>|<)\s*([\d.]+)", clause)
-        if found and not _COMPARE[found[1]](release, _release(found[2])):
-            return False
-    return True
+    clauses = re.findall(r"([<>=!]=?)\s*([\d.]+)", versions)
+    return all(_COMPARE[operation](_release(version), _release(limit)) for operation, limit in clauses)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a release, without zeros at the end: (2, 13) of ``2.13.0+cpu``."""
+    found = re.match(r"(\d+(\.\d+)*?)(\.0)*(?![.\d])", version)
+    return tuple(map(int, found[1].split("."))) if found else ()
 
 
 def check_devices(torch: str, devices: int) -> CheckResult:
-    """Check that torch can use the GPUs of this machine.
-
-    Args:
-        torch: torch's version; empty if it is not installed.
-    """
+    """Check that torch, of this version, can use the GPUs of this machine."""
     unused = devices and torch.endswith("+cpu")
     advice = f"torch {torch} is built without CUDA; install a build with it (https://pytorch.org/get-started/locally)"
     return check("GPUs", f"{devices} of NVIDIA", warn=advice if unused else "")
 
 
-def check_registration() -> Iterator[CheckResult]:
+def _check_registration() -> Iterator[CheckResult]:
     """Check that TorchX finds this package's schedulers, commands and components by their entry points."""
     missing = [group for group, name in _ENTRY_POINTS.items() if name not in metadata.entry_points(group=group).names]
     advice = f"{', '.join(missing)} lack this package: install torchx-monarch again, with pip"
@@ -131,31 +123,17 @@ def _requirements(extra: str) -> Iterator[tuple[str, str]]:
     except metadata.PackageNotFoundError:
         return
     for text in requirements:
-        requirement, _, marker = text.partition(";")
-        wanted = re.search(r"extra == [\"'](.+?)[\"']", marker)
-        name = re.match(r"[\w.-]+", requirement)
-        if name and (wanted[1] if wanted else "") == extra:
-            yield name[0], requirement[name.end() :].strip()
+        found = re.match(r"([\w.-]+)\s*([^;]*)(?:;.*extra == [\"'](.+?)[\"'])?", text)
+        if found and (found[3] or "") == extra:
+            yield found[1], found[2].strip()
 
 
-def _version(name: str) -> str | None:
+def _version(name: str) -> str:
+    """Return the version of an installed package; empty for none."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return None
-
-
-def _not_installed(name: str) -> str:
-    return "" if _version(name) else f"it is not installed, only importable; run: pip install {name}"
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a release, without zeros at the end: (2, 13) of ``2.13.0+cpu``."""
-    found = re.match(r"\d+(\.\d+)*", version.strip())
-    numbers = [int(number) for number in found[0].split(".")] if found else []
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return tuple(numbers)
+        return ""
 
 
 def require_torchx_nightly() -> None:
@@ -167,13 +145,10 @@ def require_torchx_nightly() -> None:
         ImportError: ``torchx`` is the stable release, which lacks ``Role.workspace`` and more.
         SystemExit: the same inside the ``torchx`` command, to avoid a traceback.
     """
-    try:
-        stable = metadata.version("torchx")
-    except metadata.PackageNotFoundError:
-        stable = ""
+    stable = _version("torchx")
     from torchx.specs import Role
 
-    if not hasattr(Role, "__dataclass_fields__") or "workspace" not in Role.__dataclass_fields__:
+    if "workspace" not in getattr(Role, "__dataclass_fields__", {}):
         import torchx
 
         version = getattr(getattr(torchx, "version", None), "__version__", stable) or "unknown"

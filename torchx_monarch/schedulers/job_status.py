@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchx.specs import AppDef
-
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts, root_cause
 from torchx_monarch.backends.core.timed_line import TimedLine
@@ -71,28 +69,25 @@ _HANG_ENDS = frozenset({"hang_end", "ranks", "failure", "preempted", *_RESTARTS,
 """The kinds of events after which ranks that hung do not hang any more."""
 
 # A rank can print such lines: int() raises ValueError above 4,300 digits.
-_HOSTS = re.compile(r"hosts (\d{1,9})/\d+")
-_RANKS = re.compile(r"ranks (\d{1,9})/\d+")
-_RUN = re.compile(r"run (\d{1,9})\b")
-_RESTART = re.compile(r"restart \d+ of (\d{1,9}) after: (.*)")
-_SPARE_HOST = re.compile(r"host \d+ \((.*?), pid \d+\)")
-
 _PROGRESS = (
-    (_HOSTS, "hosts"),
-    (_RANKS, "ranks"),
-    (re.compile(r"first output"), "output"),
-    (_RESTART, "rank_restart"),
-    (re.compile(r"host \d+ \(.*\) takes the place of host \d"), "rank_restart"),
-    (re.compile(r"spare: host \d|no spare host is left"), "spares"),
-    (re.compile(r".* is excluded(: | after \d)"), "excluded"),
-    (re.compile(r"rank \d+ \(.*\) (exited with|was killed)"), "failure"),
-    (re.compile(r"hang: ranks? \d"), "hang"),
-    (re.compile(r"hang over: "), "hang_end"),
-    (re.compile(r"run \d+ (SUCCEEDED|FAILED|STOPPED): "), "run_end"),
-    (re.compile(r"run \d+: "), "run"),
-    (re.compile(r"(SUCCEEDED|FAILED|STOPPED): .* \(\d+\.\d\d s\)$"), "result"),
+    ("hosts", re.compile(r"hosts (?P<count>\d{1,9})/\d+")),
+    ("ranks", re.compile(r"ranks (?P<count>\d{1,9})/\d+")),
+    ("output", re.compile(r"first output")),
+    ("rank_restart", re.compile(r"restart \d+ of (?P<max_restarts>\d{1,9}) after: (?P<reason>.*)")),
+    ("rank_restart", re.compile(r"host \d+ \(.*\) takes the place of host \d")),
+    ("spares", re.compile(r"spare: host \d|no spare host is left")),
+    ("excluded", re.compile(r".* is excluded(: | after \d)")),
+    ("failure", re.compile(r"rank \d+ \(.*\) (exited with|was killed)")),
+    ("hang", re.compile(r"hang: ranks? \d")),
+    ("hang_end", re.compile(r"hang over: ")),
+    ("run_end", re.compile(r"run (?P<run>\d{1,9}) (SUCCEEDED|FAILED|STOPPED): ")),
+    ("run", re.compile(r"run (?P<run>\d{1,9}): ")),
+    ("result", re.compile(r"(SUCCEEDED|FAILED|STOPPED): .* \(\d+\.\d\d s\)$")),
 )
-"""The host's progress lines (``insight.progress``) and the kinds of the events that they stand for."""
+"""The kinds of events, and the host's progress lines (``insight.progress``) that stand for them where there is no file
+of events; a named group is a field of the event."""
+
+_SPARE_HOST = re.compile(r"host \d+ \((.*?), pid \d+\)")
 
 
 @dataclass(frozen=True)
@@ -245,7 +240,8 @@ def build(
         from_log: whether ``events_of`` has made the events.
     """
     now = time.time() if now is None else now
-    commands = _commands(app.app) if app.app is not None else []
+    roles = app.app.roles if app.app is not None else []
+    commands = [(role.num_replicas, rank_command(role)) for role in roles]
     ended = _ended(app, status) if status.state.is_terminal else None
     started = app.started or min((replica.started for replica in app.replicas if replica.started), default=None)
     since = started or app.created or None
@@ -269,12 +265,15 @@ def build(
         excluded=[
             Failure(event["time"], one_line(event["message"])) for event in happened if event["kind"] == "excluded"
         ],
-        ranks=_ranks(app, happened, commands),
+        ranks=_ranks(happened, commands),
         last_failure=_last_failure(happened),
         hang=_hang(happened),
         last_output=last_output or None,
         log_folder=log_folder or None,
-        roles=_roles(app.app) if app.app is not None else (),
+        roles=[
+            RoleCommand(one_line(role.name), role.num_replicas, one_line(shlex.join([role.entrypoint, *role.args])))
+            for role in roles
+        ],
         live=live,
         from_log=from_log and bool(happened),
     )
@@ -287,13 +286,14 @@ def events_of(lines: Iterable[TimedLine]) -> list[Event]:
     """
     found: list[Event] = []
     for line in lines:
-        text = host_text(line.text.rstrip("\n"))
-        kind = next((kind for pattern, kind in _PROGRESS if pattern.match(text)), None) if text is not None else None
-        if text is not None and kind is not None:
-            event: Event = {"time": line.time, "kind": kind, "message": text}
-            if run := _RUN.match(text):
-                event["run"] = int(run[1])
-            found.append(event)
+        text = host_text(line.text.rstrip("\n")) or ""
+        for kind, pattern in _PROGRESS:
+            if match := pattern.match(text):
+                fields = {name: int(word) if word.isdecimal() else word for name, word in match.groupdict().items()}
+                if kind == "spares":
+                    fields["hosts"] = _SPARE_HOST.findall(text)
+                found.append({"time": line.time, "kind": kind, "message": text, **fields})
+                break
     return found
 
 
@@ -322,17 +322,6 @@ def in_one_line(status: JobStatus, now: float | None = None) -> str:
     return "; ".join(filter(None, parts))
 
 
-def _commands(app: AppDef) -> _Commands:
-    return [(role.num_replicas, rank_command(role)) for role in app.roles]
-
-
-def _roles(app: AppDef) -> list[RoleCommand]:
-    return [
-        RoleCommand(one_line(role.name), role.num_replicas, one_line(shlex.join([role.entrypoint, *role.args])))
-        for role in app.roles
-    ]
-
-
 def _phase(status: AppStatus, happened: Sequence[Event], live: LiveState | None) -> str | None:
     if status.state is State.PENDING:
         return "queued"
@@ -356,6 +345,12 @@ def _exit_code(app: AppSnapshot, status: AppStatus) -> int | None:
     return None if code is None else shell_code(code)
 
 
+def _count(event: Event, field: str = "count") -> int | None:
+    """Return a number of an event; None if it has none: any program may have written the event."""
+    value = event.get(field)
+    return value if isinstance(value, int) else None
+
+
 def _attempt(happened: Sequence[Event], commands: _Commands) -> tuple[int | None, int | None]:
     """Return the number of the present attempt and how many are allowed."""
     first = next((command for _, command in commands if command is not None and command.kind == "torchrun"), None)
@@ -364,36 +359,29 @@ def _attempt(happened: Sequence[Event], commands: _Commands) -> tuple[int | None
     begun = max((at for at, event in enumerate(happened) if event["kind"] in _COUNTED_FROM), default=0)
     seen = [event for event in happened[begun:] if event["kind"] in ("ranks", "rank_restart")]
     # A restart on a spare host, in the place of a lost one, is none of those that are allowed.
-    attempt = 1 + sum(bool(_RESTART.match(event["message"])) for event in seen) if seen else None
-    for event in seen:
-        if found := _RESTART.match(event["message"]):
-            attempts = int(found[1]) + 1
-    return attempt, attempts
+    allowed = [count for event in seen if (count := _count(event, "max_restarts")) is not None]
+    return 1 + len(allowed) if seen else None, allowed[-1] + 1 if allowed else attempts
 
 
 def _hosts(app: AppSnapshot, happened: Sequence[Event]) -> int | None:
     """Return the number of hosts of the last attempt; before it, what was asked for, without spare hosts."""
-    gathered = [event for event in happened if event["kind"] == "hosts"]
-    formed = {event.get("role"): int(found[1]) for event in gathered if (found := _HOSTS.match(event["message"]))}
+    counts = {event.get("role"): _count(event) for event in happened if event["kind"] == "hosts"}
     asked = {role.spec.name: len(role.replicas) - role.spec.spares for role in app.roles}
-    if len(asked) == 1 and None in formed:  # the lines of a log do not name the role
-        formed = dict.fromkeys(asked, formed[None])
-    hosts = sum(formed.get(name, count) for name, count in asked.items())
+    if len(asked) == 1 and None in counts:  # the lines of a log do not name the role
+        counts = dict.fromkeys(asked, counts[None])
+    hosts = sum(counts.get(name) or count for name, count in asked.items())
     return hosts or (sum(role.num_replicas for role in app.app.roles) if app.app else 0) or None
 
 
 def _spares(happened: Sequence[Event]) -> list[str]:
     """Return the names of the spare hosts of all roles."""
-    latest = {event.get("role"): event["message"] for event in happened if event["kind"] == "spares"}
-    return [one_line(name) for message in latest.values() for name in _SPARE_HOST.findall(message)]
+    latest = {event.get("role"): event.get("hosts") for event in happened if event["kind"] == "spares"}
+    return [one_line(str(name)) for hosts in latest.values() if isinstance(hosts, list) for name in hosts]
 
 
-def _ranks(app: AppSnapshot, happened: Sequence[Event], commands: _Commands) -> int | None:
+def _ranks(happened: Sequence[Event], commands: _Commands) -> int | None:
     """Return the number of ranks that were started last; before that, what the commands ask for."""
-    started: dict[Any, int] = {}
-    for event in happened:
-        if event["kind"] == "ranks" and (found := _RANKS.match(event["message"])):
-            started[event.get("role")] = int(found[1])
+    started = {event.get("role"): count for event in happened if event["kind"] == "ranks" and (count := _count(event))}
     if started:
         return sum(started.values())
     asked = [_ranks_asked(replicas, command) for replicas, command in commands]
@@ -408,11 +396,10 @@ def _ranks_asked(replicas: int, command: Command | None) -> int | None:
 
 def most_ranks(app: AppSnapshot, role_name: str, happened: Sequence[Event]) -> int | None:
     """Return the number of ranks in the largest attempt of a role; None if it is not known."""
-    ranks = [event for event in happened if event["kind"] == "ranks" and event.get("role") == role_name]
-    counts = [int(found[1]) for event in ranks if (found := _RANKS.match(event["message"]))]
+    counts = [_count(event) for event in happened if event["kind"] == "ranks" and event.get("role") == role_name]
     roles = [role for role in (app.app.roles if app.app is not None else ()) if role.name == role_name]
-    counts += filter(None, [_ranks_asked(role.num_replicas, rank_command(role)) for role in roles])
-    return max(counts, default=None)
+    counts += [_ranks_asked(role.num_replicas, rank_command(role)) for role in roles]
+    return max(filter(None, counts), default=None)
 
 
 def _last_failure(happened: Sequence[Event]) -> Failure | None:
@@ -422,9 +409,10 @@ def _last_failure(happened: Sequence[Event]) -> Failure | None:
         if event["kind"] in _STARTS:
             failed = []
         elif event["kind"] in _RESTARTS:
-            found = _RESTART.match(event["message"])
-            cause = event if found else min(failed, key=lambda failure: _FAILURES.index(failure["kind"]), default=event)
-            text = found[2] if found else cause["message"].removeprefix("FAILED: ")
+            cause, text = event, event.get("reason")
+            if not isinstance(text, str):
+                cause = min(failed, key=lambda failure: _FAILURES.index(failure["kind"]), default=event)
+                text = cause["message"].removeprefix("FAILED: ")
             last = Failure(cause["time"], one_line(text))
         elif event["kind"] in _FAILURES and not event.get("stopped") and event.get("exit_code", event.get("code")) != 0:
             failed.append(event)

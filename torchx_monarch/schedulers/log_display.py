@@ -58,9 +58,6 @@ class LogDisplay:
 
         Args:
             regex: is matched with the line without colours; None or empty for all lines.
-
-        Raises:
-            UserError: it is not a valid regular expression.
         """
         matching((), regex)
         return self._shown(pieces, re.compile(regex) if regex else None)
@@ -87,9 +84,8 @@ def parser_of(app: AppSnapshot, role_name: str, replica: int) -> LineParser:
     """Return the parser of the lines of a replica. Each run on a live allocation has its own prefix: none is known."""
     written = app.app.roles if app.app is not None else ()
     role = next((app_role for app_role in written if app_role.name == role_name), None)
-    spec = next(
-        (role_snapshot.spec for role_snapshot in app.roles if role_snapshot.spec.name == role_name), RoleSpec(role_name)
-    )
+    specs = {role_snapshot.spec.name: role_snapshot.spec for role_snapshot in app.roles}
+    spec = specs.get(role_name, RoleSpec(role_name))
     command = rank_command(role) if role is not None else None
     if role is None or command is None or command.kind != "torchrun" or command.options.tee == Streams():
         return LineParser(stamped=spec.stamped)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import random
@@ -60,6 +61,10 @@ class WorkspaceError(BackendError):
     """Raised when a workspace cannot be packed, or no image can be built with it; the message gives the reason."""
 
 
+def _wrong_option(name: str, value: object, wrong: str, cfg: Cfg) -> InvalidRunConfigException:
+    return InvalidRunConfigException(f"Run option `{name}` is {value}{wrong}", name, cfg)
+
+
 class _DryRun(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
     """A dry run's result: the backend's request.
 
@@ -99,46 +104,28 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         return CheckedRunopts(self.inner.run_opts(), section)
 
     def _options(self, cfg: Cfg) -> MonarchOpts:
-        """Convert run options to the backend's type and check them.
-
-        Args:
-            cfg: the options with defaults filled in: TorchX resolves them before it calls a scheduler.
-
-        Raises:
-            InvalidRunConfigException: a value is out of range; the message names the option.
-        """
+        """Convert run options, with defaults filled in, to the backend's type and check them."""
         options: MonarchOpts = self.inner.options.from_cfg(cfg)
         for name, (lowest, highest) in seconds_allowed().items():
             value = getattr(options, name, lowest)  # hosts that share a machine have no peer_timeout
             if not lowest <= value <= highest:
                 allowed = f"{math.ceil(lowest)} to {highest:.0f}"
-                reason = f"Run option `{name}` is {value}; it is a number of seconds, {allowed}"
-                raise InvalidRunConfigException(reason, name, cfg)
+                raise _wrong_option(name, value, f"; it is a number of seconds, {allowed}", cfg)
         for name, words in _WORDS.items():
             if options[name] not in words:
-                reason = f"Run option `{name}` is {options[name]}; it is {' or '.join(words)}"
-                raise InvalidRunConfigException(reason, name, cfg)
+                raise _wrong_option(name, options[name], f"; it is {' or '.join(words)}", cfg)
         for name in ("spares", "exclude_after"):
             if options[name] < 0:
-                reason = f"Run option `{name}` is {options[name]}; it is a number, 0 or more"
-                raise InvalidRunConfigException(reason, name, cfg)
+                raise _wrong_option(name, options[name], "; it is a number, 0 or more", cfg)
         self.inner.check_options(options)
         return options
 
     def check_options(self, cfg: Cfg) -> None:
-        """Check run options without an app.
-
-        Raises:
-            UserError, InvalidRunConfigException, BackendError: as for a submission.
-        """
+        """Check run options without an app, as for a submission."""
         self._wrap_options(AppDef(""), self._options(cfg), cfg)
 
     def checks(self, cfg: Cfg | None) -> Iterable[CheckResult]:
-        """Check that apps can run in the place of the backend (``Backend.checks``).
-
-        Args:
-            cfg: the options with defaults filled in; None to check only that the place can be reached.
-        """
+        """Check that apps can run in the place of the backend; without options, that it can be reached."""
         return self.inner.checks(None if cfg is None else self.inner.options.from_cfg(cfg))
 
     # -- submission ----------------------------------------------------------------------------------------------------
@@ -152,11 +139,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         return _DryRun(request, self.inner, submitted, images)
 
     def _rewrite(self, app: AppDef, options: MonarchOpts, cfg: Cfg) -> Rewritten:
-        """Check an app and rewrite it.
-
-        Raises:
-            UserError: its roles cannot run, because of their names, commands, sidecar marks or images.
-        """
+        """Check an app's names, commands, sidecar marks and images, and rewrite it."""
         check_names(app)
         try:
             rewritten = rewrite(app, self._wrap_options(app, options, cfg))
@@ -167,55 +150,32 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         return rewritten
 
     def _wrap_options(self, app: AppDef, options: MonarchOpts, cfg: Cfg) -> WrapOptions:
-        """Return the options of the host processes; add those of the network unless the hosts share one machine.
-
-        Raises:
-            InvalidRunConfigException: ``retry_on``, ``rendezvous_port`` or ``ports`` is invalid.
-        """
-        try:
-            retry_on = parse_exit_codes(options.retry_on)
-        except ValueError as error:
-            reason = f"Run option `retry_on` is {options.retry_on}: {error}"
-            raise InvalidRunConfigException(reason, "retry_on", cfg) from None
-        preload = [] if options.preload == "none" else options.preload.replace("+", ",").split(",")
-        spec = HostSpec(
-            grace=float(options.grace),
-            host_timeout=float(options.host_timeout),
-            preload=tuple(filter(None, preload)),
-            ranks=options.ranks,
-            retry_on=retry_on,
-            same_step_limit=options.same_step_limit,
-            spares=options.spares,
-            exclude_after=options.exclude_after,
-            exclude_window=float(options.exclude_window),
-            lease=float(options.lease),
-            hang_after=float(options.hang_after),
-            on_hang=options.on_hang,
-            debug_wait=float(options.debug_wait),
-            preflight=options.preflight,
-            timestamps=options.timestamps,
-        )
+        """Return the options of the host processes; add those of the network unless the hosts share one machine."""
         # An image has its own Python, whatever path the submitter's has.
         python = "python" if self.inner.runs_images(options) else self._python
-        if not isinstance(options, NetworkOpts):
+        preload = [] if options.preload == "none" else options.preload.replace("+", ",").split(",")
+        parsed: dict[str, Any] = {"preload": tuple(filter(None, preload))}
+        try:
+            parsed["retry_on"] = parse_exit_codes(options.retry_on)
+        except ValueError as error:
+            raise _wrong_option("retry_on", options.retry_on, f": {error}", cfg) from None
+        network = options if isinstance(options, NetworkOpts) else None
+        if network is not None:
+            try:
+                parsed["ports"] = parse_ports(network.ports) if network.ports else None
+            except ValueError as error:
+                raise InvalidRunConfigException(f"Run option `ports`: {error}", "ports", cfg) from None
+        # The other options that hosts have too have the same names and values.
+        given = {field.name for field in dataclasses.fields(MonarchOpts if network is None else NetworkOpts)}
+        shared = given & {field.name for field in dataclasses.fields(HostSpec)} - parsed.keys()
+        spec = HostSpec(**{name: getattr(options, name) for name in shared}, **parsed)
+        if network is None:
             return WrapOptions(python, spec)
-        port = options.rendezvous_port or random.choice(_PORTS_DRAWN)
+        port = network.rendezvous_port or random.choice(_PORTS_DRAWN)
         highest = 65536 - max(1, len(app.roles))  # each role takes the port after that of the role before
         if not 0 < port <= highest:
-            reason = f"Run option `rendezvous_port` is {port}; it is a port, 1 to {highest}, or 0 to draw one"
-            raise InvalidRunConfigException(reason, "rendezvous_port", cfg)
-        scheme = "insecure-tcp" if options.insecure_plain_tcp else "tls"
-        try:
-            ports = parse_ports(options.ports) if options.ports else None
-        except ValueError as error:
-            raise InvalidRunConfigException(f"Run option `ports`: {error}", "ports", cfg) from None
-        spec = dataclasses.replace(
-            spec,
-            ports=ports,
-            bind=options.bind,
-            peer_timeout=float(options.peer_timeout),
-            rejoin_timeout=float(options.rejoin_timeout),
-        )
+            raise _wrong_option("rendezvous_port", port, f"; it is a port, 1 to {highest}, or 0 to draw one", cfg)
+        scheme = "insecure-tcp" if network.insecure_plain_tcp else "tls"
         # The replicas 0 of two roles may run on one machine.
         rendezvous = {
             role.name: f"{scheme}:{self.inner.replica0_host(app, index)}:{port + index}"
@@ -232,7 +192,6 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
         Raises:
             ValueError: the dry run is not of this scheduler.
-            SubmitError: an image cannot be pushed.
         """
         if not isinstance(dryrun_info, _DryRun) or dryrun_info.app is None:
             raise ValueError(f"not a dry run of {self.backend}; it must come from submit_dryrun()")
@@ -266,11 +225,9 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     # -- a submitted app -----------------------------------------------------------------------------------------------
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
-        """Describe an app, with the roles as the user wrote them; None if it does not exist.
+        """Describe an app, with the roles as the user wrote them.
 
-        Raises:
-            ValueError: the app does not exist, and the process is a `torchx` command that names it.
-            BackendError: a file of the app is damaged.
+        None stands for an app that does not exist; a `torchx` command that names it gets a ``UserError``.
         """
         self._foreground.on_poll(app_id)
         keep_threads_quiet()
@@ -296,21 +253,17 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def _similar(self, app_id: str) -> str:
         """Return a suggestion to append to the message about an app that does not exist; empty if no name is near."""
+        near = None
         with contextlib.suppress(Exception):  # a list that fails must not hide that message
             near = nearest(app_id, [app.app_id for app, _ in self.apps.list({})])
-            return f" (did you mean {self.backend}://torchx/{near}?)" if near else ""
-        return ""
+        return f" (did you mean {self.backend}://torchx/{near}?)" if near else ""
 
     def exists(self, app_id: str) -> bool:
         """Return whether an app exists."""
         return self.apps.read(app_id, brief=True) is not None
 
     def describe_native(self, app_id: str) -> AppDryRunInfo[Any, Any] | None:
-        """Return the request of an app as its backend keeps it; None if the app or its request does not exist.
-
-        Raises:
-            BackendError: a file of the app is damaged.
-        """
+        """Return the request of an app as its backend keeps it; None if the app or its request does not exist."""
         try:
             found = self.inner.native_request(app_id)
         except DamagedFileError as error:
@@ -338,26 +291,16 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         should_tail: bool = False,
         streams: Stream | None = None,
     ) -> Iterable[str]:
-        """Return the log lines of one replica; of both streams if ``streams`` is None.
-
-        Raises:
-            ValueError: the app, role or replica does not exist, or an argument is invalid.
-        """
+        """Return the log lines of one replica; of both streams if ``streams`` is None."""
         found = self.apps.recent(app_id)
         display = LogDisplay.of_command(found[0], role_name, k) if found is not None else None
-        if display is not None:
-            raise_file_limit()  # the command reads the logs of all replicas at once
-        lines = self.apps.lines(
-            app_id,
-            role_name,
-            k,
-            regex=None if display is not None else regex,
-            since=since,
-            until=until,
-            follow=should_tail,
-            stream=streams,
+        lines = functools.partial(
+            self.apps.lines, app_id, role_name, k, since=since, until=until, follow=should_tail, stream=streams
         )
-        return lines if display is None else display.show(lines, regex)
+        if display is None:
+            return lines(regex=regex)
+        raise_file_limit()  # the command reads the logs of all replicas at once
+        return display.show(lines(regex=None), regex)
 
     def _cancel_existing(self, app_id: str) -> None:
         self.apps.cancel_and_wait(app_id)
@@ -387,11 +330,7 @@ class MonarchWorkspaceScheduler(WorkspaceMixin[Any], MonarchScheduler):  # type:
         return runopts()
 
     def build_workspaces(self, roles: list[Role], cfg: Cfg) -> None:
-        """Build the workspaces through the backend.
-
-        Raises:
-            WorkspaceError: TorchX cannot pack a file of the workspace, or Docker cannot build the image.
-        """
+        """Build the workspaces through the backend."""
         assert self.inner.workspace is not None
         try:
             self.inner.workspace.build_workspaces(roles, cfg)

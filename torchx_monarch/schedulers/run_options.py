@@ -25,11 +25,7 @@ class _NamedOption(runopt):  # type: ignore[misc]
     name: str = ""
 
     def cast_to_type(self, value: str) -> CfgVal:
-        """Parse a value.
-
-        Raises:
-            InvalidRunConfigException: the value has the wrong type.
-        """
+        """Parse a value."""
         try:
             parsed: CfgVal = super().cast_to_type(value)
             return parsed
@@ -63,12 +59,7 @@ class CheckedRunopts(runopts):  # type: ignore[misc]
                 option.default, option.is_required = None if value == "None" else option.cast_to_type(value), False
 
     def resolve(self, cfg: Mapping[str, CfgVal], *, ignore_unknown: bool = False) -> dict[str, CfgVal]:
-        """Check options and add defaults. TorchX reads ``grace = None`` in a file as None, whatever the type.
-
-        Raises:
-            InvalidRunConfigException: an option is unknown, is missing, has the wrong type, or is None but needs a
-                value.
-        """
+        """Check options and add defaults. TorchX reads ``grace = None`` in a file as None, whatever the type."""
         resolved: dict[str, CfgVal] = super().resolve(cfg, ignore_unknown=ignore_unknown)
         for name, default in self._needs_value.items():
             if resolved[name] is None:
@@ -77,11 +68,7 @@ class CheckedRunopts(runopts):  # type: ignore[misc]
         return resolved
 
     def cfg_from_str(self, cfg_str: str) -> dict[str, CfgVal]:
-        """Parse the text of ``-cfg``.
-
-        Raises:
-            InvalidRunConfigException: the text is malformed, an option is unknown, or a value has the wrong type.
-        """
+        """Parse the text of ``-cfg``."""
         try:
             parsed: dict[str, CfgVal] = super().cfg_from_str(cfg_str)
             return parsed
@@ -99,11 +86,7 @@ class CheckedRunopts(runopts):  # type: ignore[misc]
 
 
 def read_section(name: str) -> dict[str, str]:
-    """Return a section of TorchX's configuration files; where two have a value, that of the first file.
-
-    Raises:
-        UserError: a file cannot be read; the message says which.
-    """
+    """Return a section of TorchX's configuration files; where two have a value, that of the first file."""
     section: dict[str, str] = {}
     try:
         for path in config.find_configs():
@@ -122,7 +105,6 @@ def read_config(path: str) -> str:
 
     Raises:
         OSError: it cannot be read.
-        UserError: it is not text in UTF-8.
     """
     try:
         return Path(path).read_text(encoding="utf-8")

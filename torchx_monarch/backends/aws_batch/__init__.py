@@ -2,5 +2,5 @@
 """Run apps as jobs of AWS Batch, with the run options of the scheduler that TorchX had until August 2026.
 
 This project runs nothing beside the job and keeps no state of it elsewhere: Batch restarts failed jobs and holds the
-whole state of an app. docs/architecture/backends_aws_batch.md lists the modules.
+whole state of an app. docs/architecture/backends.md says more.
 """

@@ -31,11 +31,7 @@ _UNKNOWN = "\0"
 
 
 def properties(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSBatchOpts) -> dict[str, Any]:
-    """Return the container properties of all nodes of a role.
-
-    Raises:
-        UserError: Batch cannot provide a resource or mount of the role, or a ulimit is malformed.
-    """
+    """Return the container properties of all nodes of a role."""
     memory = role.resource.memMB
     if memory < _MIN_MEMORY:
         raise UserError(
@@ -102,11 +98,7 @@ def _volume(role: Role, mount: BindMount | VolumeMount) -> dict[str, Any]:
 
 
 def ulimits(texts: list[str]) -> list[dict[str, Any]]:
-    """Parse ulimits of the form NAME:SOFT:HARD; empty texts are skipped.
-
-    Raises:
-        UserError: a text has another form.
-    """
+    """Parse ulimits of the form NAME:SOFT:HARD; empty texts are skipped."""
     limits = []
     for text in filter(None, (ulimit.strip() for ulimit in texts)):
         found = re.fullmatch(r"([^:]+):(-?\d+):(-?\d+)", text)
@@ -121,10 +113,6 @@ def render_command(role: Role, app_id: str, first: int) -> tuple[list[str], dict
 
     Args:
         first: node index of the role's replica 0.
-
-    Raises:
-        UserError: a variable's name is reserved by Batch, or no shell can set it though its value uses the replica
-            number.
     """
     number = "0" if role.num_replicas == 1 else _UNKNOWN
     applied = macros.Values(img_root="", app_id=app_id, replica_id=number, rank0_env=RANK0).apply(role)

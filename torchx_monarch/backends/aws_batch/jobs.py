@@ -33,12 +33,7 @@ class Jobs:
         self._ids: dict[str, str] = {}
 
     def submit(self, job: BatchJob, submitted: SubmittedApp, credentials: str) -> None:
-        """Submit a job that holds its app, unless that is too large.
-
-        Raises:
-            UserError: this request was submitted before.
-            AwsError: AWS refuses; the secret and the job definition are removed again.
-        """
+        """Submit a job that holds its app, unless that is too large."""
         if job.app_id in self._ids:
             raise UserError(f"this request was submitted already, as {job.app_id}; another job needs another dry run")
         arguments = _with_app(job.submit, submitted)

@@ -92,11 +92,7 @@ def check_options(options: AWSBatchOpts) -> None:
 
 
 def check_app(app: AppDef, roles: Sequence[RoleSpec], options: AWSBatchOpts) -> None:
-    """Check that Batch can run an app and that its hosts can find each other; warn of roles that end with the first.
-
-    Raises:
-        UserError: Batch cannot run the app; the message says what is allowed.
-    """
+    """Check that Batch can run an app and that its hosts can find each other; warn of roles that end with the first."""
     main, *others = roles
     if len(roles) > _MAX_ROLES:
         raise UserError(

@@ -115,9 +115,6 @@ def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJo
 
     Args:
         app: the app; its images must be in a registry that the nodes can reach.
-
-    Raises:
-        UserError: AWS Batch cannot run the app; the message says what is allowed.
     """
     name, queue = new_name(app.name), queue_name(cfg.queue)
     key, tags = secrets.token_hex(), _tags(app, cfg)
@@ -253,7 +250,10 @@ def roles_of(job: Mapping[str, Any]) -> list[Role]:
         first, _, last = node_range["targetNodes"].partition(":")
         env = _environment(properties)
         name = env.pop(ROLE_NAME, "node")
-        amounts = {needed["type"]: int(float(needed["value"])) for needed in properties.get("resourceRequirements", ())}
+        # Batch may return the older fields of a container instead of its requirements.
+        amounts = {"VCPU": properties.get("vcpus", -1), "MEMORY": properties.get("memory", -1)}
+        amounts |= {needed["type"]: needed["value"] for needed in properties.get("resourceRequirements", ())}
+        cpu, gpu, memory = (int(float(amounts.get(kind, 0))) for kind in ("VCPU", "GPU", "MEMORY"))
         entrypoint, *args = properties.get("command") or [""]
         roles.append(
             Role(
@@ -263,7 +263,7 @@ def roles_of(job: Mapping[str, Any]) -> list[Role]:
                 args=args,
                 env={name: value for name, value in env.items() if name not in (CREDENTIALS, KEY_VARIABLE)},
                 num_replicas=int(last) - int(first) + 1,
-                resource=Resource(amounts.get("VCPU", -1), amounts.get("GPU", 0), amounts.get("MEMORY", -1)),
+                resource=Resource(cpu, gpu, memory),
             )
         )
     return roles

@@ -87,11 +87,7 @@ class KubernetesOpts(NetworkOpts):
 
 
 def check(cfg: KubernetesOpts) -> None:
-    """Check the run options that are Kubernetes' own.
-
-    Raises:
-        InvalidRunConfigException: a value is not allowed; the message names the option, its value and what is allowed.
-    """
+    """Check the run options that are Kubernetes' own."""
 
     def refuse(name: str, allowed: str) -> None:
         raise InvalidRunConfigException(f"Run option `{name}` is {cfg[name]!r}; {allowed}", name, dict(cfg))
