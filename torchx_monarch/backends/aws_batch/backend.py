@@ -50,17 +50,14 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         self._jobs = Jobs(self._aws)
 
     def close(self) -> None:
-        """Close the connections."""
         self._aws.close()
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def checks(self, options: AWSBatchOpts | None) -> Iterable[CheckResult]:
-        """Check the credentials and the job queue."""
         return check_cloud(self._aws, options)
 
     def check_options(self, options: AWSBatchOpts) -> None:
-        """Check the run options."""
         check_options(options)
 
     def replica0_host(self, app: AppDef, role: int) -> str:
@@ -71,19 +68,16 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         return "@" if role else f"@{RANK0}"
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: AWSBatchOpts) -> BatchJob:
-        """Return the request that runs an app."""
         check_app(app, submitted.roles, options)
         return request.render(app, submitted.roles, options)
 
     def submit(self, request: BatchJob, submitted: SubmittedApp, credentials: str) -> str:
-        """Submit the job and return the app's id, QUEUE:NAME."""
         self._jobs.submit(request, submitted, credentials)
         return request.app_id
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> BatchSnapshot | None:
-        """Read the state of an app; return None if it does not exist."""
         job = self._jobs.find(app_id)
         if job is None:
             return None
@@ -127,11 +121,9 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def stop(self, app: BatchSnapshot, outcome: Outcome, grace: float | None) -> None:
-        """Have Batch end the job."""
         if snapshot.state(app.job) in (State.PENDING, State.RUNNING):
             self._jobs.end(app.job, snapshot.CANCELLED)
 
     def remove(self, app: BatchSnapshot) -> None:
-        """End the job, and remove its definition and its secret."""
         self.stop(app, Outcome(State.CANCELLED), None)
         self._jobs.remove(app.app_id, app.job)

@@ -52,7 +52,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         return self._connected
 
     def close(self) -> None:
-        """Close the connections."""
         if self._connected is not None:
             self._connected.close()
             self._connected = None
@@ -60,7 +59,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def checks(self, options: KubernetesOpts | None) -> Iterable[CheckResult]:
-        """Check that the cluster answers, and the user's rights there."""
         return check_cluster(self._api, options)
 
     def check_options(self, cfg: KubernetesOpts) -> None:
@@ -102,14 +100,12 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         return request
 
     def submit(self, request: KubernetesRequest, submitted: SubmittedApp, credentials: str) -> str:
-        """Create all objects of a request, and return the app's id."""
         lifecycle.submit(self._api, request, credentials)
         return f"{request.namespace}:{request.app_id}"
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> KubernetesSnapshot | None:
-        """Read the state of an app; return None if it does not exist."""
         place = names.split(app_id)
         found = objects.find(self._api, *place) if place else None
         if found is None:
@@ -153,7 +149,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         lifecycle.stop(self._api, app, outcome)
 
     def remove(self, app: KubernetesSnapshot) -> None:
-        """Delete all objects of an app; running pods get their grace period."""
         lifecycle.remove(self._api, app)
 
 
