@@ -53,6 +53,9 @@ class SyncError(LaunchError):
 class HostCode:
     """The code on one host: receive it, send it to other hosts, and check it out for runs.
 
+    Its methods raise ``SyncError`` if another side breaks off, is silent or sends something else, or this host cannot
+    store or check out the code.
+
     Args:
         folder: path of the code store, which is created.
     """
@@ -69,9 +72,6 @@ class HostCode:
 
         Returns:
             the path of the folder that the run works in.
-
-        Raises:
-            SyncError: the tree is not on this host or cannot be checked out.
         """
         self._working = await _in_thread(self._store.acquire, tree_hash, workspace)
         return self._working
@@ -87,11 +87,7 @@ class HostCode:
         return self._store.find_tree(tree_hash) is not None
 
     async def fetch(self, tree_hash: str, connect: Connect) -> None:
-        """Get a tree from the leader, unless it is on this host.
-
-        Raises:
-            SyncError: the leader does not have it or breaks off, or this host cannot store it.
-        """
+        """Get a tree from the leader, unless it is on this host."""
         if self.has(tree_hash):
             return
         try:
@@ -104,11 +100,7 @@ class HostCode:
             writer.close()
 
     async def receive(self, tree_hash: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Receive a tree that the other side sends.
-
-        Raises:
-            SyncError: it sends another tree, is silent or breaks off, or this host cannot store it.
-        """
+        """Receive a tree that the other side sends."""
         async with self._receiving:
             text = bytearray()
             await _receive_frames(reader, lambda frame: text.extend(frame[: MAX_TREE + 1 - len(text)]))
@@ -201,12 +193,7 @@ async def probe(path: str, text: str) -> bool:
 
 
 async def _receive_frames(reader: asyncio.StreamReader, take: Callable[[bytes], object]) -> None:
-    """Take the frames up to the empty one, in a thread; after a failure read the others, as the sender reads only then.
-
-    Raises:
-        SyncError: the sender has disconnected or failed, is silent for ``_SILENCE`` seconds, or sends a frame that is
-            too long or cannot be taken.
-    """
+    """Take the frames up to the empty one, in a thread; after a failure read on, as the sender reads only then."""
     failure: SyncError | None = None
     try:
         while size := int.from_bytes(await asyncio.wait_for(reader.readexactly(4), _SILENCE), "big"):

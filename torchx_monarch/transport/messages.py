@@ -32,15 +32,11 @@ Message = dict[str, Any]
 
 
 class ProtocolError(Exception):
-    """The data received is not a valid message, or a message is too long."""
+    """Raised by the functions below: the data received is not a valid message, or a message is too long."""
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message, with a header line if it is longer than ``MAX_LINE``.
-
-    Raises:
-        ProtocolError: the message is longer than ``MAX_MESSAGE``.
-    """
+    """Encode a message, with a header line if it is longer than ``MAX_LINE``."""
     line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
     if len(line) <= MAX_LINE:
         return line
@@ -50,11 +46,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """Decode one line.
-
-    Raises:
-        ProtocolError: the line is not a JSON object.
-    """
+    """Decode one line."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -65,11 +57,7 @@ def decode(line: bytes) -> Message:
 
 
 def frame_size(message: Message) -> int:
-    """Return the length in bytes of the following message if this one is a header line, else 0.
-
-    Raises:
-        ProtocolError: the length is not a number from 1 to ``MAX_MESSAGE``.
-    """
+    """Return the length in bytes of the following message if this one is a header line, else 0."""
     if "frame" not in message:
         return 0
     size = message["frame"]
@@ -81,13 +69,11 @@ def frame_size(message: Message) -> int:
 async def receive(reader: asyncio.StreamReader, timeout: float | None = None) -> Message | None:
     """Receive the next message; return None when the peer has closed or broken the connection.
 
+    ``TimeoutError`` is raised if no message arrives in time.
+
     Args:
         reader: a reader opened with ``limit=MAX_LINE``.
         timeout: seconds for a line, and again for a message after a header line; None for no limit.
-
-    Raises:
-        ProtocolError: the data is not a JSON object, or is too long.
-        TimeoutError: no message arrived in time.
     """
     message = await _receive(reader.readline(), timeout)
     if message is not None and (size := frame_size(message)):

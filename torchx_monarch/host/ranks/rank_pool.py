@@ -46,6 +46,8 @@ _MAX_LINE = 300
 class RankPool:
     """Start, watch and stop the ranks of a run on one host.
 
+    Methods that start something raise ``LaunchError`` if it cannot be started; the message gives the reason.
+
     Attributes:
         attempt: number of the last attempt that was launched; -1 for none.
         run: what the ranks execute.
@@ -80,11 +82,7 @@ class RankPool:
         self._sampler = RankSampler(logs.replica, logs.hostname, self._marker, recorders)
 
     async def start(self, nproc: str) -> int:
-        """Prepare for the ranks (see ``RankStarter.prepare``) and return their number on this host.
-
-        Raises:
-            LaunchError: their zygote cannot be started, or their number is not known.
-        """
+        """Prepare for the ranks (see ``RankStarter.prepare``) and return their number on this host."""
         if (node_rank := self.run.command.options.node_rank) not in (0, self._replica):
             self._say(f"--node-rank={node_rank} is not used: this is the host of replica {self._replica}")
         await self._recorders.start()
@@ -92,11 +90,7 @@ class RankPool:
         return await self._starter.prepare(nproc)
 
     def start_timers(self, path: str, run_id: str) -> None:
-        """Start the timer server of the ranks; see ``TimerServer`` for the arguments.
-
-        Raises:
-            LaunchError: the server's process cannot be started.
-        """
+        """Start the timer server of the ranks; see ``TimerServer`` for the arguments."""
         env = interpreter_environment(self.run.environ, self._starter.count)
         try:
             self._timers = TimerServer(self.run.python(), path, run_id, env, self._say)
@@ -124,9 +118,6 @@ class RankPool:
 
         Returns:
             MASTER_ADDR, MASTER_PORT, and whether a store is already served there.
-
-        Raises:
-            LaunchError: a zygote cannot be started, or the endpoint cannot be opened.
         """
         try:
             endpoint = await MasterEndpoint.of(self.run.command.options, bind, advertised, hosts)
@@ -145,12 +136,7 @@ class RankPool:
         return self._starter.imported
 
     async def launch(self, world: World) -> list[int]:
-        """Start the program of each rank of an attempt; return the process ids, in the order of local ranks.
-
-        Raises:
-            LaunchError: a rank cannot be started or bound to CPUs, the timer server does not run, a log file cannot be
-                opened, or there are fewer visible devices than ranks.
-        """
+        """Start the program of each rank of an attempt; return the process ids, in the order of local ranks."""
         store = self._starter.store
         if store.current is not None and store.current.port != world.master_port:
             store.end()  # the ranks meet on another host

@@ -22,6 +22,8 @@ _TRIES = 3
 class RankStarter:
     """Start the ranks of a run, and the TCPStore through which they meet.
 
+    Its methods raise ``LaunchError`` if the ranks cannot be started; the message gives the reason.
+
     ``say`` is called with progress lines, ``on_first_output`` once, when a rank first prints; ``learned`` is what the
     host has learned of the program, None if nothing is learned.
 
@@ -61,9 +63,6 @@ class RankStarter:
         """Start the zygote; return the number of ranks while it imports its modules.
 
         ``nproc`` is a number, or auto, cpu, gpu or xpu, which torch resolves.
-
-        Raises:
-            LaunchError: the zygote cannot be started, torch rejects the name, or the open file limit is too low.
         """
         if why := self._run.why_no_python():
             raise LaunchError(f"cannot start the Python interpreter {why}")
@@ -110,9 +109,6 @@ class RankStarter:
         """Start the processes of all ranks of an attempt, and that of the store whose port has been opened.
 
         By local rank, a description has what ``zygote_main`` says, but for ``python`` and ``cpus``.
-
-        Raises:
-            LaunchError: one cannot be started, or bound to CPUs. No rank is left running then.
         """
         more = [await self._cpus(local_rank) for local_rank in range(len(ranks))]
         if self._learned is not None and more:
@@ -149,11 +145,7 @@ class RankStarter:
         return await importer.fork(store) or await zygote.fork(ranks)
 
     async def importer(self) -> Zygote | None:
-        """Return the zygote that has imported the modules; None if there are none, or if importing them ends it.
-
-        Raises:
-            LaunchError: it cannot be started.
-        """
+        """Return the zygote that has imported the modules; None if there are none, or if importing them ends it."""
         while self._run.preload and not self._is_lost:
             zygote = self._zygotes.fitting(self._run, self.count)
             try:
@@ -181,11 +173,7 @@ class RankStarter:
         return {"cpus": await self._ask_torch({"op": "cpus", "mode": mode, "gpu": local_rank}, failure)}
 
     async def _ask_torch(self, order: Mapping[str, Any], failure: str) -> Any:
-        """Have a zygote's fork ask torch; return the answer, whose name is that of the order.
-
-        Raises:
-            LaunchError: torch rejects the value of the option; the message begins with ``failure``.
-        """
+        """Have a zygote's fork ask torch; return the answer, whose name is that of the order."""
         try:
             zygote = await self.importer() or self._zygotes.fitting(self._run, self.count)
             answer = await zygote.ask(order)

@@ -51,6 +51,8 @@ class ZygoteError(Exception):
 class Zygote:
     """Represent one zygote, a child of the host process. Use from the main thread only (see ``RankProcess``).
 
+    Its coroutines raise ``ZygoteError`` if the zygote has ended or does not answer, or its host has ended it.
+
     Attributes:
         pid: process id.
         signature: equal for runs whose ranks can be forks of this zygote (``RunSpec.signature``).
@@ -109,11 +111,7 @@ class Zygote:
         return self._imported.cancelled()
 
     async def imports(self) -> dict[str, Any]:
-        """Wait for the import of the modules; return the answer (see ``zygote_main``).
-
-        Raises:
-            ZygoteError: the zygote has ended or does not answer, or its host has ended it.
-        """
+        """Wait for the import of the modules; return the answer (see ``zygote_main``)."""
         try:
             answer = await asyncio.shield(self._imported)
         except asyncio.CancelledError:
@@ -125,11 +123,7 @@ class Zygote:
         return answer
 
     async def ask(self, order: Mapping[str, Any], passed: Sequence[int] = ()) -> dict[str, Any]:
-        """Send an order (see ``zygote_main``) and descriptors, after the import of the modules; return the answer.
-
-        Raises:
-            ZygoteError: the zygote has ended or does not answer.
-        """
+        """Send an order (see ``zygote_main``) and descriptors, after the import of the modules; return the answer."""
         await self.imports()
         return await self._ask(order["op"], json.dumps(order).encode() + b"\n", passed, _ORDER_TIMEOUT)
 
@@ -138,9 +132,6 @@ class Zygote:
 
         Returns:
             which process could not be started, and why; empty if all have been.
-
-        Raises:
-            ZygoteError: the zygote has ended or does not answer.
         """
         for first in range(0, len(processes), self._at_once):
             part, passed, described = processes[first : first + self._at_once], list[int](), []
