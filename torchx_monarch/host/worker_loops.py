@@ -48,13 +48,16 @@ _RETRY_EVERY = 0.1
 """Seconds until the next try to connect to another role, which may still be starting."""
 
 
-def _open_output(console: Console, stamped: bool) -> tuple[int, OutputPipe]:
-    """Return a descriptor for the output of Monarch's processes, and the pipe that copies it to the host's output."""
+def _open_output(console: Console, stamped: bool, given: contextlib.ExitStack, owned: contextlib.ExitStack) -> int:
+    """Return a descriptor, of ``given``, for the output of Monarch's processes, of which the host's output gets a copy
+    while ``owned`` is open."""
     read, write = os.pipe()
+    given.callback(os.close, write)
     output = OutputPipe(os.fdopen(read, "rb", 0), None, lambda line: _MONARCH_NOISE.fullmatch(line) is None)
+    owned.callback(output.close)
     output.assign(None, console, "", stamped=stamped)
     output.release()
-    return write, output
+    return write
 
 
 class WorkerLoops:
@@ -111,41 +114,34 @@ class WorkerLoops:
             "lease": host.options.lease,
             "marker": host.environ.get(processes.MARKER, ""),
         }
-        descriptors, outputs = zip(
-            *(_open_output(console, host.options.timestamps) for console in (host.stdout, host.stderr)), strict=True
-        )
         left_out = {name for name in host.environ if is_for_hosts(name)} | set(JOB_VARIABLES) - {processes.MARKER}
         environ = {name: value for name, value in host.environ.items() if name not in left_out}
-        read, write = os.pipe()
-        reports, process = os.fdopen(read, "rb", 0), None
-        try:
+        with contextlib.ExitStack() as owned, contextlib.ExitStack() as given:
+            owned.callback(run_dirs.remove_tree, folder)
+            stdout, stderr = (
+                _open_output(console, host.options.timestamps, given, owned) for console in (host.stdout, host.stderr)
+            )
+            read, write = os.pipe()
+            given.callback(os.close, write)
+            reports = owned.enter_context(os.fdopen(read, "rb", 0))
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "torchx_monarch.host.worker_loop_main", str(write)),
                 stdin=asyncio.subprocess.PIPE,
-                stdout=descriptors[0],
-                stderr=descriptors[1],
+                stdout=stdout,
+                stderr=stderr,
                 pass_fds=[write],
                 env={**environ, "TMPDIR": folder},
             )
-            for descriptor in (write, *descriptors):
-                os.close(descriptor)
-            write, descriptors = -1, ()
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(spec).encode() + b"\n")
-            end = await self._follow(reports, address)
-            if end is None:
-                return f"has ended: its process {describe_code(await process.wait())}", False
-            return str(end["reason"]), end["shut_down"] is True
-        finally:
-            for descriptor in (write, *descriptors):
-                if descriptor >= 0:
-                    os.close(descriptor)
-            if process is not None:
+            given.close()
+            try:
+                assert process.stdin is not None
+                process.stdin.write(json.dumps(spec).encode() + b"\n")
+                end = await self._follow(reports, address)
+                if end is None:
+                    return f"has ended: its process {describe_code(await process.wait())}", False
+                return str(end["reason"]), end["shut_down"] is True
+            finally:
                 await self._end(process)
-            reports.close()
-            for output in outputs:
-                output.close()
-            run_dirs.remove_tree(folder)
 
     async def _follow(self, pipe: IO[bytes], address: asyncio.Future[str]) -> messages.Message | None:
         """Read what the process of a worker loop reports; return its report of the end, None if there is none."""

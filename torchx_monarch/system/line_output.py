@@ -60,7 +60,7 @@ class LineOutput:
         return b"\n" if at_end else b""
 
 
-def complete(text: bytes) -> int:
+def complete(text: bytes | bytearray) -> int:
     """Return the number of bytes of ``text`` without an incomplete UTF-8 character at the end."""
     for back in range(1, min(4, len(text)) + 1):
         byte = text[-back]

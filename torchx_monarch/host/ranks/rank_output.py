@@ -76,8 +76,7 @@ class OutputPipe:
         self._sinks: Sequence[LineSink] = ()
         self._prefix = b""
         self._is_stamped = False
-        self._partial: list[bytes] = []
-        self._partial_size = 0
+        self._partial = bytearray()
         self._goes_on = False
         """Whether the next text to show continues a line of which pieces have been shown."""
         self._drawing: asyncio.TimerHandle | None = None
@@ -146,7 +145,7 @@ class OutputPipe:
 
     def _finish(self) -> None:
         if self._console is not None and self._partial:
-            self._show(b"".join([*self._partial, b"\n"]))
+            self._show(bytes(self._partial) + b"\n")
         elif self._console is not None and self._goes_on:
             self._console.end(self)
             for sink in self._sinks:
@@ -208,32 +207,23 @@ class OutputPipe:
             self._writer.write(self._file, data)  # a full disk loses log lines, never the job
         if self._console is None:
             return
-        end = data.rfind(b"\n") + 1
-        if end:
-            self._show(b"".join([*self._partial, data[:end]]))
-            self._set_partial(data[end:])
-        else:
-            self._partial.append(data)
-            self._partial_size += len(data)
-        if self._partial_size > LONGEST:
-            self._show_partial()
-        elif self._drawing is None and b"\r" in data[end:]:
+        self._partial += data
+        if b"\n" in data:
+            self._show_partial(self._partial.rfind(b"\n") + 1)
+        if len(self._partial) > LONGEST:
+            self._show_partial(complete(self._partial))
+        elif self._drawing is None and b"\r" in data and b"\r" in self._partial:
             self._drawing = asyncio.get_running_loop().call_later(_DRAW_AFTER, self._draw)
-
-    def _set_partial(self, data: bytes) -> None:
-        self._partial = [data] if data else []
-        self._partial_size = len(data)
 
     def _draw(self) -> None:
         self._drawing = None
-        self._show_partial()
+        self._show_partial(complete(self._partial))
 
-    def _show_partial(self) -> None:
-        text = b"".join(self._partial)
-        end = complete(text)
-        self._set_partial(text[end:])
-        if end:
-            self._show(text[:end])
+    def _show_partial(self, end: int) -> None:
+        text = bytes(self._partial[:end])
+        del self._partial[:end]
+        if text:
+            self._show(text)
 
     def _show(self, text: bytes) -> None:
         """Write whole lines, each with its line feed, or a piece of a line, to the console and the sink."""
