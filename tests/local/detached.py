@@ -83,8 +83,8 @@ class Detached:
     def paths(self, app_id: str) -> state_files.AppPaths:
         return state_files.app_paths(app_id)
 
-    def watchers(self, app_id: str) -> state.Owners:
-        watchers = state.load_owners(self.paths(app_id))
+    def watchers(self, app_id: str) -> state.Owner:
+        watchers = state.load_owner(self.paths(app_id))
         assert watchers is not None
         return watchers
 

@@ -38,7 +38,7 @@ class LocalPlace(Place):
 
     def _host(self, handle: str, replica: int) -> int:
         """Return the pid of a replica's host."""
-        owning = state.load_owners(state_files.app_paths(handle.rpartition("/")[2]))
+        owning = state.load_owner(state_files.app_paths(handle.rpartition("/")[2]))
         assert owning is not None
         (host,) = [
             one.pid

@@ -57,7 +57,7 @@ def test_cancel_while_the_supervisor_starts(apps: Detached, monkeypatch: pytest.
 
     def start_and_cancel(command: list[str], **more: Any) -> subprocess.Popen[bytes]:
         process = start(command, **more)
-        state.request_stop(state_files.AppPaths(command[4]), None)
+        state.request_stop(state_files.AppPaths(command[6]), None)
         return process
 
     with monkeypatch.context() as within:
@@ -146,9 +146,7 @@ def test_a_supervisor_that_was_stopped(apps: Detached) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
 def test_signals_of_a_terminal_are_ignored(apps: Detached, signum: int) -> None:
     app_id = apps.run(sh("sleep 1000"))
-    watchers = apps.watchers(app_id)
-    for process in (watchers.supervisor, watchers.keeper):
-        os.kill(process.pid, signum)
+    os.kill(apps.watchers(app_id).supervisor.pid, signum)
     assert not apps.scheduler.apps.wait(app_id, 0.2)
     apps.scheduler.apps.cancel(app_id, 0)
     apps.wait(app_id)
@@ -157,9 +155,7 @@ def test_signals_of_a_terminal_are_ignored(apps: Detached, signum: int) -> None:
 def test_the_machine_shuts_down(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
     app_id = apps.run(sh(f"trap 'echo bye; exit 0' TERM; touch {tmp_path}/up; while true; do sleep 0.05; done"))
     eventually(lambda: (tmp_path / "up").exists(), "the start")
-    watchers = apps.watchers(app_id)
-    for process in (watchers.keeper, watchers.supervisor):
-        os.kill(process.pid, signal.SIGTERM)
+    os.kill(apps.watchers(app_id).supervisor.pid, signal.SIGTERM)
     status = apps.wait(app_id)
     assert status.state is AppState.CANCELLED
     assert "SIGTERM" in status.msg

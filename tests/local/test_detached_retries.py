@@ -46,44 +46,56 @@ def test_a_program_asks_for_no_retry_by_what_retry_on_names(
     assert ("; not started again: exit code 3 is not one of 4 (retry_on)" in status.msg) is (times == 1)
 
 
-#: Main role with three replicas and a second role. Replica 1 of the main role fails once, when all others have started.
-def scene(apps: Detached, folder: Path, policy: RetryPolicy) -> str:
-    note = "echo $MONARCH_RESTART >> {folder}/{role}$0;"
-    wait_all = f"while ! cat {folder}/main0 {folder}/main2 {folder}/side0 >/dev/null 2>&1; do sleep 0.02; done;"
-    main = (
-        note.format(folder=folder, role="main")
-        + f"if test $0 = 1 && test $MONARCH_RESTART = 0; then {wait_all} exit 1; fi;"
-        + UNTIL.format(folder=folder, name="go")
-    )
-    side = note.format(folder=folder, role="side") + " sleep 1000"
-    roles = [
-        sh(main, name="main", replicas=3, max_retries=1, retry_policy=policy),
-        sh(side, name="side", metadata={"monarch": {"sidecar": True}}),
-    ]
-    for role in roles:
-        role.args.append("${replica_id}")
-    return apps.run(*roles, grace=2)
-
-
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        (RetryPolicy.REPLICA, {"main0": 1, "main1": 2, "main2": 1, "side0": 1}),
-        (RetryPolicy.ROLE, {"main0": 2, "main1": 2, "main2": 2, "side0": 1}),
-        (RetryPolicy.APPLICATION, {"main0": 2, "main1": 2, "main2": 2, "side0": 2}),
-    ],
-)
-def test_who_is_started_again(
-    apps: Detached, tmp_path: Path, eventually: Eventually, policy: RetryPolicy, expected: dict[str, int]
+@pytest.mark.parametrize("policy", list(RetryPolicy))
+def test_a_program_that_fails_is_started_again_alone(
+    apps: Detached, tmp_path: Path, eventually: Eventually, policy: RetryPolicy
 ) -> None:
-    app_id = scene(apps, tmp_path, policy)
-    eventually(lambda: all(len(starts(tmp_path, name)) == n for name, n in expected.items()), "all restarts")
-    assert apps.status(app_id).state is AppState.RUNNING
+    main = f"echo $MONARCH_RESTART >> {tmp_path}/main$0; test $0$MONARCH_RESTART = 10 && exit 1;"
+    role = sh(main + UNTIL.format(folder=tmp_path, name="go"), replicas=2, max_retries=1, retry_policy=policy)
+    role.args.append("${replica_id}")
+    app_id = apps.run(role, sh(f"echo $MONARCH_RESTART >> {tmp_path}/other", name="other"))
+    eventually(lambda: starts(tmp_path, "main1") == ["0", "1"], "the restart")
     (tmp_path / "go").touch()
     status = apps.wait(app_id)
     assert (status.state, status.num_restarts) == (S, 1)
-    assert {name: len(starts(tmp_path, name)) for name in expected} == expected
-    assert apps.states(app_id) == {"main/0": S, "main/1": S, "main/2": S, "side/0": C}
+    assert starts(tmp_path, "main0") == starts(tmp_path, "other") == ["0"]
+
+
+#: Ranks of two roles that note their starts. Rank 1 of the first role fails once, when all ranks have started.
+RANKS = """
+import os, sys, time
+folder, role = sys.argv[1:]
+name = role + os.environ["RANK"]
+with open(f"{folder}/{name}", "a") as file:
+    file.write("started ")
+def starts(name):
+    return len(open(f"{folder}/{name}").read().split()) if os.path.exists(f"{folder}/{name}") else 0
+while not all(map(starts, ["main0", "main1", "other0"])):
+    time.sleep(0.02)
+if role == "main" and starts(name) == 1:
+    sys.exit(1) if name == "main1" else time.sleep(1000)
+while starts("main1") == 1:
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "others"),
+    [(RetryPolicy.REPLICA, 1), (RetryPolicy.ROLE, 1), (RetryPolicy.APPLICATION, 2)],
+)
+def test_hosts_end_and_begin_again_together(apps: Detached, tmp_path: Path, policy: RetryPolicy, others: int) -> None:
+    """The supervisor restarts each replica alone; hosts of a role, and with APPLICATION of all roles, end together."""
+    (tmp_path / "ranks.py").write_text(RANKS)
+
+    def role(name: str, hosts: int) -> Role:
+        words = ["--nnodes", str(hosts), "--nproc-per-node", "1", str(tmp_path / "ranks.py"), str(tmp_path), name]
+        more = {"num_replicas": hosts, "max_retries": 1, "retry_policy": policy}
+        return Role(name, "", entrypoint="torchrun", args=words, **more)
+
+    app_id = apps.run(role("main", 2), role("other", 1), preload="none")
+    status = apps.wait(app_id)
+    assert (status.state, status.num_restarts) == (S, 2 if policy is RetryPolicy.REPLICA else 1), status.msg
+    assert [len(starts(tmp_path, name)) for name in ("main0", "main1", "other0")] == [2, 2, others]
 
 
 def test_nothing_of_a_failed_start_lives_on(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:

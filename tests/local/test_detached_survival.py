@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an app survives, and what is left of it when it does not: deaths of submitter, supervisor, keeper, machine."""
+"""What an app survives, and what is left of it when it does not: deaths of submitter, supervisor, machine."""
 
 from __future__ import annotations
 
@@ -104,50 +104,6 @@ def test_the_submitter_has_no_zombies(apps: Detached) -> None:
     apps.wait(app_id)
 
 
-def test_the_supervisor_is_killed(apps: Detached, family: Family) -> None:
-    supervisor = apps.watchers(family.app_id).supervisor.pid
-    os.kill(supervisor, signal.SIGKILL)
-    status = apps.wait(family.app_id)
-    assert status.state is AppState.FAILED
-    assert status.msg == f"the supervisor (pid {supervisor}) was killed by signal 9 (SIGKILL)"
-    assert family.alive == []
-    assert apps.log(family.app_id)[-1] == f"[monarch] {status.msg}\n"
-    assert apps.states(family.app_id) == {"r/0": AppState.FAILED}
-    assert not Path(apps.paths(family.app_id).run).exists()
-
-
-def test_the_keeper_is_killed(apps: Detached, family: Family, eventually: Eventually) -> None:
-    os.kill(apps.watchers(family.app_id).keeper.pid, signal.SIGKILL)
-    eventually(lambda: [e for e in apps.events(family.app_id) if e["kind"] == "keeper_lost"], "the event")
-    assert apps.status(family.app_id).state is AppState.RUNNING
-    assert len(family.alive) == 3
-    apps.scheduler.apps.cancel(family.app_id, 0)
-    assert apps.wait(family.app_id).state is AppState.CANCELLED
-    assert family.alive == []
-
-
-def test_the_keeper_is_stopped_and_the_app_ends(apps: Detached, family: Family, eventually: Eventually) -> None:
-    keeper = apps.watchers(family.app_id).keeper.pid
-    os.kill(keeper, signal.SIGSTOP)
-    apps.scheduler.apps.cancel(family.app_id, 0)
-    assert apps.wait(family.app_id).state is AppState.CANCELLED
-    eventually(lambda: not lives(keeper), "the keeper to leave")
-
-
-def test_the_keeper_is_stopped_and_the_supervisor_is_killed(
-    apps: Detached, family: Family, eventually: Eventually
-) -> None:
-    watchers = apps.watchers(family.app_id)
-    os.kill(watchers.keeper.pid, signal.SIGSTOP)
-    os.kill(watchers.supervisor.pid, signal.SIGKILL)
-    assert apps.status(family.app_id).state is AppState.RUNNING
-    apps.scheduler.apps.cancel(family.app_id)
-    status = apps.wait(family.app_id)
-    assert status.msg == f"the supervisor (pid {watchers.supervisor.pid}) was killed by signal 9 (SIGKILL)"
-    assert family.alive == []
-    eventually(lambda: not lives(watchers.keeper.pid), "the keeper to leave")
-
-
 def test_an_app_that_was_given_up_is_not_started(apps: Detached) -> None:
     """As when a submitter was stopped for so long that others took it for dead."""
     app_id = apps.run(sh("true"))
@@ -161,24 +117,32 @@ def test_an_app_that_was_given_up_is_not_started(apps: Detached) -> None:
     assert [e["kind"] for e in apps.events(app_id)].count("supervised") == 1
 
 
-def test_both_are_killed(apps: Detached, family: Family, eventually: Eventually) -> None:
-    watchers = apps.watchers(family.app_id)
-    os.kill(watchers.keeper.pid, signal.SIGKILL)
-    os.kill(watchers.supervisor.pid, signal.SIGKILL)
-    killed = [watchers.keeper.pid, watchers.supervisor.pid, pid_in(family.folder / "main")]
-    eventually(lambda: not any(map(lives, killed)), "the kernel to kill them and the replica")
+def test_the_supervisor_is_killed(apps: Detached, family: Family, eventually: Eventually) -> None:
+    supervisor = apps.watchers(family.app_id).supervisor.pid
+    os.kill(supervisor, signal.SIGKILL)
+    killed = [supervisor, pid_in(family.folder / "main")]
+    eventually(lambda: not any(map(lives, killed)), "the kernel to kill it and the replica")
     before = tree(apps.paths(family.app_id).root)
     code = f"print(runner.status(handle({family.app_id!r})).state)"
     assert all_fresh([code] * 3) == ["FAILED"] * 3
     status = apps.status(family.app_id)
     assert status.state is AppState.FAILED
-    assert str(watchers.supervisor.pid) in status.msg and "were killed" in status.msg
+    why = f"it was killed, or {os.uname().nodename} was rebooted"
+    assert status.msg == f"the supervisor (pid {supervisor}) has ended without a result: {why}"
+    assert apps.states(family.app_id) == {"r/0": AppState.FAILED}
     # Readers say so and change nothing. What has survived its replica is killed with the app's folder.
     assert tree(apps.paths(family.app_id).root) == before
     assert family.alive == ["child", "orphan"]
     apps.runner.delete(apps.handle(family.app_id))
     assert family.alive == []
     assert apps.runner.status(apps.handle(family.app_id)) is None
+
+
+def test_a_cancel_kills_what_has_survived_the_supervisor(apps: Detached, family: Family) -> None:
+    os.kill(apps.watchers(family.app_id).supervisor.pid, signal.SIGKILL)
+    apps.wait(family.app_id)
+    apps.scheduler.cancel(family.app_id)
+    assert family.alive == []
 
 
 def test_orphans_end_with_the_app(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
@@ -197,7 +161,7 @@ def make_unended(apps: Detached, eventually: Eventually, hostname: str = "") -> 
     """An app that has ended, with a status file that does not know it; as if it had run on that machine."""
     app_id = apps.run(sh("true"))
     apps.wait(app_id)
-    eventually(lambda: not lives(apps.watchers(app_id).keeper.pid), "the keeper to leave")
+    eventually(lambda: not lives(apps.watchers(app_id).supervisor.pid), "the supervisor to leave")
     record, paths = apps.record(app_id), apps.paths(app_id)
     record.update(state="RUNNING", ended=None)
     record["roles"][0]["replicas"][0].update(state="RUNNING", ended=None, exit_code=None)
@@ -212,7 +176,7 @@ def make_unended(apps: Detached, eventually: Eventually, hostname: str = "") -> 
 def test_a_reboot(apps: Detached, eventually: Eventually) -> None:
     app_id = make_unended(apps, eventually)
     assert [str(a.state) for a in apps.scheduler.list()] == ["FAILED"]
-    assert apps.status(app_id).msg.endswith(f"were killed, or {os.uname().nodename} was rebooted")
+    assert apps.status(app_id).msg.endswith(f"it was killed, or {os.uname().nodename} was rebooted")
     assert folder.prune(state_files.apps_dir(), newest=0) == [app_id]
 
 
@@ -258,7 +222,7 @@ def test_pids_that_are_used_again(apps: Detached, eventually: Eventually) -> Non
     data = state_files.read_json(path)
     assert data is not None
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        data["keeper"]["pid"] = data["supervisor"]["pid"] = other.pid
+        data["supervisor"]["pid"] = other.pid
         state_files.write_json(path, data)
         apps.scheduler.cancel(app_id)
         assert apps.status(app_id).state is AppState.FAILED
@@ -334,12 +298,10 @@ def test_a_supervisor_that_cannot_start(apps: Detached, monkeypatch: pytest.Monk
 
 
 def test_ctrl_c_while_submitting(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchx_monarch.backends.local import submit
-
-    def interrupt(fd: int, size: int) -> bytes:
+    def interrupt(process: subprocess.Popen[bytes], timeout: float) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(submit, "_read", interrupt)
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupt)
     with pytest.raises(KeyboardInterrupt):
         apps.run(sh("sleep 1000"))
     (listed,) = apps.scheduler.list()

@@ -16,7 +16,7 @@ from torchx.schedulers.api import Stream
 from torchx.specs import AppState
 
 from tests.soak import printed, program
-from tests.soak.faults import Injection
+from tests.soak.faults import Injection, targets
 from tests.soak.jobs import Job
 from tests.soak.plans import ROLE, Plan
 from torchx_monarch.backends.core import state_files
@@ -53,8 +53,7 @@ def _blame(job: Job, one: Injection, injections: Sequence[Injection]) -> str | N
         return rf"({by_supervisor}|host {replica} \(\S+, pid {pid}\)) does not answer"
     how = {"kill": r"killed by signal 9 \(SIGKILL\)", "term": r"killed by signal 15 \(SIGTERM\)"}[action]
     if target == "supervisor":
-        both = any(each.fault.what == "kill keeper" for each in injections)
-        return rf"^the supervisor \(pid {pid}\) (was {how}" + r"|and the keeper \(pid \d+\) were killed" * both + ")"
+        return rf"^the supervisor \(pid {pid}\) has ended without a result: it was killed, or"
     if target == "host":
         # One that is told so early that it does not listen yet is killed by it.
         preempted = rf"|preempted: host {replica} \(\S+, pid {pid}\) received SIGTERM" * (action == "term")
@@ -121,6 +120,8 @@ def of_the_record(job: Job, injections: Sequence[Injection], state: AppState) ->
     if job.app_id not in {app.app_id for app in scheduler.list()}:
         wrong.append("it is not listed")
     ends = [event for event in events.read(job.paths.events)[0] if event["kind"] == "ended"]
+    if not ends and any(one.fault.what == "kill supervisor" for one in injections):
+        return wrong
     if len(ends) != 1 or not ends[0]["message"].startswith(state.name):
         wrong.append(f"events of its end: {ends}")
     return wrong
@@ -206,10 +207,16 @@ def of_the_submitter(job: Job, injections: Sequence[Injection], state: AppState 
     return wrong if right else [*wrong, f"the torchx run that submitted it has exited with code {code}: {said[-2000:]}"]
 
 
-def of_leftovers(job: Job, within: float) -> list[str]:
-    """What is left of an ended app after ``within`` seconds."""
+def of_leftovers(job: Job, within: float, unwatched: bool = False) -> list[str]:
+    """What is left of an ended app after ``within`` seconds.
+
+    Args:
+        unwatched: whether its supervisor was killed: children of ranks then live until the app is deleted.
+    """
     until = time.monotonic() + within
-    while (left := job.processes()) and time.monotonic() < until:
+    while left := set(job.processes()) - set(targets(job, "child") if unwatched else ()):
+        if time.monotonic() > until:
+            break
         time.sleep(0.02)
     wrong = []
     for pid in left:
@@ -219,7 +226,7 @@ def of_leftovers(job: Job, within: float) -> list[str]:
             continue
         wrong.append(f"left running: {pid} {command}")
     processes.kill(left)
-    if job.run_dir and os.path.exists(job.run_dir):
+    if job.run_dir and os.path.exists(job.run_dir) and not unwatched:
         wrong.append(f"left on disk: {job.run_dir}, with {sorted(os.listdir(job.run_dir))}")
     return wrong
 

@@ -84,12 +84,11 @@ def targets(job: Job, kind: str) -> list[int]:
     """The living processes of one kind, in the order of their pids."""
     if kind == "submitter":
         return [job.submitter.pid] if job.submitter is not None and job.submitter.poll() is None else []
-    who = state.load_owners(job.paths) if job.app_id else None
+    who = state.load_owner(job.paths) if job.app_id else None
     if who is None:
         return []
-    watchers = {"keeper": who.keeper.pid, "supervisor": who.supervisor.pid}
-    if kind in watchers:
-        return [watchers[kind]] if processes.identity(watchers[kind]) else []
+    if kind == "supervisor":
+        return [who.supervisor.pid] if processes.identity(who.supervisor.pid) else []
 
     def is_one(words: list[str]) -> bool:
         if kind == "host":

@@ -18,7 +18,7 @@ ROLE = "r"
 
 #: What a fault of most jobs does, and to which processes.
 SIGNALS = ("kill", "term", "stop", "freeze")
-TARGETS = ("submitter", "keeper", "supervisor", "host", "rank")
+TARGETS = ("submitter", "supervisor", "host", "rank")
 #: What is injected less often.
 _OTHERS = (("cancel", ""), ("kill", "zygote"), ("term", "zygote"), ("stop", "zygote"))
 _RARE = (("none", "", "run"), ("folder", "", "start"), ("folder", "", "run"))
@@ -113,7 +113,7 @@ class Fault:
     Attributes:
         action: none, cancel, folder (delete the app's folder), kill (SIGKILL), term (SIGTERM), stop (SIGSTOP, and
             SIGCONT after ``pause`` seconds), freeze (SIGSTOP alone).
-        target: the kind of process that is signalled: submitter, keeper, supervisor, host, zygote, rank, child;
+        target: the kind of process that is signalled: submitter, supervisor, host, zygote, rank, child;
             empty for actions that are no signal.
         which: picks one of several targets, 0 to 1.
         pause: seconds.
@@ -148,7 +148,7 @@ class Fault:
     @property
     def harmless(self) -> bool:
         """Whether a job succeeds all the same, unless it hangs."""
-        harmless_target = self.target in ("keeper", "child", "submitter", "zygote")
+        harmless_target = self.target in ("child", "submitter", "zygote")
         return self.action in ("none", "stop") or (harmless_target and not self.tells)
 
 

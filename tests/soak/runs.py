@@ -31,7 +31,7 @@ HANGS_FOR = 6.0
 HANGS_WITH_ANOTHER_FOR = 25.0
 #: How often a fault is drawn that must have been injected once, at least.
 _OFTEN = 3
-#: Seconds that the keeper has to leave after the final status, and everything else before.
+#: Seconds that the supervisor has to leave after the final status, and everything else before.
 LEFT_WITHIN = 20.0
 #: Seconds in which a job whose folder was removed must be gone.
 REMOVED_WITHIN = 60.0
@@ -138,13 +138,15 @@ def _run(job: Job, outcome: Outcome) -> None:
         outcome.wrong.append("it is unknown")
     if job.submitter is not None:
         outcome.wrong += expectations.of_the_submitter(job, injections, outcome.state)
-    outcome.wrong += expectations.of_leftovers(job, REMOVED_WITHIN if is_removed else LEFT_WITHIN)
+    unwatched = any(one.fault.what == "kill supervisor" for one in injections)
+    outcome.wrong += expectations.of_leftovers(job, REMOVED_WITHIN if is_removed else LEFT_WITHIN, unwatched)
     if status is None and job.app_id and os.path.exists(job.paths.root):
         outcome.wrong.append(f"it is unknown, and its folder is still there: {sorted(os.listdir(job.paths.root))}")
     if outcome.wrong:
         outcome.kept = job.paths.root if job.app_id else os.path.join(state_files.state_dir(), f"soak{plan.number}")
     elif status is not None:
         job.scheduler.delete(job.app_id)
+        outcome.wrong += expectations.of_leftovers(job, 0.0)
         if job.scheduler.exists(job.app_id) or os.path.exists(job.paths.root):
             outcome.wrong.append(f"it was deleted, and is still there: {job.paths.root}")
 

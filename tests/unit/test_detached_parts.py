@@ -270,12 +270,9 @@ def test_this_process() -> None:
     assert not processes.send(processes.ProcessIdentity(os.getpid(), me.start + 1), 9)
 
 
-def test_watchers_are_read_as_they_were_written() -> None:
-    me = processes.ProcessIdentity(7, 8)
-    written = state.Owners("here", me, processes.ProcessIdentity(9, 10))
-    data = json.loads(json.dumps(written.to_json()))
-    assert data["keeper"] == {"pid": 7, "start": 8}  # the form of files that are on disks
-    assert codec.decode(state.Owners, data) == written
+def test_the_owner_is_read_as_it_was_written(tmp_path: Path) -> None:
+    paths = state_files.AppPaths(str(tmp_path))
+    assert state.write_owner(paths) == state.load_owner(paths)
 
 
 def test_json_files_are_replaced_whole(tmp_path: Path) -> None:

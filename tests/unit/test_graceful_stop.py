@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE
+from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.supervisor import graceful_stop
 from torchx_monarch.supervisor.graceful_stop import GracefulStop
 from torchx_monarch.system import processes
@@ -63,15 +62,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def begun(clock: Clock, *replicas: Replica, **more: Any) -> GracefulStop:
-    made = GracefulStop(clock, replicas, lambda: None, grace=GRACE, **more)  # type: ignore[arg-type]
-    made.begin()
-    return made
-
-
 def test_a_host_has_some_time_more(clock: Clock) -> None:
     program, host = Replica(1), Replica(2)
-    begun(clock, program, host)
+    GracefulStop(clock, [program, host], GRACE)  # type: ignore[list-item]
     assert program.told and host.told
     clock.move(GRACE - 0.1)
     assert program.alive and host.alive
@@ -83,25 +76,13 @@ def test_a_host_has_some_time_more(clock: Clock) -> None:
     assert not host.alive
 
 
-def test_siblings_that_stay_are_told_after_a_while(clock: Clock) -> None:
-    sibling, side = Replica(1), Replica(3)
-    begun(clock, sibling, side, settling=[sibling])
-    clock.move(SETTLE - 0.1)
-    assert not sibling.told and not side.told
-    clock.move(SETTLE)
-    assert sibling.told and side.told
-
-
-def test_nobody_waits_for_siblings_that_are_not_there(clock: Clock) -> None:
-    failed, side = Replica(1), Replica(3)
-    failed.alive = False
-    begun(clock, failed, side, settling=[failed])
-    assert side.told
-
-
-def test_all_are_told_as_soon_as_the_siblings_have_ended(clock: Clock) -> None:
-    sibling, side = Replica(1), Replica(3)
-    ending = begun(clock, sibling, side, settling=[sibling])
-    sibling.alive = False
-    ending.check()
-    assert side.told
+def test_a_second_request_shortens_the_stop(clock: Clock) -> None:
+    program, host = Replica(1), Replica(2)
+    stop = GracefulStop(clock, [program, host], GRACE)  # type: ignore[list-item]
+    stop.shorten(2 * GRACE)
+    clock.move(1.0)
+    stop.shorten(2.0)
+    clock.move(3.0)
+    assert not program.alive and host.alive
+    stop.shorten(0.0)
+    assert not host.alive

@@ -36,7 +36,7 @@ def paths(tmp_path: Path, job: str) -> state_files.AppPaths:
 
 
 @pytest.fixture
-def keeper(eventually: Callable[..., object], job: str) -> Iterator[subprocess.Popen[bytes]]:
+def supervisor(eventually: Callable[..., object], job: str) -> Iterator[subprocess.Popen[bytes]]:
     """Yield a process with the app's marker, which ends when its stdin is closed."""
     env = {**os.environ, processes.MARKER: job}
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env=env) as process:
@@ -44,25 +44,25 @@ def keeper(eventually: Callable[..., object], job: str) -> Iterator[subprocess.P
         yield process
 
 
-def test_waits_for_the_keeper_before_it_removes_the_folder(
-    paths: state_files.AppPaths, keeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+def test_waits_for_the_supervisor_before_it_removes_the_folder(
+    paths: state_files.AppPaths, supervisor: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state, "_ENDING_TIME", 60.0)
     removal = threading.Thread(target=state.remove_ended, args=[paths])
     removal.start()
-    assert os.path.exists(paths.root) and keeper.stdin is not None
-    keeper.stdin.close()
-    assert keeper.wait(30) == 0, "it has ended by itself"
+    assert os.path.exists(paths.root) and supervisor.stdin is not None
+    supervisor.stdin.close()
+    assert supervisor.wait(30) == 0, "it has ended by itself"
     removal.join(60)
     assert not os.path.exists(paths.root)
 
 
 def test_kills_what_does_not_end(
-    paths: state_files.AppPaths, keeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    paths: state_files.AppPaths, supervisor: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state, "_ENDING_TIME", 0.0)
     state.remove_ended(paths)
-    assert keeper.wait(30) == -9
+    assert supervisor.wait(30) == -9
     assert not os.path.exists(paths.root)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -26,22 +26,23 @@ from torchx_monarch.system import processes
 class Loop(SupervisorLoop):
     """A supervisor that notes what it would start, and whose replicas end when the test says so."""
 
-    started: list[list[str]]
+    started: list[str]
 
-    def _start(self, replicas: Collection[Replica]) -> None:
-        if replicas:
-            self.started.append([replica.name for replica in replicas])
+    def _start(self, replicas: Iterable[Replica]) -> None:
         for replica in replicas:
+            self.started.append(replica.name)
             replica.record.state, replica.record.started = State.RUNNING, time.time()
 
     def end(self, name: str, state: State, lived: float = 0.0) -> None:
-        (replica,) = (one for one in self._all if one.name == name)
+        (replica,) = (replica for replica in self._replicas if replica.name == name)
         replica.record.state, replica.record.ended = state, (replica.record.started or 0.0) + lived
         (self._on_success if state is State.SUCCEEDED else self._on_failure)(replica)
 
     def pass_time(self) -> None:
         """Let what is due in the next hour happen."""
-        self._timers = [(0.0, number, call) for _, number, call in self._timers]
+        for timer in self._timers.queue:
+            self._timers.cancel(timer)
+            self._timers.enterabs(0.0, 0, timer.action)
         self._on_time()
 
 
@@ -61,7 +62,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
         Path(paths.request).touch()
         loop = Loop(paths, request, AppRecord("x", "x", time.time(), State.RUNNING, roles=new_roles(request)))
         loop.started = []
-        loop._start(loop._all)
+        loop._start(loop._replicas)
         return loop
 
     return made
@@ -70,17 +71,18 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
 @pytest.mark.parametrize("policy", list(RetryPolicy))
 def test_restarts_wait_longer_and_longer(make: Callable[..., Loop], policy: RetryPolicy) -> None:
     loop = make(RoleSpec("r", max_retries=1000, retry_policy=policy))
-    for restarts in range(4):
+    for count in range(4):
         loop.end("r/0", State.FAILED)
-        assert len(loop.started) == 1 + max(1, restarts)  # the first restart is immediate
+        assert len(loop.started) == 1 + max(1, count)  # the first restart is immediate
         loop.pass_time()
-        assert len(loop.started) == 2 + restarts
+        assert len(loop.started) == 2 + count
     loop.end("r/0", State.FAILED, lived=61.0)
     assert len(loop.started) == 6
-    told = [event["message"] for event in events.read(loop._paths.events)[0] if event["kind"] == "restart"]
-    waits = [re.findall(r"the restart waits ([\d.]+) s: the last attempt failed after 0.0 s", text) for text in told]
-    assert [len(each) for each in waits] == [0, 1, 1, 1, 0]
-    assert [0.5 * 2**k <= float(each[0]) <= 2**k for k, each in enumerate(waits[1:4])] == [True] * 3
+    restarts = [event["message"] for event in events.read(loop._paths.events)[0] if event["kind"] == "restart"]
+    pattern = r"the restart waits ([\d.]+) s: the last attempt failed after 0.0 s"
+    waits = [re.findall(pattern, text) for text in restarts]
+    assert [len(found) for found in waits] == [0, 1, 1, 1, 0]
+    assert [0.5 * 2**k <= float(found[0]) <= 2**k for k, found in enumerate(waits[1:4])] == [True] * 3
     assert "the restart waits" in Path(loop._paths.replica_logs("r", 0), "combined.log").read_text()
 
 
@@ -94,13 +96,16 @@ def test_a_cancel_ends_the_wait_for_a_restart(make: Callable[..., Loop]) -> None
     assert len(loop.started) == 2
 
 
-def test_the_failure_of_another_role_restarts_what_waits_once(make: Callable[..., Loop]) -> None:
-    loop = make(RoleSpec("a", max_retries=9, retry_policy=RetryPolicy.ROLE), RoleSpec("b", max_retries=9))
-    for _ in range(2):
-        loop.end("a/0", State.FAILED)
-    loop.end("b/0", State.FAILED)
-    loop.pass_time()
-    assert loop.started == [["a/0", "b/0"], ["a/0"], ["a/0", "b/0"]]
+@pytest.mark.parametrize("policy", list(RetryPolicy))
+def test_a_replica_that_fails_is_started_again_alone(make: Callable[..., Loop], policy: RetryPolicy) -> None:
+    loop = make(RoleSpec("a", 2, max_retries=1, retry_policy=policy), RoleSpec("b", max_retries=1))
+    for name in ("a/1", "b/0", "a/0"):
+        loop.end(name, State.FAILED)
+    assert loop.started == ["a/0", "a/1", "b/0", "a/1", "b/0", "a/0"]
+    for name in ("a/1", "b/0"):
+        loop.end(name, State.SUCCEEDED)
+    loop.end("a/0", State.FAILED)
+    assert loop._done and loop._record.state is State.FAILED
 
 
 def test_a_host_that_waits_for_its_restart_is_not_started_after_its_role_has_succeeded(
@@ -112,4 +117,4 @@ def test_a_host_that_waits_for_its_restart_is_not_started_after_its_role_has_suc
         loop.end("r/1", State.FAILED)
     loop.end("r/0", State.SUCCEEDED)
     assert loop._done and loop._record.state is State.SUCCEEDED
-    assert loop.started == [["r/0", "r/1"], ["r/1"]]
+    assert loop.started == ["r/0", "r/1", "r/1"]

@@ -70,6 +70,11 @@ def is_registered_address(rendezvous: str) -> bool:
     return ":@:" in rendezvous
 
 
+def _endpoint(address: str) -> str:
+    """Return the part of an address by which roles differ: the port, or the name of the socket file."""
+    return address.rpartition(":")[2].rpartition("/")[2]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Greeting:
     """A host's greeting of the server.
@@ -147,8 +152,7 @@ class Roles:
         """
         text = options.role_registry or options.application
         option = "--role-registry" if options.role_registry else "--application"
-        # Each role has its own port or socket file, so this part of the address identifies the role.
-        is_first = text.rpartition(":")[2] == rendezvous.rpartition(":")[2]
+        is_first = _endpoint(text) == _endpoint(rendezvous)
         server = None
         # Only replica 0 needs a server that is no registry, and the expansion fails where its address is unknown.
         if options.role_registry or (options.application and options.replica == 0):

@@ -68,7 +68,6 @@ _MOMENTS = frozenset(
             "restart",
             "requeue",
             "resize",
-            "keeper_lost",
             "replica_spared",
         ),
     }

@@ -49,6 +49,9 @@ _log = logging.getLogger(__name__)
 _PORTS_DRAWN = range(20000, 30000)
 """Below Linux's default range of ephemeral ports, which outgoing connections use."""
 
+_FIRST_SOCKET = "unix:@MONARCH_RUN_DIR/0.sock"
+"""Where replica 0 of the first role listens on backends of one machine: in a folder that only the hosts know."""
+
 _WORDS = {"ranks": RANKS, "on_hang": ON_HANG, "preflight": PREFLIGHT}
 """The values of options that are one of some words."""
 
@@ -170,7 +173,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         shared = given & {field.name for field in dataclasses.fields(HostSpec)} - parsed.keys()
         spec = HostSpec(**{name: getattr(options, name) for name in shared}, **parsed)
         if network is None:
-            return WrapOptions(python, spec)
+            application = _FIRST_SOCKET if self.inner.capabilities.separates_roles else ""
+            return WrapOptions(python, spec, application=application)
         port = network.rendezvous_port or random.choice(_PORTS_DRAWN)
         highest = 65536 - max(1, len(app.roles))  # each role takes the port after that of the role before
         if not 0 < port <= highest:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from torchx_monarch.backends.core.snapshot import ReplicaSnapshot
+from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.host_result import HostResult, no_retry_reason
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.role_spec import RoleSpec
@@ -40,6 +41,8 @@ class Replica:
         stopping: whether the supervisor has asked it to stop, so that its end is not a failure.
         final: whether it must not be retried: its command cannot be started, or it has asked for no restart.
         failure: why it failed, in words; "" while it has not failed.
+        retries: how often this process has restarted it.
+        backoff: the delays of its restarts.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class Replica:
         self.stopping = False
         self.final = False
         self.failure = ""
+        self.retries = 0
+        self.backoff = Backoff()
         self._killed_for = ""
         self.log_dir = log_dir
         self.logs = log_writer.ReplicaLogs(log_dir)
@@ -93,6 +98,7 @@ class Replica:
             state,
             started=self.record.started or 0.0,
             ended=self.record.ended or 0.0,
+            restarts=self.record.restarts,
             failure=self.failure,
             error=error,
             is_error_lost=is_error_lost,
@@ -218,6 +224,7 @@ class Replica:
         self.close_pipes()
         self.logs.end_lines()
         self.record.restarts += 1
+        self.retries += 1
         self.record.state = State.PENDING
         self.logs.say(f"replica {self.name} is restarted (restart {self.record.restarts})")
 
@@ -244,11 +251,10 @@ class Replica:
         Args:
             failure: why the replica has failed; empty if its end is not a failure.
         """
-        self.stopping, self._killed_for = not failure, failure
         pid = self.record.pid
         if pid is not None and self.alive:
-            job = self._env[processes.MARKER]
-            family = [*processes.descendants(pid, job), *processes.adopted(self.marks)]
+            self.stopping, self._killed_for = not failure, failure
+            family = [*processes.descendants(pid, self._env[processes.MARKER]), *processes.adopted(self.marks)]
             processes.kill([pid, *family])
 
 

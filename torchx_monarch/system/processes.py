@@ -217,7 +217,7 @@ def _living(pid: int) -> Process | None:
 def descendants(root: int, job: str, children_of: Callable[[int], list[int]] | None = None) -> list[int]:
     """Return the living descendants of a process, parents before children, without those that belong to another app.
 
-    An app that was submitted from inside this one is separate: its keeper is a descendant, but is left alone.
+    An app that was submitted from inside this one is separate: its supervisor is a descendant, but is left alone.
 
     Args:
         children_of: lists the children of a process; None to read those of each descendant.

@@ -83,6 +83,9 @@ def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> 
     scheme, separator, rest = address.partition(":@")
     if not separator:
         return address
+    if scheme == "unix":  # unix:@NAME/FILE: the variable names the folder of a socket file
+        name, _, file = rest.partition("/")
+        return f"unix:{environ.get(name, '')}/{file}"
     name, _, port = rest.partition(":")
     host = environ.get(name, "").strip()
     if host in ("", "localhost"):

@@ -106,7 +106,7 @@ def main(folder: str, role: str, number: str) -> int:
     processes.become_subreaper()
     spawn.raise_file_limit()
     loop = _TaskLoop(paths, request, record)
-    loop.run(loop.poll_stop, os.pipe()[0])
+    loop.run(loop.poll_stop)
     if record.state is State.CANCELLED and cancel_request.load(paths) is None:
         record.hostname = ""  # preempted: the next start may be elsewhere
         state_files.write_json(paths.status, record.to_json())

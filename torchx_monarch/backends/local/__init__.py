@@ -5,17 +5,15 @@
     submit           write an app's folder and start its supervisor
     render           AppDef -> request: macros, environments, GPUs
     request          what the supervisor runs (request.json)
+    cancel_request   the request to end it (cancel.json)
     gpus             assign GPUs to replicas
-    folder           make and remove an app's folder as a whole
-    prune            remove old apps
+    folder           make and remove an app's folder as a whole; remove old apps
     status           the record of a running or ended app (status.json)
-    state            the current state of an app: the record, checked against the processes
-    supervise        the script that the supervisor's interpreter runs
-    supervisor       the two processes that own an app: keeper and supervisor
+    state            the current state of an app: the record, and whether its supervisor holds the app's lock
+    supervisor       the process that owns an app
     supervisor_loop  the supervisor's event loop: start, watch, retry, stop, end
-    owners           which processes own an app, on which machine, and whether they are alive
 
 The package ``torchx_monarch.supervisor`` keeps the processes of replicas and their log files. The modules of the app's
-supervisor (from ``supervise`` down), and the modules that they share with the submit side, import the standard library
+supervisor (from ``supervisor`` down), and the modules that they share with the submit side, import the standard library
 only.
 """

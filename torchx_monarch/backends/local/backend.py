@@ -49,13 +49,12 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
     """
 
     options = LocalOpts
-    capabilities = Capabilities(waits_for_cancel=True, shares_interpreter=True)
+    capabilities = Capabilities(separates_roles=True, waits_for_cancel=True, shares_interpreter=True)
     poll = 0.02
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: LocalOpts) -> LocalRequest:
-        """Return the request that runs an app."""
         return render.render(
             app,
             submitted.roles,
@@ -66,27 +65,14 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         )
 
     def show(self, request: LocalRequest) -> str:
-        """Return a request as text for a dry run."""
         return pprint.pformat(asdict(request), indent=2, width=80, sort_dicts=False)
 
     def submit(self, request: LocalRequest, submitted: SubmittedApp, credentials: str) -> str:
-        """Start the app and return its id: the request's, or another one if an app of that id exists.
-
-        Raises:
-            StateDirError: the state directory cannot be written; nothing was started.
-            SubmitError: the supervisor could not be started; nothing is left of the app.
-        """
         return submit.submit(request, submitted.to_json())
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> AppSnapshot | None:
-        """Read the state of an app; return None if it does not exist.
-
-        Raises:
-            StateAccessError: the app's folder is a link, belongs to another user, or may not be read.
-            DamagedFileError: status.json or app.json is damaged, and the snapshot is not brief.
-        """
         if not state_files.is_app_id(app_id):
             return None
         paths = state_files.app_paths(app_id)
@@ -97,28 +83,23 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             if not brief:
                 raise
             # Enough to cancel or delete the app.
-            state_by_lock = State.RUNNING if state.are_alive(paths) else State.FAILED
+            state_by_lock = State.RUNNING if state.is_supervised(paths) else State.FAILED
             return AppSnapshot(app_id, app_id, (), is_supervised=True, native=Outcome(state_by_lock, str(error)))
         if record is None:
             return None
-        owning = state.load_owners(paths)
-        hostname = owning.hostname if owning else os.uname().nodename
+        owner = state.load_owner(paths)
+        hostname = owner.hostname if owner else os.uname().nodename
         grace = float(LocalOpts.grace)
         with contextlib.suppress(state_files.DamagedFileError):
             rendered = request.load(paths)
             grace = rendered.grace if rendered else grace
-        app = _snapshot(paths.app_id, record, hostname, submitted)
+        app = _snapshot(app_id, record, hostname, submitted)
         # Each restart of ranks within one start of their hosts is an event.
         happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
         ranks = sum(event["kind"] == "rank_restart" for event in happened)
         return replace(app, grace=grace, restarts=record.restarts + ranks, ui_url=Path(paths.root).as_uri())
 
     def snapshots(self, options: Cfg) -> list[AppSnapshot]:
-        """Read the state of all apps in the state directory, the newest first; warn of those that cannot be read.
-
-        Raises:
-            StateAccessError: another user owns the state directory.
-        """
         try:
             app_ids = state_files.app_ids()
         except OSError as error:
@@ -132,7 +113,6 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         return sorted(read_undamaged(app_ids, read), key=lambda app: app.created, reverse=True)
 
     def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
-        """Yield lines of a replica's log; of both streams together if no stream is named. Times are right to 0.1 s."""
         paths = state_files.app_paths(app.app_id)
         return log_reader.lines(
             paths.replica_logs(role, replica),
@@ -146,51 +126,36 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         )
 
     def native_request(self, app_id: str) -> tuple[LocalRequest, SubmittedApp | None] | None:
-        """Return the request as submitted; None if the app does not exist.
-
-        Raises:
-            DamagedFileError: request.json or app.json is damaged.
-        """
         paths = state_files.app_paths(app_id)
         rendered = request.load(paths) if state_files.is_app_id(app_id) else None
         return (rendered, submitted_app.load(paths.app, paths.trusted)) if rendered else None
 
     def events_path(self, app_id: str) -> Path:
-        """Return the path of the app's events file."""
         return Path(state_files.app_paths(app_id).events)
 
     def log_folder(self, app_id: str, role: str, replica: int) -> Path:
-        """Return the folder of a replica's logs."""
         return Path(state_files.app_paths(app_id).replica_logs(role, replica))
 
     def still_runs(self, app: AppSnapshot) -> bool:
-        """Return whether owners or other processes of the app run, whatever the files say."""
         paths = state_files.app_paths(app.app_id)
-        return state.are_alive(paths) or bool(state.left(paths))
+        return state.is_supervised(paths) or bool(state.left(paths))
 
     def has_ended(self, app_id: str) -> bool:
-        """Return whether an app has ended or does not exist."""
         paths = state_files.app_paths(app_id)
         try:
             record = _look(paths)
         except state_files.DamagedFileError:
-            return not state.are_alive(paths)
+            return not state.is_supervised(paths)
         return record is None or record.terminal
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def stop(self, app: AppSnapshot, outcome: Outcome, grace: float | None) -> None:
-        """Ask the app's supervisor to end the app.
-
-        Raises:
-            BackendError: the request cannot be written and no supervisor of the app runs here, or the app may run on
-                another machine that cannot be seen from here.
-        """
         paths = state_files.app_paths(app.app_id)
-        owning = state.load_owners(paths)
-        if owning is not None and not owning.is_here and not state.are_alive(paths):
+        owner = state.load_owner(paths)
+        if owner is not None and not owner.is_here and not state.is_supervised(paths):
             raise BackendError(
-                f"app {app.app_id} runs on {owning.hostname}, which cannot be seen from here: cancel it there. If that "
+                f"app {app.app_id} runs on {owner.hostname}, which cannot be seen from here: cancel it there. If that "
                 f"machine is gone for good, remove {paths.root}"
             )
         try:
@@ -199,11 +164,6 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             raise BackendError(f"app {app.app_id} cannot be cancelled: {error}") from None
 
     def remove(self, app: AppSnapshot) -> None:
-        """Wait for the end of the app's keeper and supervisor, and remove the app's folder.
-
-        Raises:
-            RemoveError: it cannot be removed.
-        """
         paths = state_files.app_paths(app.app_id)
         try:
             state.remove_ended(paths)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.state_files import AppPaths
-from torchx_monarch.backends.local import folder, state
+from torchx_monarch.backends.local import state
 from torchx_monarch.system import run_dirs, safe_files
 
 STAGING_PREFIX = ".new-"
@@ -19,6 +19,7 @@ TRASH_PREFIX = ".trash-"
 KEEP_APPS = 1000
 
 _WORK_TIME = 3600.0
+"""Seconds for which a half-made or half-removed folder is kept, because another process may still work on it."""
 
 
 @contextlib.contextmanager
@@ -90,9 +91,6 @@ def describe_full_disk(paths: AppPaths) -> str:
     return ""
 
 
-#: Seconds for which a half-made or half-removed folder is kept, because another process may still work on it.
-
-
 def keep_apps() -> int:
     """Return the number of ended apps to keep."""
     with contextlib.suppress(ValueError):
@@ -115,7 +113,7 @@ def prune(apps: str, *, days: float | None = None, newest: int | None = None) ->
     ended: list[tuple[float, state_files.AppPaths]] = []
     with os.scandir(apps) as entries:
         for entry in entries:
-            if entry.name.startswith((folder.STAGING_PREFIX, folder.TRASH_PREFIX)):
+            if entry.name.startswith((STAGING_PREFIX, TRASH_PREFIX)):
                 with contextlib.suppress(OSError):
                     if entry.stat().st_mtime < time.time() - _WORK_TIME:
                         run_dirs.remove_tree(entry.path)
@@ -129,7 +127,7 @@ def prune(apps: str, *, days: float | None = None, newest: int | None = None) ->
     ended.sort(key=lambda ended_app: ended_app[0], reverse=True)
     removed = []
     for rank, (end, paths) in enumerate(ended):
-        if (rank >= newest or end < oldest_end) and not state.are_alive(paths):
+        if (rank >= newest or end < oldest_end) and not state.is_supervised(paths):
             state.remove_ended(paths)
             removed.append(paths.app_id)
     return removed

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The record of an app: its state, its replicas, why it ended. The content of status.json.
 
-The supervisor writes it while it lives; the keeper records the end if the supervisor dies.
+Only the supervisor writes it. If that dies, readers derive the end from its lock (``state``).
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.records import ReplicaRecord
 
-#: Maximum characters of a message in the brief form, of six bytes each at most.
-_BRIEF_TEXT = 4000
-#: Minimum bytes to reserve for the brief form: for the app (names among them) and for each replica.
-_BRIEF_BASE = 64 * 1024
-_BRIEF_REPLICA = 256
+_MAX_RESERVED_TEXT = 4000
+"""Characters of a message that is written into the reserve; each takes six bytes at most."""
+
+_RESERVED = 64 * 1024
+"""Bytes to reserve for the app: names, and the message."""
+
+_RESERVED_FOR_REPLICA = 256
 
 
 @dataclass
@@ -65,15 +67,6 @@ class AppRecord:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def brief(self) -> dict[str, Any]:
-        """Return the record as ``to_json`` does, with texts of bounded length: for a disk with little room."""
-        data = self.to_json()
-        data["msg"], data["error"] = self.msg[:_BRIEF_TEXT], None
-        for role in data["roles"]:
-            for replica in role["replicas"]:
-                replica["error"] = None
-        return data
-
 
 def new_roles(request: LocalRequest) -> list[RoleRecord]:
     """Return the records of an app's roles before any replica was started."""
@@ -102,17 +95,21 @@ def end_dead(record: AppRecord, reason: str, ended: float) -> None:
 
 
 def reserve_bytes(record: AppRecord) -> int:
-    """Return the disk space that suffices for the final record of this app, at least in its ``brief`` form."""
-    return _BRIEF_BASE + _BRIEF_REPLICA * sum(len(role.replicas) for role in record.roles)
+    """Return the disk space that suffices for the final record of this app without error files."""
+    return _RESERVED + _RESERVED_FOR_REPLICA * sum(len(role.replicas) for role in record.roles)
 
 
 def save_last(paths: state_files.AppPaths, record: AppRecord) -> None:
-    """Write the final record of an app; if the disk is full, in its ``brief`` form.
+    """Write the final record of an app; on a full disk without what does not fit into the reserve: error files.
 
     Raises:
-        OSError: the brief form could not be written either.
+        OSError: it could not be written either.
     """
     try:
         state_files.write_last_json(paths.status, record.to_json(), paths.reserve)
     except OSError:
-        state_files.write_last_json(paths.status, record.brief(), paths.reserve)
+        record.msg, record.error = record.msg[:_MAX_RESERVED_TEXT], None
+        for role in record.roles:
+            for replica in role.replicas:
+                replica.error = None
+        state_files.write_last_json(paths.status, record.to_json(), paths.reserve)

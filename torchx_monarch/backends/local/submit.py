@@ -6,18 +6,18 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import StateDirError, SubmitError
-from torchx_monarch.backends.local import folder, render, state, status, supervise
+from torchx_monarch.backends.local import folder, render, state, status
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.insight import events
 from torchx_monarch.system import processes, safe_files
@@ -25,6 +25,19 @@ from torchx_monarch.system import processes, safe_files
 #: Seconds in which a supervisor must report that it runs; it takes a few hundredths of one.
 _START_TIMEOUT = 60.0
 _READY = b"ok"
+
+_SUPERVISE = """
+import sys
+sys.path.append(sys.argv[1])  # after the standard library: nothing installed beside this package shadows a part of it
+from torchx_monarch.backends.local import supervisor
+supervisor.main(*sys.argv[2:])
+"""
+"""What the supervisor's interpreter runs, with ``python -I -S``. It sees neither the user's PYTHON* variables nor the
+current folder nor site-packages: a ``json.py`` beside the user's script cannot break the supervisor, and nothing slows
+its start."""
+
+_PACKAGES = str(Path(__file__).parents[3])
+"""The folder in which this package is installed."""
 
 
 def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], None] = lambda folder: None) -> str:
@@ -76,9 +89,6 @@ def _publish(
         unlock.callback(os.close, lock)
         _make_log_dirs(state_files.AppPaths(staging), request)
         fill(staging)
-        # The same request may be submitted twice.
-        while os.path.exists(os.path.join(apps, request.app_id)):
-            request = request.renamed(render.new_app_id(request.name))
         while True:
             paths = state_files.app_paths(request.app_id)
             run_dir = folder.make_run_dir(paths)
@@ -90,6 +100,7 @@ def _publish(
                     undo.pop_all()
                     unlock.pop_all()
                     return request, lock
+            # The same request may be submitted twice.
             request = request.renamed(render.new_app_id(request.name))
 
 
@@ -114,7 +125,7 @@ def start_supervisor(paths: state_files.AppPaths, request: LocalRequest, lock: i
 
     Args:
         paths: paths of the app.
-        lock: the descriptor of the app's lock, which keeper and supervisor inherit.
+        lock: the descriptor of the app's lock, which the supervisor inherits.
 
     Raises:
         SubmitError: it could not be started.
@@ -124,27 +135,20 @@ def start_supervisor(paths: state_files.AppPaths, request: LocalRequest, lock: i
         raise SubmitError(
             "this Python does not know its own executable (sys.executable), so no supervisor can be started"
         )
-    ready, ready_writer = os.pipe()
-    try:
-        with open(paths.supervisor_log, "ab", opener=_private) as log, _blocked(signal.SIGTERM):
-            first = subprocess.Popen(
-                [sys.executable, "-I", "-S", supervise.__file__, paths.root, str(ready_writer), str(lock)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=render.submitter_env(os.environ, request.job),
-                cwd="/",
-                start_new_session=True,
-                pass_fds=(ready_writer, lock),
-            )
-        os.close(ready_writer)
-        ready_writer = -1
-        first.wait()
-        answer = _read(ready, len(_READY))
-    finally:
-        os.close(ready)
-        if ready_writer >= 0:
-            os.close(ready_writer)
+    with open(paths.supervisor_log, "ab", opener=_private) as log, _blocked(signal.SIGTERM):
+        first = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _SUPERVISE, _PACKAGES, paths.root, str(lock)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=render.submitter_env(os.environ, request.job),
+            cwd="/",
+            start_new_session=True,
+            pass_fds=(lock,),
+        )
+    answer = b""
+    with first, contextlib.suppress(subprocess.TimeoutExpired):
+        answer, _ = first.communicate(timeout=_START_TIMEOUT)  # ends when the supervisor has closed its stdout
     if answer != _READY:
         raise SubmitError(
             f"the supervisor of {paths.app_id} could not be started (with {sys.executable}): "
@@ -164,11 +168,6 @@ def _blocked(number: signal.Signals) -> Iterator[None]:
 
 def _private(path: str, flags: int) -> int:
     return safe_files.open_file(path, flags)
-
-
-def _read(fd: int, size: int) -> bytes:
-    readable, _, _ = select.select([fd], [], [], _START_TIMEOUT)
-    return os.read(fd, size) if readable else b""
 
 
 def _tail(path: str, size: int = 4000) -> str:

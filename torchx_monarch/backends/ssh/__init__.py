@@ -2,8 +2,8 @@
 """Run apps on machines that are reached over ssh, each replica under a supervisor on its machine.
 
     Runner ── backend ── connections ══ ssh ══ in_job.entry ── folder of the replica
-                                                              keeper ── supervisor ── host
+                                                                   supervisor ── host
 
-A replica is an app of its machine's own, as monarch_local runs it (``backends.local``): one folder, one keeper and one
-supervisor, which restarts it and keeps its logs. ``snapshot`` puts the replicas of all machines together.
+A replica is an app of its machine's own, as monarch_local runs it (``backends.local``): one folder and one supervisor,
+which restarts it and keeps its logs. ``snapshot`` puts the replicas of all machines together.
 """
