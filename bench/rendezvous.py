@@ -40,6 +40,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.host_facts import Registration
@@ -99,14 +100,14 @@ def serve(pipe: Connection, address: Address, identity: Identity, replicas: int,
 
 
 async def _serve(pipe: Connection, address: Address, identity: Identity, replicas: int, alive: float) -> Server:
-    rendezvous = Rendezvous(address, replicas, identity, NAME)
+    rendezvous = Rendezvous(HostNetwork(address, bind=NAME, identity=identity), replicas)
     await rendezvous.start()
     rendezvous.register(Registration(0, "bench", os.getpid(), 1))
     pipe.send(None)
     cpu, memory = time.process_time(), resident()
     await asyncio.wait_for(rendezvous.hosts.until(lambda: rendezvous.hosts.present == replicas), TIMEOUT)
     hosts = rendezvous.hosts.able
-    rendezvous.hosts.form(hosts)
+    rendezvous.hosts.members = hosts
     cpu, memory = time.process_time() - cpu, resident() - memory
     before = time.process_time()
     await asyncio.sleep(alive)
@@ -138,9 +139,8 @@ async def hosts(address: Address, identity: Identity, replicas: int, at_once: in
         registration = Registration(replica, "bench", os.getpid(), 1)
         try:
             async with connecting:
-                rendezvous_client = await RendezvousClient.join(
-                    address, registration, TIMEOUT, identity, on_failure=failed
-                )
+                network = HostNetwork(address, identity=identity)
+                rendezvous_client = await RendezvousClient.join(network, registration, TIMEOUT, failed)
         except RendezvousError as error:
             raise BenchError(f"{replicas} hosts, host {replica}: {error}; before: {failures}") from None
         registered.append((time.monotonic() - started, time.process_time() - cpu))

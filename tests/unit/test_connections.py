@@ -105,14 +105,15 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 async def join(address: Address, identity: Identity | None, timeout: float = 5.0) -> RendezvousClient:
     """As a host that gives up for good after one second."""
-    return await RendezvousClient.join(address, Registration(1, "h", 1, 1), timeout, identity, peer_timeout=1 / 1.6)
+    network = HostNetwork(address, NetworkOptions(peer_timeout=1 / 1.6), identity=identity)
+    return await RendezvousClient.join(network, Registration(1, "h", 1, 1), timeout)
 
 
 def why_not(address: Address, server: Identity | None, host: Identity | None, timeout: float = 5.0) -> str:
     """Why a host cannot join a rendezvous."""
 
     async def run() -> str:
-        rendezvous = Rendezvous(address, 2, server)
+        rendezvous = Rendezvous(HostNetwork(address, identity=server), 2)
         await rendezvous.start()
         try:
             await join(address, host, timeout)
@@ -133,7 +134,7 @@ def where(address: Address) -> str:
 
 def test_a_host_of_the_job_joins(authority: Authority, address: Address) -> None:
     async def run() -> list[int]:
-        rendezvous = Rendezvous(address, 2, authority.identity())
+        rendezvous = Rendezvous(HostNetwork(address, identity=authority.identity()), 2)
         await rendezvous.start()
         rendezvous_client = await join(address, authority.identity())
         rendezvous_client._writer.close()
@@ -190,7 +191,7 @@ def test_says_that_one_end_does_not_speak_tls(authority: Authority, address: Add
     plain = Address("insecure-tcp", address.host, address.port)
 
     async def run() -> str:
-        rendezvous = Rendezvous(address, 2, authority.identity())
+        rendezvous = Rendezvous(HostNetwork(address, identity=authority.identity()), 2)
         await rendezvous.start()
         with pytest.raises(RendezvousError) as caught:
             await join(plain, None, 1.0)
@@ -290,7 +291,7 @@ def test_unauthenticated_connections_make_room_for_hosts(
     monkeypatch.setattr(connections, "_HANDSHAKE_TIMEOUT", 2.0)
 
     async def run() -> None:
-        rendezvous = Rendezvous(address, 2, authority.identity())
+        rendezvous = Rendezvous(HostNetwork(address, identity=authority.identity()), 2)
         await rendezvous.start()
         rendezvous_client = await join(address, authority.identity())
         silent = [
@@ -330,7 +331,7 @@ def test_a_want_of_descriptors_is_told_once_and_connections_wait(
             return await accept(listening)
 
         monkeypatch.setattr(loop, "sock_accept", failing, raising=False)
-        rendezvous = Rendezvous(address, 2, authority.identity(), say=said.append)
+        rendezvous = Rendezvous(HostNetwork(address, identity=authority.identity()), 2, say=said.append)
         await rendezvous.start()
         client = await join(address, authority.identity())
         client._writer.close()
@@ -344,7 +345,7 @@ def test_a_want_of_descriptors_is_told_once_and_connections_wait(
 
 def test_one_of_two_gets_the_place(authority: Authority, address: Address) -> None:
     async def run() -> None:
-        rendezvous = Rendezvous(address, 3, authority.identity())
+        rendezvous = Rendezvous(HostNetwork(address, identity=authority.identity()), 3)
         await rendezvous.start()
         tries = [asyncio.ensure_future(join(address, authority.identity())) for _ in range(8)]
         results = await asyncio.gather(*tries, return_exceptions=True)

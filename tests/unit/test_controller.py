@@ -23,6 +23,7 @@ from torchx_monarch.controller.host_events import (
     RunEndRequested,
     StopRequested,
 )
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.session import SpmdWork
@@ -46,7 +47,7 @@ class Job:
 
     def __init__(self, sizes: NodeRange, replacements: int, *steps: JobResult | tuple[HostEvent, ...]) -> None:
         replicas = sizes.most + sizes.spares
-        self.rendezvous = Rendezvous(Address("unix", path="/nowhere"), replicas, fewest=sizes.fewest)
+        self.rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere")), replicas, fewest=sizes.fewest)
         self.log: list[object] = []
         self.closed: list[JobResult] = []
         self.while_stopping: Callable[[], None] = lambda: None

@@ -24,6 +24,7 @@ from torchx_monarch.controller.host_messages import (
     WatchRanks,
     encode_message,
 )
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import HostRefused, HostsError, JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
@@ -54,7 +55,7 @@ class Replica:
         self.client: RendezvousClient
 
     async def follow(self, address: Address) -> None:
-        self.client = await RendezvousClient.join(address, HOSTS[self.replica], WITHIN)
+        self.client = await RendezvousClient.join(HostNetwork(address), HOSTS[self.replica], WITHIN)
         await self.client.result(self.handle)
         self.client._writer.close()
 
@@ -77,7 +78,7 @@ class Replica:
 async def joined(folder: Path) -> AsyncIterator[tuple[JobHosts, list[Replica], Rendezvous]]:
     """A leader and two hosts that have registered with it over a socket file."""
     address = Address("unix", path=str(folder / "r.sock"))
-    rendezvous = Rendezvous(address, REPLICAS)
+    rendezvous = Rendezvous(HostNetwork(address), REPLICAS)
     await rendezvous.start()
     rendezvous.register(HOSTS[0])
     replicas, following = [Replica(number) for number in range(REPLICAS)], list[asyncio.Task[None]]()

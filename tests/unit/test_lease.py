@@ -11,6 +11,7 @@ import pytest
 
 from tests.waits import WITHIN, until_async
 from torchx_monarch.controller.host_events import HostEvent, HostLost
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.host_facts import Registration
@@ -67,12 +68,12 @@ def address(leaves_nothing: None) -> Address:
 
 def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Address) -> None:
     async def main() -> tuple[HostEvent, str]:
-        first = Rendezvous(address, replicas=2, lease=0.6)
+        first = Rendezvous(HostNetwork(address), replicas=2, lease=0.6)
         first.register(Registration(0, "node0", 4710, 1))
         await first.start()
         host = Registration(1, "node1", 4711, 1)
         # It sends no heartbeats: nobody waits for its result.
-        silent = await RendezvousClient.join(address, host, WITHIN)
+        silent = await RendezvousClient.join(HostNetwork(address), host, WITHIN)
         host_event = await asyncio.wait_for(first.events.next(), WITHIN)
         silent._writer.close()
 
@@ -84,7 +85,7 @@ def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Add
 
         other = Address("unix", path=address.path + "2")
         server = await asyncio.start_unix_server(register_and_be_silent, other.path)
-        member = await RendezvousClient.join(other, host, WITHIN, lease=0.6)
+        member = await RendezvousClient.join(HostNetwork(other), host, WITHIN, lease=0.6)
         assert await asyncio.wait_for(member.result(), WITHIN) is None
         server.close()
         await first.announce(JobResult(1, "over"), 5)
@@ -100,9 +101,9 @@ def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Add
 
 def test_heartbeats_keep_both_ends(address: Address) -> None:
     async def main() -> JobResult | None:
-        first = Rendezvous(address, replicas=2, lease=1.0)
+        first = Rendezvous(HostNetwork(address), replicas=2, lease=1.0)
         await first.start()
-        member = await RendezvousClient.join(address, Registration(1, "node1", 1, 1), WITHIN, lease=1.0)
+        member = await RendezvousClient.join(HostNetwork(address), Registration(1, "node1", 1, 1), WITHIN, lease=1.0)
         result = asyncio.ensure_future(member.result())
         done, _ = await asyncio.wait([result], timeout=3.0)  # three leases
         assert not done and not first.events.pending
@@ -117,10 +118,10 @@ def test_heartbeats_keep_both_ends(address: Address) -> None:
 
 def test_a_replica_0_that_did_not_run_blames_itself_for_the_hosts_that_have_left(address: Address) -> None:
     async def main() -> HostEvent:
-        first = Rendezvous(address, replicas=2, lease=1.0)
+        first = Rendezvous(HostNetwork(address), replicas=2, lease=1.0)
         first.register(Registration(0, "node0", 4710, 1))
         await first.start()
-        member = await RendezvousClient.join(address, Registration(1, "node1", 4711, 1), WITHIN)
+        member = await RendezvousClient.join(HostNetwork(address), Registration(1, "node1", 4711, 1), WITHIN)
         member._writer.close()
         time.sleep(2.5)  # as SIGSTOP does it
         host_event = await asyncio.wait_for(first.events.next(), WITHIN)

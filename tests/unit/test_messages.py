@@ -13,6 +13,7 @@ import pytest
 
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.transport import messages
@@ -72,7 +73,7 @@ def address(leaves_nothing: None) -> Address:
 
 def test_replica_0_names_the_limit_that_a_greeting_is_over(address: Address) -> None:
     async def main() -> Any:
-        rendezvous = Rendezvous(address, 1)
+        rendezvous = Rendezvous(HostNetwork(address), 1)
         await rendezvous.start()
         reader, writer = await asyncio.open_unix_connection(address.path)
         writer.write(b'{"type":"' + b"x" * 70_000 + b'"}\n')

@@ -15,6 +15,7 @@ from tests.waits import WITHIN, until_async
 from torchx_monarch.controller import rendezvous
 from torchx_monarch.controller.host_events import HostEvent
 from torchx_monarch.controller.host_messages import SignalReceived
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.host_facts import Registration
@@ -37,11 +38,11 @@ def test_a_result_before_all_have_come_is_told_to_those_that_come(
     monkeypatch.setattr(rendezvous, "_LATECOMERS", 60.0)
 
     async def main() -> None:
-        first = Rendezvous(address, replicas=2)
+        first = Rendezvous(HostNetwork(address), replicas=2)
         await first.start()
         first.register(host(0))
         announcing = asyncio.ensure_future(first.announce(JobResult(2, "no such file"), 60))
-        late = await RendezvousClient.join(address, host(1), 60)
+        late = await RendezvousClient.join(HostNetwork(address), host(1), 60)
         result = await asyncio.wait_for(late.result(), WITHIN)
         assert result is not None and result.code == 2
         late._writer.close()
@@ -54,26 +55,26 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
     """A container is, by dockerd: were it told the result, it would fail, and use up its restarts for nothing."""
 
     async def main() -> None:
-        first = Rendezvous(address, replicas=2)
+        first = Rendezvous(HostNetwork(address), replicas=2)
         await first.start()
         first.register(host(0))
-        lost = await RendezvousClient.join(address, host(1), WITHIN)
-        first.hosts.form(first.hosts.able)
+        lost = await RendezvousClient.join(HostNetwork(address), host(1), WITHIN)
+        first.hosts.members = first.hosts.able
         lost._writer.close()
         assert (await asyncio.wait_for(first.events.next(), WITHIN)).replica == 1
         first.end()
-        joining = asyncio.ensure_future(RendezvousClient.join(address, host(1), 20))
+        joining = asyncio.ensure_future(RendezvousClient.join(HostNetwork(address), host(1), 20))
         with pytest.raises(RendezvousError, match="was not reached in 0.3 s: .*are ending"):
-            await RendezvousClient.join(address, host(1), 0.3)
+            await RendezvousClient.join(HostNetwork(address), host(1), 0.3)
         # One that was there, and has lost its connection alone, gets the result.
-        rejoined = await RendezvousClient.join(address, host(1, attempt=0), WITHIN)
+        rejoined = await RendezvousClient.join(HostNetwork(address), host(1, attempt=0), WITHIN)
         announcing = asyncio.ensure_future(first.announce(JobResult(7, "over"), 5))
         result = await asyncio.wait_for(rejoined.result(), WITHIN)
         assert result is not None and result.code == 7
         rejoined._writer.close()
         await announcing
         assert not joining.done()
-        second = Rendezvous(address, replicas=2)
+        second = Rendezvous(HostNetwork(address), replicas=2)
         await second.start()
         second.register(host(0))
         rendezvous_client = await asyncio.wait_for(joining, WITHIN)
@@ -86,22 +87,22 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
 
 def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> None:
     async def main() -> None:
-        first = Rendezvous(address, replicas=4, fewest=2, spares=2)
+        first = Rendezvous(HostNetwork(address), replicas=4, fewest=2, spares=2)
         changes: list[HostEvent | None] = []
         first.on_idle_change = changes.append
         await first.start()
         first.register(host(0))
         broken = dataclasses.replace(host(3), error="no such file", code=2)
         with pytest.raises(RendezvousError, match="no such file"):
-            await RendezvousClient.join(address, broken, WITHIN)
-        member = await RendezvousClient.join(address, host(1), WITHIN)
-        first.hosts.form(first.hosts.able)
-        spare = await RendezvousClient.join(address, host(2), WITHIN)
+            await RendezvousClient.join(HostNetwork(address), broken, WITHIN)
+        member = await RendezvousClient.join(HostNetwork(address), host(1), WITHIN)
+        first.hosts.members = first.hosts.able
+        spare = await RendezvousClient.join(HostNetwork(address), host(2), WITHIN)
         await until_async(lambda: changes, "the spare host")
         assert changes == [None]
         spare._writer.close()
         await asyncio.wait_for(first.hosts.until(lambda: first.hosts.present == 2), WITHIN)
-        preempted = await RendezvousClient.join(address, host(2), WITHIN)
+        preempted = await RendezvousClient.join(HostNetwork(address), host(2), WITHIN)
         await preempted.report(SignalReceived(signal.SIGTERM, False))
         result = await asyncio.wait_for(preempted.result(), WITHIN)
         assert result is not None and preempted.dismissed

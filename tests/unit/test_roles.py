@@ -50,7 +50,7 @@ def registered(rendezvous: Rendezvous, port: int, roles: Roles) -> RoleClient:
 
 @contextlib.asynccontextmanager
 async def serving(start: str = "1", peer_roles: int = 0) -> AsyncIterator[tuple[Rendezvous, RoleServer]]:
-    rendezvous = Rendezvous(address(), replicas=1)
+    rendezvous = Rendezvous(HostNetwork(address()), replicas=1)
     application = str(address()) if peer_roles else ""
     options = HostSpec("app", "a", role_registry=str(address()), application=application, peer_roles=peer_roles)
     roles = Roles.of(options, str(address()), {"MONARCH_START": start})
@@ -96,7 +96,7 @@ def test_what_a_host_knows_of_the_other_roles(
 def test_roles_that_need_no_coordination_have_none() -> None:
     async def main() -> None:
         roles = Roles.of(HostSpec("app", "b"), "unix:/b", {})
-        coordinator = roles.coordinator(Rendezvous(address(), 1), host_network(0), REPORTER)
+        coordinator = roles.coordinator(Rendezvous(HostNetwork(address()), 1), host_network(0), REPORTER)
         assert type(coordinator) is RoleCoordinator
         await coordinator.begin(1.0)
         assert await coordinator.await_others(JobResult(0, "good"), 1.0) == JobResult(0, "good")
@@ -225,7 +225,7 @@ def test_the_end_of_another_role(
 def test_both_roles_end_with_the_failure_of_one(leaves_nothing: None, failed: str) -> None:
     async def main() -> None:
         async with serving("2", peer_roles=1) as (first, server):
-            other = Rendezvous(address(), replicas=1)
+            other = Rendezvous(HostNetwork(address()), replicas=1)
             options = HostSpec("app", "b", application=str(address()), peer_roles=1)
             client = Roles.of(options, "unix:/b", {"MONARCH_START": "2"}).coordinator(other, host_network(1), REPORTER)
             await asyncio.gather(server.begin(20.0), client.begin(20.0))

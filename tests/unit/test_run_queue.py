@@ -11,6 +11,7 @@ import pytest
 
 from tests.waits import WITHIN, until_async
 from torchx_monarch.controller.host_messages import BeginRun, FileProbed, FinishRun, Request, RunBegun
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.host.code_distribution import HostCode
@@ -30,7 +31,7 @@ class Replica0:
     """The runs on a replica 0."""
 
     def __init__(self, folder: Path) -> None:
-        rendezvous = Rendezvous(Address("unix", path="/nowhere"), 3)
+        rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere")), 3)
         self.runs = RunQueue(rendezvous, "app", "trainer", str(folder), ("a", "b"), 0.0, lambda: True)
 
     def submit(self, **more: object) -> None:

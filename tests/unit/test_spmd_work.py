@@ -26,6 +26,7 @@ from torchx_monarch.controller.host_messages import (
     StoreOpened,
     WatchRanks,
 )
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_requests import HostRequests
 from torchx_monarch.controller.hosts import HostRefused, JobHosts
 from torchx_monarch.controller.job_options import JobOptions
@@ -123,7 +124,7 @@ class LiveLike(Session):
 
 def work(session: Session, hosts: JobHosts, events: HostEvents, failures: HostFailures | None = None) -> SpmdWork:
     reporter = Reporter(Console(2), None, "trainer")
-    rendezvous = Rendezvous(Address("unix", path="/nowhere"), 2)
+    rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere")), 2)
     gatherer = HostGatherer(FIXED, rendezvous, reporter, failures)
     watch = HangWatch(hosts, reporter)
     return SpmdWork(

@@ -102,7 +102,6 @@ class HostGatherer:
         self._registry = rendezvous.hosts
         self._reporter = reporter
         self._failures = failures or HostFailures(0, 1.0)
-        self._members: list[Registration] = []
         self._reported_spares = frozenset[int]()
         rendezvous.on_idle_change = self._report_idle_change
 
@@ -135,9 +134,8 @@ class HostGatherer:
         registry, sizes = self._registry, self._sizes
         if registry.present < sizes.fewest:
             return []
-        before, hosts = self._members, self._choose()
-        self._members = hosts
-        registry.form(hosts)
+        before, hosts = registry.members, self._choose()
+        registry.members = hosts
         size = f" (elastic, {sizes.fewest} to {sizes.most})" if sizes.elastic else ""
         names = [host.hostname for host in hosts]
         self._reporter.phase("hosts", f"hosts {len(hosts)}/{sizes.most}{size}", count=len(hosts), hosts=names)
@@ -157,7 +155,7 @@ class HostGatherer:
 
     def newcomers(self) -> list[Registration]:
         """Return the hosts that would join the present attempt if it were formed now."""
-        return [host for host in self._choose() if host not in self._members]
+        return [host for host in self._choose() if host not in self._registry.members]
 
     def blame(self, host: Registration, reason: str, unfit: bool = False) -> HostExcluded | None:
         """Count a failure of a host; return the event that puts another host in its place if one is there.
@@ -185,12 +183,12 @@ class HostGatherer:
 
     def blame_lost(self, replica: int, reason: str) -> None:
         """Count the loss of a host of the present attempt as its failure."""
-        if host := next((member for member in self._members if member.replica == replica), None):
+        if host := next((member for member in self._registry.members if member.replica == replica), None):
             self.blame(host, reason)
 
     def _report_spares(self) -> None:
         """Report the hosts that are present and run no ranks, if they have changed."""
-        idle = [host for host in self._registry.able if host not in self._members]
+        idle = [host for host in self._registry.able if host not in self._registry.members]
         excluded = self._excluded()
         spares = [host for host in idle if host.replica not in excluded]
         if self._sizes.spares and frozenset(host.replica for host in spares) != self._reported_spares:
@@ -221,7 +219,7 @@ class HostGatherer:
         return all(replica >= self._sizes.most for replica in self._registry.missing)
 
     def _choose(self) -> list[Registration]:
-        sizes, places = self._sizes, [host.replica for host in self._members] if self._sizes.spares else []
+        sizes, places = self._sizes, [host.replica for host in self._registry.members] if self._sizes.spares else []
         return choose(self._registry.able, places, sizes.most, sizes.fewest, self._excluded())
 
     def _excluded(self) -> set[int]:

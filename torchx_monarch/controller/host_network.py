@@ -39,10 +39,10 @@ class HostNetwork:
     """
 
     rendezvous: Address
-    options: NetworkOptions
-    advertised: str
-    bind: str
-    identity: Identity | None
+    options: NetworkOptions = NetworkOptions()
+    advertised: str = "127.0.0.1"
+    bind: str = ""
+    identity: Identity | None = None
 
     @classmethod
     def setup(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from torchx_monarch.model.host_facts import Registration
 
@@ -14,14 +14,13 @@ class HostRegistry:
 
     Attributes:
         registered: their registrations, by replica.
-        formed: whether an attempt has been formed.
+        members: the members of the present attempt, in the order of their node ranks; empty before the first.
     """
 
     def __init__(self, replicas: int) -> None:
         self.registered: dict[int, Registration] = {}
-        self.formed = False
+        self.members: list[Registration] = []
         self._replicas = replicas
-        self._members: dict[int, Registration] = {}
         self._seen: set[int] = set()
         self._failed: set[int] = set()
         self._refused: set[int] = set()
@@ -47,10 +46,10 @@ class HostRegistry:
         while not condition():
             await self._changed.wait()
 
-    def form(self, members: Iterable[Registration]) -> None:
-        """Note the members of the next attempt."""
-        self.formed = True
-        self._members = {host.replica: host for host in members}
+    @property
+    def formed(self) -> bool:
+        """Whether an attempt has been formed."""
+        return bool(self.members)
 
     def note_refused(self, replica: int) -> int:
         """Note a host that cannot start; return the number of replicas whose host could not."""
@@ -60,7 +59,7 @@ class HostRegistry:
 
     def is_idle(self, host: Registration) -> bool:
         """Return whether a host is no member of the present attempt."""
-        return self.formed and self._members.get(host.replica) is not host
+        return self.formed and not any(member is host for member in self.members)
 
     @property
     def able(self) -> list[Registration]:

@@ -38,14 +38,15 @@ from torchx_monarch.controller.host_events import (
     signalled,
 )
 from torchx_monarch.controller.host_messages import RunOutput, SignalReceived, decode_report
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_registry import HostRegistry
 from torchx_monarch.controller.host_requests import HostRequests
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import Registration
-from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
+from torchx_monarch.model.host_spec import LEASE
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import connections, messages
-from torchx_monarch.transport.connections import Address, ConnectError, Identity, Listener
+from torchx_monarch.transport.connections import ConnectError, Listener
 from torchx_monarch.transport.lease import Leases
 
 _GREETING_TIMEOUT = 10.0
@@ -88,9 +89,6 @@ class Rendezvous:
         on_output: called with a host and the output of its ranks, on a live allocation; None elsewhere.
 
     Args:
-        identity: this host's certificate; None without TLS.
-        bind: local IP address to listen on; empty for all.
-        peer_timeout: seconds without an answer from a machine after which the kernel breaks its connection.
         lease: seconds of silence after which a host counts as lost.
         fewest: minimum number of hosts that the job needs; None for all.
         say: called with a line for the job's log; None for no lines.
@@ -98,11 +96,8 @@ class Rendezvous:
 
     def __init__(
         self,
-        address: Address,
+        network: HostNetwork,
         replicas: int,
-        identity: Identity | None = None,
-        bind: str = "",
-        peer_timeout: float = PEER_TIMEOUT,
         lease: float = LEASE,
         fewest: int | None = None,
         spares: int = 0,
@@ -113,10 +108,8 @@ class Rendezvous:
         self.clients: dict[str, Serve] = {}
         self.on_output: Callable[[Registration, RunOutput], None] | None = None
         self.on_idle_change: Callable[[HostEvent | None], None] | None = None
-        self._address = address
-        self._identity = identity
-        self._bind = bind
-        self._peer_timeout = peer_timeout
+        self._network = network
+        self._address = network.rendezvous
         self._replicas = replicas
         self._fewest = replicas if fewest is None else fewest
         self._spares = spares
@@ -138,8 +131,9 @@ class Rendezvous:
             RendezvousError: the process cannot listen on the address.
         """
         try:
+            network, timeout = self._network, self._network.options.peer_timeout
             self._listener = await connections.listen(
-                self._address, self._serve, self._identity, self._bind, self._peer_timeout, self._say
+                self._address, self._serve, network.identity, network.bind, timeout, self._say
             )
         except ConnectError as error:
             raise RendezvousError(str(error)) from None

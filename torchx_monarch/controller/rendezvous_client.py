@@ -10,14 +10,15 @@ import time
 from collections.abc import Callable
 
 from torchx_monarch.controller.host_messages import Answer, Handler, Refused, Report, Request, encode_message
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_requests import HostResponder
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.model.codec import DecodeError
 from torchx_monarch.model.host_facts import Registration
-from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
+from torchx_monarch.model.host_spec import LEASE
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import connections, messages
-from torchx_monarch.transport.connections import Address, ConnectError, Identity
+from torchx_monarch.transport.connections import Address, ConnectError
 from torchx_monarch.transport.lease import Leases
 
 _ANSWER_TIMEOUT = 60.0
@@ -39,12 +40,11 @@ class PutOffError(ConnectError):
 
 
 async def handshake(
+    network: HostNetwork,
     address: Address,
     greeting: messages.Message,
     expected: str,
     timeout: float,
-    identity: Identity | None = None,
-    peer_timeout: float = PEER_TIMEOUT,
     on_failure: Callable[[ConnectError], None] = lambda error: None,
     aim: str = "replica 0 was not reached",
     refused: str = "replica 0 refused this host",
@@ -54,8 +54,6 @@ async def handshake(
     Args:
         address: address on which replica 0 listens.
         timeout: seconds for all tries together.
-        identity: this host's certificate; None without TLS.
-        peer_timeout: seconds without an answer from replica 0's machine after which the kernel breaks the connection.
 
     Returns:
         The answer, and the reader and writer of the connection.
@@ -63,7 +61,7 @@ async def handshake(
     Raises:
         RendezvousError: replica 0 refused the greeting, or did not send the expected answer within ``timeout`` seconds.
     """
-    started = time.monotonic()
+    started, identity, peer_timeout = time.monotonic(), network.identity, network.options.peer_timeout
     pause, why, handshake_timeout = _RETRY_EVERY, "", connections.FIRST_HANDSHAKE_TIMEOUT
     while time.monotonic() < started + timeout:
         try:
@@ -133,22 +131,16 @@ class RendezvousClient:
     @classmethod
     async def join(
         cls,
-        address: Address,
+        network: HostNetwork,
         host: Registration,
         timeout: float,
-        identity: Identity | None = None,
-        peer_timeout: float = PEER_TIMEOUT,
         on_failure: Callable[[ConnectError], None] = lambda error: None,
         lease: float = LEASE,
     ) -> RendezvousClient:
         """Connect to replica 0 and register. Retry until it listens.
 
         Args:
-            address: address on which replica 0 listens.
             timeout: seconds for all tries together.
-            identity: this host's certificate; None without TLS.
-            peer_timeout: seconds without an answer from replica 0's machine after which the kernel breaks the
-                connection.
             lease: seconds of silence, after the registration, after which replica 0 counts as lost.
 
         Raises:
@@ -156,9 +148,8 @@ class RendezvousClient:
         """
         shortened = dataclasses.replace(host, error=host.error[: messages.MAX_ERROR])
         greeting = {"type": "register", "host": dataclasses.asdict(shortened)}
-        answer, reader, writer = await handshake(
-            address, greeting, "registered", timeout, identity, peer_timeout, on_failure
-        )
+        address = network.rendezvous
+        answer, reader, writer = await handshake(network, address, greeting, "registered", timeout, on_failure)
         return cls(reader, writer, str(answer.get("name"))[:200], lease)
 
     async def report(self, report: Report) -> None:

@@ -189,12 +189,11 @@ class Roles:
         """
         assert self.server is not None
         answer, _, writer = await handshake(
+            network,
             self.server,
             {"type": "lookup-role", **dataclasses.asdict(_Greeting(role, self.start))},
             "found",
             timeout,
-            network.identity,
-            network.options.peer_timeout,
             on_failure,
             f"where replica 0 of role {role!r} listens was not to be learned from the first role's replica 0",
             refused=str(self.server),
@@ -430,12 +429,11 @@ class RoleClient(RoleCoordinator):
         assert self._roles.server is not None
         role, server = self._roles.options.role, self._roles.server
         _, reader, writer = await handshake(
+            self._network,
             server,
             greeting,
             "registered",
             self._roles.options.host_timeout if self._roles.looks_up else _TRY_FOR,
-            self._network.identity,
-            self._network.options.peer_timeout,
             self._not_registered,
             f"the first role's replica 0, through which the hosts of role {role!r} find theirs, was not reached",
             refused=str(server),

@@ -220,7 +220,6 @@ class LiveSession(Session):
 
     @property
     def running(self) -> bool:
-        """Whether there is a current run."""
         return self._run_queue.current is not None
 
     async def next_run(self) -> JobResult | None:
@@ -235,16 +234,13 @@ class LiveSession(Session):
         return None
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Return a context within which the idle timeout does not run (see ``Session``)."""
         return self._run_queue.in_use()
 
     def mesh_shut_down(self) -> None:
-        """End the session, if it ends with its mesh (see ``Session``)."""
         if self.ends_with_mesh:
             self._events.post(StopRequested(0, JobResult(0, "the mesh was shut down by its client")))
 
     def set_ready(self, ready: bool) -> None:
-        """Note whether the hosts are together, on a new mesh."""
         self._run_queue.ready = ready
 
     async def close(self, result: JobResult) -> None:
@@ -255,7 +251,6 @@ class LiveSession(Session):
     # -- a run ---------------------------------------------------------------------------------------------------------
 
     async def begin(self, hosts: list[Registration]) -> tuple[JobOptions, list[Registration]]:
-        """Prepare the hosts for the current run (see ``Session``)."""
         run = self._run_queue.current
         assert run is not None
         begun: dict[int, RunBegun] = {}

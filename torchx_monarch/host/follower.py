@@ -71,22 +71,23 @@ class Follower:
 
     async def _join(self, registration: Registration, timeout: float, whom: str) -> RendezvousClient:
         failure, roles, network = "", self._host.roles, self._network
-        peer_timeout, lease = network.options.peer_timeout, self._host.options.lease
 
         def failed(error: ConnectError) -> None:
             nonlocal failure
             failure = f" ({error})"
 
         async def joining() -> RendezvousClient:
-            until, where = time.monotonic() + timeout, network.rendezvous
+            until, there = time.monotonic() + timeout, network
             if roles is not None and roles.looks_up:
                 where = await roles.find(self._host.options.role, network, timeout, failed)
+                there = dataclasses.replace(network, rendezvous=where)
             left = max(1.0, until - time.monotonic())
 
             async def connect(greeting: messages.Message) -> Streams:
-                return await connections.greet(where, greeting, network.identity, peer_timeout)
+                peer_timeout = there.options.peer_timeout
+                return await connections.greet(there.rendezvous, greeting, there.identity, peer_timeout)
 
             self._host.connector = connect
-            return await RendezvousClient.join(where, registration, left, network.identity, peer_timeout, failed, lease)
+            return await RendezvousClient.join(there, registration, left, failed, self._host.options.lease)
 
         return await self._host.reporter.while_waiting(joining(), lambda: whom + failure)

@@ -199,15 +199,7 @@ class HostProcess:
         roles = host.roles
         assert roles is not None
         self._rendezvous = rendezvous = Rendezvous(
-            network.rendezvous,
-            options.replicas,
-            network.identity,
-            network.bind,
-            options.peer_timeout,
-            options.lease,
-            sizes.fewest,
-            sizes.spares,
-            host.reporter.line,
+            network, options.replicas, options.lease, sizes.fewest, sizes.spares, host.reporter.line
         )
         job = JobOptions.of(
             options,

@@ -259,14 +259,14 @@ class SupervisorLoop:
 
     def _on_failure(self, replica: Replica) -> None:
         spec = replica.spec
-        if replica.retries < spec.max_retries and not replica.final and not self._is_over(replica):
+        if replica.retries < spec.max_retries and not replica.final and not self._is_over(replica.role_index):
             self._restart(replica)
             return
         outcome = reduce(self._snapshot()).outcome
         if outcome is None or outcome.state is State.SUCCEEDED:
             left = sum(sibling.record.state is not State.FAILED for sibling in self._roles[replica.role_index])
             why = f"{left} of {spec.replicas} are left, and {spec.min_replicas} are enough"
-            text = f"{replica.failure}; {'its role had succeeded' if self._is_over(replica) else why}"
+            text = f"{replica.failure}; {'its role had succeeded' if self._is_over(replica.role_index) else why}"
             self._event("replica_spared", text, role=spec.name, replica=replica.record.id)
             self._tolerated.add(replica)
         self._end_if_decided(failed=replica)
@@ -289,12 +289,13 @@ class SupervisorLoop:
             self._start([replica])
 
     def _start_waiting(self, replica: Replica) -> None:
-        if self._outcome is None and not self._is_over(replica):
+        if self._outcome is None and not self._is_over(replica.role_index):
             self._start([replica])
 
-    def _is_over(self, replica: Replica) -> bool:
-        """Whether its role has succeeded: a host that starts now would find nobody to join."""
-        return replica.spec.runs_hosts and any(sibling.succeeded for sibling in self._roles[replica.role_index])
+    def _is_over(self, role_index: int) -> bool:
+        """Whether a role of hosts has succeeded: one that starts now would find nobody to join."""
+        hosts = [replica for replica in self._roles[role_index] if replica.spec.runs_hosts]
+        return any(host.succeeded for host in hosts)
 
     def _stop_late_hosts(self, first: Replica) -> None:
         """Stop hosts that were started too late to learn that the job of their role is over.
@@ -323,8 +324,8 @@ class SupervisorLoop:
         """
         is_error_lost = errors and bool(folder.describe_full_disk(self._paths))
         roles = []
-        for role, replicas in zip(self._request.roles, self._roles, strict=True):
-            is_over = self._is_over(replicas[0])
+        for index, (role, replicas) in enumerate(zip(self._request.roles, self._roles, strict=True)):
+            is_over = self._is_over(index)
             snapshots = []
             for replica in replicas:
                 is_late = replica.record.state is State.CANCELLED or (is_over and not replica.alive)
