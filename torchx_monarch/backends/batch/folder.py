@@ -174,18 +174,20 @@ class ReplicaFolder(state_files.AppPaths):
         """The folder of its app."""
         return JobFolder(os.path.dirname(os.path.dirname(os.path.dirname(self.root))))
 
-    status = state_files.Inside("replica.json")
-
     @property
     def trusted(self) -> str:
         return self.job.root
 
     @property
-    def request(self) -> str:  # type: ignore[override]  # mypy takes a descriptor for an attribute that can be set
+    def request(self) -> str:
         return self.job.request
 
     @property
-    def events(self) -> str:  # type: ignore[override]
+    def status(self) -> str:
+        return os.path.join(self.root, "replica.json")
+
+    @property
+    def events(self) -> str:
         """The app's events for a replica 0, else a file of its own: network file systems do not order appends."""
         return self.job.events if os.path.basename(self.root) == "0" else os.path.join(self.root, "events.jsonl")
 

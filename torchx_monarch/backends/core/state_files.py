@@ -15,8 +15,7 @@ import json
 import os
 import urllib.parse
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 from torchx_monarch.model import codec
 from torchx_monarch.system import safe_files
@@ -78,54 +77,14 @@ def is_app_id(app_id: str) -> bool:
     return bool(app_id) and not app_id.startswith(".") and path_name(app_id) == app_id
 
 
-class Inside:
-    """The path of a file in the folder of an ``AppPaths``."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, instance: None, owner: object) -> Inside: ...
-
-    @overload
-    def __get__(self, instance: AppPaths, owner: object) -> str: ...
-
-    def __get__(self, instance: AppPaths | None, owner: object) -> str | Inside:
-        return self if instance is None else os.path.join(instance.root, self._name)
-
-
-@dataclass(frozen=True)
-class AppPaths:
+class AppPaths(NamedTuple):
     """All paths below one app's folder.
 
     Attributes:
         root: the app's folder.
-        app: the AppDef and the run options as submitted, and when.
-        request: the replicas to start: commands, environments, working directories.
-        lock: a file that the app's supervisor has locked while it lives.
-        supervisor: the process that runs the app, and its machine.
-        supervisor_log: output of the supervisor itself.
-        status: the record of the app and its replicas.
-        cancel: the request to end the app: ``{"grace": seconds}``, null for the app's own run option.
-        events: what has happened, a JSON object on each line.
-        reserve: disk space that is reserved for the final status.
-        run: the folder for sockets while the app runs, unless its path is too long for a socket.
-        logs: the folder of all logs.
     """
 
     root: str
-
-    app = Inside("app.json")
-    request = Inside("request.json")
-    lock = Inside("lock")
-    supervisor = Inside("supervisor.json")
-    supervisor_log = Inside("supervisor.log")
-    status = Inside("status.json")
-    cancel = Inside("cancel.json")
-    events = Inside("events.jsonl")
-    reserve = Inside("reserve")
-    run = Inside("run")
-    logs = Inside("logs")
 
     @property
     def app_id(self) -> str:
@@ -144,6 +103,58 @@ class AppPaths:
             OSError: the folder does not exist, or may not be entered.
         """
         os.close(safe_files.open_folder(self.root, below=self.trusted))
+
+    @property
+    def app(self) -> str:
+        """The AppDef and the run options as submitted, and when."""
+        return os.path.join(self.root, "app.json")
+
+    @property
+    def request(self) -> str:
+        """The replicas to start: commands, environments, working directories."""
+        return os.path.join(self.root, "request.json")
+
+    @property
+    def lock(self) -> str:
+        """A file that the app's supervisor has locked while it lives."""
+        return os.path.join(self.root, "lock")
+
+    @property
+    def supervisor(self) -> str:
+        """The process that runs the app, and its machine."""
+        return os.path.join(self.root, "supervisor.json")
+
+    @property
+    def supervisor_log(self) -> str:
+        """Output of the supervisor itself."""
+        return os.path.join(self.root, "supervisor.log")
+
+    @property
+    def status(self) -> str:
+        return os.path.join(self.root, "status.json")
+
+    @property
+    def cancel(self) -> str:
+        """The request to end the app: ``{"grace": seconds}``, null for the app's own run option."""
+        return os.path.join(self.root, "cancel.json")
+
+    @property
+    def events(self) -> str:
+        return os.path.join(self.root, "events.jsonl")
+
+    @property
+    def reserve(self) -> str:
+        """Disk space that is reserved for the final status."""
+        return os.path.join(self.root, "reserve")
+
+    @property
+    def run(self) -> str:
+        """The folder for sockets while the app runs, unless its path is too long for a socket."""
+        return os.path.join(self.root, "run")
+
+    @property
+    def logs(self) -> str:
+        return os.path.join(self.root, "logs")
 
     def replica_logs(self, role: str, replica: int) -> str:
         """Return the folder of one replica's logs."""
