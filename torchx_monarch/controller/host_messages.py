@@ -23,6 +23,13 @@ from torchx_monarch.model.world import World
 
 
 @dataclasses.dataclass(frozen=True)
+class HostAnswer:
+    """An answer with the replica of the host that has sent it."""
+
+    replica: int
+
+
+@dataclasses.dataclass(frozen=True)
 class OpenStore:
     """Open the port where the ranks meet, on replica 0's host (see ``RankPool.serve_store``)."""
 
@@ -48,17 +55,15 @@ class LaunchRanks:
 
 
 @dataclasses.dataclass(frozen=True)
-class Launched:
+class Launched(HostAnswer):
     """The answer to ``LaunchRanks``.
 
     Attributes:
-        replica: the host's replica.
         pids: the process ids of the ranks, by local rank.
         imported: when the import of which the ranks are forks began and ended, in seconds since the epoch by the
             host's clock; empty if there was none.
     """
 
-    replica: int
     pids: tuple[int, ...]
     imported: tuple[float, ...] = ()
 
@@ -77,10 +82,9 @@ class StopRanks:
 
 
 @dataclasses.dataclass(frozen=True)
-class RanksExited:
+class RanksExited(HostAnswer):
     """The answer to ``WatchRanks`` and ``StopRanks``: the exits so far of the ranks of this attempt."""
 
-    replica: int
     exits: tuple[RankExit, ...]
 
 
@@ -100,10 +104,9 @@ class TakeStacks:
 
 
 @dataclasses.dataclass(frozen=True)
-class StacksTaken:
+class StacksTaken(HostAnswer):
     """The answer to ``TakeStacks``."""
 
-    replica: int
     stacks: tuple[ProcessStacks, ...]
 
 
@@ -119,16 +122,14 @@ class ReadCollectives:
 
 
 @dataclasses.dataclass(frozen=True)
-class CollectivesRead:
+class CollectivesRead(HostAnswer):
     """The answer to ``ReadCollectives``.
 
     Attributes:
-        replica: the host's replica.
         longest_wait: seconds for which a rank has waited in a collective; 0 if none waits.
         ranks: the ranks that run; empty unless details were asked for.
     """
 
-    replica: int
     longest_wait: float
     ranks: tuple[RankCollectives, ...]
 
@@ -145,10 +146,9 @@ class SampleRanks:
 
 
 @dataclasses.dataclass(frozen=True)
-class RanksSampled:
+class RanksSampled(HostAnswer):
     """The answer to ``SampleRanks``."""
 
-    replica: int
     samples: tuple[RankSample, ...]
 
 
@@ -158,10 +158,9 @@ class TakeFacts:
 
 
 @dataclasses.dataclass(frozen=True)
-class FactsTaken:
+class FactsTaken(HostAnswer):
     """The answer to ``TakeFacts``."""
 
-    replica: int
     facts: HostFacts
 
 
@@ -181,18 +180,16 @@ class BeginRun:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunBegun:
+class RunBegun(HostAnswer):
     """The answer to ``BeginRun``.
 
     Attributes:
-        replica: the host's replica.
         nproc: number of ranks on the host.
         run_id: TORCHELASTIC_RUN_ID of the ranks.
         max_restarts: how often the ranks are restarted after a failure.
         grace: seconds from SIGTERM to SIGKILL for the ranks.
     """
 
-    replica: int
     nproc: int
     run_id: str
     max_restarts: int
@@ -207,10 +204,8 @@ class FinishRun:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunFinished:
+class RunFinished(HostAnswer):
     """The answer to ``FinishRun``, before which the host has sent all output of the run."""
-
-    replica: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,10 +217,9 @@ class ProbeFile:
 
 
 @dataclasses.dataclass(frozen=True)
-class FileProbed:
+class FileProbed(HostAnswer):
     """The answer to ``ProbeFile``: whether the host sees it."""
 
-    replica: int
     seen: bool
 
 
@@ -237,10 +231,8 @@ class FetchCode:
 
 
 @dataclasses.dataclass(frozen=True)
-class CodeFetched:
+class CodeFetched(HostAnswer):
     """The answer to ``FetchCode``."""
-
-    replica: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,10 +247,9 @@ class RunWorkerLoop:
 
 
 @dataclasses.dataclass(frozen=True)
-class WorkerLoopEnded:
+class WorkerLoopEnded(HostAnswer):
     """The answer to ``RunWorkerLoop``: why the worker loop has ended by itself, or that its client has shut it down."""
 
-    replica: int
     reason: str
     shut_down: bool = False
 
@@ -271,25 +262,22 @@ class GetWorkerLoop:
 
 
 @dataclasses.dataclass(frozen=True)
-class WorkerLoopReady:
+class WorkerLoopReady(HostAnswer):
     """The answer to ``GetWorkerLoop``: the address with which the client attaches."""
 
-    replica: int
     address: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Refused:
+class Refused(HostAnswer):
     """The answer to any request that the host cannot execute.
 
     Attributes:
-        replica: the host's replica.
         host: the host's name, for messages; empty if the reason concerns several hosts.
         reason: why it cannot.
         code: exit code of the run that needs the request.
     """
 
-    replica: int
     host: str
     reason: str
     code: int
