@@ -154,7 +154,7 @@ class Hosts:
         names = [spec.name for spec in roles if spec.workload is WorkloadKind.SESSION]
         if self._role not in ("", *names) or not names:
             raise AllocationError(f"{self.handle} {self.end_reason}; it was no live allocation of such a role")
-        folder: Path | None = apps.log_folder(app_id, self._role or names[0], 0)
+        folder: Path | None = apps.backend.log_folder(app_id, self._role or names[0], 0)
         return folder
 
     def roles(self) -> list[str]:

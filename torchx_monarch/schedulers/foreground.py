@@ -176,7 +176,7 @@ class Foreground:
                 summary_of(self._handle(app_id), *found, self._submitted[app_id], time.time()).write(sys.stderr)
 
     def _show(self, app_id: str) -> None:
-        path = self._apps.events_path(app_id)
+        path = self._apps.backend.events_path(app_id)
         if path is None:
             return
         found, offset = events.read(path, self._offsets.get(app_id, 0), below=path.parent)

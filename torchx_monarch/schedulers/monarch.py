@@ -252,7 +252,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def read_events(self, app_id: str) -> Sequence[events.Event]:
         """Return the events of an app, the oldest first; none if this machine does not have them."""
-        path = self.apps.events_path(app_id)
+        path = self.inner.events_path(app_id)
         return events.read(path, below=path.parent)[0] if path is not None else []
 
     def _similar(self, app_id: str) -> str:

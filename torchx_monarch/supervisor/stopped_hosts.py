@@ -37,13 +37,12 @@ class StoppedHosts:
         hosts = processes.hosts(replicas)
         stopped = {host for found in hosts.values() for host in found if _is_stopped(host)}
         self._found = {host: self._found.get(host, 0) + 1 for host in stopped}
-        expired: dict[int, str] = {}
-        for replica, found in hosts.items():
-            for host in found:
-                if (stopped_checks := self._found.get(host, 0)) > self._checks:
-                    seconds = stopped_checks * self._every
-                    expired[replica] = f"its host (pid {host}) does not answer: stopped (SIGSTOP) for {seconds:g} s"
-        return expired
+        return {
+            replica: f"its host (pid {host}) does not answer: stopped (SIGSTOP) for {count * self._every:g} s"
+            for replica, found in hosts.items()
+            for host in found
+            if (count := self._found.get(host, 0)) > self._checks
+        }
 
 
 def _is_stopped(pid: int) -> bool:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterable
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torchx.schedulers.api import Stream
@@ -31,10 +30,14 @@ S = TypeVar("S", bound=AppSnapshot)
 
 
 class Apps(Generic[S]):
-    """The apps of one backend."""
+    """The apps of one backend.
+
+    Attributes:
+        backend: the backend.
+    """
 
     def __init__(self, backend: Backend[Any, Any, S], scheduler: str) -> None:
-        self._backend = backend
+        self.backend = backend
         self._scheduler = scheduler
         self._lock = threading.Lock()
         self._latest: dict[str, tuple[float, tuple[S, AppStatus] | None]] = {}
@@ -67,7 +70,7 @@ class Apps(Generic[S]):
 
     def _snapshot(self, app_id: str, *, brief: bool = False) -> S | None:
         try:
-            return self._backend.snapshot(app_id, brief=brief)
+            return self.backend.snapshot(app_id, brief=brief)
         except state_files.DamagedFileError as error:
             raise BackendError(str(error)) from None
 
@@ -79,13 +82,13 @@ class Apps(Generic[S]):
             self._owned[app.app_id] = time.monotonic()
         elif time.monotonic() > since + SETTLE:
             try:
-                self._backend.stop(app, status.outcome, None)
+                self.backend.stop(app, status.outcome, None)
             except BackendError as error:
                 _log.warning("%s is decided and could not be ended: %s", app.app_id, error)
 
     def list(self, options: Cfg) -> list[tuple[S, AppStatus]]:
         """Read the state of all apps, the newest first; ``options`` as for ``Backend.snapshots``."""
-        return [(app, reduce(app)) for app in self._backend.snapshots(options)]
+        return [(app, reduce(app)) for app in self.backend.snapshots(options)]
 
     def lines(
         self,
@@ -106,7 +109,7 @@ class Apps(Generic[S]):
                 not keep the streams apart.
         """
         stream = None if stream is Stream.COMBINED else stream
-        if stream is not None and not self._backend.capabilities.separate_streams:
+        if stream is not None and not self.backend.capabilities.separate_streams:
             reason = f"{stream.value} alone is not there"
             raise UserError(f"{self._scheduler} keeps both streams of a replica as one; {reason}")
         found = self.recent(app_id)
@@ -118,7 +121,7 @@ class Apps(Generic[S]):
         )
         follow = follow and not status.state.is_terminal
         query = self._query(app_id, since=since, until=until, stream=stream, follow=follow)
-        return matching((line.text for line in self._backend.read_log(app, role, replica, query)), regex)
+        return matching((line.text for line in self.backend.read_log(app, role, replica, query)), regex)
 
     def replica_log(
         self, app: S, role: str, replica: int, *, since: datetime | None = None, tail: int = 0, follow: bool = False
@@ -130,7 +133,7 @@ class Apps(Generic[S]):
             tail: as in ``LogQuery``.
         """
         query = self._query(app.app_id, since=since, tail=tail, follow=follow)
-        return self._backend.read_log(app, role, replica, query)
+        return self.backend.read_log(app, role, replica, query)
 
     def _query(self, app_id: str, **lines: Any) -> LogQuery[S]:
         return LogQuery(
@@ -146,14 +149,14 @@ class Apps(Generic[S]):
         """
         with self._lock:
             when, found = self._latest.get(app_id, (0.0, None))
-            if found is None or time.monotonic() > when + self._backend.poll:
+            if found is None or time.monotonic() > when + self.backend.poll:
                 found = self.read(app_id, brief=True)
                 self._latest[app_id] = time.monotonic(), found
             return found
 
     def has_ended(self, app_id: str) -> bool:
         """Return whether an app has ended or does not exist."""
-        ended = self._backend.has_ended(app_id)
+        ended = self.backend.has_ended(app_id)
         if ended is not None:
             return ended
         found = self.recent(app_id)
@@ -166,7 +169,7 @@ class Apps(Generic[S]):
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            time.sleep(min(left, self._backend.poll))
+            time.sleep(min(left, self.backend.poll))
         return True
 
     def cancel(self, app_id: str, grace: float | None = None) -> None:
@@ -186,7 +189,7 @@ class Apps(Generic[S]):
             BackendError: the app has not ended in time; it is still being ended.
         """
         found = self.read(app_id, brief=True)
-        if found is None or not self._stop(*found, None) or not self._backend.capabilities.waits_for_cancel:
+        if found is None or not self._stop(*found, None) or not self.backend.capabilities.waits_for_cancel:
             return
         app = found[0]
         if not self._await_end(app):
@@ -197,10 +200,10 @@ class Apps(Generic[S]):
 
     def _stop(self, app: S, status: AppStatus, grace: float | None) -> bool:
         """Begin to end an app; return False if it has ended already."""
-        if status.state.is_terminal and not self._backend.still_runs(app):
+        if status.state.is_terminal and not self.backend.still_runs(app):
             return False
         decided = status.outcome if status.is_stop_due else None
-        self._backend.stop(app, decided or Outcome(State.CANCELLED, time=time.time()), grace)
+        self.backend.stop(app, decided or Outcome(State.CANCELLED, time=time.time()), grace)
         return True
 
     def _await_end(self, app: S) -> bool:
@@ -217,26 +220,18 @@ class Apps(Generic[S]):
         if found is None:
             return
         app, status = found
-        self._backend.check_removable(app)
-        if not self._backend.capabilities.removes_running_apps and self._stop(app, status, None):
+        self.backend.check_removable(app)
+        if not self.backend.capabilities.removes_running_apps and self._stop(app, status, None):
             if not self._await_end(app):
                 raise BackendError(f"app {app_id} did not end after a stop request; it is kept")
             app = self._snapshot(app_id, brief=True) or app
-        self._backend.remove(app)
+        self.backend.remove(app)
 
     def address(self, app_id: str, role: str) -> str:
         """Return the address or host name of a role's replica 0 for clients; empty if it is not known (yet)."""
         app = self._snapshot(app_id, brief=True)
         replicas = [replica for replica in (app.replicas if app else ()) if replica.role == role and replica.id == 0]
         return (replicas[0].address or replicas[0].hostname) if replicas else ""
-
-    def events_path(self, app_id: str) -> Path | None:
-        """Return the path of an app's events file (``insight.events``); None if this machine does not have it."""
-        return self._backend.events_path(app_id)
-
-    def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
-        """Return the folder of a replica's logs, also after its end; None if this machine does not have it."""
-        return self._backend.log_folder(app_id, role, replica)
 
 
 def _end_timeout(app: AppSnapshot) -> float:

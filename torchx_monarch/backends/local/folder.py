@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.state_files import AppPaths
 from torchx_monarch.backends.local import state
-from torchx_monarch.system import run_dirs, safe_files
+from torchx_monarch.system import run_dirs
 
 STAGING_PREFIX = ".new-"
 TRASH_PREFIX = ".trash-"
@@ -23,21 +23,14 @@ _WORK_TIME = 3600.0
 
 
 @contextlib.contextmanager
-def staged(apps: str) -> Iterator[str]:
+def staged() -> Iterator[str]:
     """Make a folder to fill, and remove it afterwards unless it was published.
-
-    Args:
-        apps: the folder of all apps.
 
     Raises:
         safe_files.UnsafeFileError: another user owns the state directory or the folder of all apps.
         OSError: the folder cannot be made.
     """
-    root = os.path.dirname(apps)
-    os.makedirs(root, mode=0o700, exist_ok=True)
-    os.makedirs(apps, mode=0o700, exist_ok=True)
-    os.close(safe_files.open_folder(apps, below=root))
-    folder = run_dirs.new_dir(os.path.join(apps, STAGING_PREFIX))
+    folder = run_dirs.new_dir(os.path.join(state_files.make_folder("apps"), STAGING_PREFIX))
     try:
         yield folder
     finally:

@@ -55,11 +55,10 @@ def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], 
         SubmitError: the supervisor could not be started.
     """
     created = time.time()
-    apps = state_files.apps_dir()
     try:
-        request, lock = _publish(apps, request, app, fill, created)
+        request, lock = _publish(request, app, fill, created)
     except OSError as e:
-        raise StateDirError(e.filename or apps, e.strerror or str(e)) from e
+        raise StateDirError(e.filename or state_files.apps_dir(), e.strerror or str(e)) from e
     paths = state_files.app_paths(request.app_id)
     events.append(paths.events, "submitted", f"submitted as {request.app_id}", seconds=time.time() - created)
     try:
@@ -81,10 +80,10 @@ def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], 
 
 
 def _publish(
-    apps: str, request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], None], created: float
+    request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], None], created: float
 ) -> tuple[LocalRequest, int]:
     """Write the app's folder; return the request as written there, and the descriptor of the app's lock."""
-    with folder.staged(apps) as staging, contextlib.ExitStack() as unlock:
+    with folder.staged() as staging, contextlib.ExitStack() as unlock:
         lock = state.lock(state_files.AppPaths(staging))
         unlock.callback(os.close, lock)
         _make_log_dirs(state_files.AppPaths(staging), request)
