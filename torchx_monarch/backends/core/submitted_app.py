@@ -23,20 +23,6 @@ _MOUNTS: dict[str, Any] = {"bind": BindMount, "volume": VolumeMount, "device": D
 T = TypeVar("T")
 
 
-@dataclass
-class _Essential:
-    """The fields of a role that this package reads, with the types on which it relies."""
-
-    name: str
-    image: str
-    entrypoint: str = ""
-    args: list[str] = field(default_factory=list)
-    env: dict[str, str] = field(default_factory=dict)
-    num_replicas: int = 1
-    max_retries: int = 0
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class _Stored:
     """The output of ``SubmittedApp.to_json``; ``pack`` leaves out the run options."""
@@ -129,11 +115,7 @@ def _app_to_json(app: AppDef) -> dict[str, Any]:
 
 def _app_from_json(data: Any) -> AppDef:
     try:
-        for role in data["roles"]:
-            codec.decode(_Essential, role)
-        metadata = codec.decode(dict[str, Any], data.get("metadata", {}))
-        roles = [_role_from_json(role) for role in data["roles"]]
-        return AppDef(codec.decode(str, data["name"]), roles, metadata)
+        return AppDef(data["name"], [_role_from_json(role) for role in data["roles"]], data.get("metadata", {}))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it holds no app: {error!r}") from None
 
