@@ -398,21 +398,6 @@ def test_many_clients_have_worker_loops_of_their_own(live: Live) -> None:
     until(lambda: not worker_loops(live.processes[0].pid), "the end of the worker loops")
 
 
-def test_a_folder_without_space_is_named(live: Live) -> None:
-    (sockets,) = [path for path in live.folder.iterdir() if path.is_dir() and path.name.startswith("h")]
-    sockets.rename(live.folder / "away")
-    try:
-        with Connection.open(live.target, {"type": "attach", "names": []}) as link:
-            assert link.answer()["type"] == "attaching"
-            with pytest.raises(
-                RefusedError, match="host 0 has no worker loop for actors: cannot be started: .*No such"
-            ):
-                link.answer(WITHIN)
-    finally:
-        (live.folder / "away").rename(sockets)
-    assert live.job.status().ready
-
-
 def test_ctrl_c_in_the_terminal_of_a_host_ends_ranks_and_actors(
     tmp_path: Path, folder: Path, eventually: Eventually
 ) -> None:

@@ -9,15 +9,13 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from torchx_monarch.command.command import Command, CommandError, Program, check, parse
-from torchx_monarch.command.torchrun_options import DEFAULTS, OPTIONS, Streams
+from torchx_monarch.command.torchrun_options import DEFAULTS
 
 
 def meaning(text: str, env: Mapping[str, str] | None = None) -> Command:
@@ -59,32 +57,6 @@ def test_torchruns_interpreter_comes_from_the_environment_first() -> None:
     assert meaning("torchrun a.py", env).interpreter == ("/x/python",)
     assert meaning("python -m torch.distributed.run a.py", env).interpreter == ("/x/python",)
     assert meaning("python a.py", env).interpreter == ("python",)
-
-
-def test_options_become_values() -> None:
-    command = meaning(
-        "torchrun --nnodes=2:4 --nproc_per_node gpu --role trainer -r 1 --tee 0:3 --local-ranks-filter 0,2 "
-        "--log-dir /l --rdzv-id j1 --shutdown-timeout 5 --virtual-local-rank --monitor-interval 1 t.py",
-    )
-    assert command.options == replace(
-        DEFAULTS,
-        min_nodes=2,
-        max_nodes=4,
-        nproc_per_node="gpu",
-        role="trainer",
-        redirects=Streams(every=1),
-        tee=Streams(ranks=((0, 3),)),
-        local_ranks_filter=frozenset({0, 2}),
-        log_dir="/l",
-        rdzv_id="j1",
-        shutdown_timeout=5,
-        virtual_local_rank=True,
-        monitor_interval=1.0,
-    )
-
-
-def test_the_environment_supplies_options() -> None:
-    assert meaning("torchrun a.py", {"PET_NPROC_PER_NODE": "8"}).options.nproc_per_node == "8"
 
 
 @pytest.mark.parametrize(
@@ -186,26 +158,6 @@ def test_python_flags_are_read_as_cpython_reads_them(flags: list[str], last: str
     assert json.loads(ran.stdout)[0] == ["-c", *command.program.args]
 
 
-def test_python_and_we_agree_on_the_script(tmp_path: Path) -> None:
-    script = tmp_path / "t.py"
-    script.write_text("import sys; print(__import__('json').dumps(sys.argv))")
-    for flags in (
-        ["-u"],
-        ["-X", "dev", "-B"],
-        ["-uBW", "ignore"],
-        ["--"],
-        ["--check-hash-based-pycs", "never"],
-        ["-sEP"],
-    ):
-        if "-sEP" in flags and sys.version_info < (3, 11):
-            continue  # -P is new in 3.11
-        words = [*flags, str(script), "-m", "--", "x y"]
-        ran = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True, timeout=240)
-        command = parse(["python", *words])
-        assert command is not None
-        assert [command.program.target, *command.program.args] == json.loads(ran.stdout)
-
-
 def refusal(text: str, replicas: int = 1) -> str:
     with pytest.raises(CommandError) as caught:
         check(meaning(text), replicas=replicas, role="trainer")
@@ -262,12 +214,6 @@ def test_the_fewest_replicas(text: str, replicas: int, fewest: int) -> None:
     assert meaning(text).fewest(replicas) == fewest
 
 
-def test_an_option_from_the_environment_is_refused_too() -> None:
-    command = meaning("torchrun a.py", {"PET_EVENT_LOG_HANDLER": "own"})
-    with pytest.raises(CommandError, match="--event-log-handler=own"):
-        check(command, replicas=1, role="trainer")
-
-
 def test_the_macro_is_replaced_where_torchrun_replaces_it() -> None:
     words = "'t${local_rank}.py' 'x${local_rank}$$' '$HOME'"
     assert meaning(f"torchrun {words}").program_of(3) == Program("script", "t3.py", ("x3$", "$HOME"))
@@ -276,25 +222,7 @@ def test_the_macro_is_replaced_where_torchrun_replaces_it() -> None:
     assert meaning("torchrun --no-python 'x${local_rank}' '${local_rank}'").program_of(1).target == "x${local_rank}"
 
 
-option_words = st.lists(
-    st.sampled_from([option for option in OPTIONS if option.type is str and not option.parse and not option.choices]),
-    max_size=4,
-    unique=True,
-)
 # argparse, and so torchrun, takes away a `--` right after the script.
 arguments = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), max_size=5).filter(
     lambda args: args[:1] != ["--"]
 )
-
-
-@given(option_words, st.data(), st.sampled_from(["train.py", "a b.py", "./ü.py", "$X"]), arguments)
-@settings(deadline=None)
-def test_values_and_arguments_arrive_verbatim(
-    chosen: list[object], data: st.DataObject, script: str, args: list[str]
-) -> None:
-    options = [option for option in OPTIONS if option in chosen]
-    values: dict[str, Any] = {option.dest: data.draw(st.text("ab =,$'\"\n\\é", max_size=5)) for option in options}
-    command = parse(["torchrun", *(f"{option.name}={values[option.dest]}" for option in options), script, *args])
-    assert command is not None
-    assert command.options == replace(DEFAULTS, **values)
-    assert command.program == Program("script", script, tuple(args))

@@ -12,14 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torchx.components import dist
-from torchx.specs import AppDef, BindMount, Role, resource
+from torchx.specs import AppDef, BindMount, Role
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.file_linter import validate
 from torchx.specs.finder import ComponentValidationException, ModuleComponentsFinder
 
 import torchx_monarch.components
-from torchx_monarch.command.command import Program, parse
-from torchx_monarch.command.rewrite import WrapOptions, rewrite
 from torchx_monarch.command.spmd import Launch, app_name
 from torchx_monarch.components import controller, hosts, spmd
 
@@ -69,21 +67,6 @@ def test_a_plain_torchrun() -> None:
 def test_shape(text: str, replicas: int, shape: Sequence[str]) -> None:
     role = role_of(text)
     assert (role.num_replicas, [role.args[1], role.args[3]]) == (replicas, shape)
-
-
-@pytest.mark.parametrize(
-    ("text", "program"),
-    [
-        ("t.py -m x", Program("script", "t.py", ("-m", "x"))),
-        ("-m pkg.mod a b", Program("module", "pkg.mod", ("a", "b"))),
-        ("-m pkg.mod -- --lr 1", Program("module", "pkg.mod", ("--lr", "1"))),
-        ("--script t.py -- --lr 1", Program("script", "t.py", ("--lr", "1"))),
-    ],
-)
-def test_program(text: str, program: Program) -> None:
-    role = role_of(text)
-    command = parse([role.entrypoint, *role.args])
-    assert command is not None and command.program == program
 
 
 @pytest.mark.parametrize(
@@ -149,10 +132,6 @@ def test_it_agrees_with_dist_torchrun() -> None:
     assert shared["env"] == {"A": "x"} and shared["metadata"] == {"M": "y"}
 
 
-def test_a_named_resource() -> None:
-    assert role_of("-h aws_t3.medium t.py").resource == resource(h="aws_t3.medium")
-
-
 def test_the_remaining_options() -> None:
     args = role_of("--max_restarts 3 --log_dir /logs --tee 0:3 --max_retries 1 t.py").args
     assert args[6:] == ["--tee", "0:3", "--max-restarts", "3", "--log-dir", "/logs", "t.py"]
@@ -206,11 +185,6 @@ def test_a_component_option_after_the_script_is_warned_about(
     assert record.name == "torchx_monarch" and flags in record.getMessage()
 
 
-def test_other_arguments_are_not_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    role_of("--nproc 2 train.py --lr 0.1 nproc --nprocs 3 -x")
-    assert not caplog.records
-
-
 def test_torchx_finds_exactly_the_components() -> None:
     found = ModuleComponentsFinder(torchx_monarch.components, "monarch").find(None)
     errors = {component.name: component.validation_errors for component in found}
@@ -226,11 +200,6 @@ def test_every_option_has_a_help_text(component: Callable[..., object]) -> None:
     assert documented is not None
     for name in inspect.signature(component).parameters:
         assert f"\n    {name}: " in documented
-
-
-def test_the_app_can_be_rewritten() -> None:
-    app = rewrite(typed("-j 2x2 train.py '--x=$a'"), WrapOptions()).app
-    assert app.roles[0].args[-1] == "'--x=$a'"
 
 
 @pytest.mark.parametrize(

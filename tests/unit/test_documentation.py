@@ -10,7 +10,6 @@ import re
 import runpy
 import subprocess
 import sys
-import xml.etree.ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,28 +81,6 @@ def test_plots_and_tables_are_those_of_the_measurement() -> None:
         assert (DOCS / "pictures" / name).read_text() == picture, f"{name} is out of date: python bench/chart.py"
     text = (DOCS / "explanation" / "benchmarks.md").read_text()
     assert chart["page"](text, measured) == text, "benchmarks.md is out of date: python bench/chart.py"
-
-
-def test_the_first_screen_states_what_was_measured() -> None:
-    launches = json.loads(_MEASURED.read_text())["launches"]
-    readme = (ROOT / "README.md").read_text()
-    for name in ("ours-cli", "torchrun"):
-        assert f"{launches['8']['summary'][name]['total']['median']:.1f} s" in readme
-
-
-@pytest.mark.parametrize("picture", sorted((DOCS / "pictures").glob("*.svg")), ids=lambda picture: picture.name)
-def test_a_picture_needs_nothing_else(picture: Path) -> None:
-    text = picture.read_text()
-    xml.etree.ElementTree.fromstring(text)
-    assert not re.findall(r'(?:href|src)="(?!#)|url\((?!#)|@import', text)
-    assert str(ROOT) not in text
-
-
-def test_pictures_are_used() -> None:
-    shown = {Path(target).name for page in PAGES for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text())}
-    assert {picture.name for picture in (DOCS / "pictures").iterdir()} == {
-        name for name in shown if name.endswith((".svg", ".png"))
-    }
 
 
 def test_the_page_of_variables_has_those_of_the_code() -> None:

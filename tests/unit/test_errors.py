@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 from typing import Any
 
 import pytest
 
 from torchx_monarch.model.job_result import (
-    JobResult,
     RankExit,
     describe_code,
     describe_failure,
@@ -122,17 +119,3 @@ def test_ranks_that_fail_differently_are_no_single_cause(last: RankExit) -> None
 
 def test_the_last_output_is_shown_where_nothing_else_tells_why() -> None:
     assert exit_of(0, 2, last_output="0 of 4: no").describe() == f"rank 0 (local rank 0 on node, pid 100) {OUTPUT}"
-
-
-def test_they_survive_json_and_pickling() -> None:
-    cause = exit_of(2, -11, error=error("x", began=False))
-    result = JobResult(139, cause.describe(), cause)
-    assert JobResult.from_json(json.loads(json.dumps(result.to_json()))) == result
-    assert pickle.loads(pickle.dumps(result)) == result
-    assert not cause.began
-
-
-@pytest.mark.parametrize("content", [{}, {"message": "text"}, {"message": {}}, {"message": {"message": 3}}, {"x": 1}])
-def test_error_files_of_any_shape_are_read(content: dict[str, Any]) -> None:
-    one = exit_of(0, 1, error=content)
-    assert isinstance(one.message, str) and one.traceback == "" and one.began and one.failed_at == one.time

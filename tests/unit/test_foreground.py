@@ -114,30 +114,18 @@ def test_another_program_than_torchx_run_is_not_that_command() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("heeded", [False, True])
-def test_signals_are_heeded_by_a_command_that_waits_alone(
-    number: signal.Signals, heeded: bool, monkeypatch: pytest.MonkeyPatch
+def test_signals_to_a_command_that_does_not_wait_are_left_alone(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_run(monkeypatch, wait=heeded)
+    is_run(monkeypatch, wait=False)
     before = signal.signal(number, signal.SIG_DFL)
-    backend = Plain(slow=False)
-    foreground = foreground_of(backend)
+    foreground = foreground_of(Plain(slow=False))
     try:
         submit(foreground)
-        assert (signal.getsignal(number) != signal.SIG_DFL) is heeded
-        if heeded:
-            with pytest.raises(SystemExit, match=str(128 + number)):
-                try:
-                    signal.raise_signal(number)
-                except KeyboardInterrupt:
-                    foreground.on_close()
-        else:
-            foreground.on_close()
-            assert signal.getsignal(number) == signal.SIG_DFL
-        assert backend.cancelled == heeded
+        assert signal.getsignal(number) == signal.SIG_DFL
+        foreground.on_close()
+        assert signal.getsignal(number) == signal.SIG_DFL
     finally:
-        for each in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(each, signal.SIG_DFL)
         signal.signal(number, before)
 
 

@@ -16,31 +16,12 @@ from torchx_monarch.model.job_result import JobResult, RankExit
 from torchx_monarch.system import error_files
 
 EVERY = HostResult(3, "why", "Traceback\n\tx", 17.0, True, 2, 4, "not again", 1, 18.5)
-
-RESULTS = st.builds(
-    HostResult,
-    st.integers(-64, 255),
-    st.text("abc üÄ", min_size=1, max_size=20),
-    st.text("abc\t", max_size=20),
-    st.integers(0, 2**31).map(float),
-    st.booleans(),
-    st.integers(-1, 5000),
-    st.integers(0, 100),
-    st.text("abc ", max_size=20),
-    st.none() | st.integers(0, 100),
-    st.floats(0, 1e10, allow_subnormal=False),
-)
 FIELDS = st.sampled_from([*error_files._SHORT, "message", "extraInfo", "py_callstack", "other"])
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=9),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=4),
     max_leaves=8,
 )
-
-
-@given(RESULTS)
-def test_a_result_survives_its_text(result: HostResult) -> None:
-    assert HostResult.from_text(result.to_text()) == result
 
 
 def test_torchx_and_torchrun_can_read_it() -> None:
@@ -52,6 +33,7 @@ def test_torchx_and_torchrun_can_read_it() -> None:
     flat = {"message": "replica r/0 exited with code 3", "errorCode": 3, "timestamp": 17}
     assert json.loads(substitute.to_text()) == flat
     assert HostResult.from_text(substitute.to_text()) == substitute
+    assert HostResult.from_text(EVERY.to_text()) == EVERY
     assert EVERY.names_cause and not substitute.names_cause
 
 

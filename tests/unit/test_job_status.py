@@ -206,19 +206,6 @@ def test_facts_that_nobody_knows_are_none() -> None:
     assert render(found, NOW).splitlines() == [f"{HANDLE}: PENDING", "  phase        waits to start"]
 
 
-@pytest.mark.parametrize(
-    ("entrypoint", "args", "ranks"),
-    [
-        ("torchrun", ["--nproc-per-node", "gpu", "train.py"], None),
-        ("python", ["train.py"], 2),
-        ("echo", ["hello"], None),
-        ("torchrun", ["--no-such-option", "train.py"], None),
-    ],
-)
-def test_ranks_that_a_command_asks_for(entrypoint: str, args: list[str], ranks: int | None) -> None:
-    assert status_of(snapshot(entrypoint=entrypoint, args=args)).ranks == ranks
-
-
 def test_progress_lines_stand_for_events() -> None:
     lines = [
         "[monarch] hosts 2/2 (0.31 s)",

@@ -111,21 +111,6 @@ def test_lines_of_others_between_two_pieces(tmp_path: Path) -> None:
     assert first.count(b"x") + rest.count(b"x") == 4 * LONGEST
 
 
-def test_a_progress_bar_is_shown_as_it_is_drawn(tmp_path: Path) -> None:
-    console = tmp_path / "console"
-
-    async def program(out: Console) -> None:
-        rank = Rank(out, "[default0]:")
-        await rank.write(b"\r 10%")
-        await shown(console, lambda data: data.endswith(b"10%"))
-        await rank.write(b"\r 20%")
-        await shown(console, lambda data: data.endswith(b"20%"))
-        await rank.write(b"\r100%\n")
-        await rank.end()
-
-    assert on_console(console, program) == b"[default0]:\r 10%\r 20%\r100%\n"
-
-
 def test_an_unfinished_line_is_ended_before_the_host_speaks(tmp_path: Path) -> None:
     console = tmp_path / "console"
 

@@ -49,23 +49,6 @@ def test_in_a_pipe_a_line_has_a_short_prefix_and_no_control_sequence() -> None:
     assert shown(app(), *lines) == ["[0] epoch 1\n", "[monarch] mesh\n", "raw\n", "[1] \r 10%", "\r 20%", "\n"]
 
 
-@pytest.mark.parametrize(
-    ("snapshot", "line"),
-    [
-        (app("--tee", "3", "--log-line-prefix-template", "$${rank}>"), "3>text\n"),
-        (app("--tee", "0"), "[digits0]: the program's own\n"),
-        (app("--tee", "1"), "[digits0]: perhaps the program's own, on stderr\n"),
-        (app("--tee", "0:3"), "[digits0]: perhaps of rank 1\n"),
-        (app("--tee", "0"), "2026-11-25T10:00:00.123Z the program's own\n"),
-    ],
-)
-def test_a_template_of_the_users_and_what_a_program_prints_stay(
-    snapshot: AppSnapshot, line: str, terminal: io.TextIOWrapper
-) -> None:
-    assert shown(snapshot, line) == [line]
-    assert shown(snapshot, line, stream=terminal)[0].endswith(line.rpartition(">")[2])
-
-
 def test_a_template_without_the_rank_is_shown_behind_it() -> None:
     env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[w${local_rank}]:"}
     assert shown(app(env=env, replicas=2), "[w1]:text\n", replica=1) == ["[3] [w1]:text\n"]

@@ -31,12 +31,6 @@ def test_a_line_without_time_stays_behind_the_one_before_it() -> None:
     assert found == ["a", "b", "d", "c"]
 
 
-def test_more_lines_than_are_read_ahead() -> None:
-    logs = {key: [TimedLine(float(2 * n + key), "") for n in range(3000)] for key in (0, 1)}
-    found = [each[1].time for each in LogMerge(logs, follow=False) if each]
-    assert found == [float(n) for n in range(6000)]
-
-
 def test_a_followed_log_that_is_silent_holds_no_other_up() -> None:
     go_on = threading.Event()
 

@@ -101,16 +101,6 @@ def test_the_last_lines_of_a_log(tmp_path: Path, lengths: list[int], is_ended: b
     assert [line.text for line in read_timed(tmp_path, tail=tail)] == lines[-tail:]
 
 
-def test_the_index_is_sparse(tmp_path: Path, clock: Clock) -> None:
-    out = log_writer.ReplicaLogs(str(tmp_path))
-    for _ in range(1000):
-        out.feed("stdout", b"x\n")
-        clock.now += 0.01
-    out.close()
-    records = (tmp_path / "stdout.log.idx").stat().st_size / log_writer.RECORD.size
-    assert 90 <= records <= 101
-
-
 @given(st.lists(st.tuples(st.sampled_from(["stdout", "stderr"]), st.binary(max_size=20)), max_size=30))
 def test_nothing_is_lost_or_mixed(tmp_path_factory: pytest.TempPathFactory, pieces: list[tuple[str, bytes]]) -> None:
     folder = tmp_path_factory.mktemp("logs")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torchx
-from torchx.components.dist import torchrun
 from torchx.runner import Runner
 from torchx.specs import AppDef, InvalidRunConfigException, Resource, Role
 from torchx.specs.finder import ComponentValidationException
@@ -77,11 +76,6 @@ def test_section_of_the_wrapped_scheduler_is_honoured(
     assert "--partition=typed" in str(runner.dryrun(app, "monarch_slurm", cfg={"partition": "typed"}))
 
 
-def test_unknown_option_names_the_allowed_ones(runner: Runner, app: AppDef) -> None:
-    with pytest.raises(InvalidRunConfigException, match="grce.*grace"):
-        runner.dryrun(app, "monarch_local", cfg={"grce": 3})
-
-
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
@@ -125,15 +119,6 @@ def test_bad_command_is_refused_before_anything_is_submitted(
         runner.run(app, "monarch_local")
     assert "trainer" in str(caught.value)
     assert runner.list("monarch_local") == []
-
-
-def test_dist_torchrun_is_wrapped_inside_its_shell(runner: Runner) -> None:
-    app = torchrun("--lr", "0.1", script="train.py", j="2x2")
-    info = runner.dryrun(app, "monarch_local")
-    replicas = asdict(info.request)["roles"][0]["replicas"]
-    assert [replica["args"][:2] for replica in replicas] == [["bash", "-c"]] * 2
-    assert all("torchx_monarch.host" in replica["args"][2] for replica in replicas)
-    assert "localhost}:29500" in replicas[0]["args"][2]
 
 
 @pytest.mark.parametrize("scheduler", ["monarch_docker", "monarch_kubernetes", "monarch_aws_batch"])

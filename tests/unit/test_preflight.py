@@ -104,15 +104,6 @@ def test_a_path_that_exists_nowhere_is_no_difference() -> None:
     assert lines(gone, gone) == []
 
 
-@pytest.mark.parametrize(
-    ("offset", "words"),
-    [(3.2, "the clock of host 1 is 3.2 s ahead of replica 0's; "), (-60.0, "the clock of host 1 is 60.0 s behind ")],
-)
-def test_a_clock(offset: float, words: str) -> None:
-    (line,) = lines(GOOD, GOOD, offsets=(0.0, offset))
-    assert line.startswith(words)
-
-
 def test_a_problem_is_about_the_hosts_that_differ() -> None:
     other = with_version("torch", "2")
     assert [problem.replicas for problem in problems(GOOD, other, GOOD, other)] == [[1, 3]]

@@ -10,7 +10,6 @@ import pickle
 import re
 import subprocess
 import sys
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,10 @@ import torchx_monarch
 from torchx_monarch import (
     RankResult,
     RunOptions,
-    RunOptionsDict,
     RunResult,
     SPMDError,
     SPMDJob,
     TorchXMonarchError,
-    UserError,
     exceptions,
 )
 from torchx_monarch.client import allocation as allocation_module
@@ -143,24 +140,7 @@ def test_the_api_page_has_every_public_name() -> None:
                 assert deprecated or f"`{function.name}" in page, f"{name}.{function.name} is not in the page"
 
 
-def test_the_api_page_has_the_signatures() -> None:
-    page = (_PACKAGE.parent / "docs" / "reference" / "api.md").read_text()
-    for text in re.findall(r"^```python\n((?:serve|SPMDJob|MonarchJob)\(.*?)\n```", page, re.MULTILINE | re.DOTALL):
-        (shown,) = ast.parse(f"def {text}: ...").body
-        assert isinstance(shown, ast.FunctionDef)
-        actual = next(public_functions(shown.name))
-        names = [each.arg for each in (*actual.args.args, *actual.args.kwonlyargs) if each.arg != "self"]
-        assert [each.arg for each in (*shown.args.args, *shown.args.kwonlyargs)] == names
-    table = re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", page.partition("### Options of a run")[2], re.MULTILINE)
-    fields = [(each.name, str(each.default)) for each in dataclasses.fields(RunOptions)]
-    assert [(name, default.strip('"')) for name, default in table][: len(fields)] == fields
-
-
 # -- options of a run --------------------------------------------------------------------------------------------------
-
-
-def test_options_of_a_run_are_declared_alike() -> None:
-    assert typing.get_type_hints(RunOptionsDict) == typing.get_type_hints(RunOptions)
 
 
 class RequestMadeError(Exception):
@@ -230,9 +210,3 @@ def test_an_error_of_a_run_survives_pickling() -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error) and copy.result == error.result
     assert (copy.root_cause, copy.failed_ranks, copy.log_paths) == (rank, [1], {1: "/logs/err"})
-
-
-def test_a_users_mistake_is_caught_by_each_of_its_bases() -> None:
-    for kind in (TorchXMonarchError, ValueError, ComponentValidationException):
-        with pytest.raises(kind):
-            raise UserError("no such app")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from html.parser import HTMLParser
 
 import pytest
@@ -104,9 +103,3 @@ def test_the_axis_has_round_times(seconds: float, labels: list[str] | None) -> N
     ticks = picture(build([], ["t"], start=100.0, end=100.0 + seconds)).ticks
     assert labels is None or [tick.label for tick in ticks] == labels
     assert len(ticks) <= 10 and all(0 <= tick.left <= 100 for tick in ticks)
-
-
-def test_parts_of_phases_add_up() -> None:
-    parts = shares(build(RESTARTED, ["t"], end=999.0), "t")
-    assert sum(part.percent for part in parts) == pytest.approx(100.0)
-    assert not re.search(r"\s", "".join(part.style for part in parts))

@@ -198,21 +198,6 @@ def test_a_command_in_a_shell_string(shell: tuple[str, ...], text: str, expected
     assert [role.entrypoint, *role.args] == [*shell, expected.replace("@", TEXT), "name", "arg"]
 
 
-def test_a_role_name_is_quoted_in_a_shell_string() -> None:
-    given = app("bash", "-c", "torchrun a.py")
-    given.roles[0].name = "it's"
-    string = rewritten(given, WrapOptions(python="/a b/python")).args[1]
-    assert shlex.split(string)[:7] == [
-        "/a b/python",
-        "-m",
-        "torchx_monarch.host",
-        "--app",
-        "${app_id}",
-        "--role",
-        "it's",
-    ]
-
-
 @pytest.mark.parametrize(
     "command", [["echo", "hello"], ["python", "-V"], ["sleep", "1"], ["bash", "train.sh"], ["bash"]]
 )
@@ -224,20 +209,6 @@ def test_a_role_without_a_rank_program_stays(command: list[str]) -> None:
 def test_a_set_up_script_may_start_a_plain_python_itself() -> None:
     given = app("entrypoint.sh", "python", "a.py", "torchrun", "x")
     assert rewritten(given) == given.roles[0]
-
-
-def test_every_role_is_looked_at_for_itself() -> None:
-    given = AppDef(
-        "app",
-        [
-            Role("a", "i", entrypoint="torchrun", args=["--nnodes=2", "a.py"], num_replicas=2),
-            Role("b", "i", entrypoint="sleep", args=["9"]),
-            Role("c", "i", entrypoint="python", args=["c.py"], num_replicas=3),
-        ],
-    )
-    result = rewrite(given, OPTIONS).app
-    assert [role.entrypoint for role in result.roles] == ["python", "sleep", "python"]
-    assert [role.args[role.args.index("--replicas") + 1] for role in result.roles if "--" in role.args] == ["2", "3"]
 
 
 def test_each_torchrun_of_a_string_is_wrapped_if_the_shell_executes_one_of_them() -> None:

@@ -21,7 +21,6 @@ from torchx_monarch.insight.stacks import (
     rank_ranges,
     render,
 )
-from torchx_monarch.model.codec import decode
 
 DUMP = """Thread 0x00007f24b1ffb640 (most recent call first):
   <no Python frame>
@@ -151,8 +150,3 @@ def test_other_threads_are_groups_of_their_own() -> None:
         for each in (process(0, "f"), process(1, "f"))
     ]
     assert [(one.what, one.ranks) for one in group(ranks)] == [("main thread", (0, 1)), ("other thread", (0, 1))]
-
-
-def test_stacks_travel_as_json() -> None:
-    one = process(3, "f", child="python", problem="x")
-    assert decode(ProcessStacks, json.loads(json.dumps(dataclasses.asdict(one)))) == one

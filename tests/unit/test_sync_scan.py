@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -179,35 +178,6 @@ def test_reads_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not StatCache.load(kept, "/another/workspace").files
     Path(kept).write_text('{"version": 1, "root": []')
     assert not StatCache.load(kept, str(root)).files
-
-
-@pytest.mark.parametrize("planted", ["a FIFO", "a link", "a link as the folder", "no numbers"])
-def test_does_not_use_a_planted_cache(tmp_path: Path, planted: str) -> None:
-    root, elsewhere = write(tmp_path / "ws", {"a.py": "1"}), tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    kept = tmp_path / "state" / "sync" / "cache.json"
-    kept.parent.mkdir(parents=True)
-    age()
-    scan(str(root), memory := StatCache())
-    memory.save(str(kept), str(root))
-    assert StatCache.load(str(kept), str(root)).files
-    if planted == "a FIFO":
-        kept.unlink()
-        os.mkfifo(kept)
-    elif planted == "a link":
-        kept.rename(elsewhere / "cache.json")
-        kept.symlink_to(elsewhere / "cache.json")
-    elif planted == "a link as the folder":
-        kept.rename(elsewhere / "cache.json")
-        kept.parent.rmdir()
-        kept.parent.symlink_to(elsewhere)
-    else:
-        values = {"version": 1, "root": str(root), "files": {"a.py": [1]}, "rules": {}, "left_out": []}
-        kept.write_text(json.dumps(values))
-    before = sorted(elsewhere.iterdir())
-    assert StatCache.load(str(kept), str(root)) == StatCache()
-    memory.save(str(kept), str(root))
-    assert sorted(elsewhere.iterdir()) == before
 
 
 def test_finds_a_change_that_leaves_size_and_time_as_they_were(tmp_path: Path) -> None:
