@@ -14,7 +14,7 @@ from torchx.specs import AppDef, Role
 
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
-from torchx_monarch.backends.core.state import SETTLE, AppStatus, RetryBudget, count_restarts, reduce
+from torchx_monarch.backends.core.state import SETTLE, AppStatus, count_restarts, reduce
 from torchx_monarch.command.rewrite import hold
 from torchx_monarch.components import controller
 from torchx_monarch.model.role_metadata import is_sidecar, mark_sidecar
@@ -260,34 +260,6 @@ def test_restarts_that_one_failure_has_caused_count_once() -> None:
     assert count_restarts(app(counted(1, 1, ends_together=True), counted(2, ends_together=True))) == 2
     assert count_restarts(app(counted(1, ranks=3))) == 4
     assert count_restarts(app(counted(1), restarts=7)) == 7
-
-
-@pytest.mark.parametrize(
-    ("policy", "failures", "allowed"),
-    [
-        (RetryPolicy.REPLICA, [("r", 0), ("r", 0), ("r", 1)], [True, False, True]),
-        (RetryPolicy.ROLE, [("r", 0), ("r", 1), ("other", 0)], [True, False, True]),
-        (RetryPolicy.APPLICATION, [("r", 0), ("other", 0)], [True, False]),
-    ],
-)
-def test_retries_are_counted_by_the_scope_of_their_policy(
-    policy: RetryPolicy, failures: list[tuple[str, int]], allowed: list[bool]
-) -> None:
-    budget = RetryBudget()
-    specs = {name: RoleSpec(name, 2, max_retries=1, retry_policy=policy) for name in ("r", "other")}
-    assert [budget.take(specs[name], replica) for name, replica in failures] == allowed
-    assert budget.app_retries == (1 if policy is RetryPolicy.APPLICATION else 0)
-    assert not RetryBudget(app_retries=1).take(RoleSpec("r", max_retries=1))
-
-
-def test_a_host_that_others_wait_for_is_not_delayed_for_long() -> None:
-    def longest(**more: Any) -> float:
-        budget, spec = RetryBudget(), RoleSpec("r", 2, **more)
-        return max(budget.delay(spec, 0.0) for _ in range(12))
-
-    assert longest(retry_policy=RetryPolicy.REPLICA, workload=WorkloadKind.RANKS) == 30.0
-    assert longest(retry_policy=RetryPolicy.ROLE, workload=WorkloadKind.RANKS) > 30.0
-    assert longest(retry_policy=RetryPolicy.REPLICA) > 30.0
 
 
 def test_a_mark_is_kept_and_read() -> None:

@@ -105,9 +105,10 @@ class Replica:
         )
 
     @property
-    def _variables(self) -> dict[str, str]:
-        run_dir = self._env["MONARCH_RUN_DIR"]
-        return spawn.variables(run_dir, self.role_index, self.record.id, self.record.restarts)
+    def _stop_file(self) -> str:
+        """A file that exists once this start was asked to stop: any other SIGTERM means preemption."""
+        name = f"stop.{self.role_index}.{self.record.id}.{self.record.restarts}"
+        return os.path.join(self._env["MONARCH_RUN_DIR"], name)
 
     @property
     def marks(self) -> list[bytes]:
@@ -121,7 +122,11 @@ class Replica:
         self.record.pid = self.record.exit_code = self.record.error = self.record.ended = None
         self.record.started = time.time()
         self._keep_old_error()
-        env = {**self._env, **self._variables}
+        env = {
+            **self._env,
+            "MONARCH_RESTART": str(self.record.restarts),
+            "MONARCH_STOP_FILE": self._stop_file,
+        }
         try:
             pid, pipes = spawn.spawn(self._request.args, env, self._request.cwd)
         except (OSError, ValueError) as e:  # ValueError: a null byte in an argument
@@ -129,16 +134,12 @@ class Replica:
             self.final = True
             self._ended(EXIT_NOT_STARTED, f"replica {self.name} could not be started: {reason}")
             return False
-        self.adopt(pid, self.record.started, pipes)
-        return True
-
-    def adopt(self, pid: int, started: float, pipes: Sequence[int]) -> None:
-        """Manage a process that was started as ``start`` does; ``pipes`` are the read ends of its stdout and stderr."""
-        self.record.pid, self.record.state, self.record.started = pid, State.RUNNING, started
+        self.record.pid, self.record.state = pid, State.RUNNING
         for stream, end in zip((log_writer.STDOUT, log_writer.STDERR), pipes, strict=True):
             os.set_blocking(end, False)
             self._pipes[end] = stream
             self._selector.register(end, selectors.EVENT_READ, self)
+        return True
 
     def read(self, fd: int) -> None:
         """Read what one of its pipes holds."""
@@ -235,7 +236,7 @@ class Replica:
             return
         self.stopping = True
         with contextlib.suppress(OSError):  # on a full disk, the host reports a preemption in its log instead
-            os.close(safe_files.open_file(self._variables["MONARCH_STOP_FILE"], os.O_WRONLY | os.O_CREAT))
+            os.close(safe_files.open_file(self._stop_file, os.O_WRONLY | os.O_CREAT))
         # A stopped process handles SIGTERM only after SIGCONT: systemd and Slurm send both as well.
         for number in (signal.SIGTERM, signal.SIGCONT):
             for host in hosts:

@@ -61,15 +61,6 @@ def find_program(name: str, path: str, cwd: str) -> str:
     raise SpawnError(errno.ENOENT, f"the program {name!r} is neither on the PATH ({path}) nor in {cwd}.")
 
 
-def variables(run_dir: str, role: int, replica: int, restarts: int) -> dict[str, str]:
-    """Return the variables that differ between the starts of a replica: the restart number and the stop file.
-
-    The stop file exists once the supervisor has asked this start to stop: any other SIGTERM means preemption.
-    """
-    stop_file = os.path.join(run_dir, f"stop.{role}.{replica}.{restarts}")
-    return {"MONARCH_RESTART": str(restarts), "MONARCH_STOP_FILE": stop_file}
-
-
 def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> tuple[int, tuple[int, int]]:
     """Start a process; return its pid when it runs its program, and the read ends of its stdout and stderr.
 

@@ -18,14 +18,12 @@ Standard library only: the local supervisor and Slurm's batch step import this m
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
-from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.host_result import HostResult
-from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
+from torchx_monarch.model.role_spec import RetryPolicy
 from torchx_monarch.model.state import State
 
 SETTLE = 5.0
@@ -221,44 +219,3 @@ def count_restarts(app: AppSnapshot) -> int:
         else:
             alone += max(counts)
     return alone + together + ranks
-
-
-class RetryBudget:
-    """The retries that an app has left."""
-
-    def __init__(self, app_retries: int = 0) -> None:
-        self._used: Counter[tuple[str, int]] = Counter({("", 0): app_retries})
-        self._backoffs = defaultdict[tuple[str, int], Backoff](Backoff)
-
-    @property
-    def app_retries(self) -> int:
-        """How often the app was restarted."""
-        return self._used["", 0]
-
-    def take(self, role: RoleSpec, replica: int = 0) -> bool:
-        """Use one retry of a role's policy; return False if none is left."""
-        scope = _scope(role, replica)
-        if self._used[scope] >= role.max_retries:
-            return False
-        self._used[scope] += 1
-        return True
-
-    def delay(self, role: RoleSpec, lived: float, replica: int = 0) -> float:
-        """Return the seconds that a retry waits which was taken (``Backoff.delay``).
-
-        Args:
-            role: as for ``take``.
-            lived: seconds for which the failed replica, or role, ran.
-            replica: as for ``take``.
-        """
-        delay = self._backoffs[_scope(role, replica)].delay(lived)
-        return min(delay, MAX_HOST_DELAY) if role.runs_hosts and role.retry_policy is RetryPolicy.REPLICA else delay
-
-
-def _scope(role: RoleSpec, replica: int) -> tuple[str, int]:
-    """Return what starts again together, and is counted together."""
-    return {
-        RetryPolicy.REPLICA: (role.name, replica),
-        RetryPolicy.ROLE: (role.name, -1),
-        RetryPolicy.APPLICATION: ("", 0),
-    }[role.retry_policy]
