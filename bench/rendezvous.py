@@ -229,7 +229,7 @@ def main() -> None:
     print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.2f}; a host's certificate takes {1000 * mint:.2f} ms")
     samples: dict[int, list[Sample]] = {number: [] for number in args.hosts}
     with tempfile.TemporaryDirectory() as folder:
-        identity = Identity.of(authority, {NAME}, folder)
+        identity = Identity.from_credentials(authority, {NAME}, folder)
         for _ in range(args.rounds):
             for number in samples:
                 try:

@@ -116,7 +116,7 @@ def seconds(function: Callable[[], object], rounds: int) -> float:
 def report(job: Job) -> str:
     """Return the page of a report, of the events as they are read."""
     drawn = timeline.build(json.loads(json.dumps(job.events())), ["trainer"], end=NOW)
-    ranks = drawn.of_kind("rank")
+    ranks = drawn.spans_of("rank")
     texts = dict.fromkeys(("cause", "traceback", "log", "written"), "")
     lists: dict[str, list[object]] = {name: [] for name in ("facts", "runs", "curves", "stacks")}
     page = {

@@ -61,7 +61,7 @@ def in_new_process(job: Allocation, target: Target, root: Path) -> float:
         "import sys, time\n"
         "from torchx_monarch.client.workspace_sync import sync_workspace\n"
         "from torchx_monarch.client.target import Target\n"
-        "target = Target.of(sys.argv[1], address=sys.argv[2]); start = time.perf_counter()\n"
+        "target = Target.from_handle(sys.argv[1], address=sys.argv[2]); start = time.perf_counter()\n"
         "sync_workspace(target, sys.argv[3], 'always'); print(time.perf_counter() - start)"
     )
     words = [sys.executable, "-c", code, job.handle, str(target.address), str(root)]
@@ -93,7 +93,7 @@ def main() -> None:
         address = f"{args.host}:{port_of(taken.handle)}" if args.host else ""
         with Allocation(taken.handle, address=address, workspace=str(root), sync="always") as job:
             job.wait_ready(warm=True)
-            target = Target.of(taken.handle, address=address)
+            target = Target.from_handle(taken.handle, address=address)
             print(
                 f"\n| {args.files} files, 2 hosts, {args.scheduler}, {os.cpu_count()} processors | seconds |\n|---|---|"
             )

@@ -70,9 +70,9 @@ def spmd(
         log_dir: directory on the nodes for the log files of each rank
         debug: set the environment variables for debug output of CUDA, NCCL and torch.distributed
     """
-    launch = plan.Launch.of(script_args, m, script)
+    launch = plan.Launch.parse(script_args, m, script)
     resource = plan.resource(h, cpu, gpu, memMB)
-    shape = plan.Shape.of(j, nnodes, nproc, h)
+    shape = plan.Shape.parse(j, nnodes, nproc, h)
     plan.require_counts(max_restarts=max_restarts, max_retries=max_retries)
     run_name, tracking = launch.names(name)
 
@@ -209,7 +209,7 @@ def controller(
         mounts: mounts (type=bind,src=/host,dst=/job[,readonly])
         max_retries: how often the scheduler may restart a failed job
     """
-    launch = plan.Launch.of(script_args, m, script)
+    launch = plan.Launch.parse(script_args, m, script)
     resource = plan.resource(h, cpu, gpu, memMB)
     plan.require_counts(max_retries=max_retries)
     run_name, tracking = launch.names(name)

@@ -70,7 +70,7 @@ class LocalCwdPlace(Place):
     @contextlib.contextmanager
     def reached(self, handle: str) -> Iterator[str]:
         """Yield the address of replica 0: the torchx command does not know the scheduler, which tells it."""
-        there = Target.of(handle, runner=self.runner).address
+        there = Target.from_handle(handle, runner=self.runner).address
         yield f"{there.host}:{there.port}"
 
     def credentials(self, handle: str) -> tuple[str, str]:

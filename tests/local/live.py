@@ -59,7 +59,7 @@ class Live(Hosts):
     @property
     def target(self) -> Target:
         """Where replica 0 listens."""
-        return Target.of(self.job.handle, address=f"unix:{self.folder}/r.sock")
+        return Target.from_handle(self.job.handle, address=f"unix:{self.folder}/r.sock")
 
     def run(self, *words: str, **more: Any) -> RunResult:
         """A run that ended, its output stored, and how."""

@@ -99,7 +99,7 @@ class Attacker:
 
 def context_of(hosts: credentials.HostCredentials, folder: str) -> ssl.SSLContext:
     """TLS with a certificate of these credentials; the other end's is not looked at."""
-    context = Identity.of(hosts, ["x"], folder).context(server=False)
+    context = Identity.from_credentials(hosts, ["x"], folder).context(server=False)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context

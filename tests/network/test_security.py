@@ -196,7 +196,7 @@ def test_nobody_without_a_certificate_of_the_job_gets_in_anywhere(job: Job, work
     assert len(own.intersection(listening)) == 1
     assert all(pid in own or b"worker_loop_main" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in listening)
 
-    foreign = Identity.of(credentials.create()[0], [job.network.address(_STRANGER)], str(folder))
+    foreign = Identity.from_credentials(credentials.create()[0], [job.network.address(_STRANGER)], str(folder))
     for address, port, _ in ports:
         for certificate in ((), ("-cert", foreign.certificate, "-key", foreign.key)):
             said = s_client(job, address, port, *certificate)
@@ -213,7 +213,7 @@ def test_nobody_without_a_certificate_of_the_job_gets_in_anywhere(job: Job, work
 
     # An attacker who knows it all but has no key: the workers' full addresses, with their secret ids.
     everywhere = [f"{address}:{port}" for address, port, _ in ports]
-    ours = Identity.of(job.credentials, [job.network.address(_STRANGER)], str(folder))
+    ours = Identity.from_credentials(job.credentials, [job.network.address(_STRANGER)], str(folder))
     plain_tcp = [*(f"tcp://{at}" for at in everywhere), *(at.replace("tls://", "tcp://") for at in workers)]
     with_tls = [*(f"tls://{at}" for at in everywhere), *workers]
     clients = {

@@ -30,7 +30,7 @@ _LOOK_EVERY = 0.005
 #: Seconds that a further fault's moment is waited for in a job that may hang: it may never come.
 _HANGS_FOR = 4.0
 #: Seconds that ranks work in a job that ends by itself, at the very most.
-LONGEST_WORK = 2.0
+MAX_WORK = 2.0
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Injector:
             if who is None or not processes.send(who, _SIGNALS[fault.action]):
                 return None
             if fault.hangs or (fault.what == "freeze submitter" and not job.app_id):
-                self._hangs_until = time.monotonic() + min(job.plan.seconds, LONGEST_WORK) + _HANGS_FOR
+                self._hangs_until = time.monotonic() + min(job.plan.seconds, MAX_WORK) + _HANGS_FOR
             if fault.action == "stop":
                 timer = threading.Timer(fault.pause, processes.send, (who, signal.SIGCONT))
                 self._continuing.append(timer)

@@ -158,7 +158,7 @@ def _await_end(job: Job, outcome: Outcome) -> bool:
         job.kill_submitter()  # of one that is frozen there is nothing more to wait for
     hanging = [one for one in injections if one.fault.hangs]
     alone = all(one.fault.hangs or one.fault.harmless for one in injections)
-    until = time.monotonic() + min(plan.seconds, faults.LONGEST_WORK) + (HANGS_FOR if alone else HANGS_WITH_ANOTHER_FOR)
+    until = time.monotonic() + min(plan.seconds, faults.MAX_WORK) + (HANGS_FOR if alone else HANGS_WITH_ANOTHER_FOR)
     if plan.awaits_end and not is_told(injections):
         outcome.rescued = not job.wait(until - time.monotonic())
     # A signal takes effect some time after it was sent.

@@ -60,7 +60,7 @@ def test_refuses_to_hold_what_runs_no_ranks() -> None:
 def of(*words: str, replicas: int = 2) -> AllocationSpec:
     command = parse(["python", "-m", "torchx_monarch.hosts", *words])
     assert command is not None and command.kind == "hosts"
-    return AllocationSpec.of(command, {}, replicas, "trainer")
+    return AllocationSpec.from_command(command, {}, replicas, "trainer")
 
 
 def test_what_its_command_says() -> None:

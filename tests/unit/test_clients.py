@@ -105,7 +105,7 @@ def test_a_damaged_file_costs_its_own_allocation_only(text: str, address: str) -
     client_credentials.keep("monarch_slurm", "7", text, {"r": address})
     assert list(list_allocations()) == []
     with pytest.raises(UnreachableError) as error:
-        Connection.open(Target.of("monarch_slurm://torchx/7", "r"), {"type": "look"})
+        Connection.open(Target.from_handle("monarch_slurm://torchx/7", "r"), {"type": "look"})
     assert error.value.final
 
 

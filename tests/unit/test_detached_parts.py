@@ -58,11 +58,11 @@ ROLE = Role(
 
 
 def submitted_app(app: AppDef) -> SubmittedApp:
-    return SubmittedApp(app, [RoleSpec.of(role) for role in app.roles])
+    return SubmittedApp(app, [RoleSpec.from_role(role) for role in app.roles])
 
 
 def rendered(app: AppDef, **options: Any) -> LocalRequest:
-    return render.render(app, [RoleSpec.of(role) for role in app.roles], **options)
+    return render.render(app, [RoleSpec.from_role(role) for role in app.roles], **options)
 
 
 @pytest.mark.parametrize("role", [ROLE, Role("r", image="", resource=NULL_RESOURCE)])

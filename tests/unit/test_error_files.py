@@ -117,7 +117,7 @@ def test_any_content_is_an_end_of_a_rank(data: dict[str, Any]) -> None:
     assert one.describe().startswith("rank 3 (local rank 1 on node, pid 17) exited with code 5")
     assert one.describe().isprintable()
     assert isinstance(one.traceback, str) and isinstance(one.began, bool) and not one.is_collateral
-    text = HostResult.of(JobResult(5, one.describe(), one)).to_text()
+    text = HostResult.from_job_result(JobResult(5, one.describe(), one)).to_text()
     assert no_retry_reason(5, text) == ""
 
 

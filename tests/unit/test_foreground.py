@@ -47,7 +47,7 @@ class Plain:
 
 @pytest.fixture(autouse=True)
 def _polls_return_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchx_monarch.schedulers.foreground._LONGEST_WAIT", 0.0)
+    monkeypatch.setattr("torchx_monarch.schedulers.foreground._MAX_WAIT", 0.0)
 
 
 def foreground_of(apps: Plain, kills: bool = False) -> Foreground:

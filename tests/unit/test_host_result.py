@@ -75,7 +75,7 @@ def test_a_field_of_another_type_counts_as_missing(values: dict[str, Any]) -> No
 def test_a_result_fits_its_limit() -> None:
     error = {"message": {"message": "x" * 3000, "extraInfo": {"py_callstack": "begin" + "ü" * 9000 + "end"}}}
     cause = RankExit(0, 0, 0, "n", 1, 1, time.time(), error=error)
-    text = HostResult.of(JobResult(1, cause.describe(), cause)).to_text(4096)
+    text = HostResult.from_job_result(JobResult(1, cause.describe(), cause)).to_text(4096)
     assert len(text) <= 4096
     read = json.loads(text)["message"]
     assert read["message"] == cause.describe()
@@ -88,10 +88,12 @@ def test_a_result_fits_its_limit() -> None:
 
 def test_the_result_of_the_job_is_that_of_its_hosts() -> None:
     cause = RankExit(2, 0, 1, "n", 9, -11, 5.0)
-    result = HostResult.of(JobResult(139, cause.describe(), cause), rank_restarts=2, no_retry_reason="not again")
+    result = HostResult.from_job_result(
+        JobResult(139, cause.describe(), cause), rank_restarts=2, no_retry_reason="not again"
+    )
     assert (result.code, result.replica, result.failed_at, result.rank_restarts) == (139, 1, 5.0, 2)
     assert result.forbids_restart
-    assert HostResult.of(JobResult(1, "lost", consequence=True, replica=0)).is_secondary
+    assert HostResult.from_job_result(JobResult(1, "lost", consequence=True, replica=0)).is_secondary
 
 
 def test_why_a_host_is_not_restarted() -> None:

@@ -88,7 +88,7 @@ def test_a_static_endpoint_without_a_port_is_refused() -> None:
 
 def endpoint_of(*arguments: str, advertised: str = "127.0.0.1", bind: str = "127.0.0.1", hosts: int = 1) -> object:
     options, *_ = parse_options([*arguments, "train.py"], {})
-    return asyncio.run(MasterEndpoint.of(options, bind, advertised, hosts))
+    return asyncio.run(MasterEndpoint.create(options, bind, advertised, hosts))
 
 
 def test_without_a_word_of_the_user_it_is_the_meshs() -> None:

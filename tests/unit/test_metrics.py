@@ -39,7 +39,7 @@ def labelled(**labels: str) -> frozenset[tuple[str, str]]:
 
 def test_a_job_has_the_metrics_of_its_status_and_its_phases() -> None:
     drawn = timeline.build(EVENTS, ['r"\\\n'], end=1030.0)
-    families = metrics.of_job(JOB, drawn, "app-1")
+    families = metrics.job_families(JOB, drawn, "app-1")
     found = values(families)
     assert found["torchx_monarch_job_elapsed_seconds", labelled()] == 29.5
     assert found["torchx_monarch_job_restarts_total", labelled()] == 1
@@ -62,7 +62,7 @@ def test_control_characters_of_a_name_do_not_reach_the_terminal() -> None:
 
 def test_names_end_in_their_unit() -> None:
     drawn = timeline.build(EVENTS, ["r"], end=1030.0)
-    families = metrics.of_job(JOB, drawn, "j")
+    families = metrics.job_families(JOB, drawn, "j")
     counted = {"torchx_monarch_job_state", "torchx_monarch_job_exit_code", "torchx_monarch_job_hosts"}
     names = {family.name for family in families} - counted - {"torchx_monarch_job_ranks"}
     assert all(re.fullmatch(r"torchx_monarch_[a-z_]+(_total|_seconds|_bytes)", name) for name in names)

@@ -15,8 +15,8 @@ from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import JobResult, RankExit
 
 CAUSE = RankExit(rank=1, local_rank=0, replica=1, hostname="n", pid=9, code=3, time=5.0)
-FAILED = HostResult.of(JobResult(3, "rank 1 failed", CAUSE), no_retry_reason="no use")
-LOST = HostResult.of(JobResult(1, "lost"))
+FAILED = HostResult.from_job_result(JobResult(3, "rank 1 failed", CAUSE), no_retry_reason="no use")
+LOST = HostResult.from_job_result(JobResult(1, "lost"))
 
 
 @pytest.fixture

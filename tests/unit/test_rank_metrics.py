@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.unit.test_metrics import labelled, values
-from torchx_monarch.cli.metrics import of_ranks
+from torchx_monarch.cli.metrics import rank_families
 from torchx_monarch.insight.prometheus_text import render
 from torchx_monarch.insight.rank_sample import DeviceUse, GroupStatus, RankSample
 
@@ -24,7 +24,7 @@ def test_ranks_are_added_up_and_shown_one_by_one_on_request() -> None:
         sample(0, last_output=3.0, groups=(group,), devices=(device, device)),
         sample(1, last_output=4.0, groups=(group,), state="stopped"),
     ]
-    found = values(of_ranks({"r": samples}, "app-1", per_rank=False))
+    found = values(rank_families({"r": samples}, "app-1", per_rank=False))
     ours = labelled(role="r", attempt="3")
     assert found["torchx_monarch_cpu_seconds_total", ours] == 3.0
     assert found["torchx_monarch_collectives_total", ours] == 14
@@ -32,11 +32,11 @@ def test_ranks_are_added_up_and_shown_one_by_one_on_request() -> None:
     assert found["torchx_monarch_last_output_timestamp_seconds", ours] == 4.0
     assert found["torchx_monarch_ranks", labelled(role="r", attempt="3", state="stopped")] == 1
     assert not [labels for _, labels in found if "rank" in dict(labels)]
-    more = values(of_ranks({"r": samples}, "app-1", per_rank=True))
+    more = values(rank_families({"r": samples}, "app-1", per_rank=True))
     assert found.items() <= more.items()
     one = labelled(role="r", attempt="3", rank="1", host="node7")
     assert more["torchx_monarch_rank_resident_memory_bytes", one] == 10
 
 
 def test_no_ranks_have_no_metrics() -> None:
-    assert render(of_ranks({"r": []}, "app-1", per_rank=True)) == ""
+    assert render(rank_families({"r": []}, "app-1", per_rank=True)) == ""

@@ -28,10 +28,10 @@ def page(timeline: Timeline) -> str:
         "picture": picture(timeline),
         "is_from_log": False,
         "roles": [{"name": HOSTILE, "lost": HOSTILE, "shares": shares(timeline, "t")}],
-        "runs": timeline.of_kind("run"),
+        "runs": timeline.spans_of("run"),
         "curves": [(HOSTILE, curves(SAMPLES, timeline.job))],
         "moments": timeline.moments,
-        "ranks": timeline.of_kind("rank"),
+        "ranks": timeline.spans_of("rank"),
         "ranks_left_out": 0,
         "stacks": [(HOSTILE, HOSTILE)],
     }

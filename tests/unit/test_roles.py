@@ -53,7 +53,7 @@ async def serving(start: str = "1", peer_roles: int = 0) -> AsyncIterator[tuple[
     rendezvous = Rendezvous(HostNetwork(address()), replicas=1)
     application = str(address()) if peer_roles else ""
     options = HostSpec("app", "a", role_registry=str(address()), application=application, peer_roles=peer_roles)
-    roles = Roles.of(options, str(address()), {"MONARCH_START": start})
+    roles = Roles.from_spec(options, str(address()), {"MONARCH_START": start})
     server = roles.coordinator(rendezvous, host_network(0), REPORTER)
     assert isinstance(server, RoleServer)
     await rendezvous.start()
@@ -89,13 +89,13 @@ async def asked(*lines: dict[str, Any]) -> dict[str, Any]:
 def test_what_a_host_knows_of_the_other_roles(
     flags: dict[str, Any], rendezvous: str, environ: dict[str, str], expected: tuple[str | None, bool, bool]
 ) -> None:
-    roles = Roles.of(HostSpec("app", "b", **flags), rendezvous, environ)
+    roles = Roles.from_spec(HostSpec("app", "b", **flags), rendezvous, environ)
     assert (roles.server and str(roles.server), roles.is_first, roles.looks_up) == expected
 
 
 def test_roles_that_need_no_coordination_have_none() -> None:
     async def main() -> None:
-        roles = Roles.of(HostSpec("app", "b"), "unix:/b", {})
+        roles = Roles.from_spec(HostSpec("app", "b"), "unix:/b", {})
         coordinator = roles.coordinator(Rendezvous(HostNetwork(address()), 1), host_network(0), REPORTER)
         assert type(coordinator) is RoleCoordinator
         await coordinator.begin(1.0)
@@ -109,7 +109,7 @@ def test_roles_that_need_no_coordination_have_none() -> None:
     ("name", "value", "start"), [("", "", ""), ("MONARCH_START", "7", "7"), ("MONARCH_START", "@ATTEMPT", "2")]
 )
 def test_the_start_of_an_app(name: str, value: str, start: str) -> None:
-    assert Roles.of(HostSpec("app", "b"), "unix:/b", {name: value, "ATTEMPT": "2"}).start == start
+    assert Roles.from_spec(HostSpec("app", "b"), "unix:/b", {name: value, "ATTEMPT": "2"}).start == start
 
 
 def test_an_address_is_found_when_it_is_registered_and_the_newest_counts(
@@ -227,7 +227,9 @@ def test_both_roles_end_with_the_failure_of_one(leaves_nothing: None, failed: st
         async with serving("2", peer_roles=1) as (first, server):
             other = Rendezvous(HostNetwork(address()), replicas=1)
             options = HostSpec("app", "b", application=str(address()), peer_roles=1)
-            client = Roles.of(options, "unix:/b", {"MONARCH_START": "2"}).coordinator(other, host_network(1), REPORTER)
+            client = Roles.from_spec(options, "unix:/b", {"MONARCH_START": "2"}).coordinator(
+                other, host_network(1), REPORTER
+            )
             await asyncio.gather(server.begin(20.0), client.begin(20.0))
             boom = JobResult(7, "boom")
             one, events = (server, other.events) if failed == "a" else (client, first.events)

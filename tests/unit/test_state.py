@@ -267,7 +267,7 @@ def test_a_mark_is_kept_and_read() -> None:
     assert not is_sidecar(role)
     mark_sidecar(role)
     assert is_sidecar(role) and role.metadata == {"kubernetes": {"x": 1}, **MARKED}
-    assert RoleSpec.of(role) == RoleSpec("r", sidecar=True)
+    assert RoleSpec.from_role(role) == RoleSpec("r", sidecar=True)
     kept = Role("r", "image", metadata={"monarch": {"sidecar": False}})
     mark_sidecar(kept)
     assert not is_sidecar(kept)

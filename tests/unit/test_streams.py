@@ -34,7 +34,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 @pytest.fixture
 def identity(tmp_path: Path) -> Identity:
-    return Identity.of(credentials.create()[0], {_NAME}, str(tmp_path))
+    return Identity.from_credentials(credentials.create()[0], {_NAME}, str(tmp_path))
 
 
 async def both(

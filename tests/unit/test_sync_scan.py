@@ -249,6 +249,6 @@ def test_says_what_is_too_much(tmp_path: Path) -> None:
 
 
 def test_rules_know_what_they_follow_from(tmp_path: Path) -> None:
-    one = IgnoreRules.of(str(tmp_path)).digest
+    one = IgnoreRules.load(str(tmp_path)).digest
     write(tmp_path, {".torchxignore": "x"})
-    assert IgnoreRules.of(str(tmp_path)).digest != one
+    assert IgnoreRules.load(str(tmp_path)).digest != one

@@ -42,13 +42,13 @@ RESTARTED = [
 
 
 def phases(timeline: Timeline, role: str = "t") -> list[tuple[str, float]]:
-    return [(span.name, round(span.end, 3)) for span in timeline.of_kind("phase", role)]
+    return [(span.name, round(span.end, 3)) for span in timeline.spans_of("phase", role)]
 
 
 def check(timeline: Timeline) -> None:
     """Phases add up, and every span lies within its parent."""
-    for role in timeline.of_kind("role"):
-        of_role = timeline.of_kind("phase", role.name)
+    for role in timeline.spans_of("role"):
+        of_role = timeline.spans_of("phase", role.name)
         assert sum(span.seconds for span in of_role) == pytest.approx(timeline.job.seconds)
         assert all(one.end == next_one.start for one, next_one in zip(of_role, of_role[1:], strict=False))
     for index, span in enumerate(timeline.spans):
@@ -66,15 +66,15 @@ def test_a_job_with_a_restart() -> None:
         *(("submit", 100.5), ("queue", 101), ("hosts", 103), ("ranks", 106), ("first output", 107)),
         *(("running", 110), ("stopping", 110.7), ("ranks", 111), ("running", 120), ("end", 121)),
     ]
-    attempts = timeline.of_kind("attempt")
+    attempts = timeline.spans_of("attempt")
     assert [(one.name, one.start, one.end) for one in attempts] == [
         ("attempt 1", 103, 110.7),
         ("attempt 2", 110.7, 120),
     ]
-    ranks = [(one.number, one.replica, one.pid, one.code, one.start, one.end) for one in timeline.of_kind("rank")]
+    ranks = [(one.number, one.replica, one.pid, one.code, one.start, one.end) for one in timeline.spans_of("rank")]
     assert ranks[:2] == [(0, 0, 7, None, 106, 110.7), (1, 0, 8, 1, 106.1, 110.0)] and len(ranks) == 6
-    assert [one.grouped for one in timeline.of_kind("rank")[:3]] == [None, 107.5, None]
-    assert [(one.replica, one.start, one.end) for one in timeline.of_kind("import")] == [(0, 101.0, 105.0)]
+    assert [one.grouped for one in timeline.spans_of("rank")[:3]] == [None, 107.5, None]
+    assert [(one.replica, one.start, one.end) for one in timeline.spans_of("import")] == [(0, 101.0, 105.0)]
     assert [one.kind for one in timeline.moments] == ["output", "failure", "rank_restart", "result", "ended"]
 
 
@@ -135,10 +135,10 @@ def test_runs_of_a_live_allocation() -> None:
     for live in (["t"], []):
         timeline = build(happened, ["t"], end=125.0, live=live)
         check(timeline)
-        runs = [(one.number, one.start, one.end, one.code) for one in timeline.of_kind("run")]
+        runs = [(one.number, one.start, one.end, one.code) for one in timeline.spans_of("run")]
         assert runs == [(1, 110, 118, 3), (2, 120, 125, None)]
-        assert [one.name for one in timeline.of_kind("attempt")] == ["attempt 1", "attempt 2", "attempt 1"]
-        assert [timeline.spans[one.parent or 0].number for one in timeline.of_kind("attempt")] == [1, 1, 2]
+        assert [one.name for one in timeline.spans_of("attempt")] == ["attempt 1", "attempt 2", "attempt 1"]
+        assert [timeline.spans[one.parent or 0].number for one in timeline.spans_of("attempt")] == [1, 1, 2]
         assert ("idle", 110) in phases(timeline) and ("idle", 120) in phases(timeline)
     assert phases(build(START, ["t"], end=125.0, live=["t"]))[-1] == ("idle", 125)
 

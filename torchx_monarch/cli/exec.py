@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
     message = run_message(hosts, words or None, options)
     if not args.detach:
         termination.hold()  # a run cannot be stopped before its number is known: collect_with_interrupts releases them
-    records = Records.of(hosts, message)
+    records = Records.request(hosts, message)
     if args.detach:
         print_accepted(args.handle, records.run) if args.json else print(records.run)
         records.close()

@@ -14,9 +14,9 @@ from torchx_monarch.system.untrusted_text import one_line, printable
 _DUMP = re.compile(r"/(?:run_(\d{1,9})/)?attempt_(\d{1,9})/flight_recorder/(?:[a-z]+_)?rank_(\d{1,9})$")
 _STACKS = re.compile(r"/(?:run_(\d{1,9})/)?attempt_(\d{1,9})/stacks\.txt$")
 
-_MOST_DUMPS = 4096
+_MAX_DUMPS = 4096
 
-_MOST_BYTES = 256 * 1024
+_MAX_BYTES = 256 * 1024
 """Most bytes of the stacks of one host that are shown."""
 
 
@@ -37,7 +37,7 @@ def read_collectives(folder: str | None) -> tuple[dict[tuple[int, int, int], lis
             found.setdefault((int(match[1] or 0), int(match[2]) + 1, int(match[3])), []).extend(collectives)
         except (DumpError, OSError) as error:
             problems.append(f"{one_line(str(path))}: {error}")
-        if len(found) == _MOST_DUMPS:
+        if len(found) == _MAX_DUMPS:
             break
     return found, problems
 
@@ -61,7 +61,7 @@ def read_stacks(folder: str | None) -> list[tuple[str, str]]:
             continue
         try:
             with open(safe_files.open_file(path), "rb") as file:
-                text = file.read(_MOST_BYTES).decode(errors="replace")
+                text = file.read(_MAX_BYTES).decode(errors="replace")
         except OSError:
             continue
         found.append((one_line(str(path.relative_to(folder or "."))), printable(text)))

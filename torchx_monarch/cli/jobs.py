@@ -22,7 +22,7 @@ from torchx_monarch.schedulers.description import log_folder
 from torchx_monarch.schedulers.job_status import JobStatus
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 
-_MOST_LINES = 100_000
+_MAX_LINES = 100_000
 """Progress lines that are read of one log: a rank can imitate them."""
 
 
@@ -132,6 +132,6 @@ def _events_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[Event
         with contextlib.suppress(BackendError, UserError):
             lines = scheduler.apps.replica_log(app, role.spec.name, 0)
             marked = (line for line in lines if "[monarch]" in line.text)
-            happened = job_status.events_of(itertools.islice(marked, _MOST_LINES))
+            happened = job_status.events_of(itertools.islice(marked, _MAX_LINES))
             found += [{**event, "role": role.spec.name} for event in happened if event["time"]]
     return found

@@ -35,7 +35,7 @@ Source = tuple[str, int]
 
 _Line = tuple[Source, TimedLine, LogLine]
 
-_MOST_LINES = 10**9
+_MAX_LINES = 10**9
 """Lines that ``-n`` keeps at most; a backend's own limit is a number of 64 bits."""
 
 PATIENCE = 0.5
@@ -81,7 +81,7 @@ def _is_among(rank: int | None, ranks: list[range]) -> bool:
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
-    return min(int(text), _MOST_LINES)
+    return min(int(text), _MAX_LINES)
 
 
 def run(args: argparse.Namespace) -> None:

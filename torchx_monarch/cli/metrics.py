@@ -56,9 +56,9 @@ def run(args: argparse.Namespace) -> None:
     """Print the metrics."""
     history = read_history(args.handle)
     app_id = history.app.app_id
-    families = of_job(history.status, history.timeline, app_id)
+    families = job_families(history.status, history.timeline, app_id)
     if not history.status.has_ended:
-        families += _of_ranks(history, app_id, args.per_rank)
+        families += _rank_families(history, app_id, args.per_rank)
     if args.json:
         shown = json.dumps({"metrics": [family.to_json() for family in families if family.values]}, indent=1) + "\n"
     else:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
         write_output(args.output, shown)
 
 
-def _of_ranks(history: JobHistory, job: str, per_rank: bool) -> list[Family]:
+def _rank_families(history: JobHistory, job: str, per_rank: bool) -> list[Family]:
     """Return the metrics of the ranks of all roles; none of a role whose hosts do not answer."""
     samples: dict[str, list[RankSample]] = {}
     for role in history.app.roles:
@@ -82,10 +82,10 @@ def _of_ranks(history: JobHistory, job: str, per_rank: bool) -> list[Family]:
                 continue
             for replica, why in missing.items():
                 say(f"no metrics of the ranks of host {replica}: {one_line(why, 300)}")
-    return of_ranks(samples, job, per_rank)
+    return rank_families(samples, job, per_rank)
 
 
-def of_job(status: JobStatus, timeline: Timeline, job: str) -> list[Family]:
+def job_families(status: JobStatus, timeline: Timeline, job: str) -> list[Family]:
     """Return the metrics of a job as a whole, and of its roles' attempts and phases.
 
     Args:
@@ -130,7 +130,7 @@ def _of_timeline(timeline: Timeline, label: dict[str, str]) -> list[Family]:
     return [counted, spent]
 
 
-def of_ranks(roles: Mapping[str, Sequence[RankSample]], job: str, per_rank: bool) -> list[Family]:
+def rank_families(roles: Mapping[str, Sequence[RankSample]], job: str, per_rank: bool) -> list[Family]:
     """Return the metrics of the ranks of an app, for each role and attempt the sum of all ranks.
 
     Args:

@@ -22,9 +22,9 @@ from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.schedulers.job_status import PHASES
 from torchx_monarch.system.untrusted_text import one_line, printable
 
-_MOST_MOMENTS = 500
-_MOST_RANKS = 512
-_MOST_RUNS = 200
+_MAX_MOMENTS = 500
+_MAX_RANKS = 512
+_MAX_RUNS = 200
 
 _SHOWN_ELSEWHERE = ("message", "phase", "hang", "source")
 """The facts of a status that the page has in other places."""
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     history = read_history(args.handle)
     write_output(args.output, page_of(history))
     if args.json and args.output not in STDOUT:
-        roles = [span.name for span in history.timeline.of_kind("role")]
+        roles = [span.name for span in history.timeline.spans_of("role")]
         print_json(
             {
                 "path": os.path.abspath(args.output),
@@ -76,13 +76,13 @@ def page_of(history: JobHistory) -> str:
         "is_from_log": not history.are_events_complete,
         "roles": [
             {"name": span.name, "lost": _lost(drawn, span.name), "shares": shares(drawn, span.name)}
-            for span in drawn.of_kind("role")
+            for span in drawn.spans_of("role")
         ],
-        "runs": drawn.of_kind("run")[-_MOST_RUNS:],
+        "runs": drawn.spans_of("run")[-_MAX_RUNS:],
         "curves": list(_curves(history)),
-        "moments": [moment for moment in drawn.moments if moment.kind not in unshown][-_MOST_MOMENTS:],
-        "ranks": ranks[:_MOST_RANKS],
-        "ranks_left_out": max(0, len(ranks) - _MOST_RANKS),
+        "moments": [moment for moment in drawn.moments if moment.kind not in unshown][-_MAX_MOMENTS:],
+        "ranks": ranks[:_MAX_RANKS],
+        "ranks_left_out": max(0, len(ranks) - _MAX_RANKS),
         "stacks": read_stacks(status.log_folder),
         "written": _date(history.read),
     }
@@ -117,7 +117,7 @@ def _last_ranks(drawn: Timeline) -> list[Span]:
     """Return the ranks of each role's last attempt, by role and rank."""
     last: dict[tuple[str, int], Span] = {}
     attempts = {span.role: at for at, span in enumerate(drawn.spans) if span.kind == "attempt"}
-    for span in drawn.of_kind("rank"):
+    for span in drawn.spans_of("rank"):
         if span.parent == attempts[span.role]:
             last[span.role, span.number] = span
     return [last[key] for key in sorted(last)]
@@ -126,7 +126,7 @@ def _last_ranks(drawn: Timeline) -> list[Span]:
 def _curves(history: JobHistory) -> Iterator[tuple[str, list[Curve]]]:
     """Yield the curves of each role whose samples this machine has."""
     folder = history.status.log_folder
-    for role in history.timeline.of_kind("role") if folder else ():
+    for role in history.timeline.spans_of("role") if folder else ():
         drawn = curves(
             sample_log.read(os.path.join(folder or ".", path_name(role.name), "0", sample_log.NAME)),
             history.timeline.job,

@@ -37,7 +37,7 @@ of its ranks of which rates follow."""
 _TAIL = 200
 """Lines at the end of a replica's log in which its last output and its host's progress are looked for."""
 
-_MOST_LOGS = 64
+_MAX_LOGS = 64
 """Replicas whose logs are read for the last output; each may cost a request."""
 
 _AT_A_TIME = 16
@@ -138,7 +138,7 @@ def _ends_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[list[Ti
             return list(deque(scheduler.apps.replica_log(app, replica.role, replica.id, tail=_TAIL), maxlen=_TAIL))
         return []
 
-    replicas = [replica for replica in app.replicas if replica.started or replica.state is State.RUNNING][:_MOST_LOGS]
+    replicas = [replica for replica in app.replicas if replica.started or replica.state is State.RUNNING][:_MAX_LOGS]
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         return list(pool.map(end_of, replicas))
 
@@ -154,7 +154,7 @@ def _live(handle: str, app: AppSnapshot) -> LiveState | None:
     if role is None:
         return None
     with contextlib.suppress(UnreachableError, RefusedError, TimeoutError):
-        target = Target.of(handle, role)
+        target = Target.from_handle(handle, role)
         if (live := ask_live(target)) is not None:
             with Connection.open(target, RUNS) as link:
                 return replace(live, last_runs=tuple(read_runs(link, _PATIENCE)[-_RUNS_SHOWN:]))

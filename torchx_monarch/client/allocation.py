@@ -172,7 +172,7 @@ class Allocation:
             TypeError: ``RunOptions`` has no such option.
         """
         options = self._options(options, changes)
-        records = Records.of(self._role_hosts, run_message(self._role_hosts, script_args, options))
+        records = Records.request(self._role_hosts, run_message(self._role_hosts, script_args, options))
         try:
             collector = Collector(options.output, options.on_phase)
             result = collect_with_interrupts(self._role_hosts, records, collector)
@@ -203,7 +203,7 @@ class Allocation:
             TypeError: ``RunOptions`` has no such option.
         """
         options = self._options(options, changes)
-        records = Records.of(self._role_hosts, run_message(self._role_hosts, script_args, options))
+        records = Records.request(self._role_hosts, run_message(self._role_hosts, script_args, options))
         return RunHandle(self._role_hosts, records, Collector(options.output, options.on_phase), options.check)
 
     def _options(self, options: RunOptions | None, changes: RunOptionsDict) -> RunOptions:
@@ -228,7 +228,7 @@ class Allocation:
         """
         collector = Collector(output)
         return RunHandle(
-            self._role_hosts, Records.of(self._role_hosts, {"type": "follow", "run": run}), collector, check
+            self._role_hosts, Records.request(self._role_hosts, {"type": "follow", "run": run}), collector, check
         )
 
     def runs(self) -> list[RunInfo]:
@@ -275,7 +275,7 @@ class Allocation:
     def _records(self, greeting: dict[str, Any]) -> Generator[dict[str, Any]]:
         """Yield the records of a run up to its result; those so far if the greeting does not wait for more."""
         if greeting["wait"]:
-            records = Records.of(self._role_hosts, greeting)
+            records = Records.request(self._role_hosts, greeting)
             try:
                 yield from records
             finally:

@@ -49,7 +49,7 @@ def list_allocations() -> Iterator[AllocationInfo]:
 def _ask_allocation(handle: str, role: str) -> AllocationInfo | None:
     """Ask replica 0 of a role; return None if it does not answer, or is not of an allocation."""
     with contextlib.suppress(UnreachableError, RefusedError):
-        live = ask_live(Target.of(handle, role))
+        live = ask_live(Target.from_handle(handle, role))
         return AllocationInfo(handle, role, live) if live is not None else None
     return None
 

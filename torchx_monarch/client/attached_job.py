@@ -115,7 +115,7 @@ class AttachedJob(SchedulerJob):
     def _target(self, role: str) -> Target:
         """Return where replica 0 of a role listens."""
         assert self.handle is not None
-        return Target.of(self.handle, role, runner=self._runner)
+        return Target.from_handle(self.handle, role, runner=self._runner)
 
     def _status_of_app(self) -> AppStatus | None:
         return self._runner.status(self.handle) if self.handle else None

@@ -29,7 +29,7 @@ START_TIMEOUT = 600.0
 _POLL = 0.05
 """Seconds between the first two status requests to hosts that are not ready; each pause is longer than the last."""
 
-_POLL_AT_MOST = 2.0
+_MAX_POLL_INTERVAL = 2.0
 """Longest pause between two status requests, in seconds."""
 
 _ASK_SCHEDULER_EVERY = 5.0
@@ -137,7 +137,7 @@ class Hosts:
         if self._released:
             raise UnreachableError(f"{self.handle} was released")
         if self._target is None:
-            self._target = Target.of(self.handle, self._role, self._address, self._runner)
+            self._target = Target.from_handle(self.handle, self._role, self._address, self._runner)
         return self._target
 
     @property
@@ -281,7 +281,7 @@ class Hosts:
             if timeout is not None and time.monotonic() > started + timeout:
                 raise AllocationError(f"{self.handle} is not ready after {timeout:g} s: waiting for {said}")
             time.sleep(pause)
-            pause = min(pause * 1.2, _POLL_AT_MOST)
+            pause = min(pause * 1.2, _MAX_POLL_INTERVAL)
 
     def check_alive(self) -> None:
         """Raise if the scheduler reports that the app has ended. Asks the scheduler at most every few seconds."""

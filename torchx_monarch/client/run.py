@@ -70,7 +70,7 @@ class Records:
         self.run = 0
 
     @classmethod
-    def of(cls, hosts: Hosts, greeting: dict[str, Any]) -> Records:
+    def request(cls, hosts: Hosts, greeting: dict[str, Any]) -> Records:
         """Start or follow a run, after waiting for hosts that have not started yet."""
         link = hosts.open(greeting, ready=greeting["type"] == "run")
         try:

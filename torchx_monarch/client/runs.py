@@ -81,7 +81,7 @@ def follow_run(hosts: Hosts, run: int | None) -> RunRecords:
         run: number of the run; None for the one that runs, or else the last.
     """
     try:
-        return Records.of(hosts, {"type": "follow", "run": run})
+        return Records.request(hosts, {"type": "follow", "run": run})
     except AllocationError as error:
         logs = _stored_logs(hosts, error)
         number = max(logs, default=0) if run is None else run

@@ -38,7 +38,7 @@ class Target:
     given: bool = False
 
     @classmethod
-    def of(cls, handle: str, role: str = "", address: str = "", runner: Runner | None = None) -> Target:
+    def from_handle(cls, handle: str, role: str = "", address: str = "", runner: Runner | None = None) -> Target:
         """Resolve the handle of an app.
 
         Args:

@@ -102,7 +102,7 @@ class IgnoreRules:
         self.digest = digest
 
     @classmethod
-    def of(cls, root: str) -> IgnoreRules:
+    def load(cls, root: str) -> IgnoreRules:
         """Return the rules of a workspace without the ``.gitignore`` files within it, which ``below`` adds.
 
         Raises:

@@ -209,7 +209,7 @@ class _Pass:
 
     def run(self) -> Tree:
         """Walk the folders, then read the files that are not cached. Checks the limits before reading."""
-        folders = [("", IgnoreRules.of(self._root))]
+        folders = [("", IgnoreRules.load(self._root))]
         while folders:
             folder, rules = folders.pop()
             try:

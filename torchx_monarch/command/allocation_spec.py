@@ -51,7 +51,7 @@ class AllocationSpec:
     ends_with_mesh: bool = False
 
     @classmethod
-    def of(cls, command: Command, env: Mapping[str, str], replicas: int, role: str) -> AllocationSpec:
+    def from_command(cls, command: Command, env: Mapping[str, str], replicas: int, role: str) -> AllocationSpec:
         """Parse the options of a command of kind ``hosts``.
 
         Args:

@@ -25,7 +25,7 @@ from torchx_monarch.command.torchrun_options import UNEXPANDED
 from torchx_monarch.model import role_metadata
 from torchx_monarch.model.host_spec import HostSpec, show_seconds
 from torchx_monarch.model.role_metadata import SparesError, read_spares
-from torchx_monarch.model.role_spec import MOST_REPLICAS, RoleSpec, WorkloadKind
+from torchx_monarch.model.role_spec import MAX_REPLICAS, RoleSpec, WorkloadKind
 
 _NPROC = "PET_NPROC_PER_NODE"
 """The variable from which torchrun takes the number of ranks if it is not typed."""
@@ -112,7 +112,7 @@ class _Coordination:
     meshes: str = ""
 
     @classmethod
-    def of(cls, app: AppDef, commands: Sequence[_RankCommand | None], options: WrapOptions) -> _Coordination:
+    def from_app(cls, app: AppDef, commands: Sequence[_RankCommand | None], options: WrapOptions) -> _Coordination:
         """Derive it from the roles of an app and their rank commands."""
         hosts = [(role, found) for role, found in zip(app.roles, commands, strict=True) if found]
         # Roles of other commands have no mesh that a script could use.
@@ -123,13 +123,13 @@ class _Coordination:
         if len(app.roles) == 1 or not has_addresses or not hosts or hosts[0][0] is not app.roles[0]:
             return cls(meshes=meshes)
         (main, first), *others = hosts
-        # Only roles whose replica 0 has no address before it runs (``@``) need the registry, if somebody asks for it.
-        asked = [
-            role.name
-            for role, found in others
-            if ":@:" in options.rendezvous.get(role.name, "")
-            and (role.num_replicas > 1 or (first.kind == "actors" and found.kind == "hosts"))
-        ]
+
+        def needs_registry(role: Role, found: _RankCommand) -> bool:
+            # Its replica 0 has no address before it runs; its other hosts, or the first role's script, ask for it.
+            is_asked_for = role.num_replicas > 1 or (first.kind == "actors" and found.kind == "hosts")
+            return is_asked_for and ":@:" in options.rendezvous.get(role.name, "")
+
+        asked = [role.name for role, found in others if needs_registry(role, found)]
         registry = {name: options.rendezvous[main.name] for name in (main.name, *asked)} if asked else {}
         # Roles end together if the backend always requires it, or if all of them restart together. Roles that wait for
         # clients never do.
@@ -149,7 +149,7 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     """
     rewritten = copy.deepcopy(app)
     commands = [_find_rank_command(role) for role in app.roles]
-    coordination = _Coordination.of(app, commands, options)
+    coordination = _Coordination.from_app(app, commands, options)
     specs = [_wrap(role, found, options, coordination) for role, found in zip(rewritten.roles, commands, strict=True)]
     return Rewritten(rewritten, tuple(specs))
 
@@ -159,13 +159,13 @@ def _wrap(role: Role, found: _RankCommand | None, options: WrapOptions, coordina
     # Python writes to a pipe in blocks; who follows a log expects lines.
     role.env.setdefault("PYTHONUNBUFFERED", "1")
     spares = _count_spares(role, found, options.spec.spares)
-    if (replicas := role.num_replicas + spares) > MOST_REPLICAS:
-        most = f"at most {MOST_REPLICAS} are possible"
+    if (replicas := role.num_replicas + spares) > MAX_REPLICAS:
+        most = f"at most {MAX_REPLICAS} are possible"
         raise CommandError(f"role {role.name!r} has {replicas} replicas, spare hosts included; {most}")
     if found is None:
-        return RoleSpec.of(role)
+        return RoleSpec.from_role(role)
     rendezvous = options.rendezvous.get(role.name, "")
-    spec = RoleSpec.of(role, _WORKLOADS[found.kind], rendezvous, ends_together=coordination.peer_roles > 0)
+    spec = RoleSpec.from_role(role, _WORKLOADS[found.kind], rendezvous, ends_together=coordination.peer_roles > 0)
     if spares:
         role.num_replicas, role.min_replicas = replicas, found.command.fewest(role.num_replicas)
         spec = replace(spec, replicas=replicas, min_replicas=role.min_replicas, spares=spares)
@@ -315,5 +315,5 @@ def _command(words: Sequence[str], role: Role, more: Mapping[str, str] = Mapping
     if command is not None:
         check(command, replicas=role.num_replicas, role=role.name)
         if command.kind == "hosts":
-            AllocationSpec.of(command, env, role.num_replicas, role.name)
+            AllocationSpec.from_command(command, env, role.num_replicas, role.name)
     return command

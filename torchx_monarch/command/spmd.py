@@ -68,7 +68,7 @@ class Launch:
     module: bool
 
     @classmethod
-    def of(cls, script_args: Sequence[str], m: str | None, script: str | None) -> Launch:
+    def parse(cls, script_args: Sequence[str], m: str | None, script: str | None) -> Launch:
         """Build the program from ``-m``, ``--script`` or the first positional argument."""
         words = unprotected(script_args)
         if m and script:
@@ -122,7 +122,7 @@ class Shape:
     spares: int | None = None
 
     @classmethod
-    def of(cls, j: str | None, nnodes: str | None, nproc: str | None, h: str | None) -> Shape:
+    def parse(cls, j: str | None, nnodes: str | None, nproc: str | None, h: str | None) -> Shape:
         """Combine ``-j [NNODES[+SPARES]x]NPROC``, ``--nnodes`` and ``--nproc``, each of which may be None.
 
         As in dist.torchrun, ``-j N`` without ``x`` means N processes on one node or, with a named resource ``h``, N
@@ -174,12 +174,12 @@ def hosts(j: str, h: str | None) -> Shape:
 
     NPROC 0 means that torch is imported no sooner than for the first run.
     """
-    if j.endswith("x0") or j == "0":  # Shape.of rejects 0 processes
+    if j.endswith("x0") or j == "0":  # Shape.parse rejects 0 processes
         nodes, plus, spares = (j.removesuffix("0").removesuffix("x") or "1").partition("+")
         if not nodes.isdigit() or not int(nodes) or (plus and not spares.isdigit()):
             _refuse(f"-j {j}: use NNODESxNPROC, such as 2x8.")
         return Shape(nodes, "0", int(spares) if plus else None)
-    shape = Shape.of(j, None, None, h)
+    shape = Shape.parse(j, None, None, h)
     if shape.min_replicas != shape.replicas:
         _refuse(f"-j {j}: hosts that wait are all there or none; use NNODESxNPROC, such as 2x8.")
     return shape

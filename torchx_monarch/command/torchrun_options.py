@@ -74,13 +74,13 @@ class Streams:
 
     def stdout(self, local_rank: int) -> bool:
         """Whether stdout of ``local_rank`` is selected."""
-        return bool(self._of(local_rank) & 1)
+        return bool(self._streams(local_rank) & 1)
 
     def stderr(self, local_rank: int) -> bool:
         """Whether stderr of ``local_rank`` is selected."""
-        return bool(self._of(local_rank) & 2)
+        return bool(self._streams(local_rank) & 2)
 
-    def _of(self, local_rank: int) -> int:
+    def _streams(self, local_rank: int) -> int:
         return dict(self.ranks).get(local_rank, self.every)
 
 

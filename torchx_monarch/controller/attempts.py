@@ -162,7 +162,7 @@ class Attempts:
 
     async def stop(self, number: int) -> None:
         """Stop the ranks of every host that can be reached with a signal, and note their exits."""
-        await self._hosts.stop(number, self._options.grace, self._note)
+        await self._hosts.stop(number, self._options.grace, self._add_exits)
         self._record_exits()
 
     async def _attempt(self, hosts: list[Registration]) -> RankExit | None:
@@ -199,7 +199,7 @@ class Attempts:
             answers = self._hosts.ask(WatchRanks())
             async for exited in answers:
                 await asyncio.sleep(0)  # lets ``_report_output`` run first: output is reported before exits
-                self._note(exited)
+                self._add_exits(exited)
                 growth.cancel()  # once the ranks of a host have ended, a further host is of no use
                 if first := root_cause(self.exits.values()):
                     hanging.cancel()
@@ -220,7 +220,7 @@ class Attempts:
 
         async def note() -> None:
             async for exited in answers:
-                self._note(exited)
+                self._add_exits(exited)
 
         with contextlib.suppress(asyncio.TimeoutError, Interrupted, HostRefused):  # an event stays pending
             await asyncio.wait_for(note(), EARLY_FAILURES_WITHIN)
@@ -307,7 +307,7 @@ class Attempts:
             text = f"the ranks of attempt {self.number + 1} have ended"
             self._reporter.record("attempt_end", text, attempt=self.number, exits=shown)
 
-    def _note(self, exited: RanksExited) -> None:
+    def _add_exits(self, exited: RanksExited) -> None:
         self.exits.update({rank_exit.rank: rank_exit for rank_exit in exited.exits})
 
     def _blame_host_of(self, cause: RankExit, failure: str) -> HostExcluded | None:

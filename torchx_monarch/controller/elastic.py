@@ -57,7 +57,7 @@ class NodeRange:
     spares: int = 0
 
     @classmethod
-    def of(cls, command: Command | None, replicas: int, timeout: float, spares: int = 0) -> NodeRange:
+    def from_command(cls, command: Command | None, replicas: int, timeout: float, spares: int = 0) -> NodeRange:
         """Derive the range from torchrun's ``--nnodes`` and ``--rdzv-conf``.
 
         Args:

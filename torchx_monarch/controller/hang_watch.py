@@ -108,7 +108,7 @@ class HangWatch:
         return asyncio.get_running_loop().time() - self._since
 
     async def _report(self, hang: Hang, attempt: int) -> None:
-        answers, _ = await self._hosts.collect(TakeStacks(None, False, kept_as="while ranks hang"), _TIMEOUT)
+        answers, _ = await self._hosts.collect(TakeStacks(None, False, save_as="while ranks hang"), _TIMEOUT)
         place = describe_places(hang.ranks, [stacks for answer in answers for stacks in answer.stacks])
         self._reporter.note(
             "hang",

@@ -95,12 +95,12 @@ class TakeStacks:
     Attributes:
         rank: the only global rank that is asked; None for all.
         native: whether py-spy reads them as well.
-        kept_as: title under which they are also written into the folder of the attempt; empty for not.
+        save_as: title under which they are also written into the folder of the attempt; empty for not.
     """
 
     rank: int | None
     native: bool
-    kept_as: str = ""
+    save_as: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,7 +82,7 @@ class HostNetwork:
             names = {advertised, rendezvous.host, os.uname().nodename, *local_addresses.interfaces().values()}
             names |= {REPLICA0_NAME} if first else set()
             names |= set(filter(None, map(as_ipv6, names)))  # a client that attaches again, see ``attachment``
-            identity = Identity.of(HostCredentials.load(credentials), names, folder)
+            identity = Identity.from_credentials(HostCredentials.load(credentials), names, folder)
         bind = local_addresses.address_of(options.bind)
         return cls(rendezvous, options, advertised, bind, identity)
 

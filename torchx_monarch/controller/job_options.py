@@ -38,7 +38,7 @@ class JobOptions:
     report_timeout: float = 1.0
 
     @classmethod
-    def of(
+    def from_spec(
         cls,
         spec: HostSpec,
         command: Command | None,

@@ -21,9 +21,9 @@ _LINE = 600
 MAX_OFFSET = 1.0
 """Seconds by which the clock of a host may differ from replica 0's."""
 
-_LITTLE_SHARED = 16 << 20
+_MIN_SHARED_MEMORY = 16 << 20
 
-_FEW_FILES = 1024
+_MIN_OPEN_FILES = 1024
 
 _ABSENT = os.strerror(errno.ENOENT)
 
@@ -127,10 +127,10 @@ def compare(
 def _deficiencies(name: str, host: HostFacts) -> Iterator[str]:
     if host.problem:
         yield f"{name}: the program's interpreter tells no versions: {host.problem}; run it there by hand"
-    if 0 <= host.shared_memory < _LITTLE_SHARED:
+    if 0 <= host.shared_memory < _MIN_SHARED_MEMORY:
         free = f"{host.shared_memory >> 20} MiB of shared memory free (/dev/shm)"
         yield f"{name} has {free}; remove files there, or give the container more (--shm-size)"
-    if 0 <= host.open_files < _FEW_FILES:
+    if 0 <= host.open_files < _MIN_OPEN_FILES:
         yield f"{name} lets a rank open {host.open_files} files; raise the limit (ulimit -n 65536)"
     for gpu in host.gpus:
         yield f"{name}: {gpu} by other processes; end them (nvidia-smi lists them), or take another host"

@@ -27,7 +27,7 @@ _ANSWER_TIMEOUT = 60.0
 _RETRY_EVERY = 0.01
 """Seconds between the first two tries to reach replica 0; each further pause is a little longer."""
 
-_RETRY_AT_MOST = 0.5
+_MAX_RETRY_DELAY = 0.5
 
 _STALE_FOR = 2.5
 """Duration of retries after a final refusal, in units of the peer timeout. The replica 0 of an earlier job may still
@@ -95,7 +95,7 @@ async def handshake(
             if error.final and time.monotonic() > started + _STALE_FOR * peer_timeout:
                 raise RendezvousError(why) from None
         await asyncio.sleep(pause)
-        pause = min(pause * 1.2, _RETRY_AT_MOST)
+        pause = min(pause * 1.2, _MAX_RETRY_DELAY)
     raise RendezvousError(f"{aim} in {timeout:g} s: {why}")
 
 

@@ -140,7 +140,7 @@ class Roles:
     looks_up: bool
 
     @classmethod
-    def of(cls, options: HostSpec, rendezvous: str, environ: Mapping[str, str]) -> Roles:
+    def from_spec(cls, options: HostSpec, rendezvous: str, environ: Mapping[str, str]) -> Roles:
         """Derive the roles from a host's options and environment.
 
         Args:

@@ -103,7 +103,7 @@ class Host:
         options, environ, is_first = self.options, self.environ, self.options.replica == 0
         given = options.rendezvous or environ.get("MONARCH_RENDEZVOUS") or f"unix:{run_dir}/r.sock"
         source = "--rendezvous" if options.rendezvous else "MONARCH_RENDEZVOUS"
-        self.roles = roles = Roles.of(options, given, environ)
+        self.roles = roles = Roles.from_spec(options, given, environ)
         if roles.server is not None and roles.looks_up:
             # The route to the first role's replica 0 is also the route to the other hosts.
             given, is_first = given.replace("@", roles.server.host), False
@@ -113,7 +113,7 @@ class Host:
         if rendezvous.scheme == "insecure-tcp":
             danger = "plain TCP: any process that reaches this host's ports can run code here"
             self.reporter.line(f"INSECURE: host {options.replica}: {danger}")
-        network_options = NetworkOptions.of(options)
+        network_options = NetworkOptions.from_spec(options)
         if command is not None and command.options.local_addr and not network_options.advertise:
             network_options = dataclasses.replace(network_options, advertise=command.options.local_addr)
         given_address = environ.get("MONARCH_HOST_ADDRESS", "")

@@ -103,7 +103,7 @@ class HostProcess:
         await self._stop_ranks(signal.SIGTERM)
         why = retry.why_no_other_start(result, host.options.retry_on)
         restarts = host.reporter.rank_restarts
-        self._write_and_exit(HostResult.of(result, rank_restarts=restarts, no_retry_reason=why))
+        self._write_and_exit(HostResult.from_job_result(result, rank_restarts=restarts, no_retry_reason=why))
 
     def _write_and_exit(self, result: HostResult, *, exit_code: int | None = None) -> NoReturn:
         host = self._host
@@ -145,7 +145,7 @@ class HostProcess:
             return self._conclude(JobResult(1, f"host {options.replica}: {failure}"))
         try:
             credentials = host.environ.get(CREDENTIALS, "")
-            network_options = NetworkOptions.of(options)
+            network_options = NetworkOptions.from_spec(options)
             network = HostNetwork.setup(
                 rendezvous, advertised, network_options, credentials, host.sockets, options.replica == 0
             )
@@ -156,7 +156,7 @@ class HostProcess:
         machine = host.environ.get("MONARCH_NODE", "")
         registration = Registration(options.replica, host.hostname, os.getpid(), nproc, error, code, machine=machine)
         self._registration = registration
-        sizes = NodeRange.of(self._workload.command, options.world, options.host_timeout, options.spares)
+        sizes = NodeRange.from_command(self._workload.command, options.world, options.host_timeout, options.spares)
         if options.replica == 0:
             return await self._control(registration, network, sizes)
         return await Follower(host, self._workload, registration, network).run(sizes.join_timeout)
@@ -201,7 +201,7 @@ class HostProcess:
         self._rendezvous = rendezvous = Rendezvous(
             network, options.replicas, options.lease, sizes.fewest, sizes.spares, host.reporter.line
         )
-        job = JobOptions.of(
+        job = JobOptions.from_spec(
             options,
             workload.command,
             sizes,

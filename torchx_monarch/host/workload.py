@@ -194,7 +194,7 @@ class Workload(abc.ABC):
         if isinstance(request, LaunchRanks):
             return Launched(replica, tuple(await pool.launch(request.world)), pool.imported)
         if isinstance(request, TakeStacks):
-            return StacksTaken(replica, tuple(await pool.stacks(request.rank, request.native, request.kept_as)))
+            return StacksTaken(replica, tuple(await pool.stacks(request.rank, request.native, request.save_as)))
         if isinstance(request, ReadCollectives):
             ranks = await pool.collectives()
             longest = max((rank.longest_wait for rank in ranks), default=0.0)

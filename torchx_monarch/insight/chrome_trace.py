@@ -27,7 +27,7 @@ class _Tracks:
     """
 
     def __init__(self, timeline: Timeline, name: str) -> None:
-        self._roles = [span.name for span in timeline.of_kind("role")]
+        self._roles = [span.name for span in timeline.spans_of("role")]
         hosts = sorted({(span.role, span.replica) for span in timeline.spans if span.replica is not None})
         self._processes = {host: process for process, host in enumerate(hosts, _JOB + 1)}
         self.names = _named("process", _JOB, 0, f"job {name}")
@@ -36,7 +36,7 @@ class _Tracks:
         for (role, replica), process in self._processes.items():
             self.names += _named("process", process, 0, f"host {role}/{replica}")
             self.names += _named("thread", process, 0, "import")
-        for span in {(span.role, span.number): span for span in timeline.of_kind("rank")}.values():
+        for span in {(span.role, span.number): span for span in timeline.spans_of("rank")}.values():
             self.names += _named("thread", *self.of_span(span), span.name)
 
     def of_span(self, span: Span) -> tuple[int, int]:
@@ -74,7 +74,7 @@ def trace(
         category = "failure" if moment.kind in _FAILURES else "moment"
         event = _instant(moment.kind, category, "p", moment.time - start, tracks.of_role(moment.role))
         events.append({**event, "args": {"message": moment.text}})
-    for span in timeline.of_kind("rank") if collectives else ():
+    for span in timeline.spans_of("rank") if collectives else ():
         attempt = timeline.spans[span.parent or 0]
         around = timeline.spans[attempt.parent or 0]
         run = around.number if around.kind == "run" else 0

@@ -127,18 +127,18 @@ class Picture:
 def picture(timeline: Timeline) -> Picture:
     """Return the picture of a timeline."""
     job, rows = timeline.job, list[BarRow]()
-    roles = [span.name for span in timeline.of_kind("role")]
+    roles = [span.name for span in timeline.spans_of("role")]
     for role in roles:
         prefix = f"{role} " if len(roles) > 1 else ""
-        bars = [_bar(span, job, _style(span.name)) for span in timeline.of_kind("phase", role)]
+        bars = [_bar(span, job, _style(span.name)) for span in timeline.spans_of("phase", role)]
         failures = [
             moment for moment in timeline.moments if moment.kind in ("failure", "hang") and moment.role in ("", role)
         ]
         marks = [_mark(failure.time, job, f"{failure.kind}: {failure.text}") for failure in failures]
         rows.append(_row(f"{prefix}phases", [*bars, *marks]))
-        if runs := timeline.of_kind("run", role):
+        if runs := timeline.spans_of("run", role):
             rows.append(_row(f"{prefix}runs", [_bar(span, job, _outcome(span)) for span in runs]))
-        attempts = timeline.of_kind("attempt", role)
+        attempts = timeline.spans_of("attempt", role)
         if len(attempts) > 1:
             rows.append(_row(f"{prefix}attempts", [_bar(span, job, "attempt") for span in attempts]))
         rows += _hosts(timeline, role, prefix)
@@ -148,7 +148,7 @@ def picture(timeline: Timeline) -> Picture:
 def shares(timeline: Timeline, role: str) -> list[Share]:
     """Return how long each phase of a role took in all, in the order of the phases."""
     seconds = dict.fromkeys(PHASES, 0.0)
-    for span in timeline.of_kind("phase", role):
+    for span in timeline.spans_of("phase", role):
         seconds[span.name] += span.seconds
     whole = timeline.job.seconds or 1.0
     return [
@@ -160,7 +160,7 @@ def shares(timeline: Timeline, role: str) -> list[Share]:
 
 def _hosts(timeline: Timeline, role: str, prefix: str) -> list[BarRow]:
     """Return the rows of imports and ranks."""
-    job, ranks, imports = timeline.job, timeline.of_kind("rank", role), timeline.of_kind("import", role)
+    job, ranks, imports = timeline.job, timeline.spans_of("rank", role), timeline.spans_of("import", role)
     rows = []
     folded = len({span.number for span in ranks}) > _RANKS_SHOWN
     hosts: dict[int, tuple[list[Span], list[Span]]] = {}

@@ -151,7 +151,7 @@ class Timeline:
         """The whole job."""
         return self.spans[0]
 
-    def of_kind(self, kind: str, role: str | None = None) -> list[Span]:
+    def spans_of(self, kind: str, role: str | None = None) -> list[Span]:
         """Return the spans of a kind; of all roles if ``role`` is None."""
         return [span for span in self.spans if span.kind == kind and role in (None, span.role)]
 
@@ -366,7 +366,7 @@ def lost_seconds(timeline: Timeline, role: str) -> dict[str, float]:
     """
     lost = {"queue": 0.0, "launch": 0.0, "restart": 0.0, "hang": 0.0}
     cause = "launch"
-    for span in timeline.of_kind("phase", role):
+    for span in timeline.spans_of("phase", role):
         if span.name in ("running", "first output"):
             cause = "restart"
         elif span.name in ("idle", "end"):

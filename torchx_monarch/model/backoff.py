@@ -9,7 +9,7 @@ from collections.abc import Callable
 _FIRST_DELAY = 1.0
 """Upper limit in seconds of the delay before the second restart in a row. It doubles with each further restart."""
 
-_LONGEST_DELAY = 60.0
+_MAX_DELAY = 60.0
 
 _LIVED = 60.0
 """Seconds after which an attempt has made progress, so that its failure does not continue the previous one."""
@@ -46,7 +46,7 @@ class Backoff:
         self._in_a_row += 1
         if self._in_a_row == 1:
             return 0.0
-        longest = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(self._in_a_row - 2, 32))
+        longest = min(_MAX_DELAY, _FIRST_DELAY * 2.0 ** min(self._in_a_row - 2, 32))
         return longest * (0.5 + self._draw() / 2)
 
 

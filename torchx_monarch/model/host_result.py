@@ -62,7 +62,7 @@ class HostResult:
     log: str = ""
 
     @classmethod
-    def of(cls, result: JobResult, *, rank_restarts: int = 0, no_retry_reason: str = "") -> HostResult:
+    def from_job_result(cls, result: JobResult, *, rank_restarts: int = 0, no_retry_reason: str = "") -> HostResult:
         """Return the result of a host that ends now with the result of its job."""
         now, cause = time.time(), result.cause
         return cls(

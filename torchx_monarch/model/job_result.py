@@ -74,8 +74,8 @@ class RankExit:
         step: the last step that its program has reported; None for none.
         grouped: when it formed its first process group, in seconds since the epoch; None if it has not, or that is not
             known.
-        told_failure: when it told its host that its program had failed, in seconds since the epoch; None if it has not.
-            A rank does so that has a process group, before peers can notice that it ends.
+        failure_reported_at: when it told its host that its program had failed, in seconds since the epoch; None if it
+            has not. A rank does so that has a process group, before peers can notice that it ends.
         last_output: the last line that it printed, if it has an exit code above 0 and no error file; else empty.
     """
 
@@ -95,7 +95,7 @@ class RankExit:
     hang: str = ""
     step: int | None = None
     grouped: Seconds | None = None
-    told_failure: Seconds | None = None
+    failure_reported_at: Seconds | None = None
     last_output: str = ""
 
     @property
@@ -112,7 +112,7 @@ class RankExit:
         raised = self._extra.get("raised_at")
         if isinstance(raised, (int, float)):
             return float(raised)
-        return self.time if self.told_failure is None else self.told_failure
+        return self.time if self.failure_reported_at is None else self.failure_reported_at
 
     @property
     def is_early(self) -> bool:

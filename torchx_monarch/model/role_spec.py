@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torchx_monarch.model.role_metadata import HasMetadata, is_sidecar
 
-MOST_REPLICAS = 1 << 16
+MAX_REPLICAS = 1 << 16
 """The largest number of replicas of a role: a backend writes some lines for each of them."""
 
 
@@ -86,7 +86,7 @@ class RoleSpec:
     stamped: bool = False
 
     @classmethod
-    def of(
+    def from_role(
         cls,
         role: TorchXRole,
         workload: WorkloadKind = WorkloadKind.NONE,

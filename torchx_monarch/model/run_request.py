@@ -12,7 +12,7 @@ from typing import Any
 from torchx_monarch.model.codec import decode
 from torchx_monarch.model.env_names import is_for_hosts
 
-_SHOWN_AT_MOST = 500
+_MAX_SHOWN = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,4 +80,4 @@ class RunRequest:
     def shown_as(self, default_command: tuple[str, ...]) -> RunRequest:
         """Return a copy with ``shown`` set, where ``default_command`` is the allocation's own command."""
         text = shlex.join(self.command or self.program or default_command)
-        return dataclasses.replace(self, shown=text if len(text) <= _SHOWN_AT_MOST else f"{text[:_SHOWN_AT_MOST]}…")
+        return dataclasses.replace(self, shown=text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…")

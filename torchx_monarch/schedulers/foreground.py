@@ -34,7 +34,7 @@ from torchx_monarch.schedulers.description import summary_of
 from torchx_monarch.system.termination import closed_terminal_is_null, signal_of, termination
 from torchx_monarch.system.untrusted_text import one_line
 
-_LONGEST_WAIT = 30.0
+_MAX_WAIT = 30.0
 """Longest duration of one poll in seconds; the command line then polls again."""
 
 _SLICE = 0.05
@@ -97,7 +97,7 @@ class Foreground:
             return
         # With --log another thread prints the job's log, which contains the same lines.
         shows = sys.stderr is not None and sys.stderr.isatty() and threading.active_count() == 1
-        until = time.monotonic() + _LONGEST_WAIT
+        until = time.monotonic() + _MAX_WAIT
         ended = False
         while not ended and time.monotonic() < until:
             ended = self._apps.wait(app_id, _SLICE)

@@ -46,7 +46,7 @@ class LogDisplay:
         self._has_one_role = len(app.roles) == 1
 
     @classmethod
-    def of_command(cls, app: AppSnapshot, role: str, replica: int) -> LogDisplay | None:
+    def for_command(cls, app: AppSnapshot, role: str, replica: int) -> LogDisplay | None:
         """Return how this process's ``torchx log`` or ``torchx run --log`` shows lines; None in any other program."""
         command = subcommand()
         if command not in ("log", "run"):

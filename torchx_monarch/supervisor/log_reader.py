@@ -44,7 +44,7 @@ def lines(
 ) -> Iterator[TimedLine]:
     """Yield the lines of one log. Bytes that are not UTF-8 are replaced.
 
-    A line longer than ``line_output.LONGEST_READ`` is split. While a log is followed, text after a carriage return is
+    A line longer than ``line_output.MAX_LINE_BYTES`` is split. While a log is followed, text after a carriage return is
     yielded as it stands, without a line end: TorchX prints it over the text before it.
 
     Args:
@@ -70,9 +70,9 @@ def lines(
             last = not follow or time.time() > latest or (passes % _READS_PER_CHECK == 0 and ended())
             passes += 1
             index.refresh()
-            if position is None and since is not None and (found := index.offset_of(since)) is not None:
+            if position is None and (found := index.offset_of(since)) is not None:
                 position = begin = max(begin, found)
-            limit = None if until is None else index.offset_of(until)
+            limit = index.offset_of(until)
             if position is not None:
                 for data in _chunks(path, position, limit, below):
                     position += len(data)
@@ -172,8 +172,10 @@ class TimeIndex:
             os.close(self._fd)
             self._fd = -1
 
-    def offset_of(self, when: datetime) -> int | None:
-        """Return where the first line written at or after ``when`` starts; None if it is not written yet."""
+    def offset_of(self, when: datetime | None) -> int | None:
+        """Return where the first line written at or after ``when`` starts; None if there is none yet, or no time."""
+        if when is None:
+            return None
         moment = when.timestamp()
         found = bisect.bisect_left(range(self._count), moment, key=lambda at: self._record(at)[1])
         return self._record(found)[0] if found < self._count else None

@@ -56,7 +56,7 @@ class LogFile:
     def __init__(self, folder: str, stream: str, below: str | None = None) -> None:
         self.lost = 0
         self.reason = ""
-        self._unnoted = 0
+        self._unreported = 0
         self._below = below
         self._fd = self._open(os.path.join(folder, log_name(stream)))
         self._index = self._open(os.path.join(folder, index_name(stream)))
@@ -75,15 +75,15 @@ class LogFile:
         """Append data; count the bytes that cannot be written in ``lost``."""
         if not data:
             return
-        if self._unnoted:
-            note = b"\n[monarch] %d bytes of output were lost here: %s\n" % (self._unnoted, self.reason.encode())
+        if self._unreported:
+            note = b"\n[monarch] %d bytes of output were lost here: %s\n" % (self._unreported, self.reason.encode())
             if self._append(note) == len(note):
-                self._unnoted = 0
+                self._unreported = 0
         self._note_time(data)
         done = self._append(data)
         if done < len(data):
             self.lost += len(data) - done
-            self._unnoted += len(data) - done
+            self._unreported += len(data) - done
         if done:
             self.at_line_start = data[done - 1 : done] == b"\n"
 

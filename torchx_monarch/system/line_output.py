@@ -13,7 +13,7 @@ from collections.abc import Iterator
 LONGEST = 64 * 1024
 """The maximum bytes of an unfinished line that are held."""
 
-LONGEST_READ = 1024 * 1024
+MAX_LINE_BYTES = 1024 * 1024
 """The maximum bytes of a line that the reader of a log gets in one piece."""
 
 CONTINUED = b"[continued] "
@@ -81,7 +81,7 @@ class LineReader:
         longest: the bytes of a line after which it is split; each piece becomes a line, all but the first marked.
     """
 
-    def __init__(self, longest: int = LONGEST_READ) -> None:
+    def __init__(self, longest: int = MAX_LINE_BYTES) -> None:
         self.position = 0
         self._fed = 0
         self._longest = longest

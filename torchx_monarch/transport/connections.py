@@ -80,7 +80,7 @@ class Identity:
     client_authority: str = ""
 
     @classmethod
-    def of(cls, credentials: HostCredentials, names: Iterable[str], folder: str) -> Identity:
+    def from_credentials(cls, credentials: HostCredentials, names: Iterable[str], folder: str) -> Identity:
         """Sign a certificate for this host and write it, its key and the authority to files in a folder (mode 0700)."""
         leaf = credentials.sign(names)
         paths = []

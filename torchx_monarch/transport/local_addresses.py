@@ -39,7 +39,7 @@ class NetworkOptions:
     peer_timeout: float = PEER_TIMEOUT
 
     @classmethod
-    def of(cls, spec: HostSpec) -> NetworkOptions:
+    def from_spec(cls, spec: HostSpec) -> NetworkOptions:
         """Return the network options of a host."""
         return cls(spec.bind, spec.advertise, spec.ports, spec.peer_timeout)
 

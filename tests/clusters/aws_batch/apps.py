@@ -161,14 +161,14 @@ class Apps(Place):
     def reached(self, handle: str) -> Iterator[str]:
         """Yield the address of node 0, within the network of the containers, where AWS cannot be asked."""
         self.until(lambda: self.hostname(handle, 0), "node 0's address", handle)
-        there = Target.of(handle, runner=self.runner).address
+        there = Target.from_handle(handle, runner=self.runner).address
         with entered(self.network):
             yield f"{there.host}:{there.port}"
 
     def client(self, handle: str) -> tuple[Sequence[str], str]:
         """Enter the network of the containers, where AWS cannot be asked."""
         self.until(lambda: self.hostname(handle, 0), "node 0's address", handle)
-        there = Target.of(handle, runner=self.runner).address
+        there = Target.from_handle(handle, runner=self.runner).address
         return ("nsenter", f"--net={self.network}"), f"{there.host}:{there.port}"
 
     def run_words(self) -> Sequence[str]:

@@ -180,14 +180,14 @@ class Apps(Place):
     @contextlib.contextmanager
     def reached(self, handle: str) -> Iterator[str]:
         """Yield the address to which the port of replica 0's pod is forwarded."""
-        with self.forwarded(handle, Target.of(handle, runner=self.runner).address.port) as address:
+        with self.forwarded(handle, Target.from_handle(handle, runner=self.runner).address.port) as address:
             yield address
 
     def client(self, handle: str) -> tuple[Sequence[str], str]:
         """Enter the network of the pods."""
         if self.cluster.stand_ins is None:
             pytest.skip("a Monarch client dials every host, and this machine is not in the network of the pods")
-        there = Target.of(handle, runner=self.runner).address
+        there = Target.from_handle(handle, runner=self.runner).address
         return ("nsenter", f"--net={self.cluster.network()}"), f"{there.host}:{there.port}"
 
     @contextlib.contextmanager

@@ -25,7 +25,7 @@ def test_takes_two_pods_and_runs_in_them(apps: Apps, tmp_path: Path) -> None:
     apps.until(lambda: set(apps.states(taken.handle).values()) == {AppState.RUNNING}, "the pods", taken.handle)
     # From within the pods' network it is reached by its address.
     pod = next(one for one in apps.pods(taken.handle) if one["spec"]["hostname"].endswith("-trainer-0"))
-    target = Target.of(taken.handle, runner=apps.runner).address
+    target = Target.from_handle(taken.handle, runner=apps.runner).address
     assert target.host == pod["status"]["podIP"]
     if apps.cluster.stand_ins is not None:
         with pytest.raises(AllocationError, match=rf"waiting for the hosts \(RUNNING\): {target.host}:{target.port}: "):

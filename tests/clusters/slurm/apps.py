@@ -89,7 +89,7 @@ class Apps(Place):
     @contextlib.contextmanager
     def reached(self, handle: str) -> Iterator[str]:
         """Yield the address of the node: this machine does not know the cluster's names."""
-        there = Target.of(handle, runner=self.runner).address
+        there = Target.from_handle(handle, runner=self.runner).address
         yield f"{self.cluster.address(int(there.host.removeprefix('n')))}:{there.port}"
 
     def client(self, handle: str) -> tuple[Sequence[str], str]:

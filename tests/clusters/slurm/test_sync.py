@@ -46,7 +46,7 @@ def test_nodes_get_changed_code_before_a_run(apps: Apps, cluster: SlurmCluster, 
         assert len({*folders, str(root)}) == 3, "each node has a copy of its own"
 
         (root / "module0.py").write_text("VALUE = 'changed'\n")
-        brought = sync_workspace(Target.of(taken.handle, address=address), str(root), "always")
+        brought = sync_workspace(Target.from_handle(taken.handle, address=address), str(root), "always")
         assert brought.synced and 0 < brought.sent < 40_000
         result = job.run_spmd(output="store", sync="always")
         assert said(result)[0] == ["changed", "changed"]

@@ -84,7 +84,7 @@ class SlurmPlace(Place):
     @contextlib.contextmanager
     def reached(self, handle: str) -> Iterator[str]:
         """Yield the address of the node: this machine does not know the cluster's names."""
-        there = Target.of(handle, runner=self.runner).address
+        there = Target.from_handle(handle, runner=self.runner).address
         yield f"{self.cluster.address(int(there.host.removeprefix('n')))}:{there.port}"
 
     def message_without_client(self) -> str:

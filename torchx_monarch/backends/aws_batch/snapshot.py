@@ -117,7 +117,7 @@ def app_snapshot(
     submitted = SubmittedApp.unpack(word, f"the parameter {APP_PARAMETER} of {app_id}") if word else None
     name = job.get("tags", {}).get(TAG_APP) or app_id.rpartition(":")[2]
     app = submitted.app if submitted else AppDef(name, request.roles_of(job))
-    specs = submitted.roles if submitted else [RoleSpec.of(role) for role in app.roles]
+    specs = submitted.roles if submitted else [RoleSpec.from_role(role) for role in app.roles]
     roles, index = [], 0
     for spec in specs:
         replicas = []

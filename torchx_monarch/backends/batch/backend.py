@@ -301,7 +301,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         try:
             return [name for name in state_files.names_in(self.root) if state_files.is_app_id(name)]
         except OSError as error:
-            raise StateAccessError.of(error, self.root) from None
+            raise StateAccessError.from_os_error(error, self.root) from None
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> AppSnapshot | None:
         """Read the state of an app; return None if the app does not exist."""

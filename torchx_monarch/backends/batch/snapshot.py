@@ -35,31 +35,43 @@ def read_replica(
         job: what the batch system reports of its job; None if that has ended.
         ending: how the app was asked to end.
     """
-    name, record = f"{spec.name}/{k}", folder.replica(spec.name, k).load_record()
-    is_alive = job is not None and not job.state.is_terminal
-    more: dict[str, Any] = {}
-    if record is not None:
-        latest = record.roles[0].replicas[0]
-        more = {"hostname": record.hostname, "started": latest.started or 0.0, "restarts": record.restarts}
-        more["ended"] = latest.ended or record.ended or 0.0
-    preempted = record is not None and _was_preempted(record, ending)
-    if job is not None and is_alive and (record is None or preempted or job.state is State.PENDING):
-        waiting = job.reason or ("was preempted" if preempted else "")
-        stopping = ending is not None and job.state is State.RUNNING
-        more |= {"waiting": waiting, "is_stuck": job.is_stuck, "is_stopping": stopping, "ended": 0.0}
-        return ReplicaSnapshot(spec.name, k, State.PENDING, **more)
-    if record is not None and record.terminal:
-        return _ended(spec.name, k, record, job, more)
-    if record is not None and is_alive:
-        state = State.PENDING if record.roles[0].replicas[0].state is State.PENDING else State.RUNNING
-        return ReplicaSnapshot(spec.name, k, state, is_stopping=ending is not None, **more)
-    reason = job.reason if job else ""
+    record = folder.replica(spec.name, k).load_record()
     if record is None:
-        failure = "" if ending else f"replica {name} has not started: {reason or 'it was removed from the queue'}"
-        return ReplicaSnapshot(spec.name, k, State.CANCELLED if ending else State.FAILED, failure=failure, **more)
-    reason = reason or "it was killed by the batch system, or its node was lost"
-    failure = f"replica {name} on {record.hostname}: {reason}"
+        return _without_record(spec.name, k, job, ending)
+    latest = record.roles[0].replicas[0]
+    more: dict[str, Any] = {"hostname": record.hostname, "started": latest.started or 0.0, "restarts": record.restarts}
+    is_preempted = _was_preempted(record, ending)
+    if job is not None and not job.state.is_terminal and (is_preempted or job.state is State.PENDING):
+        return _waiting(spec.name, k, job, ending, job.reason or ("was preempted" if is_preempted else ""), more)
+    more["ended"] = latest.ended or record.ended or 0.0
+    if record.terminal:
+        return _ended(spec.name, k, record, job, more)
+    if job is not None and not job.state.is_terminal:
+        state = State.PENDING if latest.state is State.PENDING else State.RUNNING
+        return ReplicaSnapshot(spec.name, k, state, is_stopping=ending is not None, **more)
+    reason = (job.reason if job else "") or "it was killed by the batch system, or its node was lost"
+    failure = f"replica {spec.name}/{k} on {record.hostname}: {reason}"
     return ReplicaSnapshot(spec.name, k, State.FAILED, failure=failure, was_stopped=ending is not None, **more)
+
+
+def _without_record(role: str, k: int, job: QueuedJob | None, ending: Outcome | None) -> ReplicaSnapshot:
+    """Return a replica whose task has not begun."""
+    if job is not None and not job.state.is_terminal:
+        return _waiting(role, k, job, ending, job.reason, {})
+    if ending is not None:
+        return ReplicaSnapshot(role, k, State.CANCELLED)
+    reason = (job.reason if job else "") or "it was removed from the queue"
+    return ReplicaSnapshot(role, k, State.FAILED, failure=f"replica {role}/{k} has not started: {reason}")
+
+
+def _waiting(
+    role: str, k: int, job: QueuedJob, ending: Outcome | None, reason: str, more: Mapping[str, Any]
+) -> ReplicaSnapshot:
+    """Return a replica whose job waits, or whose task is about to begin."""
+    is_stopping = ending is not None and job.state is State.RUNNING
+    return ReplicaSnapshot(
+        role, k, State.PENDING, waiting=reason, is_stuck=job.is_stuck, is_stopping=is_stopping, **more
+    )
 
 
 def _ended(role: str, k: int, record: TaskRecord, job: QueuedJob | None, more: Mapping[str, Any]) -> ReplicaSnapshot:

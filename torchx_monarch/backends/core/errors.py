@@ -72,7 +72,7 @@ class StateAccessError(_PathError):
     """Raised when this user must not use a part of the state directory."""
 
     @classmethod
-    def of(cls, error: OSError, path: str) -> StateAccessError:
+    def from_os_error(cls, error: OSError, path: str) -> StateAccessError:
         """Build the error from an error of the system.
 
         Args:

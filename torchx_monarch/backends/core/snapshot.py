@@ -87,7 +87,7 @@ class ReplicaSnapshot:
     lingers: bool = False
 
     @classmethod
-    def of_process(
+    def from_process(
         cls, role: str, id: int, code: int | None, error: str = "", *, stopped: bool = False, **more: Any
     ) -> ReplicaSnapshot:
         """Return a replica that is a process, for backends that learn no more than its exit code.

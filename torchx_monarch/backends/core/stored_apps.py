@@ -65,7 +65,7 @@ class StoredApps(Generic[T]):
         except OSError as error:
             from torchx_monarch.backends.core.errors import StateAccessError  # imports TorchX
 
-            raise StateAccessError.of(error, self.folder) from None
+            raise StateAccessError.from_os_error(error, self.folder) from None
 
     def remove(self, app_id: str) -> None:
         """Remove what is stored of an app."""

@@ -77,7 +77,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             return None
         paths = state_files.app_paths(app_id)
         try:
-            record = _look(paths)
+            record = _read_record(paths)
             submitted = submitted_app.load(paths.app, paths.trusted)
         except state_files.DamagedFileError as error:
             if not brief:
@@ -103,11 +103,11 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         try:
             app_ids = state_files.app_ids()
         except OSError as error:
-            raise StateAccessError.of(error, state_files.apps_dir()) from None
+            raise StateAccessError.from_os_error(error, state_files.apps_dir()) from None
 
         def read(app_id: str) -> AppSnapshot | None:
             paths = state_files.app_paths(app_id)
-            record = _look(paths)
+            record = _read_record(paths)
             return _snapshot(app_id, record, "", submitted_app.load(paths.app, paths.trusted)) if record else None
 
         return sorted(read_undamaged(app_ids, read), key=lambda app: app.created, reverse=True)
@@ -143,7 +143,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
     def has_ended(self, app_id: str) -> bool:
         paths = state_files.app_paths(app_id)
         try:
-            record = _look(paths)
+            record = _read_record(paths)
         except state_files.DamagedFileError:
             return not state.is_supervised(paths)
         return record is None or record.terminal
@@ -171,7 +171,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             raise RemoveError(app.app_id, paths.root, error) from None
 
 
-def _look(paths: state_files.AppPaths) -> AppRecord | None:
+def _read_record(paths: state_files.AppPaths) -> AppRecord | None:
     """Return the current state of an app; None if it does not exist.
 
     Raises:
@@ -184,7 +184,7 @@ def _look(paths: state_files.AppPaths) -> AppRecord | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise StateAccessError.of(error, paths.root) from None
+        raise StateAccessError.from_os_error(error, paths.root) from None
 
 
 def _snapshot(app_id: str, record: AppRecord, hostname: str, submitted: SubmittedApp | None) -> AppSnapshot:

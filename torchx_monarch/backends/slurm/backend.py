@@ -176,7 +176,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as error:
-            raise StateAccessError.of(error, self._ids) from None
+            raise StateAccessError.from_os_error(error, self._ids) from None
         try:
             for name in app_ids or os.listdir(fd):
                 with contextlib.suppress(OSError):

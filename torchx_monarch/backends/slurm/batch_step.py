@@ -122,7 +122,7 @@ class BatchStep:
             self._record.started, self._record.retries = before.started, before.retries
         self._steps: dict[int, int] = {}
         """The index of each role whose step runs, by the process of its srun."""
-        self._is_told = False
+        self._is_stopping = False
         """Whether Slurm has told the job to stop."""
         self._decided = float("inf")
         """When the app was decided while tasks are left (``time.monotonic``)."""
@@ -141,8 +141,8 @@ class BatchStep:
         while self._steps:
             select.select([wake], [], [], _CHECK_INTERVAL)
             with contextlib.suppress(BlockingIOError):
-                if signal.SIGTERM in os.read(wake, 4096) and not self._is_told:
-                    self._is_told = True
+                if signal.SIGTERM in os.read(wake, 4096) and not self._is_stopping:
+                    self._is_stopping = True
                     self._stop(Outcome(State.PENDING, "told to stop by Slurm"))
             self._reap()
             self._end_rest()
@@ -214,7 +214,7 @@ class BatchStep:
 
     def _end_rest(self) -> None:
         """Ask the tasks that are left to stop, some seconds after the app is decided."""
-        if self._is_told:
+        if self._is_stopping:
             return
         if (stop := self._folder.load_stop()) is not None:
             grace = self._request.grace if stop.grace is None else stop.grace
@@ -246,7 +246,7 @@ class BatchStep:
             _run("scancel", self._record.job_id)
             time.sleep(_REQUEUE_TIMEOUT)
             return code
-        if self._is_told:
+        if self._is_stopping:
             state = (_run("squeue", "-h", "-o", "%T", "-j", self._record.job_id) or "").split()[:1]
             if self._request.requeue and state == ["RUNNING"]:  # else Slurm itself may be about to queue it again
                 return self._requeue("told to stop by Slurm")

@@ -30,7 +30,7 @@ def stored_app(record: Record | None, response: DescribeAppResponse) -> Submitte
         return SubmittedApp.from_json(record.submitted if record else None)
     except ValueError:
         app = AppDef(response.app_id, list(response.roles), dict(response.metadata))
-        return SubmittedApp(app, [RoleSpec.of(role) for role in app.roles])
+        return SubmittedApp(app, [RoleSpec.from_role(role) for role in app.roles])
 
 
 def build(

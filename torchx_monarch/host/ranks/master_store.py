@@ -49,7 +49,7 @@ class MasterEndpoint:
     unused: str = ""
 
     @classmethod
-    async def of(cls, options: TorchrunOptions, bind: str, advertised: str, hosts: int) -> MasterEndpoint:
+    async def create(cls, options: TorchrunOptions, bind: str, advertised: str, hosts: int) -> MasterEndpoint:
         """Derive the endpoint of a job from the options of its torchrun command.
 
         The user's port is always used. The user's address (``--master-addr`` or the endpoint of a static rendezvous,

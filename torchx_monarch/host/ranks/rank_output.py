@@ -34,7 +34,7 @@ _DRAW_AFTER = 0.1
 """Seconds after which an unfinished progress bar is shown: tqdm's default interval between two updates."""
 
 
-_HELD_AT_MOST = 1 << 20
+_MAX_HELD_BYTES = 1 << 20
 """Bytes of output that are held at most before ``release``."""
 
 _LAST = 1024
@@ -199,7 +199,7 @@ class OutputPipe:
             self._feed(data)
             return
         self._held += data
-        if len(self._held) > _HELD_AT_MOST:
+        if len(self._held) > _MAX_HELD_BYTES:
             self.release()
 
     def _feed(self, data: bytes) -> None:

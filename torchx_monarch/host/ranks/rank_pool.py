@@ -120,7 +120,7 @@ class RankPool:
             MASTER_ADDR, MASTER_PORT, and whether a store is already served there.
         """
         try:
-            endpoint = await MasterEndpoint.of(self.run.command.options, bind, advertised, hosts)
+            endpoint = await MasterEndpoint.create(self.run.command.options, bind, advertised, hosts)
             if endpoint.unused and self.attempt < 0:
                 self._say(f"{endpoint.unused} is not used: the ranks meet at {advertised}, replica 0's")
             port, served = await self._starter.open_store(endpoint)
@@ -216,18 +216,18 @@ class RankPool:
                 rank.process.kill(signal.SIGKILL)
         await self._clear_up(ranks)
 
-    async def stacks(self, rank: int | None, native: bool, kept_as: str = "") -> list[ProcessStacks]:
+    async def stacks(self, rank: int | None, native: bool, save_as: str = "") -> list[ProcessStacks]:
         """Return the stacks of the ranks that run now, and of the processes that they have started.
 
         Args:
             rank: the only global rank that is asked; None for all.
             native: whether py-spy reads them as well.
-            kept_as: title under which they are also written into the folder of the attempt; empty for not.
+            save_as: title under which they are also written into the folder of the attempt; empty for not.
         """
         ranks = [own_rank for own_rank in self._ranks if rank in (None, own_rank.rank)]
         taken = await self._stacks.take(ranks, _STACKS_TIMEOUT, native)
-        if kept_as and ranks and ranks[0].directory is not None:
-            self._stacks.add(ranks[0].directory.parent, taken, kept_as)
+        if save_as and ranks and ranks[0].directory is not None:
+            self._stacks.add(ranks[0].directory.parent, taken, save_as)
         return taken
 
     async def collectives(self) -> list[RankCollectives]:
@@ -356,7 +356,7 @@ class RankPool:
             out_of_memory=self._memory.evidence() if killed else "",
             step=progress.step if progress is not None else None,
             grouped=self._recorders.grouped(process.pid),
-            told_failure=reported[0] if reported else None,
+            failure_reported_at=reported[0] if reported else None,
             last_output=one_line(last_line.decode(errors="replace"), _MAX_LINE),
         )
         if exit.failed and rank.stopped_at is not None and exit.code < 0:

@@ -67,10 +67,11 @@ class RankSampler:
         devices = self._devices.use(families)
         now = time.time()
         return [
-            self._of(rank, now, families.get(rank.process.pid, []), devices.get(rank.process.pid, ())) for rank in ranks
+            self._sample(rank, now, families.get(rank.process.pid, []), devices.get(rank.process.pid, ()))
+            for rank in ranks
         ]
 
-    def _of(self, rank: Rank, now: float, family: Sequence[int], devices: tuple[DeviceUse, ...]) -> RankSample:
+    def _sample(self, rank: Rank, now: float, family: Sequence[int], devices: tuple[DeviceUse, ...]) -> RankSample:
         """Return the sample of a rank without its groups; its family is empty if it has ended."""
         process, status = rank.process, process_status.status(rank.process.pid) if family else None
         uses = [use for pid in family if (use := processes.process(pid)) is not None]

@@ -124,10 +124,10 @@ class _Taker:
         except asyncio.TimeoutError:
             return [self._result(self._pid, "", problem="another request for its stacks has not ended")]
         try:
-            found = [await self._of(self._pid, "")]
+            found = [await self._stacks_of(self._pid, "")]
             for pid in processes.descendants(self._pid, marker)[:_MAX_CHILDREN]:
                 if (status := process_status.status(pid)) is not None:
-                    found.append(await self._of(pid, one_line(status.name) or "?"))
+                    found.append(await self._stacks_of(pid, one_line(status.name) or "?"))
         finally:
             self._file.lock.release()
         return [stacks for stacks in found if stacks is not None]
@@ -135,7 +135,7 @@ class _Taker:
     def _result(self, pid: int, child: str, threads: tuple[ThreadStack, ...] = (), problem: str = "") -> ProcessStacks:
         return ProcessStacks(self._rank, self._replica, pid, child, threads, problem)
 
-    async def _of(self, pid: int, child: str) -> ProcessStacks | None:
+    async def _stacks_of(self, pid: int, child: str) -> ProcessStacks | None:
         """Take the stacks of one process; None if it is gone."""
         status, identity = process_status.status(pid), processes.identity(pid)
         if status is None or self._file.descriptor < 0:
