@@ -95,7 +95,7 @@ class TestContract(Contract):
         self, place: TaskSpoolerPlace, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert "acme_tsp" in place.torchx("monarch", "doctor", "-s", "acme_tsp")
-        refused = place.torchx("monarch", "status", "nobody://torchx/x", code=1)
+        refused = place.torchx("monarch", "status", "nobody://torchx/x", code=64)
         assert "acme_tsp" in refused and "monarch_local" in refused
 
         def reached(*_: object, **__: object) -> None:
