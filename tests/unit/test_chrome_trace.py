@@ -168,6 +168,7 @@ class Hostile:
         b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.",  # a bytearray of 1 TiB
         b"\x80\x02" + b"]" * 100_000,
         b"\x80\x02\x82\x01.",
+        b"\x80\x02]r\xff\xff\xff\x7f.",  # room for 2^31 memorized values
     ],
 )
 def test_a_hostile_dump_is_refused(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

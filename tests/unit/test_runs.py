@@ -122,6 +122,29 @@ def test_what_is_kept_nowhere_is_said() -> None:
     assert raised.value is ERROR
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"type": "exit", "exit": {**EXIT, "error": 5}},
+        {"type": "exit", "exit": {**EXIT, "time": "x"}},
+        {"type": "exit", "exit": {**EXIT, "newer": 1}},
+        {"type": "exit", "exit": {"rank": 0}},
+        {"type": "phase", "text": 5},
+        {**OUTPUT, "stream": "stdin"},
+        {**OUTPUT, "text": "\ud800\n"},
+        {**RESULT, "seconds": 1e300},
+        {**RESULT, "started": 10**400, "seconds": "x"},
+        "x" * (1 << 21),
+    ],
+)
+def test_damaged_records_are_left_out(damaged: Any, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    write(tmp_path, 1, BEGUN, damaged, OUTPUT, RESULT)
+    write(tmp_path, 2, {**BEGUN, "submitted": 10**400}, OUTPUT, {**RESULT, "started": 10**400})
+    assert [(one["exit_code"], one["submitted"]) for one in list_runs(hosts(tmp_path))] == [(3, 7.0), (None, 0.0)]
+    assert Collector("stream").collect(follow_run(hosts(tmp_path), 1)).exit_code == 3
+    assert capsysbinary.readouterr().out.endswith(b"[0] out\n")
+
+
 def test_links_and_other_files_are_no_runs(tmp_path: Path) -> None:
     (tmp_path / "run_1").mkdir()
     (tmp_path / "run_1" / "journal.jsonl").symlink_to("/etc/passwd")

@@ -380,6 +380,18 @@ def test_a_failed_job_goes_back_into_the_queue_while_it_has_retries(
     assert batch_step._conclude() == 0
 
 
+def test_a_job_that_is_queued_again_after_a_failure_runs(
+    batch_step: BatchStep, job: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, _ = os.pipe()
+    monkeypatch.setattr("torchx_monarch.backends.slurm.batch_step.watch_signals", lambda _: reader)
+    monkeypatch.setattr(BatchStep, "_start", lambda _: write(job, State.SUCCEEDED, 0))
+    write(job, State.FAILED, 3, "replica r/0 exited with code 3")
+    job.request_stop(Outcome(State.FAILED, "replica r/0 exited with code 3"), None, 30.0)  # a sibling ran on
+    assert batch_step.run() == 0
+    assert (stop := job.load_stop()) is None or stop.outcome is None
+
+
 def test_a_removed_folder_and_a_full_disk_do_not_end_the_batch_step(batch_step: BatchStep, job: JobFolder) -> None:
     os.rename(job.root, f"{job.root}.removed")
     assert batch_step._finish(State.SUCCEEDED, "", 0) == 0

@@ -8,7 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -285,3 +285,44 @@ def test_says_that_there_is_no_room(tmp_path: Path, store: CodeStore) -> None:
     Path(tmp_path / "store").write_text("in the way")
     with pytest.raises(StoreError, match="cannot make the code on this host: File exists"):
         store.expect(Tree({}))
+
+
+def _make_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "x").touch()
+
+
+def _link_to_zeros(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def _shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("change", [_make_fifo, _make_folder, _link_to_zeros, _shorten, Path.unlink])
+@pytest.mark.parametrize("size", [1, 3 << 20])
+def test_code_that_a_run_has_changed_in_the_store_is_sent_again(
+    change: Callable[[Path], None], size: int, tmp_path: Path, store: CodeStore
+) -> None:
+    root = write(tmp_path / "ws", {"a.py": "x" * size, "b.py": "y"})
+    tree = send(root, store)
+    [digest] = [entry.content for path, entry in tree.entries.items() if path == "a.py"]
+    stored = tmp_path / "store" / digest
+    part = Path(f"{stored}.part")
+    os.mkfifo(part)
+    for use in (lambda: store.acquire(tree.hash), lambda: list(store.pieces(tree, [digest]))):
+        change(stored)
+        with pytest.raises(StoreError, match=f"a program has changed it: {stored}: the code must be sent again"):
+            use()
+        assert store.find_tree(tree.hash) is None
+        send(root, store)
+    path = store.acquire(tree.hash)
+    assert held(path) == tree

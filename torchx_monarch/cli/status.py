@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import shutil
 import sys
 import time
@@ -120,7 +121,13 @@ def _read_status(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: R
     first = next((role.spec for role in app.roles if role.spec.workload in _WITH_RANKS), None)
     if built.phase != "running" or first is None:
         return built
-    return replace(built, activity=_activity(ranks, Hosts(handle, first.name)))
+    return replace(built, activity=_activity(ranks, _hosts_of(handle, first.name)))
+
+
+@functools.lru_cache(maxsize=1)
+def _hosts_of(handle: str, role: str) -> Hosts:
+    """Return the hosts of a role, which remember for all readings of a watch when the scheduler was asked last."""
+    return Hosts(handle, role)
 
 
 def _activity(ranks: RankWatch, hosts: Hosts) -> list[RankView] | None:

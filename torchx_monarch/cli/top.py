@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli import handles
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
 from torchx_monarch.cli.jobs import app_id_of, opened, read_app
@@ -268,7 +269,10 @@ def whole_screen() -> Iterator[curses.window]:
         curses.setupterm()
     except curses.error:  # this machine does not know the kind of the terminal; nearly all do what xterm does
         os.environ["TERM"] = "xterm"
-    terminal = curses.initscr()
+    try:
+        terminal = curses.initscr()
+    except curses.error as error:  # a machine without descriptions of terminals
+        raise UserError(f"the screen cannot be used ({error}); try --once") from None
     try:
         curses.noecho()
         curses.cbreak()

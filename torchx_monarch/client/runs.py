@@ -9,16 +9,21 @@ if there is no such run.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torchx_monarch.client.connection import TIMEOUT, Connection
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.result import RunInfo
 from torchx_monarch.client.run import Records, RunRecords
 from torchx_monarch.exceptions import AllocationError, RefusedError
+from torchx_monarch.model import codec
+from torchx_monarch.model.codec import Seconds
+from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system import safe_files
 
 RUNS = {"type": "runs"}
@@ -28,6 +33,11 @@ _NOT_ENDED = "the hosts ended before the run did"
 
 _LAST_RECORD = 1 << 17
 """Bytes at the end of a run log in which its last record is: a record is a message, of at most 64 kB."""
+
+_MAX_LINE = 1 << 20
+"""Bytes that are read of a run log at a time, if it has no line feed: a rank may have written to it."""
+
+T = TypeVar("T")
 
 
 class StoredRecords:
@@ -55,10 +65,12 @@ class StoredRecords:
         except OSError as error:
             raise RefusedError(f"run {self.run} cannot be read: {error}") from None
         with open(fd, "rb") as file:
-            for record in filter(None, map(_parsed, file)):
-                yield record
-                if record["type"] == "result":
-                    return
+            while line := file.readline(_MAX_LINE):
+                record = _record(line)
+                if _is_sound(record):
+                    yield record
+                    if record["type"] == "result":
+                        return
         yield {
             "type": "result",
             "run": self.run,
@@ -139,37 +151,114 @@ def _stored_logs(hosts: Hosts, error: AllocationError) -> dict[int, Path]:
     return found
 
 
-def _info(number: int, path: Path) -> RunInfo:
-    """Return what the log of a run says of it: its first record and, unless the hosts were killed, the result."""
-    begun: dict[str, Any] = {}
-    result: dict[str, Any] = {}
+@dataclasses.dataclass
+class _BegunRecord:
+    """The record with which a log begins."""
+
+    command: str = ""
+    cwd: str = ""
+    code: str = ""
+    by: str = ""
+    submitted: Seconds = 0.0
+
+
+@dataclasses.dataclass
+class _PhaseRecord:
+    text: str
+
+
+class _Stream(enum.Enum):
+    STDOUT = "stdout"
+    STDERR = "stderr"
+
+
+@dataclasses.dataclass
+class _OutputRecord:
+    rank: int
+    stream: _Stream
+    text: str
+    prefix: str = ""
+    stamped: bool = False
+
+
+@dataclasses.dataclass
+class _ExitRecord:
+    exit: RankExit
+
+
+@dataclasses.dataclass
+class _AttemptsRecord:
+    count: int
+
+
+@dataclasses.dataclass
+class _ResultRecord:
+    run: int
+    exit_code: int
+    reason: str
+    stopped: bool
+    cause: int | None
+    seconds: Seconds
+    code: str
+    started: Seconds = 0.0
+
+
+_RECORDS = {
+    "phase": _PhaseRecord,
+    "output": _OutputRecord,
+    "exit": _ExitRecord,
+    "attempts": _AttemptsRecord,
+    "result": _ResultRecord,
+}
+"""The fields on which ``Collector`` relies, by the type of the record."""
+
+
+def _first_and_last(path: Path) -> tuple[_BegunRecord | None, _ResultRecord | None]:
+    """Return the record of a run, with which its log begins, and its result; None for an absent one."""
+    first, last = b"", b""
     # OSError: it was removed, or is no file of this user. What is known is its number.
     with contextlib.suppress(OSError), open(safe_files.open_file(path), "rb") as file:
-        begun = _parsed(file.readline()) or {}
+        first = file.readline(_LAST_RECORD)
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_RECORD))
-        last = _parsed(file.read().rstrip(b"\n").rpartition(b"\n")[2]) or {}
-        result = last if last.get("type") == "result" else {}
-    exit_code, started = result.get("exit_code"), result.get("started", 0.0)
-    state = "stopped" if result.get("stopped", True) else "failed" if exit_code else "succeeded"
+        last = file.read(_LAST_RECORD).rstrip(b"\n").rpartition(b"\n")[2]
+    return _decoded(_record(first), "run", _BegunRecord), _decoded(_record(last), "result", _ResultRecord)
+
+
+def _info(number: int, path: Path) -> RunInfo:
+    first, last = _first_and_last(path)
+    begun = first or _BegunRecord()
+    state = "stopped" if last is None or last.stopped else "failed" if last.exit_code else "succeeded"
     return RunInfo(
         run=number,
         state=state,
-        command=begun.get("command", ""),
-        cwd=begun.get("cwd", ""),
-        code=begun.get("code", ""),
-        by=begun.get("by", ""),
-        submitted=begun.get("submitted", 0.0),
-        started=started,
-        ended=started + result["seconds"] if started else 0.0,
-        exit_code=exit_code,
-        reason=result.get("reason", _NOT_ENDED),
+        command=begun.command,
+        cwd=begun.cwd,
+        code=begun.code,
+        by=begun.by,
+        submitted=begun.submitted,
+        started=last.started if last else 0.0,
+        ended=last.started + last.seconds if last and last.started else 0.0,
+        exit_code=last.exit_code if last else None,
+        reason=last.reason if last else _NOT_ENDED,
     )
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Parse a record; None for a line that is cut short: the hosts were killed."""
+def _record(line: bytes) -> dict[str, Any]:
+    """Parse a record; empty if the line is none."""
     try:
-        record: dict[str, Any] = safe_files.parse_json(line)
-        return record
+        record = safe_files.parse_json(line)
     except ValueError:
-        return None
+        return {}
+    return record if isinstance(record, dict) and isinstance(record.get("type"), str) else {}
+
+
+def _decoded(record: dict[str, Any], kind: str, cls: type[T]) -> T | None:
+    """Return a record of this type as a data class; None if it has another type, or a field of it has."""
+    with contextlib.suppress(codec.DecodeError):
+        return codec.decode(cls, record) if record.get("type") == kind else None
+    return None
+
+
+def _is_sound(record: dict[str, Any]) -> bool:
+    """Return whether a record has a type that ``Collector`` knows, and the fields of this type."""
+    return any(_decoded(record, kind, cls) is not None for kind, cls in _RECORDS.items())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import threading
 from collections.abc import Container, Iterator
 
@@ -183,7 +184,7 @@ class CodeStore(ContentStore):
             try:
                 yield from pack((digest, tree.contents[digest], self.path(digest)) for digest in digests)
             except ChangedError as error:
-                raise StoreError(f"a program has changed {error}") from None
+                self._forget_changed(tree, os.path.basename(str(error)))
 
     # -- working folders of runs ---------------------------------------------------------------------------------------
 
@@ -205,7 +206,11 @@ class CodeStore(ContentStore):
             if folder is None:
                 folder = self._choose_folder(tree_hash, workspace)
                 is_held = folder.tree == tree_hash
-                folder.checkout(tree, self.path)
+                try:
+                    folder.checkout(tree, self.path)
+                except OSError:
+                    self._forget_changed(tree)
+                    raise
                 if not is_held:
                     self._name(folder, brief(tree_hash))
             self._folders.remove(folder)
@@ -265,6 +270,30 @@ class CodeStore(ContentStore):
             with contextlib.suppress(OSError):
                 os.unlink(self.path(digest))
             self._contents.discard(digest)
+
+    def _forget_changed(self, tree: Tree, *digests: str) -> None:
+        """Delete the contents of a tree that a program has replaced or removed, and all trees that need them.
+
+        Args:
+            digests: contents that are known to be changed.
+
+        Raises:
+            StoreError: there are such contents.
+        """
+        changed = {*digests, *(digest for digest, size in tree.contents.items() if not self._has(digest, size))}
+        with self._lock:
+            for digest in changed:
+                self._contents.discard(digest)
+                self._trees = {key: other for key, other in self._trees.items() if digest not in other.contents}
+                run_dirs.remove_tree(self.path(digest))
+        if changed:
+            raise StoreError(f"a program has changed it: {self.path(min(changed))}: the code must be sent again")
+
+    def _has(self, digest: str, size: int) -> bool:
+        with contextlib.suppress(OSError):
+            status = os.lstat(self.path(digest))
+            return stat.S_ISREG(status.st_mode) and status.st_size == size
+        return False
 
     @contextlib.contextmanager
     def _as_store_error(self, what: str) -> Iterator[None]:

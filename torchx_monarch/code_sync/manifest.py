@@ -300,6 +300,9 @@ class Unpacker:
             path = os.path.join(self._folder, f"{digest}.part") if digest in self._wanted else os.devnull
             found = hashlib.sha256()
             try:
+                if path != os.devnull:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)  # a program may have put a FIFO or a link there
                 with open(path, "wb", buffering=0, opener=_private) as file:
                     while left:
                         if not self._data:

@@ -189,7 +189,10 @@ def _make(where: str, entry: Entry, source: Callable[[str], str]) -> None:
         os.symlink(entry.content, where)
         return
     mode = 0o700 if entry.kind == EXECUTABLE else 0o600
-    with open(source(entry.content), "rb", buffering=0) as content:
+    # A program may have put a FIFO, a link or a shorter file there.
+    with open(safe_files.open_file(source(entry.content)), "rb", buffering=0) as content:
+        if os.fstat(content.fileno()).st_size != entry.size:
+            raise OSError(errno.ESTALE, "a program has changed it", source(entry.content))
         target = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             _copy(content.fileno(), target, entry.size)

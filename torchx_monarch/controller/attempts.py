@@ -183,7 +183,7 @@ class Attempts:
             await asyncio.wait([hanging, ending], return_when=asyncio.FIRST_COMPLETED)
             if not ending.done() and not hanging.cancelled():
                 ending.cancel()
-                return await self._end_hang(hanging.result())
+                return await self._end_hang(hanging.result(), world)
             cause = await ending
         finally:
             hanging.cancel()
@@ -225,17 +225,22 @@ class Attempts:
         with contextlib.suppress(asyncio.TimeoutError, Interrupted, HostRefused):  # an event stays pending
             await asyncio.wait_for(note(), EARLY_FAILURES_WITHIN)
 
-    async def _end_hang(self, hang: Hang) -> RankExit:
+    async def _end_hang(self, hang: Hang, world: World) -> RankExit:
         """Stop ranks that hang; return the exit of the first of those for which the others wait, as the root cause."""
         now = time.time()
         await self.stop(signal.SIGTERM)
         rank = hang.ranks[0]
         # The exits of a host that was lost meanwhile are not known.
-        exited = self.exits.get(rank) or RankExit(rank, 0, 0, "", 0, 1, now)
+        exited = self.exits.get(rank) or self._unknown_exit(rank, world, now)
         cause = dataclasses.replace(exited, code=1, time=now, stopped_at=None, error=None, hang=hang.describe())
         self.exits[rank] = cause
         self._reporter.note("failure", cause.describe(), rank=rank, failed_at=now)
         return cause
+
+    def _unknown_exit(self, rank: int, world: World, now: float) -> RankExit:
+        replica = next(replica for replica in reversed(world.replicas) if world.first_rank(replica) <= rank)
+        name = next((host.name for host in self._hosts.present if host.replica == replica), f"replica {replica}")
+        return RankExit(rank, rank - world.first_rank(replica), replica, name, 0, 1, now)
 
     async def _world(self, hosts: list[Registration]) -> World:
         """Open the port where the ranks meet; return the ranks of the attempt."""

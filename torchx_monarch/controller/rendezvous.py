@@ -240,7 +240,7 @@ class Rendezvous:
         if self._result is not None:
             await messages.send(writer, {"type": "result", **self._result.to_json()})
         try:
-            lost = await self._follow(host, reader)
+            lost = await self._follow(host, reader, writer)
         except messages.ProtocolError as error:
             lost = _lost(host, f"was lost: {error}")
         self._silent.discard(host.replica)
@@ -296,10 +296,12 @@ class Rendezvous:
             raise RendezvousError(host.error)
         return host
 
-    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> HostLost:
+    async def _follow(self, host: Registration, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> HostLost:
         """Read the messages of a host until it is lost; return the event of its loss."""
         while message := await messages.receive(reader):
-            if host.replica in self._writers:
+            # A host that was dismissed may still send when another one has its place.
+            is_current = self._writers.get(host.replica) is writer
+            if is_current:
                 self._leases.renew(host.replica)
             try:
                 report = decode_report(message)
@@ -316,12 +318,12 @@ class Rendezvous:
                     self._note_idle_change(event)
                 else:
                     self.events.post(event)
-            if message.get("type") == "answer" and host.replica in self._writers:
+            if message.get("type") == "answer" and is_current:
                 self.requests.receive(host.replica, message)
             if isinstance(report, RunOutput) and self.on_output is not None:
                 self.on_output(host, report)
-            if message.get("type") == "alive" and host.replica in self._writers:
-                await messages.send(self._writers[host.replica], {"type": "alive"})
+            if message.get("type") == "alive" and is_current:
+                await messages.send(writer, {"type": "alive"})
         if host.replica in self._silent:
             return _lost(host, f"does not answer: no message from it for {self._leases.seconds:g} s (lease)")
         if (pause := self._leases.own_pause) and 0 in self.hosts.registered:

@@ -328,7 +328,10 @@ class RoleServer(RoleCoordinator):
             self._note_change()
             message = await messages.receive(reader)
             ended = None if message is None else decode(_Ended, message)
-        except (messages.ProtocolError, TimeoutError, DecodeError) as error:
+        except TimeoutError:
+            self._fail(f"replica 0 of role {role!r} was not ready in {_READY_TIMEOUT:g} s")
+            return False
+        except (messages.ProtocolError, DecodeError) as error:
             self._fail(f"replica 0 of role {role!r} sent an invalid message: {error}")
             return False
         if ended is None:

@@ -10,6 +10,7 @@ import dataclasses
 import io
 import os
 import pickle
+import pickletools
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -78,6 +79,12 @@ def parse(data: bytes) -> list[RecordedCollective]:
         DumpError: they are no dump.
     """
     try:
+        # ``Unpickler`` makes room for as many memorized values as the largest index says.
+        if any(
+            "PUT" in code.name and isinstance(index, int) and index > len(data)
+            for code, index, _ in pickletools.genops(data)
+        ):
+            raise DumpError("it is no dump of the flight recorder: an index in it is too large")
         dump = _PlainUnpickler(io.BytesIO(data)).load()
         entries = dump["entries"]
         if not isinstance(entries, list):

@@ -81,7 +81,7 @@ class LearnedModules:
         os.makedirs(folder, 0o700, exist_ok=True)
         safe_files.replace_file(path, json.dumps(vars(self), indent=1).encode())
         with contextlib.suppress(OSError):  # another host has removed one meanwhile
-            for old in sorted(files_in(folder), key=os.path.getmtime)[:-_MAX_FILES]:
+            for old in sorted(files_in(folder), key=lambda path: os.lstat(path).st_mtime)[:-_MAX_FILES]:
                 os.unlink(old)
 
     def _is_dropped(self, name: str) -> bool:

@@ -420,7 +420,9 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
             return
         self._asked.pop(app.app_id, None)
         folder.request_stop(outcome, grace, app.grace)
-        content = state_files.read_json(folder.app, folder.trusted) or {}
+        content = state_files.read_json(folder.app, folder.trusted)
+        if content is None:  # removed meanwhile
+            return
         ids = self.task_ids([role.spec for role in app.roles], content["jobs"])
         queued = self.queued()
         jobs = {job_id: _job(queued, job_id) for tasks in ids for job_id in tasks}
@@ -437,7 +439,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         if folder is None:
             return
         if any(replica.is_alive for replica in app.replicas):
-            self.cancel((state_files.read_json(folder.app, folder.trusted) or {})["jobs"])
+            self.cancel((state_files.read_json(folder.app, folder.trusted) or {"jobs": ()})["jobs"])
         try:
             shutil.rmtree(folder.root)
         except FileNotFoundError:

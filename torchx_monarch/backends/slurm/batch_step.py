@@ -134,7 +134,7 @@ class BatchStep:
         with contextlib.suppress(OSError):  # a full disk
             safe_files.make_reserve(self._folder.reserve, _RESERVE)
         self._write()
-        if (stop := self._folder.load_stop()) is not None and stop.outcome is not None:
+        if (stop := self._folder.load_stop()) is not None and stop.state is State.CANCELLED:
             return self._conclude()  # the job was cancelled while Slurm requeued it
         self._clear()
         self._start()
