@@ -68,10 +68,6 @@ class LaterError(RendezvousError):
     """The request cannot be granted yet. The peer retries until its time-out."""
 
 
-class _EndingError(LaterError):
-    """The registered hosts are about to end, and the backend has restarted one of them before the others."""
-
-
 Serve = Callable[[messages.Message, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -140,7 +136,7 @@ class Rendezvous:
         self._leases.start()
 
     async def connect(self, greeting: messages.Message) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Return the streams of a connection of this host to itself, with a greeting without the version."""
+        """Connect this host to itself, send the greeting with the protocol's version added, and return the streams."""
         near, far = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=near, limit=messages.MAX_LINE)
         own_reader, own_writer = await asyncio.open_unix_connection(sock=far, limit=messages.MAX_LINE)
@@ -287,9 +283,9 @@ class Rendezvous:
                 f"replica {host.replica} has registered already: {self.hosts.registered[host.replica].name}"
             )
         if self._ending and host.attempt < 0:  # a host that has run attempts belongs to this job and needs its result
-            raise _EndingError("the hosts that this one was started to join are ending")
+            raise LaterError("the hosts that this one was started to join are ending")
         if host.replica in self._informed:
-            raise _EndingError("its start before this one knows how the job has ended: it belongs to the next job")
+            raise LaterError("its start before this one knows how the job has ended: it belongs to the next job")
         if host.error and self._fewest < self._replicas and self.hosts.formed:
             raise RendezvousError(host.error)  # the job goes on without it
         if host.error and host.replica and self._spares and self.hosts.note_refused(host.replica) <= self._spares:

@@ -42,7 +42,7 @@ from torchx_monarch.transport import connections, local_addresses, messages
 from torchx_monarch.transport.connections import Address, AddressError, ConnectError
 
 _LOOKUP_DELAY = 3.0
-"""Seconds for which the server delays its answer to a lookup. Then the host retries, and can report why it waits."""
+"""Seconds for which a lookup waits for an address before the host is told to ask again, and can report why it waits."""
 
 _TRY_FOR = 5.0
 """Seconds for which a role that needs no answer tries to reach the server before it pauses."""
@@ -107,7 +107,10 @@ class RoleCoordinator:
     """Replica 0's part in the coordination. This class is for apps whose roles need none, and does nothing."""
 
     async def begin(self, timeout: float) -> None:
-        """Wait until no host of an earlier start of the app is left, for ``timeout`` seconds or until a host event."""
+        """Wait until the roles can start together, for ``timeout`` seconds or until a host event.
+
+        The first role waits briefly for the others, and these wait for the first.
+        """
 
     async def await_others(self, result: JobResult, timeout: float) -> JobResult:
         """Return the result of this role. The first role, when it has succeeded, waits for the roles that it awaits.
@@ -118,7 +121,7 @@ class RoleCoordinator:
         return result
 
     async def end(self, result: JobResult, timeout: float) -> None:
-        """Send the result to the other roles. The first role then waits up to ``timeout`` seconds for their ends."""
+        """Send the result to the other roles. After a failure the first waits up to ``timeout`` s for their ends."""
 
 
 @dataclasses.dataclass(frozen=True)

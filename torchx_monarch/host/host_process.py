@@ -183,7 +183,7 @@ class HostProcess:
                 self._host.reporter.listener = self._traces.add
 
     def _handle_signals(self, more: str = "") -> None:
-        """Have signals, with torchrun's ``--signals-to-handle``, stop the job; the other SIGUSR go to the ranks."""
+        """Have the stop signals, and ``--signals-to-handle``, stop the job; other SIGUSR1 and SIGUSR2 go to ranks."""
         loop = asyncio.get_running_loop()
         named = {signal.Signals[name.strip()] for name in more.split(",") if name}
         for number in {*_STOP_SIGNALS, *named}:

@@ -370,7 +370,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         return [[next(remaining) for _ in range(spec.replicas)] for spec in roles]
 
     def has_ended(self, app_id: str) -> bool | None:
-        """Return whether an app has ended or does not exist; the batch system is asked at most every 5 s."""
+        """Return None when the app's state is to be read, else False: the batch system is asked at most every 5 s."""
         folder, now = self.folder(app_id), time.monotonic()
         if folder is None or self.has_recorded_end(folder):
             return None

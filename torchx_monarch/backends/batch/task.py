@@ -119,7 +119,7 @@ def _request(stored: BatchRequest, index: int, replica: int, app_id: str, run_di
     role = stored.roles[index]
     values = {"img_root": role.image, "app_id": app_id, "replica_id": str(replica), "rank0_env": _RANK0_HOST}
     command, env = substitute(role.command, role.env, values)
-    # The batch system and the hosts end together; each task starts its replica again alone.
+    # The loop has one replica: whether its role tolerates a failure is decided over all of them (``core.state``).
     alone = replace(role.spec, replicas=1, min_replicas=None, sidecar=False)
     only = RoleRequest(alone, [ReplicaRequest(command, env, role.cwd)], first=replica)
     job = f"{app_id}:{os.path.basename(stored.folder)}"

@@ -317,7 +317,7 @@ class SupervisorLoop:
     # --- end of the app
 
     def _snapshot(self, *, errors: bool = False) -> AppSnapshot:
-        """Return the state of the app, in which a host that has ended after its role has succeeded.
+        """Return the app's snapshot: a host that does not run once its role has succeeded counts as succeeded.
 
         Args:
             errors: whether to read what the replicas say of their failures.
