@@ -314,7 +314,7 @@ def test_state_of_a_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(commands, "listed_jobs", lambda *_: {"7": SlurmJob("7", said, reason)} if said else {})
-    monkeypatch.setattr(commands, "accounted_job", lambda *_: None)
+    monkeypatch.setattr(commands, "accounted_jobs", lambda *_: {})
     write(job, State.RUNNING)
     if record is not None:
         state_files.write_json(record_path(job), asdict(record))
@@ -341,12 +341,20 @@ def test_a_job_is_found_by_the_link_or_by_the_comment_of_ones_own_job(
     assert backend.folders() == {} and backend.folder("7") == job and backend.folder("8") is None
 
 
-def test_folders_of_jobs_that_ended_long_ago_are_removed(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recorded", [True, False])
+def test_folders_of_jobs_that_ended_long_ago_are_removed(
+    recorded: bool, job: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = SlurmBackend()
+    monkeypatch.setattr(commands, "listed_jobs", lambda *_: {"7": SlurmJob("7", "RUNNING")})
     os.utime(job.root, (time.time() - 15 * 86400,) * 2)
     backend.prune()
     assert set(backend.folders()) == {"7"}
-    state_files.write_json(record_path(job), asdict(OVER))
+    if recorded:
+        state_files.write_json(record_path(job), asdict(OVER))
+    else:  # it was killed
+        monkeypatch.setattr(commands, "listed_jobs", lambda *_: {"7": SlurmJob("7", "TIMEOUT")})
+    os.utime(job.root)
     backend.prune()
     assert set(backend.folders()) == {"7"}  # written to just now
     os.utime(job.root, (time.time() - 15 * 86400,) * 2)
@@ -386,9 +394,11 @@ def test_a_job_that_is_queued_again_after_a_failure_runs(
     reader, _ = os.pipe()
     monkeypatch.setattr("torchx_monarch.backends.slurm.batch_step.watch_signals", lambda _: reader)
     monkeypatch.setattr(BatchStep, "_start", lambda _: write(job, State.SUCCEEDED, 0))
+    monkeypatch.setattr("torchx_monarch.backends.slurm.batch_step._run", lambda *_: None)
     write(job, State.FAILED, 3, "replica r/0 exited with code 3")
+    batch_step._conclude()
     job.request_stop(Outcome(State.FAILED, "replica r/0 exited with code 3"), None, 30.0)  # a sibling ran on
-    assert batch_step.run() == 0
+    assert BatchStep(job, batch_step._request).run() == 0
     assert (stop := job.load_stop()) is None or stop.outcome is None
 
 

@@ -275,10 +275,17 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
     def prune(self) -> None:
         """Remove the folders of apps that ended long ago."""
         oldest = time.time() - state_files.keep_days() * 86400
-        for folder in self.folders().values():
+        old = {}
+        for app_id, folder in self.folders().items():
+            with contextlib.suppress(OSError):
+                if os.path.dirname(folder.root) == self.root and os.stat(folder.root).st_mtime < oldest:
+                    old[app_id] = folder
+        # Of an app that was killed, only the batch system says that it has ended.
+        queued = {} if all(map(self.has_recorded_end, old.values())) else self.report(old)
+        for app_id, folder in old.items():
             with contextlib.suppress(state_files.DamagedFileError, OSError):
-                is_old = os.path.dirname(folder.root) == self.root and os.stat(folder.root).st_mtime < oldest
-                if is_old and self.has_recorded_end(folder):
+                app = self.read(app_id, folder, queued, brief=True)
+                if app is not None and not any(replica.is_alive for replica in app.replicas):
                     shutil.rmtree(folder.root)
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -308,14 +315,19 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         folder = self.folder(app_id)
         if folder is None:
             return None
-        return self.read(app_id, folder, {} if self.has_recorded_end(folder) else self.queued(), brief=brief)
+        queued = {} if self.has_recorded_end(folder) else self.report({app_id: folder})
+        return self.read(app_id, folder, queued, brief=brief)
 
     def snapshots(self, options: Cfg) -> Sequence[AppSnapshot]:
         """Read the states of all apps, the newest first."""
         folders = self.folders()
-        queued = self.queued()
+        queued = self.report(folders)
         found = read_undamaged(folders, lambda app_id: self.read(app_id, folders[app_id], queued, brief=True))
         return sorted(found, key=lambda app: app.created, reverse=True)
+
+    def report(self, folders: Mapping[str, JobFolder]) -> Mapping[str, QueuedJob]:
+        """Return what the batch system reports of the jobs of apps; of ended ones, too, if it remembers them."""
+        return self.queued()
 
     def has_recorded_end(self, folder: JobFolder) -> bool:
         """Return whether the files of an app say that it has ended, so that the queue need not be read."""
@@ -419,7 +431,10 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         if folder is None:
             return
         self._asked.pop(app.app_id, None)
-        folder.request_stop(outcome, grace, app.grace)
+        try:
+            folder.request_stop(outcome, grace, app.grace)
+        except OSError:  # a full disk: the tasks cannot be asked, so that the batch system must end them
+            grace = 0
         content = state_files.read_json(folder.app, folder.trusted)
         if content is None:  # removed meanwhile
             return

@@ -28,7 +28,7 @@ from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import spawn
 from torchx_monarch.supervisor.records import ReplicaRequest
-from torchx_monarch.system import processes, run_dirs
+from torchx_monarch.system import processes, run_dirs, safe_files
 
 APP_ID = "MONARCH_APP_ID"
 """The variable with the app's id, for batch systems whose apps are named by their jobs; otherwise the folder's name."""
@@ -89,6 +89,8 @@ def main(folder: str, role: str, number: str) -> int:
     app_id = os.environ.pop(APP_ID, "") or job.app_id
     request = _request(stored, int(role), replica, app_id, run_dirs.new_run_dir())
     record = _new_record(paths, request, node)
+    with contextlib.suppress(OSError):  # a full disk
+        safe_files.make_reserve(paths.reserve, status.reserve_bytes(record))
     with contextlib.suppress(FileNotFoundError):
         os.unlink(paths.cancel)  # of a start before the job was queued again
     state_files.write_json(paths.status, record.to_json())
@@ -105,6 +107,8 @@ def main(folder: str, role: str, number: str) -> int:
     only.env = {**hosts, "MONARCH_EVENTS": job.events, "MONARCH_LEARNED_DIR": "", **only.env}
     processes.become_subreaper()
     spawn.raise_file_limit()
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):  # for the ranks, if a batch system signals all processes of a job
+        signal.signal(signum, lambda *_: None)
     loop = _TaskLoop(paths, request, record)
     loop.run(loop.poll_stop)
     if record.state is State.CANCELLED and cancel_request.load(paths) is None:

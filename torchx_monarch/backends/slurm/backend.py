@@ -136,6 +136,13 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         os.rename(aside, link)
         return jobs[0]
 
+    def prune(self) -> None:
+        """Remove the folders of jobs that ended long ago, and the links to removed folders."""
+        super().prune()
+        for name in os.listdir(self._ids):
+            if not os.path.exists(link := os.path.join(self._ids, name)):
+                state_files.remove_file(link)
+
     def task_ids(self, roles: Sequence[RoleSpec], jobs: Sequence[str]) -> list[list[str]]:
         """Return the job's id for each replica."""
         return [[jobs[0]] * spec.replicas for spec in roles]
@@ -185,6 +192,12 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
             os.close(fd)
         return {name: folder for name, folder in found.items() if name.isdigit() and os.path.exists(folder.app)}
 
+    def report(self, folders: Mapping[str, JobFolder]) -> Mapping[str, QueuedJob]:
+        """Add jobs that Slurm's controller has forgotten, from the accounting database."""
+        queued = dict(self.queued())
+        forgotten = [app_id for app_id in folders.keys() - queued.keys() if not self.has_recorded_end(folders[app_id])]
+        return {**queued, **{job_id: job.queued for job_id, job in commands.accounted_jobs(forgotten).items()}}
+
     def has_recorded_end(self, folder: JobFolder) -> bool:
         """Return whether the batch step has recorded the end, and Slurm cannot know more."""
         record = load_record(folder)
@@ -195,9 +208,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     ) -> AppSnapshot | None:
         """Return the snapshot of a job, whose outcome is Slurm's and the batch step's."""
         job, record = queued.get(app_id), load_record(folder)
-        if job is None and not self.has_recorded_end(folder):
-            accounted = commands.accounted_job(app_id)
-            job = accounted.queued if accounted else None
         app = super().read(app_id, folder, {app_id: job} if job else {}, brief=brief)
         if app is None:
             return None
@@ -238,6 +248,8 @@ def _outcome(job: QueuedJob | None, record: BatchRecord | None, folder: JobFolde
         return None
     if job.state is State.PENDING or not job.state.is_terminal:
         return Outcome(job.state, job.reason) if job.state is State.PENDING else None
+    if job.state is State.SUCCEEDED:
+        return Outcome(State.SUCCEEDED)
     stop = folder.load_stop()
     if stop is not None and stop.state is State.CANCELLED:
         return stop.outcome
@@ -246,4 +258,4 @@ def _outcome(job: QueuedJob | None, record: BatchRecord | None, folder: JobFolde
     if record is None:
         hint = f"it has written no record to {folder.root}: do all nodes see that folder (run option job_dir)?"
         return Outcome(State.FAILED, f"the job has ended; {hint}")
-    return None
+    return Outcome(record.state, record.msg, time=record.ended) if record.ended is not None else None

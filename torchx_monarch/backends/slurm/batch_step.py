@@ -23,7 +23,7 @@ from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob, read_replica
 from torchx_monarch.backends.batch.task import APP_ID
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, AppStatus, reduce
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.insight import events
@@ -31,6 +31,7 @@ from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.env_names import replica0_variable
 from torchx_monarch.model.host_result import no_retry_reason
 from torchx_monarch.model.job_result import shell_code
+from torchx_monarch.model.role_spec import RetryPolicy
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.signal_pipe import watch_signals
 from torchx_monarch.system import safe_files
@@ -118,6 +119,7 @@ class BatchStep:
         for index in range(len(request.roles)):
             nodes = os.environ["SLURM_JOB_NODELIST" + ("" if self._is_plain else f"_HET_GROUP_{index}")]
             self._record.hosts.append(first_node(nodes))
+        self._is_queued_again = before is not None
         if before is not None:
             self._record.started, self._record.retries = before.started, before.retries
         self._steps: dict[int, int] = {}
@@ -136,7 +138,9 @@ class BatchStep:
         self._write()
         if (stop := self._folder.load_stop()) is not None and stop.state is State.CANCELLED:
             return self._conclude()  # the job was cancelled while Slurm requeued it
-        self._clear()
+        if self._is_queued_again:  # the folder of a new job is clear, and may have a request to stop by now
+            with contextlib.suppress(OSError):  # a full disk
+                self._clear()
         self._start()
         while self._steps:
             select.select([wake], [], [], _CHECK_INTERVAL)
@@ -154,11 +158,11 @@ class BatchStep:
 
     def _clear(self) -> None:
         """Remove what the tasks of an earlier run have recorded, and its request to stop."""
+        self._folder.clear(self._request.roles)
         for role in self._request.roles:
             for k in range(1, role.spec.replicas):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._folder.replica(role.spec.name, k).status)
-        self._folder.clear(self._request.roles)
 
     def _start(self) -> None:
         environ = {name: value for name, value in os.environ.items() if name not in _COMPONENTS_OWN or self._is_plain}
@@ -226,7 +230,9 @@ class BatchStep:
             return
         self._decided = min(self._decided, time.monotonic())
         if status.outcome.state is State.SUCCEEDED or time.monotonic() > self._decided + SETTLE:
-            self._stop(status.outcome)
+            # What is to be queued again does not end the app: it may still be cancelled.
+            again = status.outcome.state is State.FAILED and self._record.retries < self._request.retries
+            self._stop(Outcome(State.PENDING, status.outcome.message) if again else status.outcome)
 
     def _stop(self, outcome: Outcome) -> None:
         message = outcome.message or str(outcome.state)
@@ -255,10 +261,16 @@ class BatchStep:
             return self._finish(State.FAILED, reason, 128 + signal.SIGTERM)
         cause, message = status.cause, status.message
         code = shell_code(cause.exit_code or 1) if cause else 1
-        if self._record.retries < self._request.retries and not no_retry_reason(code, status.error):
+        if self._may_retry(cause) and not no_retry_reason(code, status.error):
             self._record.retries += 1
             return self._requeue(message)
         return self._finish(State.FAILED, message, code)
+
+    def _may_retry(self, cause: ReplicaSnapshot | None) -> bool:
+        """Return whether the whole app is started again; replicas of the other policies have been, each alone."""
+        policies = {role.spec.name: role.spec.retry_policy for role in self._request.roles}
+        is_whole = cause is None or policies[cause.role] is RetryPolicy.APPLICATION
+        return is_whole and self._record.retries < self._request.retries
 
     def _requeue(self, message: str) -> int:
         self._event("requeue", f"{message}; the job goes back into the queue")

@@ -91,11 +91,13 @@ def listed_jobs(job_id: str = "") -> dict[str, SlurmJob]:
     return parse_jobs(done.stdout)
 
 
-def accounted_job(job_id: str) -> SlurmJob | None:
-    """Return a job from the accounting database; None without accounting."""
-    command = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State", f"--jobs={job_id}"]
-    done = run(command)
-    return None if done.returncode else parse_jobs(done.stdout).get(job_id)
+def accounted_jobs(job_ids: Sequence[str]) -> dict[str, SlurmJob]:
+    """Return jobs from the accounting database, by id; none without accounting."""
+    if not job_ids:
+        return {}
+    which = f"--jobs={','.join(job_ids)}"
+    done = run(["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State", which])
+    return {} if done.returncode else parse_jobs(done.stdout)
 
 
 def parse_jobs(text: str) -> dict[str, SlurmJob]:

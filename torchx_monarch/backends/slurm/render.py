@@ -53,6 +53,7 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
     Raises:
         UserError: a role cannot run in a container as it is, or the job's folder cannot be mounted there.
     """
+    whole = [spec.max_retries for spec in submitted.roles if spec.retry_policy is RetryPolicy.APPLICATION]
     retries = max((role.max_retries for role in app.roles), default=0)
     requeue = retries > 0 if options.requeue is None else options.requeue
     asks = any(role.resource != NULL_RESOURCE and role.resource.memMB > 0 for role in app.roles)
@@ -76,7 +77,7 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
         lease=float(options.lease),
         python=sys.executable,
         requeue=requeue,
-        retries=retries if options.retry == "requeue" else 0,
+        retries=max(whole, default=0) if options.retry == "requeue" else 0,
     )
     request.commands.append(_sbatch(request, _job_options(app, options, path, requeue)))
     return request
