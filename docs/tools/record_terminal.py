@@ -188,12 +188,12 @@ def screen(output: str, columns: int) -> list[Text]:
     return lines
 
 
-def picture(lines: list[Text], columns: int, title: str) -> str:
+def picture(lines: list[Text], columns: int) -> str:
     """Return lines of a terminal as an SVG."""
     console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     for line in lines:
         console.print(line, no_wrap=True, overflow="ignore", crop=True, highlight=False, markup=False)
-    return console.export_svg(title=title, theme=_THEME, code_format=_SVG, unique_id="terminal")
+    return console.export_svg(title="torchx-monarch", theme=_THEME, code_format=_SVG, unique_id="terminal")
 
 
 def run(recording: Recording) -> list[Text]:
@@ -235,7 +235,7 @@ def main() -> None:
             parser.error(f"no recording {name}; there are {', '.join(RECORDINGS)}")
         recording = RECORDINGS[name]
         lines = run(recording)[-recording.rows :]
-        (PICTURES / f"{name}.svg").write_text(picture(lines, recording.columns, "torchx-monarch"))
+        (PICTURES / f"{name}.svg").write_text(picture(lines, recording.columns))
         print(f"docs/pictures/{name}.svg")
 
 

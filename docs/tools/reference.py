@@ -79,8 +79,7 @@ def components_page() -> str:
         ),
     ]
     rows = {function: _options(function) for function in _functions()}
-    counted = Counter(row for of in rows.values() for row in of)
-    shared = [row for row, count in counted.items() if count > 1]
+    shared = _shared(rows.values(), 2)
     parts += ["These options are the same for all components that have them:", _table(_OPTION, shared)]
     for function, of in rows.items():
         others = ", ".join(row[0] for row in of if row in shared)
@@ -126,12 +125,17 @@ _EXAMPLES = {
 """An example of each sub-command of ``torchx monarch``."""
 
 
+def _shared(tables: Iterable[Sequence[tuple[str, str, str]]], least: int) -> list[tuple[str, str, str]]:
+    """Return the rows that at least ``least`` tables have."""
+    counted = Counter(row for table in tables for row in table)
+    return [row for row, count in counted.items() if count >= least]
+
+
 def commands_page() -> str:
     """Return the page of the sub-commands of ``torchx monarch``: first the arguments that several of them have."""
     names = main.SUB_COMMANDS
     rows = {name: _arguments(name) for name in names}
-    counted = Counter(row for of in rows.values() for row in of)
-    shared = [row for row, count in counted.items() if count > 2]
+    shared = _shared(rows.values(), 3)
     parts = [
         "# Commands",
         _paragraph(

@@ -104,7 +104,7 @@ class Difference(Enum):
         "A script that does not exist",
         "every rank starts and prints that it cannot open it",
         "one line from the launcher, no rank",
-        "nothing is started in vain; the exit code is the rank's, 2",
+        "no rank is started that could only fail; the exit code is the one that it would have, 2",
     )
     EXECUTABLE = (
         "`--no-python` with a program that cannot be executed",

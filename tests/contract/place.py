@@ -21,7 +21,9 @@ from torchx.specs import NULL_RESOURCE, AppDef, AppState, AppStatus, BindMount, 
 
 from tests.torchx_server import run_torchx
 from tests.waits import WITHIN
+from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.core.backend import Backend
+from torchx_monarch.backends.core.errors import BackendError
 
 TORCHX = [sys.executable, "-c", "import sys; sys.argv[0] = 'torchx'; from torchx.cli.main import main; main()"]
 """The torchx command. Under this name it shows users' mistakes without a traceback."""
@@ -339,6 +341,12 @@ class Place(abc.ABC):
 
     def message_without_client(self) -> str:
         """Return what the scheduler says on a machine that lacks the client library or tool."""
+        if not self.package:
+            with pytest.MonkeyPatch.context() as without:
+                without.setenv("PATH", "/nonexistent")
+                with pytest.raises(BackendError) as caught:
+                    self.run(self.role("true"))
+            return str(caught.value)
         code = (
             f"import sys; sys.modules[{self.package!r}] = None\nfrom torchx_monarch import schedulers\n"
             f"try: schedulers.{self.name}('torchx')\nexcept ModuleNotFoundError as error: print(error)"
@@ -351,3 +359,26 @@ class Place(abc.ABC):
         for handle in self._handles:
             self.runner.delete(handle)
         self.runner.close()
+
+
+class BatchPlace(Place):
+    """A batch system on the base ``torchx_monarch.backends.batch``."""
+
+    own_bad_options = (({"submit_args": "'"}, "`submit_args` is '"),)
+
+    def shown(self) -> str:
+        """Return what the batch system shows of its jobs."""
+        raise NotImplementedError
+
+    def folder_of(self, handle: str) -> JobFolder:
+        """Return the folder of an app."""
+        return JobFolder(f"{self.backend.root}/{handle.rpartition('/')[2]}")  # type: ignore[attr-defined]
+
+    def credentials(self, handle: str) -> tuple[str, str]:
+        """Return the request, and what the batch system and the stored app show."""
+        folder = self.folder_of(handle)
+        return Path(folder.request).read_text(), self.shown() + Path(folder.app).read_text()
+
+    def left(self, handle: str) -> Sequence[object]:
+        """Return the files of the app."""
+        return list(Path(self.folder_of(handle).root).rglob("*"))

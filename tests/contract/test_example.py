@@ -6,17 +6,16 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from examples.task_spooler import create_scheduler
 from tests.contract.contract import Contract
-from tests.contract.place import Place, left_to_others
+from tests.contract.place import BatchPlace, left_to_others
 from tests.waits import WITHIN
 from torchx_monarch import serve
-from torchx_monarch.backends.batch.folder import JobFolder
 
 _REGISTERS = """
 from torchx.plugins import register
@@ -32,7 +31,7 @@ def tsp(*words: str) -> str:
     return subprocess.run(["tsp", *words], capture_output=True, text=True, timeout=WITHIN, check=False).stdout
 
 
-class TaskSpoolerPlace(Place):
+class TaskSpoolerPlace(BatchPlace):
     name = "acme_tsp"
     factory = staticmethod(create_scheduler)
     nightly = left_to_others(
@@ -41,11 +40,7 @@ class TaskSpoolerPlace(Place):
         "test_a_client_attaches_during_a_run",
     )
     install = "task-spooler"
-    own_bad_options = (({"submit_args": "'"}, "`submit_args` is '"),)
     cannot = {"preemption": "task-spooler does not preempt"}
-
-    def folder_of(self, handle: str) -> JobFolder:
-        return JobFolder(f"{self.backend.root}/{handle.rpartition('/')[2]}")  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def pending(self) -> Iterator[str]:
@@ -55,28 +50,15 @@ class TaskSpoolerPlace(Place):
         finally:
             tsp("-k", blocker)
 
-    def credentials(self, handle: str) -> tuple[str, str]:
-        folder = self.folder_of(handle)
-        return Path(folder.request).read_text(), tsp() + Path(folder.app).read_text()
-
-    def left(self, handle: str) -> Sequence[object]:
-        return list(Path(self.folder_of(handle).root).rglob("*"))
-
-    def message_without_client(self) -> str:
-        with pytest.MonkeyPatch.context() as without:
-            without.setenv("PATH", "/nonexistent")
-            with pytest.raises(RuntimeError) as caught:
-                self.run(self.role("true"))
-        return str(caught.value)
+    def shown(self) -> str:
+        return tsp()
 
 
 class TestContract(Contract):
     kind = TaskSpoolerPlace
 
-    @pytest.fixture
-    def place(
-        self, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> Iterator[TaskSpoolerPlace]:
+    @pytest.fixture(autouse=True)
+    def queue(self, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         if shutil.which("tsp") is None:
             pytest.skip("tsp is not installed (Debian: task-spooler)")
         plugins = tmp_path / "plugins"
@@ -86,9 +68,7 @@ class TestContract(Contract):
         monkeypatch.setenv("TMPDIR", str(tmp_path))
         monkeypatch.setenv("TS_SOCKET", str(tmp_path / "tsp.socket"))  # a queue of its own
         tsp("-S", "16")
-        place = TaskSpoolerPlace(tmp_path)
-        yield place
-        place.close()
+        yield
         tsp("-K")
 
     def test_a_scheduler_of_another_package_is_known_by_its_class(

@@ -83,10 +83,10 @@ class Detached:
     def paths(self, app_id: str) -> state_files.AppPaths:
         return state_files.app_paths(app_id)
 
-    def watchers(self, app_id: str) -> state.Owner:
-        watchers = state.load_owner(self.paths(app_id))
-        assert watchers is not None
-        return watchers
+    def owner(self, app_id: str) -> state.Owner:
+        owner = state.load_owner(self.paths(app_id))
+        assert owner is not None
+        return owner
 
     def record(self, app_id: str) -> dict[str, Any]:
         """The status file."""

@@ -138,7 +138,7 @@ def test_only_the_host_is_told(apps: Detached, tmp_path: Path, eventually: Event
 
 def test_a_supervisor_that_was_stopped(apps: Detached) -> None:
     app_id = apps.run(sh("sleep 1000"))
-    os.kill(apps.watchers(app_id).supervisor.pid, signal.SIGSTOP)
+    os.kill(apps.owner(app_id).supervisor.pid, signal.SIGSTOP)
     apps.scheduler.cancel(app_id)
     assert apps.wait(app_id).state is AppState.CANCELLED
 
@@ -146,7 +146,7 @@ def test_a_supervisor_that_was_stopped(apps: Detached) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
 def test_signals_of_a_terminal_are_ignored(apps: Detached, signum: int) -> None:
     app_id = apps.run(sh("sleep 1000"))
-    os.kill(apps.watchers(app_id).supervisor.pid, signum)
+    os.kill(apps.owner(app_id).supervisor.pid, signum)
     assert not apps.scheduler.apps.wait(app_id, 0.2)
     apps.scheduler.apps.cancel(app_id, 0)
     apps.wait(app_id)
@@ -155,7 +155,7 @@ def test_signals_of_a_terminal_are_ignored(apps: Detached, signum: int) -> None:
 def test_the_machine_shuts_down(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
     app_id = apps.run(sh(f"trap 'echo bye; exit 0' TERM; touch {tmp_path}/up; while true; do sleep 0.05; done"))
     eventually(lambda: (tmp_path / "up").exists(), "the start")
-    os.kill(apps.watchers(app_id).supervisor.pid, signal.SIGTERM)
+    os.kill(apps.owner(app_id).supervisor.pid, signal.SIGTERM)
     status = apps.wait(app_id)
     assert status.state is AppState.CANCELLED
     assert "SIGTERM" in status.msg

@@ -182,7 +182,7 @@ def test_the_disk_has_room_again(apps: Detached, small: Path, tmp_path: Path, ev
 def test_the_supervisor_is_killed_on_a_full_disk(apps: Detached, small: Path) -> None:
     app_id = apps.run(sh("sleep 1000"))
     fill(small)
-    os.kill(apps.watchers(app_id).supervisor.pid, 9)
+    os.kill(apps.owner(app_id).supervisor.pid, 9)
     status = apps.wait(app_id)
     assert status.state is AppState.FAILED
     assert "it was killed" in status.msg

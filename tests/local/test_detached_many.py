@@ -87,7 +87,7 @@ def test_pruning(apps: Detached, eventually: Eventually, monkeypatch: pytest.Mon
 
 def test_waiting_costs_nothing(apps: Detached) -> None:
     app_id = apps.run(sh("sleep 1000", replicas=3))
-    supervisor = psutil.Process(apps.watchers(app_id).supervisor.pid)
+    supervisor = psutil.Process(apps.owner(app_id).supervisor.pid)
     before = supervisor.num_ctx_switches().voluntary
     time.sleep(1.5)
     # The supervisor looks for the folder and for stopped hosts every three seconds; nobody polls.

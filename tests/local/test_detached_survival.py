@@ -118,7 +118,7 @@ def test_an_app_that_was_given_up_is_not_started(apps: Detached) -> None:
 
 
 def test_the_supervisor_is_killed(apps: Detached, family: Family, eventually: Eventually) -> None:
-    supervisor = apps.watchers(family.app_id).supervisor.pid
+    supervisor = apps.owner(family.app_id).supervisor.pid
     os.kill(supervisor, signal.SIGKILL)
     killed = [supervisor, pid_in(family.folder / "main")]
     eventually(lambda: not any(map(lives, killed)), "the kernel to kill it and the replica")
@@ -139,7 +139,7 @@ def test_the_supervisor_is_killed(apps: Detached, family: Family, eventually: Ev
 
 
 def test_a_cancel_kills_what_has_survived_the_supervisor(apps: Detached, family: Family) -> None:
-    os.kill(apps.watchers(family.app_id).supervisor.pid, signal.SIGKILL)
+    os.kill(apps.owner(family.app_id).supervisor.pid, signal.SIGKILL)
     apps.wait(family.app_id)
     apps.scheduler.cancel(family.app_id)
     assert family.alive == []
@@ -161,7 +161,7 @@ def make_unended(apps: Detached, eventually: Eventually, hostname: str = "") -> 
     """An app that has ended, with a status file that does not know it; as if it had run on that machine."""
     app_id = apps.run(sh("true"))
     apps.wait(app_id)
-    eventually(lambda: not lives(apps.watchers(app_id).supervisor.pid), "the supervisor to leave")
+    eventually(lambda: not lives(apps.owner(app_id).supervisor.pid), "the supervisor to leave")
     record, paths = apps.record(app_id), apps.paths(app_id)
     record.update(state="RUNNING", ended=None)
     record["roles"][0]["replicas"][0].update(state="RUNNING", ended=None, exit_code=None)

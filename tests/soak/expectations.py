@@ -37,13 +37,8 @@ def finished(folder: Path) -> bool:
     return any(ranks == set(range(world)) for (_, world), ranks in attempts.items())
 
 
-def _blame(job: Job, one: Injection, injections: Sequence[Injection]) -> str | None:
-    """What a message must say of a job that ended because of this fault; None for a fault that ends no job.
-
-    Args:
-        one: the fault.
-        injections: all faults of the job.
-    """
+def _blame(job: Job, one: Injection) -> str | None:
+    """What a message must say of a job that ended because of this fault; None for a fault that ends no job."""
     pid, replica, action, target = one.pid, one.replica, one.fault.action, one.fault.target
     if one.fault.hangs:
         return None
@@ -92,7 +87,7 @@ def of_the_end(job: Job, injections: Sequence[Injection], state: AppState, messa
         wrong.append(f"a cancellation is called preemption: {message}")
     if state is AppState.FAILED:
         deadly = [one for one in injections if not (one.fault.tells or one.fault.harmless)]
-        blames = [_blame(job, one, injections) for one in deadly]
+        blames = [_blame(job, one) for one in deadly]
         # The program's own failure ends a job whose restarts were used up by the faults.
         of_ranks = sum(one.fault.target == "rank" for one in deadly)
         blames += [rf"exited with code {program.CODE}"] * (plan.fails and of_ranks >= plan.restarts)

@@ -447,12 +447,12 @@ def role(
     return RoleSnapshot(spec, replicas, job.is_active, job.finished, job.reason)
 
 
-def app(*roles: RoleSnapshot, ending: Outcome | None = None) -> AppSnapshot:
-    return AppSnapshot("n:a", "app", roles, ending=ending)
+def app(*roles: RoleSnapshot) -> AppSnapshot:
+    return AppSnapshot("n:a", "app", roles)
 
 
-def state_of(*roles: RoleSnapshot, ending: State | None = None) -> AppStatus:
-    return reduce(app(*roles, ending=Outcome(ending) if ending else None))
+def state_of(*roles: RoleSnapshot) -> AppStatus:
+    return reduce(app(*roles))
 
 
 def run(phase: str = "Running", at: float = 0.0, **more: Any) -> Attempt:

@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> None:
         app, status = read_app(scheduler, args.handle, app_id)
         roles = _roles(app, args)
         if args.rank is not None:
-            _check_ranks(args, [most_ranks(app, role, scheduler.read_events(app_id)) for role in roles])
+            happened = scheduler.read_events(app_id)
+            _check_ranks(args, [most_ranks(app, role, happened) for role in roles])
         merged = _merged(scheduler, app, roles, args, args.follow and not status.state.is_terminal)
         printer = _Printer(app, args.timestamps, args.json)
         named, written = args.rank is None, False

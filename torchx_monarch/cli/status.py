@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import shutil
 import sys
 import time
@@ -20,8 +19,10 @@ from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import app_id_of, opened, read_app
 from torchx_monarch.cli.output import add_json, print_json, print_record
 from torchx_monarch.cli.status_text import render
+from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_queries import RankWatch
+from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight.log_lines import host_text
 from torchx_monarch.insight.rank_view import RankView
@@ -62,14 +63,30 @@ def run(args: argparse.Namespace) -> None:
     """Print the status of a job; with ``--watch`` each time that it changes, until its end."""
     scheduler_name, app_id = app_id_of(args.handle)
     with opened(scheduler_name) as scheduler:
-        status = _read_status(scheduler, args.handle, app_id, ranks := RankWatch())
+        status = _read_status(scheduler, args.handle, app_id, ranks := _Ranks(args.handle))
         if not args.watch:
             print_json(status.to_json()) if args.json else print(render(status))
             return
         _watch(scheduler, status, app_id, ranks, args.json)
 
 
-def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, ranks: RankWatch, as_json: bool) -> None:
+class _Ranks:
+    """Ask again and again what the ranks of a job do: the same ``Hosts``, which ask the scheduler every few seconds."""
+
+    def __init__(self, handle: str) -> None:
+        self._handle = handle
+        self._hosts: Hosts | None = None
+        self._watch = RankWatch()
+
+    def ask(self, role: str) -> list[RankView] | None:
+        """Return what each rank of a role does; None if the hosts do not answer, or there are no ranks."""
+        self._hosts = self._hosts or Hosts(self._handle, role)
+        with contextlib.suppress(UnreachableError, RefusedError, AllocationError, BackendError):
+            return self._watch.ask(self._hosts, _INTERVAL_S, _PATIENCE)[0] or None
+        return None
+
+
+def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, ranks: _Ranks, as_json: bool) -> None:
     """Show a status whenever it changes; on a terminal every time, in place of the one before."""
     in_place = not as_json and sys.stdout.isatty()
     shown, height = "", 0
@@ -93,7 +110,7 @@ def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, ranks: R
         status = _read_status(scheduler, status.handle, app_id, ranks)
 
 
-def _read_status(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: RankWatch) -> JobStatus:
+def _read_status(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: _Ranks) -> JobStatus:
     """Return the status of a job.
 
     Args:
@@ -121,20 +138,7 @@ def _read_status(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: R
     first = next((role.spec for role in app.roles if role.spec.workload in _WITH_RANKS), None)
     if built.phase != "running" or first is None:
         return built
-    return replace(built, activity=_activity(ranks, _hosts_of(handle, first.name)))
-
-
-@functools.lru_cache(maxsize=1)
-def _hosts_of(handle: str, role: str) -> Hosts:
-    """Return the hosts of a role, which remember for all readings of a watch when the scheduler was asked last."""
-    return Hosts(handle, role)
-
-
-def _activity(ranks: RankWatch, hosts: Hosts) -> list[RankView] | None:
-    """Return what each rank does; None if the hosts do not answer, or there are no ranks."""
-    with contextlib.suppress(UnreachableError, RefusedError, AllocationError, BackendError):
-        return ranks.ask(hosts, _INTERVAL_S, _PATIENCE)[0] or None
-    return None
+    return replace(built, activity=ranks.ask(first.name))
 
 
 def _ends_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[list[TimedLine]]:
@@ -153,9 +157,7 @@ def _ends_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[list[Ti
 def _live(handle: str, app: AppSnapshot) -> LiveState | None:
     """Ask the hosts of a live allocation; return None for another job, and if they do not answer."""
     from torchx_monarch.client.allocations import ask_live
-    from torchx_monarch.client.connection import Connection
     from torchx_monarch.client.runs import RUNS, read_runs
-    from torchx_monarch.client.target import Target
 
     role = next((role.spec.name for role in app.roles if role.spec.workload is WorkloadKind.SESSION), None)
     if role is None:

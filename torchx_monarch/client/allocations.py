@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from torchx_monarch.backends.core import client_credentials, state_files
@@ -38,8 +39,6 @@ class AllocationInfo:
 
 def list_allocations() -> Iterator[AllocationInfo]:
     """Yield the allocations that answer; apps that have ended do not answer."""
-    from concurrent.futures import ThreadPoolExecutor  # `torchx --help` imports this module; keep it fast
-
     found = [(handle, role) for handle, roles in [*_local_apps(), *_remote_apps()] for role in roles]
     # All at once: each that is silent takes `_PATIENCE`.
     with ThreadPoolExecutor(_MAX_ASKED) as threads:

@@ -63,7 +63,7 @@ def serve(
 
     Raises:
         ValueError: ``appdef`` is not a torchrun or Python command, or an app without such a command; or ``scheduler``
-            is not a ``monarch_*`` scheduler; or ``sync`` has a value that does not exist.
+            is not one of this package; or ``sync`` has a value that does not exist.
         TypeError: ``appdef`` is neither an AppDef, a string nor a list.
         UserError: the scheduler cannot run the app.
         BackendError: the scheduler cannot be reached, fails, or does not accept the app.

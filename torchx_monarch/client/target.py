@@ -101,7 +101,7 @@ def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
 
 def _request(app_id: str) -> LocalRequest | None:
     """Return the stored request of an app of this machine; None if there is no such app."""
-    from torchx_monarch.backends.local import request  # not needed by `torchx --help`, which imports this module
+    from torchx_monarch.backends.local import request  # needed for apps of this machine alone
 
     try:
         return request.load(state_files.app_paths(app_id)) if state_files.is_app_id(app_id) else None

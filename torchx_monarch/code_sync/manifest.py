@@ -303,15 +303,15 @@ class Unpacker:
                 if path != os.devnull:
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(path)  # a program may have put a FIFO or a link there
-                with open(path, "wb", buffering=0, opener=_private) as file:
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                with open(fd, "wb", buffering=0) as file:
                     while left:
                         if not self._data:
                             yield
                         some, self._data = self._data[:left], self._data[left:]
                         left -= len(some)
                         found.update(some)
-                        while some:
-                            some = some[os.write(file.fileno(), some) :]
+                        safe_files.write_all(file.fileno(), some)
                 if found.hexdigest() != digest:
                     raise PackError(f"the file received as {digest} has another digest")
                 if path != os.devnull:
@@ -322,7 +322,3 @@ class Unpacker:
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(path)
                 raise
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -139,7 +139,7 @@ class _Coordination:
         if not options.application or not together or waiting:
             return cls(registry, meshes=meshes)
         awaited = [role.name for role, _ in others if options.always_together and not role_metadata.is_sidecar(role)]
-        return cls(registry, len(others), tuple(awaited) if others else (), meshes)
+        return cls(registry, len(others), tuple(awaited), meshes)
 
 
 def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
@@ -165,10 +165,8 @@ def _wrap(role: Role, found: _RankCommand | None, options: WrapOptions, coordina
     if found is None:
         return RoleSpec.from_role(role)
     rendezvous = options.rendezvous.get(role.name, "")
-    spec = RoleSpec.from_role(role, _WORKLOADS[found.kind], rendezvous, ends_together=coordination.peer_roles > 0)
     if spares:
         role.num_replicas, role.min_replicas = replicas, found.command.fewest(role.num_replicas)
-        spec = replace(spec, replicas=replicas, min_replicas=role.min_replicas, spares=spares)
     # A lost replica is replaced while the others are alive.
     is_replaced = role.retry_policy is RetryPolicy.REPLICA and role.num_replicas > 1
     host = replace(
@@ -191,7 +189,8 @@ def _wrap(role: Role, found: _RankCommand | None, options: WrapOptions, coordina
     }
     words = host.to_argv(escape, {name: text for name, text in placeholders.items() if text})
     _insert(role, found, [options.python, "-m", HOST_MODULE, *words, "--"])
-    return replace(spec, stamped=options.spec.timestamps)
+    spec = RoleSpec.from_role(role, _WORKLOADS[found.kind], rendezvous, ends_together=coordination.peer_roles > 0)
+    return replace(spec, spares=spares, stamped=options.spec.timestamps)
 
 
 def _count_spares(role: Role, found: _RankCommand | None, spares: int) -> int:

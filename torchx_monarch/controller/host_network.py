@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.host_facts import Registration
-from torchx_monarch.transport import connections, local_addresses
+from torchx_monarch.transport import connections, local_addresses, messages
 from torchx_monarch.transport.address import REPLICA0_NAME, as_ipv6
 from torchx_monarch.transport.connections import Address, ConnectError, Identity
 from torchx_monarch.transport.local_addresses import NetworkOptions
@@ -85,6 +85,22 @@ class HostNetwork:
             identity = Identity.from_credentials(HostCredentials.load(credentials), names, folder)
         bind = local_addresses.address_of(options.bind)
         return cls(rendezvous, options, advertised, bind, identity)
+
+    async def greet(
+        self,
+        address: Address,
+        greeting: messages.Message,
+        handshake_timeout: float = connections.LATER_HANDSHAKE_TIMEOUT,
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to an address and send a greeting, to which the protocol's version is added.
+
+        Raises:
+            ConnectError: the connection or the TLS handshake failed; the message says why.
+        """
+        peer_timeout = self.options.peer_timeout
+        reader, writer = await connections.connect(address, self.identity, peer_timeout, handshake_timeout)
+        await messages.send(writer, {**greeting, "version": messages.VERSION})
+        return reader, writer
 
     async def unreachable(self, members: Iterable[tuple[Registration, str]]) -> dict[int, str]:
         """Find the hosts whose worker loop cannot be reached or, under TLS, does not prove the host's identity.

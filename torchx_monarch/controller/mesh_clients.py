@@ -145,7 +145,7 @@ class MeshClients:
         """Wait until all worker loops of a client have ended."""
         shut_down = False
         for _ in range(count):
-            replica, answer = await running.answers.get()
+            replica, answer = await running.next()
             if isinstance(answer, WorkerLoopEnded) and answer.reason:
                 self._reporter.line(f"the worker loop of host {replica} {answer.reason}")
                 shut_down |= answer.shut_down

@@ -105,7 +105,6 @@ class Rendezvous:
         self.on_output: Callable[[Registration, RunOutput], None] | None = None
         self.on_idle_change: Callable[[HostEvent | None], None] | None = None
         self._network = network
-        self._address = network.rendezvous
         self._replicas = replicas
         self._fewest = replicas if fewest is None else fewest
         self._spares = spares
@@ -129,7 +128,7 @@ class Rendezvous:
         try:
             network, timeout = self._network, self._network.options.peer_timeout
             self._listener = await connections.listen(
-                self._address, self._serve, network.identity, network.bind, timeout, self._say
+                network.rendezvous, self._serve, network.identity, network.bind, timeout, self._say
             )
         except ConnectError as error:
             raise RendezvousError(str(error)) from None
@@ -195,9 +194,9 @@ class Rendezvous:
                 open_for = 0.0
         if self._listener is not None:
             self._listener.close()
-            if not self._address.networked:
+            if not self._network.rendezvous.networked:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._address.path)
+                    os.unlink(self._network.rendezvous.path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -61,11 +61,11 @@ async def handshake(
     Raises:
         RendezvousError: replica 0 refused the greeting, or did not send the expected answer within ``timeout`` seconds.
     """
-    started, identity, peer_timeout = time.monotonic(), network.identity, network.options.peer_timeout
+    started = time.monotonic()
     pause, why, handshake_timeout = _RETRY_EVERY, "", connections.FIRST_HANDSHAKE_TIMEOUT
     while time.monotonic() < started + timeout:
         try:
-            reader, writer = await connections.greet(address, greeting, identity, peer_timeout, handshake_timeout)
+            reader, writer = await network.greet(address, greeting, handshake_timeout)
             try:
                 answer = await messages.receive(reader, _ANSWER_TIMEOUT)
             except messages.ProtocolError as error:
@@ -92,7 +92,7 @@ async def handshake(
             why = str(error)
             on_failure(error)
             handshake_timeout = connections.LATER_HANDSHAKE_TIMEOUT
-            if error.final and time.monotonic() > started + _STALE_FOR * peer_timeout:
+            if error.final and time.monotonic() > started + _STALE_FOR * network.options.peer_timeout:
                 raise RendezvousError(why) from None
         await asyncio.sleep(pause)
         pause = min(pause * 1.2, _MAX_RETRY_DELAY)

@@ -15,7 +15,7 @@ from torchx_monarch.host.ranks.breakpoints import Streams
 from torchx_monarch.host.workload import Workload
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.transport import connections, messages
+from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import ConnectError
 
 _ERROR_REPORT_TIMEOUT = 10.0
@@ -84,8 +84,7 @@ class Follower:
             left = max(1.0, until - time.monotonic())
 
             async def connect(greeting: messages.Message) -> Streams:
-                peer_timeout = there.options.peer_timeout
-                return await connections.greet(there.rendezvous, greeting, there.identity, peer_timeout)
+                return await there.greet(there.rendezvous, greeting)
 
             self._host.connector = connect
             return await RendezvousClient.join(there, registration, left, failed, self._host.options.lease)

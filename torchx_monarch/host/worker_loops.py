@@ -30,7 +30,7 @@ from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import processes, run_dirs
 from torchx_monarch.system.console import Console
-from torchx_monarch.transport import connections, local_addresses, messages
+from torchx_monarch.transport import local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError
 
 SCHEMES = {"unix": "ipc", "tls": "tls", "insecure-tcp": "tcp"}
@@ -49,8 +49,10 @@ _RETRY_EVERY = 0.1
 
 
 def _open_output(console: Console, stamped: bool, given: contextlib.ExitStack, owned: contextlib.ExitStack) -> int:
-    """Return a descriptor, of ``given``, for the output of Monarch's processes, of which the host's output gets a copy
-    while ``owned`` is open."""
+    """Open a descriptor for the output of Monarch's processes, which is copied to the host's output.
+
+    The descriptor is closed with ``given``, and the copying ends with ``owned``.
+    """
     read, write = os.pipe()
     given.callback(os.close, write)
     output = OutputPipe(os.fdopen(read, "rb", 0), None, lambda line: _MONARCH_NOISE.fullmatch(line) is None)
@@ -230,8 +232,7 @@ class AttachRelay:
         while True:
             try:
                 address = await self._address_of(role, until - loop.time())
-                identity, peer_timeout = self._network.identity, self._host.options.peer_timeout
-                return await connections.greet(address, greeting, identity, peer_timeout)
+                return await self._network.greet(address, greeting)
             except ConnectError as error:
                 if loop.time() > until:
                     raise ConnectError(f"role {role}: {error}, after {timeout:g} s (--host-timeout)") from None

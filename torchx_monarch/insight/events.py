@@ -22,6 +22,30 @@ Event = dict[str, Any]
 _INTEGERS = ("attempt", "code", "exit_code", "rank", "replica", "run")
 _TIMES = ("failed_at", "waited")
 
+PHASE_AFTER = {
+    "submitted": "queue",
+    "supervised": "hosts",
+    "job_started": "hosts",
+    "hosts": "ranks",
+    "run": "ranks",
+    "ranks": "running",
+    "output": "running",
+    "hang": "hang",
+    "hang_end": "running",
+    "failure": "stopping",
+    "preempted": "stopping",
+    "joined": "stopping",
+    "cancel": "stopping",
+    "stop": "stopping",
+    "rank_restart": "ranks",
+    "replacement": "hosts",
+    "restart": "hosts",
+    "requeue": "queue",
+    "run_end": "idle",
+    "result": "end",
+}
+"""The phase of a role that begins with an event (``timeline.PHASES``), by the event's kind."""
+
 MAX_READ = 64 * 1024 * 1024
 """Most bytes that one call of ``read`` reads."""
 
@@ -88,22 +112,6 @@ def read(
     return [event for event in found if event is not None], offset + end
 
 
-def have_hosts_met(
-    path: str | os.PathLike[str], role: str, since: float, *, below: str | os.PathLike[str] | None = None
-) -> bool:
-    """Return whether the hosts of a role have met at their replica 0: from then on they stop each other.
-
-    Hosts that have not met wait for replica 0 (``host_timeout``), whether it is alive or not.
-
-    Args:
-        path: the events file.
-        since: when replica 0 was started, in seconds since the epoch.
-        below: as for ``read``.
-    """
-    found, _ = read(path, below=below)
-    return any(event["kind"] == "hosts" and event.get("role") == role and event["time"] >= since for event in found)
-
-
 def _event(line: bytes) -> Event | None:
     """Parse a line, which a rank may have written; return None if it is not an event, and no field of a wrong type."""
     try:
@@ -121,9 +129,13 @@ def _event(line: bytes) -> Event | None:
     )
     if not sound:
         return None
-    wrong = [name for name in _INTEGERS if type(event.get(name)) is not int]
-    wrong += [name for name in _TIMES if not _is_time(event.get(name))]
-    return {name: value for name, value in event.items() if name not in wrong}
+    for name in _INTEGERS:
+        if name in event and type(event[name]) is not int:
+            del event[name]
+    for name in _TIMES:
+        if name in event and not _is_time(event[name]):
+            del event[name]
+    return event
 
 
 def _is_time(value: object) -> bool:

@@ -40,10 +40,6 @@ _Values = Mapping[int, float]
 """A value of each rank at one moment."""
 
 
-_STYLES = [*(phase.replace(" ", "-") for phase in PHASES), "import", "attempt", "failed", "stopped"]
-"""The names of the colours."""
-
-
 def render(page: Mapping[str, object], start: float) -> str:
     """Return the HTML of a page, of values of any content: the template ``report.html`` escapes them.
 
@@ -207,6 +203,10 @@ def _place(start: float, end: float, job: Span) -> tuple[float, float]:
 
 def _style(phase: str) -> str:
     return phase.replace(" ", "-")
+
+
+_STYLES = [*map(_style, PHASES), "import", "attempt", "failed", "stopped"]
+"""The names of the colours."""
 
 
 def _outcome(span: Span) -> str:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from torchx_monarch.insight.events import Event
+from torchx_monarch.insight.events import PHASE_AFTER, Event
 from torchx_monarch.model.codec import DecodeError, Seconds, decode
 
 T = TypeVar("T")
@@ -29,30 +29,6 @@ PHASES = {
     "end": "the hosts end",
 }
 """The phases of a role with their descriptions."""
-
-_PHASE_AFTER = {
-    "submitted": "queue",
-    "supervised": "hosts",
-    "job_started": "hosts",
-    "hosts": "ranks",
-    "run": "ranks",
-    "ranks": "running",
-    "output": "running",
-    "hang": "hang",
-    "hang_end": "running",
-    "failure": "stopping",
-    "preempted": "stopping",
-    "joined": "stopping",
-    "cancel": "stopping",
-    "stop": "stopping",
-    "rank_restart": "ranks",
-    "replacement": "hosts",
-    "restart": "hosts",
-    "requeue": "queue",
-    "run_end": "idle",
-    "result": "end",
-}
-"""The phase that begins with an event, by the event's kind."""
 
 _OF_ATTEMPT = frozenset({"ranks", "first output", "running", "hang", "stopping"})
 """The phases of an attempt; "ranks" is the first of them."""
@@ -238,7 +214,7 @@ def _phases(happened: Sequence[Event], job: Span, live: bool) -> list[tuple[str,
         name = "queue"
     for event in happened:
         kind, time = event["kind"], event["time"]
-        following = _PHASE_AFTER.get(kind)
+        following = PHASE_AFTER.get(kind)
         if kind == "replica_started" and name == "queue":
             following = "hosts"
         if following is None or (following == "stopping" and name in ("idle", "end")):

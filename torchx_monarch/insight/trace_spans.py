@@ -136,8 +136,10 @@ def _error(span: Span, happened: Sequence[Event]) -> str:
 def _error_of_attempt(attempt: Span, happened: Sequence[Event]) -> str:
     inside = [event for event in happened if attempt.start <= event["time"] <= attempt.end]
     failed = next((event for event in inside if event["kind"] in ("failure", "preempted")), None)
-    if failed is None or failed["kind"] == "preempted":
-        return "preempted" if failed is not None else ""
+    if failed is None:
+        return ""
+    if failed["kind"] == "preempted":
+        return "preempted"
     hangs = [event["kind"] for event in inside[: inside.index(failed)] if event["kind"] in ("hang", "hang_end")]
     if hangs and hangs[-1] == "hang":
         return "hang"

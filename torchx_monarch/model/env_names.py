@@ -11,6 +11,9 @@ CREDENTIALS = "MONARCH_CREDENTIALS"
 """The variable that carries a job's credentials to its hosts: the text itself, or ``file:PATH`` (see
 ``transport.credentials``)."""
 
+RANK0_HOST = "TORCHX_RANK0_HOST"
+"""The variable with the host of the first role's replica 0 (TorchX's macro ``rank0_env``)."""
+
 FOR_HOSTS = (
     "MONARCH_RENDEZVOUS",  # address of the rendezvous
     CREDENTIALS,

@@ -252,7 +252,12 @@ class HostSpec:
         Raises:
             SystemExit: a word is wrong, and stderr says which and what is allowed; or ``--help`` was asked for.
         """
-        parser = argparse.ArgumentParser("python -m torchx_monarch.host", description=description, allow_abbrev=False)
+        parser = argparse.ArgumentParser(
+            "python -m torchx_monarch.host",
+            description=description,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+        )
         for name, flag in _FLAGS.items():
             parser.add_argument(_option(name), required=name in ("app", "role"), help=flag.help)
         parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: the command of the role")
@@ -260,7 +265,7 @@ class HostSpec:
         given: dict[str, Any] = {"command": tuple(words.pop("command"))}
         for name, text in words.items():
             try:
-                given.update({} if text is None else {name: _FLAGS[name].parse(text)})
+                given[name] = _FLAGS[name].parse(text)
             except ValueError as error:
                 parser.error(f"{_option(name)}: {error}")
         spec = cls(**given)

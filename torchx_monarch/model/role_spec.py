@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torchx_monarch.model.role_metadata import HasMetadata, is_sidecar
@@ -109,6 +109,10 @@ class RoleSpec:
             rendezvous=rendezvous,
             ends_together=ends_together,
         )
+
+    def alone(self) -> RoleSpec:
+        """Return the spec for a supervisor of one replica: what its failure means is decided over all replicas."""
+        return replace(self, replicas=1, min_replicas=None, sidecar=False)
 
     @property
     def runs_hosts(self) -> bool:

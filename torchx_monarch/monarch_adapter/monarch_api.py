@@ -98,7 +98,7 @@ def start_worker(
             without TLS.
         on_fault: called with the text of each unhandled fault, from a thread of Monarch, and possibly several times for
             one failure. (Monarch's default interrupts the main thread.)
-        warn: called with a line for the job's log if the guard of Monarch's sockets is off (``socket_guard.protect``).
+        warn: called with a line for the job's log if Monarch's sockets may be unguarded (``socket_guard.protect``).
         lease: seconds for which a host may be silent until it counts as lost.
         on_shutdown: called, from a thread, when a client has shut the host mesh down.
     """
@@ -164,7 +164,7 @@ def become_client(url: str, tls: Sequence[str], warn: Callable[[str], None], gat
         url: URL to listen on; empty for Monarch's default, which only hosts on this machine can reach.
         tls: for ``tls://``: files with the client's certificate, its key, and the authority that it trusts; else empty.
             Monarch reads the files again for every connection, so they may be replaced.
-        warn: called with a line if the guard of Monarch's sockets is off (``socket_guard.protect``).
+        warn: called with a line if Monarch's sockets may be unguarded (``socket_guard.protect``).
         gateway: address of the host through which all messages pass, so that no host dials this process; empty for
             none. A process cannot change its gateway.
 

@@ -45,6 +45,10 @@ _called = False
 def protect(library: str, version: str, warn: Callable[[str], None]) -> None:
     """Install the guard in this process. Only the first call has an effect.
 
+    From then on the library rejects connections over unix sockets from users other than this one and root. A rejected
+    peer reads the end of the connection. The library gets ECONNABORTED, as if the peer had closed the connection before
+    it was accepted. Sockets of other families are not affected.
+
     Args:
         library: path of the file of Monarch's library, which is loaded.
         version: version of Monarch; empty if it is not known.
@@ -54,29 +58,15 @@ def protect(library: str, version: str, warn: Callable[[str], None]) -> None:
     if _called:
         return
     _called = True
-    risk, shown = (
-        "Other users of this machine might connect to Monarch and run code here",
-        version or "of unknown version",
-    )
+    risk = "Other users of this machine might connect to Monarch and run code here"
+    shown = version or "of unknown version"
     try:
-        install(library)
+        redirect(library, {name: _replacement(name) for name in _FUNCTIONS})
     except ImportsUnknown as error:
         warn(f"the guard of Monarch's sockets is off (Monarch {shown}): {error}. {risk}")
         return
     if version.partition("+")[0] not in TESTED:
         warn(f"the guard of Monarch's sockets is not tested with Monarch {shown}, which may go around it. {risk}")
-
-
-def install(library: str) -> None:
-    """Have a loaded library reject connections over unix sockets from users other than this one and root.
-
-    A rejected peer reads the end of the connection. The library gets ECONNABORTED, as if the peer had closed the
-    connection before it was accepted. Sockets of other families are not affected.
-
-    Raises:
-        ImportsUnknown: the library cannot be changed; the message says why.
-    """
-    redirect(library, {name: _replacement(name) for name in _FUNCTIONS})
 
 
 def _replacement(name: str) -> int:

@@ -19,7 +19,7 @@ from torchx_monarch.backends.core.state import AppStatus, count_restarts, root_c
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.command.command import Command
 from torchx_monarch.command.rewrite import rank_command
-from torchx_monarch.insight.events import Event
+from torchx_monarch.insight.events import PHASE_AFTER, Event
 from torchx_monarch.insight.log_lines import host_text
 from torchx_monarch.insight.rank_view import RankView
 from torchx_monarch.model.host_result import HostResult
@@ -38,23 +38,13 @@ PHASES = {
 }
 """The phases of a job that has not ended, with their descriptions."""
 
+_OTHER_NAMES = {"queue": "queued", "idle": "ready"}
+_WITHOUT_PHASE = frozenset({"submitted", "hang", "hang_end", "result"})
+"""The kinds of events that begin a phase in reports alone."""
+
 _PHASE_AFTER = {
-    "job_started": "hosts",
-    "supervised": "hosts",
-    "hosts": "ranks",
-    "ranks": "running",
-    "output": "running",
-    "failure": "stopping",
-    "preempted": "stopping",
-    "joined": "stopping",
-    "cancel": "stopping",
-    "stop": "stopping",
+    **{kind: _OTHER_NAMES.get(phase, phase) for kind, phase in PHASE_AFTER.items() if kind not in _WITHOUT_PHASE},
     "rank_restart": "restarting",
-    "replacement": "hosts",
-    "restart": "hosts",
-    "requeue": "queued",
-    "run": "ranks",
-    "run_end": "ready",
 }
 """The phase that begins with an event, by the event's kind."""
 

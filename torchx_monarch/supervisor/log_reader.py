@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.supervisor import log_writer
@@ -17,6 +18,9 @@ from torchx_monarch.supervisor.log_writer import RECORD
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.line_output import LineReader
 from torchx_monarch.system.open_files import hint
+
+if TYPE_CHECKING:  # it imports TorchX
+    from torchx_monarch.backends.core.backend import LogQuery
 
 #: Seconds between two reads of a log that is followed.
 _POLL = 0.05
@@ -90,6 +94,20 @@ def lines(
             if pending_progress := reader.pending_progress():
                 yield TimedLine(index.time_of(at), pending_progress.decode(errors="replace"), begin + reader.position)
             time.sleep(_POLL)
+
+
+def query_lines(log_dir: str, query: LogQuery[Any], below: str) -> Iterator[TimedLine]:
+    """Yield the lines of one log that a query asks for, of both streams together if it names none; see ``lines``."""
+    return lines(
+        log_dir,
+        query.stream.value if query.stream else "combined",
+        since=query.since,
+        until=query.until,
+        tail=query.tail,
+        ended=query.has_ended,
+        follow=query.follow,
+        below=below,
+    )
 
 
 def _last_lines(path: str, count: int, below: str | None) -> int:

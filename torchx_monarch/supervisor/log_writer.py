@@ -53,11 +53,10 @@ class LogFile:
         at_line_start: whether the next byte written starts a line.
     """
 
-    def __init__(self, folder: str, stream: str, below: str | None = None) -> None:
+    def __init__(self, folder: str, stream: str) -> None:
         self.lost = 0
         self.reason = ""
         self._unreported = 0
-        self._below = below
         self._fd = self._open(os.path.join(folder, log_name(stream)))
         self._index = self._open(os.path.join(folder, index_name(stream)))
         self._size = os.fstat(self._fd).st_size if self._fd >= 0 else 0
@@ -66,7 +65,7 @@ class LogFile:
 
     def _open(self, path: str) -> int:
         try:
-            return safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, below=self._below)
+            return safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         except OSError as e:
             self.reason = e.strerror or str(e)
             return -1
@@ -128,11 +127,10 @@ class ReplicaLogs:
 
     Args:
         folder: the folder of the logs.
-        below: a folder of the caller inside which no link is followed (``safe_files.open_file``); None for no check.
     """
 
-    def __init__(self, folder: str, below: str | None = None) -> None:
-        self._files = {stream: LogFile(folder, stream, below) for stream in (STDOUT, STDERR, COMBINED)}
+    def __init__(self, folder: str) -> None:
+        self._files = {stream: LogFile(folder, stream) for stream in (STDOUT, STDERR, COMBINED)}
         self._pending = {STDOUT: b"", STDERR: b""}
         self._since = {STDOUT: 0.0, STDERR: 0.0}
         self._lines = LineOutput()

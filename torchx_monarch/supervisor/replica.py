@@ -36,7 +36,6 @@ class Replica:
         role_index: index of its role in the app.
         spec: how its role ends and restarts.
         record: its entry in the status file.
-        log_dir: the folder of its logs.
         logs: its log files.
         stopping: whether the supervisor has asked it to stop, so that its end is not a failure.
         final: whether it must not be retried: its command cannot be started, or it has asked for no restart.
@@ -64,7 +63,6 @@ class Replica:
         self.retries = 0
         self.backoff = Backoff()
         self._killed_for = ""
-        self.log_dir = log_dir
         self.logs = log_writer.ReplicaLogs(log_dir)
         self._request = request
         self._env = dict(env)

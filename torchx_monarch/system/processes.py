@@ -164,7 +164,7 @@ def _pids() -> Iterable[int]:
 
 
 def _variables(pid: int) -> list[bytes]:
-    """Return the environment with which a process was started; empty if it may not be read."""
+    """Return the environment with which a process was started; no variable if it may not be read."""
     return _read(pid, "environ").split(b"\0")
 
 

@@ -282,7 +282,7 @@ def write_into_reserve(reserve: str, path: str, data: bytes) -> None:
         os.close(fd)
 
 
-def write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes | memoryview) -> None:
     """Write all bytes to a descriptor of a file."""
     view = memoryview(data)
     while view:

@@ -20,6 +20,7 @@ import functools
 import os
 import socket
 import ssl
+import struct
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ from torchx_monarch.transport.address import CONNECT_TIMEOUT, Address, AddressEr
 if TYPE_CHECKING:
     from torchx_monarch.transport.credentials import HostCredentials
 
-__all__ = ["Address", "AddressError", "ConnectError", "Identity", "connect", "explain", "greet", "is_client", "listen"]
+__all__ = ["Address", "AddressError", "ConnectError", "Identity", "connect", "explain", "is_client", "listen"]
 
 FIRST_HANDSHAKE_TIMEOUT = 3.0
 """Seconds for the TLS handshake of the first try. A waiting host can then soon report that there is no answer."""
@@ -198,17 +199,11 @@ async def connect(
     return reader, writer
 
 
-async def greet(
-    address: Address,
-    greeting: messages.Message,
-    identity: Identity | None,
-    peer_timeout: float,
-    handshake_timeout: float = LATER_HANDSHAKE_TIMEOUT,
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect as ``connect`` does and send a greeting, to which the protocol's version is added."""
-    reader, writer = await connect(address, identity, peer_timeout, handshake_timeout)
-    await messages.send(writer, {**greeting, "version": messages.VERSION})
-    return reader, writer
+def peer_pid(writer: asyncio.StreamWriter) -> int:
+    """Return the id of the process at the other end of a unix socket, as the kernel knows it."""
+    credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid: int = struct.unpack("3i", credentials)[0]
+    return pid
 
 
 async def _dial(address: Address) -> socket.socket:

@@ -77,13 +77,16 @@ def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> 
     sets it to ``localhost`` on all replicas where they share a machine. ``@`` without a name is resolved on replica 0
     (``is_first``) only; other hosts ask the registry (``controller.roles``).
 
+    In ``unix:@NAME/FILE`` the variable names the folder of a socket file. The backend has set it on every host.
+
     Raises:
-        NetworkError: this host is not replica 0, and NAME is missing, or its variable is unset or empty.
+        NetworkError: the address is on a network, this host is not replica 0, and NAME is missing, or its variable is
+            unset or empty.
     """
     scheme, separator, rest = address.partition(":@")
     if not separator:
         return address
-    if scheme == "unix":  # unix:@NAME/FILE: the variable names the folder of a socket file
+    if scheme == "unix":
         name, _, file = rest.partition("/")
         return f"unix:{environ.get(name, '')}/{file}"
     name, _, port = rest.partition(":")

@@ -11,11 +11,10 @@ import re
 import signal
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 from tests.clusters import packages
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until
 
 _HERE = Path(__file__).parent
 _ROOT = Path("/var/lib/gridengine")
@@ -48,11 +47,11 @@ class GridEngine:
         host = os.uname().nodename
         (_ROOT / "default" / "common" / "host_aliases").write_text(f"{host} localhost\n")
         subprocess.run(["/etc/init.d/gridengine-master", "start"], check=True, capture_output=True, timeout=WITHIN)
-        self._until(lambda: self._try("-sh"), "the master")
+        until(lambda: self._try("-sh"), "Grid Engine's master", every=0.3)
         self._try("-ah", host)
         self._try("-as", host)
         subprocess.run(["/etc/init.d/gridengine-exec", "start"], check=True, capture_output=True, timeout=WITHIN)
-        self._until(lambda: host in self._try("-sel"), "the node")
+        until(lambda: host in self._try("-sel"), "Grid Engine's node", every=0.3)
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "hostgroup").write_text(
                 (_HERE / "hostgroup").read_text().replace("hostlist vm", f"hostlist {host}")
@@ -88,12 +87,6 @@ class GridEngine:
         path = Path(folder, name or what)
         path.write_text(text)
         self._try(f"-M{what}", str(path))
-
-    def _until(self, condition: object, what: str) -> None:
-        until = time.monotonic() + WITHIN
-        while not condition():  # type: ignore[operator]
-            assert time.monotonic() < until, f"Grid Engine: still waiting for {what}"
-            time.sleep(0.3)
 
     def down(self) -> None:
         """Stop the daemons."""

@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
+from tests.clusters.packages import skip_for
 from tests.clusters.sge.cluster import ENVIRON, GridEngine, missing
 from tests.contract.contract import Contract
-from tests.contract.place import Place
+from tests.contract.place import BatchPlace
 from tests.waits import WITHIN
-from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.schedulers import monarch_sge
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly("the example on the same base runs the contract every time")]
@@ -24,9 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly("the example on the same bas
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[GridEngine]:
     """Yield the cluster. Where there can be none the test is skipped; in CI that is a mistake, and fails it."""
-    reason = missing()
-    if reason:
-        (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
+    skip_for(missing())
     cluster = GridEngine()
     try:
         yield cluster.up()
@@ -38,14 +34,13 @@ def qstat(*words: str) -> str:
     return subprocess.run(["qstat", *words], capture_output=True, text=True, timeout=WITHIN, check=False).stdout
 
 
-class SgePlace(Place):
+class SgePlace(BatchPlace):
     """Grid Engine on this machine."""
 
     name = "monarch_sge"
     factory = staticmethod(monarch_sge)
     install = "gridengine-client"
-    own_bad_options = (({"submit_args": "'"}, "`submit_args` is '"),)
-    request_function = "torchx_monarch.backends.batch.backend:run_command"
+    request_function = "torchx_monarch.backends.batch.commands:run"
     cannot = {"preemption": "its jobs are not started again (qsub -r n)"}
 
     def is_read(self, *request: object) -> bool:
@@ -54,44 +49,25 @@ class SgePlace(Place):
         assert isinstance(command, list)
         return bool(command[0] == "qstat")
 
-    def folder_of(self, handle: str) -> JobFolder:
-        """Return the folder of an app."""
-        return JobFolder(f"{self.backend.root}/{handle.rpartition('/')[2]}")  # type: ignore[attr-defined]
-
     @contextlib.contextmanager
     def pending(self) -> Iterator[str]:
         """Submit a job that is held."""
         yield self.run(self.role("true", replicas=2), submit_args="-h")
 
-    def credentials(self, handle: str) -> tuple[str, str]:
-        """Return the request, and what Grid Engine shows."""
-        folder = self.folder_of(handle)
-        return Path(folder.request).read_text(), qstat("-j", "*") + Path(folder.app).read_text()
+    def shown(self) -> str:
+        """Return what Grid Engine shows of its jobs."""
+        return qstat("-j", "*")
 
     def left(self, handle: str) -> Sequence[object]:
         """Return files of the app, and its jobs."""
-        app_id = handle.rpartition("/")[2]
         queue = qstat("-xml")
-        return [*Path(self.folder_of(handle).root).rglob("*"), *([queue] if app_id in queue else [])]
-
-    def message_without_client(self) -> str:
-        """Return what a submission says without Grid Engine's commands."""
-        with pytest.MonkeyPatch.context() as without:
-            without.setenv("PATH", "/nonexistent")
-            with pytest.raises(RuntimeError) as caught:
-                self.run(self.role("true"))
-        return str(caught.value)
+        return [*super().left(handle), *([queue] if handle.rpartition("/")[2] in queue else [])]
 
 
 class TestContract(Contract):
     kind = SgePlace
 
-    @pytest.fixture
-    def place(
-        self, cluster: GridEngine, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> Iterator[SgePlace]:
+    @pytest.fixture(autouse=True)
+    def environ(self, cluster: GridEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in ENVIRON.items():
             monkeypatch.setenv(name, value)
-        place = SgePlace(tmp_path)
-        yield place
-        place.close()

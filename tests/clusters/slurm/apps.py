@@ -68,7 +68,7 @@ class Apps(Place):
         ({"partition": "nosuch"}, "invalid partition"),
     )
     ends_rest = True
-    request_function = "torchx_monarch.backends.batch.backend:run_command"
+    request_function = "torchx_monarch.backends.batch.commands:run"
     install = "Debian: slurm-client"
     resource = SMALL
     names_preemptions = False  # Slurm signals the tasks, and the batch step announces a stop to them: either is first
@@ -89,8 +89,7 @@ class Apps(Place):
     @contextlib.contextmanager
     def reached(self, handle: str) -> Iterator[str]:
         """Yield the address of the node: this machine does not know the cluster's names."""
-        there = Target.from_handle(handle, runner=self.runner).address
-        yield f"{self.cluster.address(int(there.host.removeprefix('n')))}:{there.port}"
+        yield self.cluster.reached(Target.from_handle(handle, runner=self.runner).address)
 
     def client(self, handle: str) -> tuple[Sequence[str], str]:
         """Become a login node, which knows the nodes by name."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from tests.clusters import packages
 from tests.network.namespaces import ip
 from tests.ports import free_port
+from torchx_monarch.transport.connections import Address
 
 PROGRAMS = (
     "munged",
@@ -149,6 +150,10 @@ class SlurmCluster:
     def address(self, node: int) -> str:
         """By which this machine reaches node N."""
         return f"{self._net}.{node}"
+
+    def reached(self, there: Address) -> str:
+        """HOST:PORT of a node by its address: this machine does not know the cluster's names."""
+        return f"{self.address(int(there.host.removeprefix('n')))}:{there.port}"
 
     def namespace(self, node: str) -> str:
         """Name of a node's network namespace."""

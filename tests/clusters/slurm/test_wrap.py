@@ -84,16 +84,7 @@ class SlurmPlace(Place):
     @contextlib.contextmanager
     def reached(self, handle: str) -> Iterator[str]:
         """Yield the address of the node: this machine does not know the cluster's names."""
-        there = Target.from_handle(handle, runner=self.runner).address
-        yield f"{self.cluster.address(int(there.host.removeprefix('n')))}:{there.port}"
-
-    def message_without_client(self) -> str:
-        """Return what a submission says without Slurm's commands."""
-        with pytest.MonkeyPatch.context() as without:
-            without.setenv("PATH", "/nonexistent")
-            with pytest.raises(RuntimeError) as caught:
-                self.run(self.role("true"))
-        return str(caught.value)
+        yield self.cluster.reached(Target.from_handle(handle, runner=self.runner).address)
 
     def close(self) -> None:
         """End what still runs."""

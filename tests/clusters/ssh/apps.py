@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
-from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.ssh.machines import Machines
 from tests.contract.place import Place, left_to_others, tree
@@ -126,14 +124,6 @@ class Apps(Place):
         app_id = handle.rpartition("/")[2]
         named = [line for line in self.files() if app_id.partition("@")[0] in line]
         return [*named, *self.running()]
-
-    def message_without_client(self) -> str:
-        """Return what a submission says without ssh."""
-        with pytest.MonkeyPatch.context() as without:
-            without.setenv("PATH", "/nonexistent")
-            with pytest.raises(ComponentValidationException) as caught:
-                self.run(self.role("true"))
-        return str(caught.value)
 
     def close(self) -> None:
         """Delete the apps, and end the connections that wait for the next command."""

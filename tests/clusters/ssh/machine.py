@@ -210,14 +210,6 @@ class Machine:
         """Whether it runs."""
         return self._process is not None
 
-    def unplug(self) -> None:
-        """Cut its link at the switch."""
-        ip("-n", self._switch, "link", "set", self._port, "down")
-
-    def plug(self) -> None:
-        """Undo ``unplug``."""
-        ip("-n", self._switch, "link", "set", self._port, "up")
-
     # -- what is on it -------------------------------------------------------------------------------------------------
 
     @property

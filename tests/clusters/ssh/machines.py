@@ -153,11 +153,9 @@ class Machines:
         return {"PATH": f"{self.bin}:{os.environ.get('PATH', os.defpath)}"}
 
     def mend(self) -> None:
-        """Switch on what is off, and connect what is cut."""
+        """Switch on what is off."""
         for machine in self:
-            if machine.is_on:
-                machine.plug()
-            else:
+            if not machine.is_on:
                 machine.boot()
 
     def processes(self) -> list[str]:

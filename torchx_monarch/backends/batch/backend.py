@@ -12,18 +12,17 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torchx.specs import AppDef, Role
 
-from torchx_monarch.backends.batch import entrypoint
+from torchx_monarch.backends.batch import commands, entrypoint
 from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole, JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob, has_ended, read_replica
 from torchx_monarch.backends.core import state_files, submitted_app
@@ -40,13 +39,14 @@ from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.local.render import safe_name
+from torchx_monarch.backends.local.render import safe_name, working_folder
 from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult, check
 from torchx_monarch.model.env_names import JOB_VARIABLES
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_reader
+from torchx_monarch.system import safe_files
 
 _QUEUE_INTERVAL = 5.0
 """Seconds between two questions to the batch system while waiting for an app to end: all users share it."""
@@ -140,7 +140,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         Raises:
             BackendError: it is missing, fails, or does not end in time.
         """
-        done = run_command(command, self.environ(), self.install)
+        done = commands.run(command, self.environ(), self.install)
         if done.returncode:
             answer = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
             raise BackendError(f"{command[0]} refuses: {answer}")
@@ -227,7 +227,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         try:
             state_files.make_folder(self.name, "jobs")
         except OSError as error:
-            raise StateDirError(error.filename or self.root, error.strerror or str(error)) from error
+            raise StateDirError.from_os_error(error, self.root) from error
         try:
             os.makedirs(os.path.dirname(folder.root), mode=0o700, exist_ok=True)
             os.mkdir(folder.root, 0o700)
@@ -292,8 +292,16 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
 
     def folder(self, app_id: str) -> JobFolder | None:
         """Return the folder of an app; None if there is none. Errors as for ``folders``."""
+        if not state_files.is_app_id(app_id):
+            return None
+        try:
+            os.close(safe_files.open_folder(self.root, below=state_files.state_dir()))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StateAccessError.from_os_error(error, self.root) from None
         folder = JobFolder(os.path.join(self.root, app_id))
-        return folder if app_id in self._names() and os.path.exists(folder.app) else None
+        return folder if os.path.exists(folder.app) else None
 
     def folders(self) -> dict[str, JobFolder]:
         """Return the folders of all apps by id.
@@ -301,14 +309,12 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         Raises:
             StateAccessError: another user owns the state directory, or it cannot be read.
         """
-        folders = (JobFolder(os.path.join(self.root, name)) for name in self._names())
-        return {folder.app_id: folder for folder in folders if os.path.exists(folder.app)}
-
-    def _names(self) -> list[str]:
         try:
-            return [name for name in state_files.names_in(self.root) if state_files.is_app_id(name)]
+            names = filter(state_files.is_app_id, state_files.names_in(self.root))
         except OSError as error:
             raise StateAccessError.from_os_error(error, self.root) from None
+        folders = (JobFolder(os.path.join(self.root, name)) for name in names)
+        return {folder.app_id: folder for folder in folders if os.path.exists(folder.app)}
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> AppSnapshot | None:
         """Read the state of an app; return None if the app does not exist."""
@@ -333,7 +339,8 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         """Return whether the files of an app say that it has ended, so that the queue need not be read."""
         stored = submitted_app.load(folder.app, folder.trusted)
         specs = stored.roles if stored else ()
-        return all(has_ended(folder, spec.name, k) for spec in specs for k in range(spec.replicas))
+        ending = folder.load_ending()
+        return all(has_ended(folder, spec.name, k, ending) for spec in specs for k in range(spec.replicas))
 
     def read(
         self, app_id: str, folder: JobFolder, queued: Mapping[str, QueuedJob], *, brief: bool
@@ -344,14 +351,13 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
             queued: what the batch system reports, which must have been asked before: tasks write their records before
                 they end.
         """
-        content = state_files.read_json(folder.app, folder.trusted)
-        stored = submitted_app.load(folder.app, folder.trusted)
-        if content is None or stored is None:
+        content = state_files.load(dict[str, Any], folder.app, folder.trusted)
+        if content is None:
             return None
+        stored = submitted_app.parse(content, folder.app)
         request = state_files.read_json(folder.request, folder.trusted) or {}
         jobs = self.task_ids(stored.roles, content["jobs"])
-        asked = folder.load_stop()
-        ending = asked.outcome if asked else None
+        ending = folder.load_ending()
         happened = [] if brief else events.read(folder.events, below=folder.trusted)[0]
         roles = []
         for spec, ids in zip(stored.roles, jobs, strict=True):
@@ -396,16 +402,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         folder = self.folder(app.app_id)
         if folder is None:
             raise UserError(f"app {app.app_id} was removed")
-        yield from log_reader.lines(
-            folder.replica_logs(role, replica),
-            query.stream.value if query.stream else "combined",
-            since=query.since,
-            until=query.until,
-            tail=query.tail,
-            ended=query.has_ended,
-            follow=query.follow,
-            below=folder.trusted,
-        )
+        yield from log_reader.query_lines(folder.replica_logs(role, replica), query, folder.trusted)
 
     def native_request(self, app_id: str) -> tuple[BatchRequest, SubmittedApp | None] | None:
         """Return the request as submitted; None if the app does not exist."""
@@ -463,46 +460,13 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
             raise RemoveError(app.app_id, folder.root, error) from None
 
 
-def run_command(
-    command: Sequence[str], environ: Mapping[str, str], install: str, timeout: float = 60.0
-) -> subprocess.CompletedProcess[str]:
-    """Run a command of a batch system, which may answer late under load.
-
-    Args:
-        install: what to install if it is missing.
-        timeout: seconds that it may take.
-
-    Raises:
-        BackendError: it is missing, cannot be executed, or does not end in time.
-    """
-    try:
-        return subprocess.run(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout,
-            check=False,
-            start_new_session=True,  # Ctrl-C is for this process, which needs the answer (``BatchBackend._submit``)
-        )
-    except FileNotFoundError:
-        raise BackendError(f"{command[0]!r} is not on the PATH: install {install}") from None
-    except OSError as error:
-        raise BackendError(f"{command[0]!r} cannot be run: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise BackendError(f"`{' '.join(command[:2])}` has not answered for {timeout:g} s") from None
-
-
 def batch_role(role: Role, spec: RoleSpec) -> BatchRole:
     """Return the role of a request."""
-    in_image = role.image and os.path.isdir(role.image)
     return BatchRole(
         spec,
         [role.entrypoint, *role.args],
         dict(role.env),
-        cwd=os.path.abspath(role.image) if in_image else os.getcwd(),
+        cwd=working_folder(role),
         image=role.image,
         cpu=max(0, int(role.resource.cpu)),
         gpu=max(0, role.resource.gpu),

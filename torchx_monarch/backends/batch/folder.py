@@ -8,7 +8,6 @@ request to stop it, ``job.log`` what the batch system and the tasks have to say,
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -134,9 +133,12 @@ class JobFolder(state_files.AppPaths):
 
     def load_stop(self) -> StopRequest | None:
         """Read the request to stop the app; return None if there is none."""
-        with contextlib.suppress(state_files.DamagedFileError):
-            return state_files.load(StopRequest, self.cancel, self.trusted)
-        return None
+        return state_files.load_undamaged(StopRequest, self.cancel, self.trusted)
+
+    def load_ending(self) -> Outcome | None:
+        """Read how the app was asked to end; return None if it was not, or goes back into the queue."""
+        stop = self.load_stop()
+        return stop.outcome if stop else None
 
     def clear(self, roles: Sequence[BatchRole]) -> None:
         """Write files without content that others look for again and again.
@@ -196,6 +198,4 @@ class ReplicaFolder(state_files.AppPaths):
 
     def load_record(self) -> TaskRecord | None:
         """Read the record of the replica; return None if its task has written none, or is just replacing it (NFS)."""
-        with contextlib.suppress(state_files.DamagedFileError):
-            return state_files.load(TaskRecord, self.status, self.trusted)
-        return None
+        return state_files.load_undamaged(TaskRecord, self.status, self.trusted)

@@ -97,7 +97,7 @@ def _was_preempted(record: TaskRecord, ending: Outcome | None) -> bool:
     return record.state is State.CANCELLED and ending is None
 
 
-def has_ended(folder: JobFolder, role: str, k: int) -> bool:
+def has_ended(folder: JobFolder, role: str, k: int, ending: Outcome | None) -> bool:
+    """Return whether the record of a replica says that it has ended, and will not start again."""
     record = folder.replica(role, k).load_record()
-    asked = folder.load_stop()
-    return record is not None and record.terminal and not _was_preempted(record, asked.outcome if asked else None)
+    return record is not None and record.terminal and not _was_preempted(record, ending)

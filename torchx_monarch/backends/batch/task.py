@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from string import Template
 
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder, ReplicaFolder, StopRequest, TaskRecord
@@ -23,7 +22,7 @@ from torchx_monarch.backends.local import cancel_request, status
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
-from torchx_monarch.model.env_names import replica0_variable
+from torchx_monarch.model.env_names import RANK0_HOST, replica0_variable
 from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import spawn
@@ -32,9 +31,6 @@ from torchx_monarch.system import processes, run_dirs, safe_files
 
 APP_ID = "MONARCH_APP_ID"
 """The variable with the app's id, for batch systems whose apps are named by their jobs; otherwise the folder's name."""
-
-_RANK0_HOST = "TORCHX_RANK0_HOST"
-"""The variable with the host of the first role's replica 0 (TorchX's macro ``rank0_env``)."""
 
 _POLL_INTERVAL = 1.0
 """Seconds between two looks into the folder, which may be on a network file system."""
@@ -101,7 +97,7 @@ def main(folder: str, role: str, number: str) -> int:
         status.save_last(paths, record)
         return 128 + signal.SIGTERM
     if int(role) == replica == 0:
-        events.append(job.events, "job_started", f"the app runs; its first replica is on {node}", seconds=None)
+        events.append(job.events, "job_started", f"the app runs; its first replica is on {node}")
     (only,) = request.roles[0].replicas
     # The nodes need not see the submitter's state directory, where monarch_local keeps what is learned.
     only.env = {**hosts, "MONARCH_EVENTS": job.events, "MONARCH_LEARNED_DIR": "", **only.env}
@@ -121,11 +117,9 @@ def main(folder: str, role: str, number: str) -> int:
 def _request(stored: BatchRequest, index: int, replica: int, app_id: str, run_dir: str) -> LocalRequest:
     """Return the request for the supervisor's loop."""
     role = stored.roles[index]
-    values = {"img_root": role.image, "app_id": app_id, "replica_id": str(replica), "rank0_env": _RANK0_HOST}
+    values = {"img_root": role.image, "app_id": app_id, "replica_id": str(replica), "rank0_env": RANK0_HOST}
     command, env = substitute(role.command, role.env, values)
-    # The loop has one replica: whether its role tolerates a failure is decided over all of them (``core.state``).
-    alone = replace(role.spec, replicas=1, min_replicas=None, sidecar=False)
-    only = RoleRequest(alone, [ReplicaRequest(command, env, role.cwd)], first=replica)
+    only = RoleRequest(role.spec.alone(), [ReplicaRequest(command, env, role.cwd)], first=replica)
     job = f"{app_id}:{os.path.basename(stored.folder)}"
     return LocalRequest(app_id, stored.name, [only], stored.grace, run_dir, job, stored.lease, networked=True)
 
@@ -165,7 +159,7 @@ def _await_replica0_hosts(job: JobFolder, stored: BatchRequest) -> dict[str, str
             if record is not None and record.hostname:
                 hosts[variable] = record.hostname
         if len(hosts) == len(names):
-            return {_RANK0_HOST: hosts[replica0_variable(0)], **hosts}
+            return {RANK0_HOST: hosts[replica0_variable(0)], **hosts}
         if job.load_stop() is not None:
             return None
         time.sleep(_POLL_INTERVAL / 4)

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.core import state_files
@@ -44,6 +46,9 @@ class SubmitError(BackendError):
     """Raised when an app could not be started; nothing is left of it."""
 
 
+P = TypeVar("P", bound="_PathError")
+
+
 class _PathError(BackendError):
     """An error about a file or folder.
 
@@ -56,6 +61,15 @@ class _PathError(BackendError):
         super().__init__(path, reason)
         self.path = path
         self.reason = reason
+
+    @classmethod
+    def from_os_error(cls: type[P], error: OSError, path: str) -> P:
+        """Build the error from an error of the system.
+
+        Args:
+            path: the path in use, shown if ``error`` names none.
+        """
+        return cls(str(error.filename or path), error.strerror or str(error))
 
 
 class StateDirError(SubmitError, _PathError):
@@ -70,15 +84,6 @@ class StateDirError(SubmitError, _PathError):
 
 class StateAccessError(_PathError):
     """Raised when this user must not use a part of the state directory."""
-
-    @classmethod
-    def from_os_error(cls, error: OSError, path: str) -> StateAccessError:
-        """Build the error from an error of the system.
-
-        Args:
-            path: the path in use, shown if ``error`` names none.
-        """
-        return cls(str(error.filename or path), error.strerror or str(error))
 
     def __str__(self) -> str:
         reason = self.reason if self.reason.startswith(("is ", "belongs ")) else f"cannot be read: {self.reason}"

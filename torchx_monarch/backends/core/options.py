@@ -64,8 +64,9 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
 
     retry_on: str = ""
     """Exit codes after which ranks are restarted, within torchrun's `--max-restarts`: numbers and names of signals,
-    separated by `+` (`1+134+SIGKILL`); empty for any. On monarch_local, monarch_slurm, monarch_ssh and monarch_docker
-    this also applies to restarts of hosts within `max_retries`. Exit code 78 always prevents a restart."""
+    separated by `+` (`1+134+SIGKILL`); empty for any. On monarch_local, monarch_slurm, monarch_sge, monarch_ssh and
+    monarch_docker this also applies to restarts of hosts within `max_retries`. Exit code 78 always prevents a
+    restart."""
 
     same_step_limit: int = 3
     """For programs that report their steps (`torchx_monarch.progress`): number of failures in a row at the same step

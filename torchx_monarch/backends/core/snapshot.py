@@ -9,10 +9,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchx_monarch.model.host_result import HostResult
-from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 
@@ -85,31 +84,6 @@ class ReplicaSnapshot:
     was_stopped: bool = False
     is_error_lost: bool = False
     lingers: bool = False
-
-    @classmethod
-    def from_process(
-        cls, role: str, id: int, code: int | None, error: str = "", *, stopped: bool = False, **more: Any
-    ) -> ReplicaSnapshot:
-        """Return a replica that is a process, for backends that learn no more than its exit code.
-
-        Args:
-            code: its exit code, -n for death by signal n; None if it runs.
-            error: the content of its error file or its termination message, as JSON text; empty without one.
-            stopped: whether it was asked to stop.
-        """
-        result = HostResult.from_text(error)
-        return cls(
-            role,
-            id,
-            State.RUNNING if code is None else State.FAILED if code else State.SUCCEEDED,
-            exit_code=code,
-            rank_restarts=result.rank_restarts,
-            failure=f"replica {role}/{id} {describe_code(code)}" if code else "",
-            error=error if code is not None and result.reason else "",
-            is_stopping=stopped and code is None,
-            was_stopped=stopped and code is not None,
-            **more,
-        )
 
     @property
     def name(self) -> str:

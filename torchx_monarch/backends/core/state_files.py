@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import urllib.parse
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,13 +43,9 @@ def state_dir(environ: Mapping[str, str] = os.environ) -> str:
     return os.path.abspath(os.path.join(base, "torchx-monarch"))
 
 
-def apps_dir(root: str | None = None) -> str:
-    """Return the folder that holds one folder per app.
-
-    Args:
-        root: the state directory; None for ``state_dir()``.
-    """
-    return os.path.join(root if root is not None else state_dir(), "apps")
+def apps_dir() -> str:
+    """Return the folder that holds one folder per app."""
+    return os.path.join(state_dir(), "apps")
 
 
 def keep_days() -> float:
@@ -161,26 +156,19 @@ class AppPaths(NamedTuple):
         return os.path.join(self.logs, path_name(role), str(replica))
 
 
-def app_paths(app_id: str, root: str | None = None) -> AppPaths:
-    """Return the paths of the app with this id, whether it exists or not.
-
-    Args:
-        root: the state directory; None for ``state_dir()``.
-    """
-    return AppPaths(os.path.join(apps_dir(root), app_id))
+def app_paths(app_id: str) -> AppPaths:
+    """Return the paths of the app with this id, whether it exists or not."""
+    return AppPaths(os.path.join(apps_dir(), app_id))
 
 
-def app_ids(root: str | None = None) -> list[str]:
+def app_ids() -> list[str]:
     """Return the ids of all apps on disk, in no order. Entries whose names cannot be ids are left out.
-
-    Args:
-        root: the state directory; None for ``state_dir()``.
 
     Raises:
         safe_files.UnsafeFileError: another user owns the state directory.
         PermissionError: the state directory may not be read.
     """
-    return [name for name in names_in(apps_dir(root), root) if is_app_id(name)]
+    return [name for name in names_in(apps_dir()) if is_app_id(name)]
 
 
 def make_folder(*names: str) -> str:
@@ -203,37 +191,24 @@ def make_folder(*names: str) -> str:
     return path
 
 
-def names_in(folder: str, root: str | None = None) -> list[str]:
+def names_in(folder: str) -> list[str]:
     """Return the names in a folder of the state directory, in no order; none if it does not exist.
 
     Args:
         folder: its path.
-        root: the state directory; None for ``state_dir()``.
 
     Raises:
         safe_files.UnsafeFileError: the folder, or one above it, is a link, no folder, or belongs to another user.
         PermissionError: it may not be read.
     """
     try:
-        fd = safe_files.open_folder(folder, below=root if root is not None else state_dir())
+        fd = safe_files.open_folder(folder, below=state_dir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     try:
         return os.listdir(fd)
     finally:
         os.close(fd)
-
-
-def stored_ids(folder: str) -> list[str]:
-    """Return the app ids by which the files in a folder of the state directory are named (``urllib.parse.quote``).
-
-    Files that are being written, and those of a desktop (.DS_Store), are left out.
-
-    Raises:
-        OSError: as for ``names_in``.
-    """
-    names = (name for name in names_in(folder) if not name.startswith(".") and not name.endswith(".tmp"))
-    return [urllib.parse.unquote(name) for name in names]
 
 
 def remove_file(path: str) -> None:
@@ -337,3 +312,10 @@ def load(cls: type[T], path: str, below: str | None = None) -> T | None:
         raise DamagedFileError(f"{one_line(path)} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise DamagedFileError(f"{one_line(path)} is damaged: {error}") from None
+
+
+def load_undamaged(cls: type[T], path: str, below: str | None = None) -> T | None:
+    """Do as ``load``; return None for a damaged file, too: NFS may not find one that is just being replaced."""
+    with contextlib.suppress(DamagedFileError):
+        return load(cls, path, below)
+    return None

@@ -61,11 +61,14 @@ class StoredApps(Generic[T]):
             StateAccessError: another user owns the state directory, or it cannot be read.
         """
         try:
-            return sorted(state_files.stored_ids(self.folder))
+            names = state_files.names_in(self.folder)
         except OSError as error:
             from torchx_monarch.backends.core.errors import StateAccessError  # imports TorchX
 
             raise StateAccessError.from_os_error(error, self.folder) from None
+        # Not those that are being written, and of a desktop (.DS_Store).
+        ids = (name for name in names if not name.startswith(".") and not name.endswith(".tmp"))
+        return sorted(map(urllib.parse.unquote, ids))
 
     def remove(self, app_id: str) -> None:
         """Remove what is stored of an app."""

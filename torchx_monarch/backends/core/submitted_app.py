@@ -103,8 +103,20 @@ def load(path: str, below: str | None = None) -> SubmittedApp | None:
         DamagedFileError: the file holds no app.
     """
     stored = state_files.load(dict[str, Any], path, below)
+    return None if stored is None else parse(stored, path)
+
+
+def parse(stored: dict[str, Any], path: str) -> SubmittedApp:
+    """Return the app that the content of app.json holds.
+
+    Args:
+        path: path of app.json, for the error.
+
+    Raises:
+        DamagedFileError: the content holds no app.
+    """
     try:
-        return None if stored is None else SubmittedApp.from_json(stored)
+        return SubmittedApp.from_json(stored)
     except ValueError as error:
         raise state_files.DamagedFileError(f"{one_line(path)} is damaged: {error}") from None
 

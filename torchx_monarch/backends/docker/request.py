@@ -26,7 +26,7 @@ from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.backends.local.render import safe_name
-from torchx_monarch.model.env_names import CREDENTIALS, JOB_VARIABLES, replica0_variable
+from torchx_monarch.model.env_names import CREDENTIALS, JOB_VARIABLES, RANK0_HOST, replica0_variable
 from torchx_monarch.torchx_adapter import torchx_api
 
 LABEL_APP = "torchx-monarch/app"
@@ -38,8 +38,6 @@ LABEL_GRACE = "torchx-monarch/grace"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 EVENTS = "MONARCH_EVENTS"
 STARTS = "MONARCH_STARTS"
-
-_RANK0 = "TORCHX_RANK0_HOST"
 
 _MAX_NAME = 63
 """Characters in a host name, and in one label of a DNS name."""
@@ -103,7 +101,7 @@ def _adapt(job: DockerJob, app: AppDef, options: DockerOpts, environ: Mapping[st
         for variable in JOB_VARIABLES:
             if variable not in given[role]:
                 env.pop(variable, None)  # set by copy_env, if submitted from within another job
-        env[_RANK0] = names[app.roles[0].name][0]
+        env[RANK0_HOST] = names[app.roles[0].name][0]
         env |= {replica0_variable(index): names[app_role.name][0] for index, app_role in enumerate(app.roles)}
         # The name keeps replicas apart even if they all mount one folder of this machine as their /tmp.
         env.setdefault("MONARCH_LOG_DIR", f"/tmp/torchx-monarch/{name}")

@@ -18,6 +18,7 @@ from torchx.specs.overlays import get_overlay
 from torchx_monarch.backends.kubernetes import names, pods
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import KubernetesRequest, Object, secret
+from torchx_monarch.model.env_names import RANK0_HOST
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.torchx_adapter import torchx_api
 
@@ -101,7 +102,7 @@ def _retries(spec: RoleSpec) -> Object:
 def _template(app: AppDef, index: int, runs_hosts: bool, context: pods.PodContext) -> Object:
     """Return the pod template of a role, the same for all of its replicas."""
     role, cfg = app.roles[index], context.cfg
-    values = macros.Values(img_root="", app_id=context.app_id, replica_id=_REPLICA, rank0_env=pods.RANK0)
+    values = macros.Values(img_root="", app_id=context.app_id, replica_id=_REPLICA, rank0_env=RANK0_HOST)
     applied: Role = values.apply(role)
     applied.env["TORCHX_IMAGE"] = applied.image  # as in TorchX
     pod = role_to_pod(

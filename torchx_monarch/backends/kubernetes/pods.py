@@ -11,9 +11,8 @@ from torchx_monarch.backends.kubernetes import options
 from torchx_monarch.backends.kubernetes.names import LABEL_APP, LABEL_ROLE
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import SECRET_KEY, TERMINATION_VARIABLE, Object
-from torchx_monarch.model.env_names import CREDENTIALS, replica0_variable
+from torchx_monarch.model.env_names import CREDENTIALS, RANK0_HOST, replica0_variable
 
-RANK0 = "TORCHX_RANK0_HOST"
 _HANDLE = "TORCHX_JOB_ID"
 _TERMINATION_LOG = "/dev/termination-log"
 
@@ -89,7 +88,7 @@ def _exclude_nodes(spec: Object, nodes: Sequence[str]) -> None:
 
 def _variables(runs_hosts: bool, context: PodContext) -> list[Object]:
     """Return the environment variables that a pod gets beside those of its role, which they override."""
-    hosts = {RANK0: context.hosts[0]}
+    hosts = {RANK0_HOST: context.hosts[0]}
     # Controllers connect to replica 0 of the other roles.
     hosts.update({replica0_variable(index): host for index, host in enumerate(context.hosts)})
     added: list[Object] = [{"name": name, "value": host} for name, host in hosts.items()]

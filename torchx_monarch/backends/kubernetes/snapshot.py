@@ -97,6 +97,8 @@ def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None
     jobs = {job["metadata"]["labels"].get(names.LABEL_ROLE): job for job in objects.jobs}
     pods = _by_replica(objects.pods)
     roles, attempts = [], dict[tuple[str, int], Sequence[Attempt]]()
+    host_suffix = f".{objects.name}.{objects.namespace}.svc"  # resolves in every namespace of the cluster
+    stuck_before = now - float(options["pull_timeout"])
     for index, spec in enumerate(submitted.roles):
         if native is not None:
             report = JobReport(not native.state.is_terminal, is_aborted=native.state is State.CANCELLED)
@@ -105,8 +107,6 @@ def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None
         replicas = []
         for number in range(spec.replicas):
             attempts[spec.name, number] = its_attempts = pods.get((index, number), [])
-            host_suffix = f".{objects.name}.{objects.namespace}.svc"  # resolves in every namespace of the cluster
-            stuck_before = now - float(options["pull_timeout"])
             replicas.append(replica(spec, number, its_attempts, report, host_suffix, stuck_before))
         roles.append(RoleSnapshot(spec, replicas, report.is_active, report.finished, report.reason))
     ending = None

@@ -13,6 +13,7 @@ from torchx.specs import AppDef, RetryPolicy, macros
 from torchx_monarch.backends.kubernetes import names, pods
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import KubernetesRequest, Object, secret
+from torchx_monarch.model.env_names import RANK0_HOST
 from torchx_monarch.model.role_spec import RoleSpec
 
 
@@ -29,8 +30,8 @@ def render(
     for role in adapted.roles:
         # TorchX derives the variable's name from the role's. A shell expands a name with a dash only up to the dash, so
         # replicas get a wrong host name. With several roles, TorchX gives all of them the first role's variable.
-        role.args = [word.replace(macros.rank0_env, pods.RANK0) for word in role.args]
-        role.env = {name: value.replace(macros.rank0_env, pods.RANK0) for name, value in role.env.items()}
+        role.args = [word.replace(macros.rank0_env, RANK0_HOST) for word in role.args]
+        role.env = {name: value.replace(macros.rank0_env, RANK0_HOST) for name, value in role.env.items()}
         if role.retry_policy is RetryPolicy.ROLE:
             role.retry_policy = RetryPolicy.APPLICATION  # TorchX raises KeyError; Volcano has no policy per role
     sizes = (cfg.reserved_millicpu, cfg.reserved_memmb, cfg.efa_device_count)

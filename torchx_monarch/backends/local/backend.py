@@ -45,7 +45,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
 
     The replicas run in the current folder, or in ``role.image`` if that is a folder. Requested CPUs and memory are not
     enforced. All data of an app is in one folder below the state directory (see ``core.state_files``) until it is
-    deleted or pruned (see ``prune``).
+    deleted or pruned (see ``folder.prune``).
     """
 
     options = LocalOpts
@@ -114,16 +114,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
 
     def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
         paths = state_files.app_paths(app.app_id)
-        return log_reader.lines(
-            paths.replica_logs(role, replica),
-            query.stream.value if query.stream else "combined",
-            since=query.since,
-            until=query.until,
-            tail=query.tail,
-            ended=query.has_ended,
-            follow=query.follow,
-            below=paths.trusted,
-        )
+        return log_reader.query_lines(paths.replica_logs(role, replica), query, paths.trusted)
 
     def native_request(self, app_id: str) -> tuple[LocalRequest, SubmittedApp | None] | None:
         paths = state_files.app_paths(app_id)

@@ -91,18 +91,17 @@ def keep_apps() -> int:
     return KEEP_APPS
 
 
-def prune(apps: str, *, days: float | None = None, newest: int | None = None) -> list[str]:
-    """Apply the rule to the folder of all apps.
+def prune(apps: str, *, newest: int | None = None) -> list[str]:
+    """Remove apps that ended long ago, or before the newest that are kept, and folders half made or half removed.
 
     Args:
         apps: that folder.
-        days: for how many days an ended app is kept; None for ``state_files.keep_days``.
         newest: how many ended apps are kept; None for ``keep_apps``.
 
     Returns:
         The ids of the removed apps.
     """
-    oldest_end = time.time() - (state_files.keep_days() if days is None else days) * 86400
+    oldest_end = time.time() - state_files.keep_days() * 86400
     ended: list[tuple[float, state_files.AppPaths]] = []
     with os.scandir(apps) as entries:
         for entry in entries:

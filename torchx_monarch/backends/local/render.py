@@ -12,12 +12,9 @@ from torchx.specs import AppDef, Role, macros
 
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
-from torchx_monarch.model.env_names import JOB_VARIABLES
+from torchx_monarch.model.env_names import JOB_VARIABLES, RANK0_HOST
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.supervisor.records import ReplicaRequest
-
-#: The variable that gives each replica the host of the main role's first replica (TorchX's macro rank0_env).
-RANK0_HOST = "TORCHX_RANK0_HOST"
 
 #: A folder's name may have 255 bytes; TorchX's random suffix and this package's prefixes need some of them.
 _MAX_NAME = 100
@@ -59,8 +56,13 @@ def render(
     return LocalRequest(app_id=app_id, name=app.name, roles=roles, grace=float(grace), lease=float(lease))
 
 
+def working_folder(role: Role) -> str:
+    """Return the folder in which a role's commands run: its image if that is a folder, as TorchX does."""
+    return os.path.abspath(role.image) if role.image and os.path.isdir(role.image) else os.getcwd()
+
+
 def _role(role: Role, spec: RoleSpec, app_id: str) -> RoleRequest:
-    cwd = os.path.abspath(role.image) if role.image and os.path.isdir(role.image) else os.getcwd()
+    cwd = working_folder(role)
     replicas = []
     for replica in range(role.num_replicas):
         values = macros.Values(img_root=cwd, app_id=app_id, replica_id=str(replica), rank0_env=RANK0_HOST)

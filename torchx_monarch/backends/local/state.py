@@ -120,23 +120,18 @@ class Owner:
         return self.hostname == os.uname().nodename
 
 
-def write_owner(paths: state_files.AppPaths) -> Owner:
+def write_owner(paths: state_files.AppPaths) -> None:
     """Write that the calling process runs the app."""
-    pid = os.getpid()
-    identity = processes.identity(pid)
+    identity = processes.identity(os.getpid())
     assert identity is not None
     # asdict() leaves named tuples as they are, and JSON would write them as lists.
-    hostname = os.uname().nodename
-    state_files.write_json(paths.supervisor, {"hostname": hostname, "supervisor": identity._asdict()})
-    return Owner(hostname, identity)
+    owner = {"hostname": os.uname().nodename, "supervisor": identity._asdict()}
+    state_files.write_json(paths.supervisor, owner)
 
 
 def load_owner(paths: state_files.AppPaths) -> Owner | None:
     """Read which process runs the app; return None if it has not started yet, or the file is damaged."""
-    try:
-        return state_files.load(Owner, paths.supervisor, paths.trusted)
-    except state_files.DamagedFileError:
-        return None
+    return state_files.load_undamaged(Owner, paths.supervisor, paths.trusted)
 
 
 def lock(paths: state_files.AppPaths) -> int:

@@ -58,7 +58,7 @@ def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], 
     try:
         request, lock = _publish(request, app, fill, created)
     except OSError as e:
-        raise StateDirError(e.filename or state_files.apps_dir(), e.strerror or str(e)) from e
+        raise StateDirError.from_os_error(e, state_files.apps_dir()) from e
     paths = state_files.app_paths(request.app_id)
     events.append(paths.events, "submitted", f"submitted as {request.app_id}", seconds=time.time() - created)
     try:

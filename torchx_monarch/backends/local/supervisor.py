@@ -72,7 +72,8 @@ def _supervise(paths: state_files.AppPaths) -> None:
     if record.terminal:
         raise RuntimeError(f"the app has ended before it was started: {record.msg}")
     os.makedirs(request.run_dir, mode=0o700, exist_ok=True)
-    pid = state.write_owner(paths).supervisor.pid
+    state.write_owner(paths)
+    pid = os.getpid()
 
     def on_ready() -> None:
         # The submitter may have died meanwhile; the app continues.

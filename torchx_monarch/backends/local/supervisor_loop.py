@@ -32,6 +32,7 @@ from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.insight import events
 from torchx_monarch.model import backoff, job_result
+from torchx_monarch.model.env_names import RANK0_HOST
 from torchx_monarch.model.role_spec import RetryPolicy, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.graceful_stop import GracefulStop
@@ -90,7 +91,7 @@ class SupervisorLoop:
             if not self._request.networked:
                 env["MONARCH_RENDEZVOUS"] = f"unix:{self._socket(index)}"
                 env["MONARCH_PEERS"] = self._peers()
-                env["TORCHX_RANK0_HOST"] = "localhost"
+                env[RANK0_HOST] = "localhost"
             replicas.append(Replica(index, role.spec, replica, record, log_dir, env, self._selector))
         return replicas
 

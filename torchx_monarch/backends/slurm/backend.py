@@ -21,7 +21,6 @@ from torchx_monarch.backends.batch.backend import BatchBackend, Job
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.backend import Capabilities
 from torchx_monarch.backends.core.errors import StateAccessError, StateDirError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -52,9 +51,8 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     """
 
     options = SlurmOpts
-    name, install, array = "slurm", commands.INSTALL, "SLURM_PROCID"
+    name, install = "slurm", commands.INSTALL
     job_id = r"(\d+)(?:;\S+)?\s*$"  # with several clusters, --parsable prints ID;CLUSTER
-    capabilities = Capabilities(separates_roles=True, shares_interpreter=True)
     poll = 0.1
     config_section = "slurm"
     request_type = SlurmRequest
@@ -118,7 +116,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         try:
             state_files.make_folder("slurm", "ids")
         except OSError as error:
-            raise StateDirError(error.filename or self._ids, error.strerror or str(error)) from error
+            raise StateDirError.from_os_error(error, self._ids) from error
         return super().submit(request, submitted, credentials)
 
     def fill_folder(self, folder: JobFolder, request: BatchRequest) -> None:
@@ -246,7 +244,7 @@ def _outcome(job: QueuedJob | None, record: BatchRecord | None, folder: JobFolde
         return Outcome(record.state, record.msg, time=record.ended)
     if job is None:
         return None
-    if job.state is State.PENDING or not job.state.is_terminal:
+    if not job.state.is_terminal:
         return Outcome(job.state, job.reason) if job.state is State.PENDING else None
     if job.state is State.SUCCEEDED:
         return Outcome(State.SUCCEEDED)

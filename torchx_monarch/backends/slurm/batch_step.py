@@ -103,9 +103,7 @@ def record_path(folder: JobFolder) -> str:
 
 def load_record(folder: JobFolder) -> BatchRecord | None:
     """Read job.json; return None if it is missing, or just being replaced."""
-    with contextlib.suppress(state_files.DamagedFileError):  # NFS may not find a file that is just being replaced
-        return state_files.load(BatchRecord, record_path(folder), folder.trusted)
-    return None
+    return state_files.load_undamaged(BatchRecord, record_path(folder), folder.trusted)
 
 
 class BatchStep:
@@ -197,8 +195,7 @@ class BatchStep:
     # -- decisions -----------------------------------------------------------------------------------------------------
 
     def _status(self) -> AppStatus:
-        stop = self._folder.load_stop()
-        ending = stop.outcome if stop else None
+        ending = self._folder.load_ending()
         running = set(self._steps.values())
         roles = []
         for index, role in enumerate(self._request.roles):
@@ -300,7 +297,7 @@ class BatchStep:
 
     def _event(self, kind: str, message: str, **fields: Any) -> None:
         _say(message)
-        events.append(self._folder.events, kind, message, seconds=None, **fields)
+        events.append(self._folder.events, kind, message, **fields)
 
 
 def first_node(nodes: str) -> str:

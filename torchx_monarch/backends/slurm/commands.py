@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchx_monarch.backends.batch import backend as batch
+from torchx_monarch.backends.batch import commands as batch_commands
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.slurm import states
@@ -63,8 +63,8 @@ def environ() -> dict[str, str]:
 
 
 def run(command: Sequence[str], timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands; arguments and errors as for ``batch.backend.run_command``."""
-    return batch.run_command(command, environ(), INSTALL, timeout)
+    """Run one of Slurm's commands; arguments and errors as for ``batch.commands.run``."""
+    return batch_commands.run(command, environ(), INSTALL, timeout)
 
 
 _JOB_ID = re.compile(r"(\d+)(?:\+0+)?")

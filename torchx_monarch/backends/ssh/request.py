@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 
 from torchx.specs import AppDef, Role, macros
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local.render import RANK0_HOST, new_app_id
+from torchx_monarch.backends.local.render import new_app_id, working_folder
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.ssh import workspace
 from torchx_monarch.backends.ssh.in_job.wire import Layout
 from torchx_monarch.backends.ssh.options import SshOpts, parse_hosts
 from torchx_monarch.model import codec
-from torchx_monarch.model.env_names import CREDENTIALS, replica0_variable
+from torchx_monarch.model.env_names import CREDENTIALS, RANK0_HOST, replica0_variable
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.supervisor.records import ReplicaRequest
 
@@ -62,14 +61,12 @@ class SshRequest:
             first: the address of the first machine, which has replica 0 of each role.
         """
         spec = self.roles[role].spec
-        # The machine restarts its replica alone, whatever happens to others: hosts end and begin again together.
-        alone = replace(spec, replicas=1, min_replicas=None, sidecar=False)
         replica = self.roles[role].replicas[k]
         env = {RANK0_HOST: first, **replica.env}
         env |= {replica0_variable(index): first for index in range(len(self.roles))}
         if spec.runs_hosts and credentials:
             env[CREDENTIALS] = credentials
-        roles = [RoleRequest(alone, [replace(replica, env=env)], first=k)]
+        roles = [RoleRequest(spec.alone(), [replace(replica, env=env)], first=k)]
         return LocalRequest(name, self.name, roles, grace=self.grace, lease=self.lease, networked=True)
 
 
@@ -108,7 +105,7 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest
 
 
 def _role(role: Role, spec: RoleSpec, app_id: str, root: str) -> RoleRequest:
-    cwd = os.path.abspath(role.image) if role.image and os.path.isdir(role.image) else os.getcwd()
+    cwd = working_folder(role)
     replicas = []
     for k in range(role.num_replicas):
         filled = macros.Values(root or cwd, app_id, str(k), RANK0_HOST).apply(role)

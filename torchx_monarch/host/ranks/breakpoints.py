@@ -16,13 +16,13 @@ import contextlib
 import fcntl
 import os
 import signal
-import socket
 import struct
 import termios
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from torchx_monarch.transport import messages
+from torchx_monarch.transport.connections import peer_pid
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -68,8 +68,7 @@ class Breakpoints:
             self._server = self._server or await asyncio.start_unix_server(self._serve, self.path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid: int = struct.unpack("3i", credentials)[0]
+        pid = peer_pid(writer)
         try:
             place = await messages.receive(reader, _ANSWER_TIMEOUT)
             if place is None or type(rank := place.get("rank")) is not int:

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import socket
 import struct
 import time
 from collections.abc import Collection
@@ -25,6 +24,7 @@ from torchx_monarch.host.ranks.rank_recorder import CODE, DUMP, DUMPS, FAILURE, 
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, parse_ranks
 from torchx_monarch.model.codec import decode
 from torchx_monarch.system import safe_files
+from torchx_monarch.transport.connections import peer_pid
 
 _FOLDER = "flight_recorder"
 
@@ -99,8 +99,7 @@ class FlightRecorders:
         return {**{pid: () for pid in pids if pid not in asked}, **groups}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid: int = struct.unpack("3i", credentials)[0]
+        pid = peer_pid(writer)
         connection = self._ranks[pid] = _Connection(writer)
         self._grouped[pid] = time.time()
         dumps = 0
@@ -146,13 +145,8 @@ def parse_groups(data: bytes) -> tuple[GroupStatus, ...]:
     Raises:
         ValueError: they are something else.
     """
-    groups = decode(_Groups, {"groups": json.loads(data)}).groups
+    groups = decode(tuple[GroupStatus, ...], json.loads(data))
     return tuple(map(_limited, groups[:MAX_GROUPS]))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Groups:
-    groups: tuple[GroupStatus, ...]
 
 
 def _limited(group: GroupStatus) -> GroupStatus:

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run the commands of a batch system."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from torchx_monarch.backends.core.errors import BackendError
+
+
+def run(
+    command: Sequence[str], environ: Mapping[str, str], install: str, timeout: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of a batch system, which may answer late under load.
+
+    Args:
+        install: what to install if it is missing.
+        timeout: seconds that it may take.
+
+    Raises:
+        BackendError: it is missing, cannot be executed, or does not end in time.
+    """
+    try:
+        return subprocess.run(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+            start_new_session=True,  # Ctrl-C is for this process, which needs the answer (``BatchBackend._submit``)
+        )
+    except FileNotFoundError:
+        raise BackendError(f"{command[0]!r} is not on the PATH: install {install}") from None
+    except OSError as error:
+        raise BackendError(f"{command[0]!r} cannot be run: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise BackendError(f"`{' '.join(command[:2])}` has not answered for {timeout:g} s") from None
