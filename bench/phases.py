@@ -20,7 +20,7 @@ from words import spread
 PHASES = {
     "submitted": "the Runner imports TorchX and submits",
     "replica_started": "the supervisor starts the host",
-    "mesh": "the host starts its zygote, and is ready for ranks",
+    "hosts": "the host has started its zygote, and is ready for ranks",
     "first_line": "the zygote has imported torch: first line of the first rank",
     "last_line": "first line of the last rank",
     "group": "the group has formed",
