@@ -109,7 +109,7 @@ def test_the_last_screen_of_a_run_that_succeeded_ends_with_what_to_type(work: Pa
         f"  log:    {folder(handle)}/logs",
         "  ran:    2 hosts x 1 rank, no restart",
         f"  next:   torchx log {handle}",
-        f"          torchx delete {handle}",
+        f"          torchx monarch report {handle} -o job.html",
     ]
     assert "\x1b" not in "\n".join(last_screen(done.stderr))
 

@@ -75,7 +75,7 @@ def test_a_job_from_its_start_to_its_end(tmp_path: Path, eventually: Eventually)
     assert status["roles"][0]["command"].endswith("prog.py")
     shown = monarch("status", handle)
     assert "  attempt      2 of 3\n" in shown and "\x1b" not in shown
-    assert "attempt 2 of 3; 4 ranks on 2 hosts" in " ".join(torchx("status", handle).split())
+    assert "attempt 2 of 3; 4 ranks on 2 hosts" in " ".join(torchx("status", "trainer").split())
 
     look = objects("top", handle, "--once")
     assert [row["state"] for row in look["ranks"]] == ["running"] * 4 and not look["missing"]
@@ -85,7 +85,7 @@ def test_a_job_from_its_start_to_its_end(tmp_path: Path, eventually: Eventually)
     assert f'torchx_monarch_job_restarts_total{{job="{handle.rpartition("/")[2]}"}} 1\n' in counted
 
     (listed,) = objects("ls")
-    assert set(listed) == set(status) == documented("status, ls") and listed["handle"] == handle
+    assert set(listed) == set(status) == documented("status, ls, wait") and listed["handle"] == handle
     table = monarch("ls", "--state", "running,pending", "--since", "1h").splitlines()
     assert table[0].split() == ["ID", "STATE", "AGE", "TIME", "CODE", "HOSTS"]
     assert table[1].startswith(handle.rpartition("/")[2]) and table[1].endswith("2x2")
@@ -100,6 +100,18 @@ def test_a_job_from_its_start_to_its_end(tmp_path: Path, eventually: Eventually)
     ended = objects("status", handle)
     assert (ended["exit_code"], ended["phase"], ended["live"]) == (0, None, None)
     assert monarch("ls").splitlines()[1].split()[-2:] == ["0", "2x2"]
+
+
+def test_a_job_is_cancelled_waited_for_and_deleted_by_its_name(tmp_path: Path) -> None:
+    handle = submit(tmp_path, "--nproc", "1", "--name", "sleeper", program="import time; time.sleep(600)")
+    assert f"torchx delete --force {handle}" in torchx("delete", "sleeper", code=1)
+    assert f"{handle} has not ended within 0 s" in monarch("wait", "--timeout", "0", code=exit_codes.TIMEOUT)
+    assert run_torchx("cancel", "slee").stderr == f"cancelled {handle}\n"
+    assert run_torchx("monarch", "wait").returncode == 1
+    assert objects("status")["state"] == "CANCELLED"
+    assert f"{handle} had ended before: CANCELLED" in run_torchx("monarch", "cancel", "last").stderr
+    assert run_torchx("monarch", "delete", handle).stderr == f"deleted {handle} and its logs\n"
+    assert "no app was submitted" in torchx("status", "last", code=exit_codes.UNKNOWN_APP)
 
 
 def test_ls_and_status_agree_on_a_restarted_job(tmp_path: Path, eventually: Eventually) -> None:

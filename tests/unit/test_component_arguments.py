@@ -113,7 +113,7 @@ def test_every_option_of_torchrun_is_accepted_or_named(option: object) -> None:
         ("--lr 0.1 t.py", "has no option --lr. Options of the program come after it."),
         ("-n 4 t.py", "has no option -n."),
         ("--max 3 t.py", "--max may mean --max_restarts or --max_retries"),
-        ("--standalone t.py", "--env PET_STANDALONE=1"),
+        ("--standalone t.py", "leave --standalone out: the hosts of each job find each other"),
         ("--rdzv-backend c10d t.py", "leave --rdzv-backend out: the hosts of the job find each other"),
         ("--role trainer t.py", "leave --role out: the role is named after the program"),
         ("--workspace . t.py", "--workspace is an option of `torchx run`: type it before monarch.spmd."),

@@ -49,6 +49,7 @@ def apps() -> None:
         ("4711", SLURM),
         ("47", SLURM),
         ("pretrain", SLURM),
+        ("digits", DIGITS_2),
         ("pre", SLURM),
         ("bert", POD),
         ("default:bert-b9z", POD),
@@ -66,7 +67,7 @@ def test_the_last_of_no_apps() -> None:
     assert caught.value.exit_code == exit_codes.UNKNOWN_APP
 
 
-@pytest.mark.parametrize("word", ["digits", "d", "digits-"])
+@pytest.mark.parametrize("word", ["digit", "d", "digits-"])
 def test_an_ambiguous_word_lists_the_candidates_the_newest_first(apps: None, word: str) -> None:
     with pytest.raises(HandleError) as caught:
         resolve(word)
@@ -93,7 +94,7 @@ def test_a_message_stays_short() -> None:
     for number in range(100):
         Path(state_files.app_paths(f"many-{number}").root).mkdir(parents=True)
     with pytest.raises(HandleError) as caught:
-        resolve("many")
+        resolve("many-")
     assert len(str(caught.value).splitlines()) <= 12 and "and 92 more" in str(caught.value)
 
 

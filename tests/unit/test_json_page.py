@@ -32,7 +32,7 @@ def names(kind: Any) -> set[str]:
 
 
 def test_the_fields_of_a_status() -> None:
-    assert documented("status, ls") == names(JobStatus)
+    assert documented("status, ls, wait") == names(JobStatus)
     assert documented("live") == names(LiveState)
     line = next(line for line in (_REFERENCE / "json.md").read_text().splitlines() if line.startswith("| `phase`"))
     assert re.findall(r"`(\w+)`", line)[1:] == list(PHASES)
@@ -81,7 +81,7 @@ def test_the_fields_of_checks() -> None:
     assert documented("a check") == names(CheckResult)
 
 
-@pytest.mark.parametrize("name", main.SUB_COMMANDS)
+@pytest.mark.parametrize("name", sorted(main.SUB_COMMANDS.keys() - {"cancel", "delete"}))  # which are TorchX's
 def test_every_sub_command_has_json(name: str) -> None:
     parser = argparse.ArgumentParser()
     main.load(name).add_arguments(parser)

@@ -26,6 +26,8 @@ from torchx_monarch.schedulers.run_options import CheckedRunopts
 
 Command = Callable[..., str]
 
+RUN = "run -s monarch_local monarch.spmd"
+
 
 @pytest.fixture
 def torchx(
@@ -54,6 +56,50 @@ def torchx(
 
     yield run
     threading.excepthook = hook
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        (f"{RUN} trian.py", "Did you mean train.py?"),
+        (f"{RUN} -m package.trainr", "there is no module trainr.py in {folder}/package. Did you mean trainer.py?"),
+        (f"{RUN} data", "{folder}/data is a folder without a __main__.py. Give a file in it."),
+        (f"{RUN} --nprocs 4 train.py", "Did you mean --nproc?"),
+        (f"{RUN} --nproc four train.py", "--nproc four: use a number above 0, or one of auto, gpu, cpu, xpu"),
+        (f"{RUN} --nproc 0 train.py", "--nproc 0: use a number above 0"),
+        (f"{RUN} --env FOO train.py", "--env FOO: give NAME=VALUE pairs"),
+        (f"{RUN} --env A=1 --env B=2 train.py", "--env is given twice. Give all pairs at once, as in --env A=1,B=2."),
+        (f"{RUN} --debug train.py", "--debug train.py: give True or False"),
+        (f"{RUN} --rdzv-backend c10d train.py", "leave --rdzv-backend out: the hosts of the job find each other"),
+        (f"{RUN} --standalone train.py", "leave --standalone out: the hosts of each job find each other"),
+        (f"{RUN} --wait train.py", "--wait is an option of `torchx run`: type it before monarch.spmd"),
+        ("run -s monarch_local monarch.spdm train.py", "Did you mean monarch.spmd?"),
+        ("run -s monarch_local train.py", "To run a script: torchx run monarch.spmd --nproc 4 train.py"),
+        ("run monarch_local monarch.spmd train.py", "To use it: torchx run -s monarch_local COMPONENT ..."),
+        (
+            "run -s monarch-local monarch.spmd train.py",
+            "there is no scheduler monarch-local. Did you mean monarch_local?",
+        ),
+        ("run -s monarch_local -cfg hang_aftr=20 monarch.spmd train.py", "Did you mean hang_after?"),
+        ("run -s monarch_local -cfg on_hang=kill monarch.spmd train.py", "it is observe or restart or fail"),
+        ("status monarch_locl://torchx/x", "Did you mean monarch_local?"),
+        ("status monarch_local://x", "is not of the form"),
+        ("status monarch_local://torchx/x", "there is no app 'x' of monarch_local"),
+        ("status train-x7", "there is no app 'train-x7'; `torchx monarch ls` lists all"),
+        ("log train-x7/train/0", "there is no app 'train-x7'"),
+        ("cancel last", "no app was submitted from this machine yet"),
+        ("describe last", "no app was submitted from this machine yet"),
+        ("delete last", "no app was submitted from this machine yet"),
+        ("monarch cancel train", "there is no app 'train'"),
+        ("monarch wait", "no app was submitted from this machine yet"),
+        ("monarch statsu", "'status'"),
+    ],
+)
+def test_what_to_type_instead(torchx: Command, tmp_path: Path, command: str, answer: str) -> None:
+    for name in ("train.py", "package/__init__.py", "package/trainer.py", "data/digits.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert answer.format(folder=tmp_path) in torchx(*command.split())
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_success_takes_three_to_five_lines(tmp_path: Path) -> None:
         f"  log:    {tmp_path}/a b/logs",
         "  ran:    2 hosts x 4 ranks, 2 restarts",
         f"  next:   torchx log {HANDLE}",
-        f"          torchx delete {HANDLE}",
+        f"          torchx monarch report {HANDLE} -o job.html",
     ]
     assert len(lines_of(app(State.SUCCEEDED))) == 4
 

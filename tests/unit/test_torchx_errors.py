@@ -19,7 +19,7 @@ from torchx_monarch.cli import torchx_errors
 @pytest.mark.parametrize(
     ("command", "error", "said"),
     [
-        ("status train", MalformedAppHandleException("train"), "train is not of the form"),
+        ("status a://b/c/d", MalformedAppHandleException("a://b/c/d"), "a://b/c/d is not of the form"),
         ("log monarch_locl://x/y", UnknownSchedulerException("monarch_locl"), "Did you mean monarch_local?"),
         (
             "run monarch.spmd a.py",

@@ -9,18 +9,15 @@ import time
 from datetime import datetime, timezone
 
 from torchx_monarch.cli import handles
+from torchx_monarch.cli.handles import LAST
 from torchx_monarch.client.hosts import Hosts
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-def add_handle(parser: argparse.ArgumentParser, optional: bool = False) -> None:
-    """Define the handle of an allocation and the options that say where its hosts are.
-
-    Args:
-        optional: whether the handle may be left out; it is None then.
-    """
-    handles.add_handle(parser, optional)
+def add_handle(parser: argparse.ArgumentParser, default: str | None = LAST, required: bool = False) -> None:
+    """Define the handle of an allocation, see ``handles.add_handle``, and the options that say where its hosts are."""
+    handles.add_handle(parser, default, required)
     add_role_and_address(parser)
 
 

@@ -22,6 +22,9 @@ UNAVAILABLE = os.EX_UNAVAILABLE
 OUTPUT = os.EX_IOERR
 """74: the output cannot be written: the disk is full."""
 
+TIMEOUT = 124
+"""124: `wait` has waited for as long as `--timeout` says; the code of timeout(1)."""
+
 BROKEN_PIPE = 141
 """Nobody reads the output any more: a shell's code for SIGPIPE."""
 

@@ -25,7 +25,7 @@ LOCAL = "monarch_local"
 LAST = "last"
 """The word for the app that was submitted last."""
 
-_HELP = "the app: its handle, its id or name, the beginning of one, or 'last'"
+HELP = "the app: its handle, its id or name, the beginning of one, or 'last'"
 
 _CANDIDATES = 8
 """Apps that a message lists at most."""
@@ -43,24 +43,28 @@ class HandleError(Exception):
         self.exit_code = exit_code
 
 
-def add_handle(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+def add_handle(parser: argparse.ArgumentParser, default: str | None = LAST, required: bool = False) -> None:
     """Define the argument ``handle`` of a sub-command; ``resolve`` is applied to it before the sub-command runs.
 
     Args:
-        optional: whether the handle may be left out; it is None then.
+        default: the handle, or None, if it is left out.
+        required: whether it must not be left out, as in a sub-command that ends a job.
     """
-    argument: Any = parser.add_argument("handle", nargs="?" if optional else None, metavar="HANDLE", help=_HELP)
+    text = f"{HELP} (default: last)" if default == LAST and not required else HELP
+    argument: Any = parser.add_argument(
+        "handle", nargs=None if required else "?", default=default, metavar="HANDLE", help=text
+    )
     argument.completer = complete
 
 
 def resolve(word: str) -> str:
     """Return the handle of the app that a word names.
 
-    An id or a name counts before the beginning of another one. A handle is returned as it is: it may be of an app that
-    another machine has submitted.
+    An id or a name counts before the beginning of another one, and a name that several apps have means the newest. A
+    handle is returned as it is: it may be of an app that another machine has submitted.
 
     Raises:
-        HandleError: no app, or several, are named so.
+        HandleError: no app is named so, or several begin so.
     """
     if "://" in word:
         return word
@@ -69,18 +73,17 @@ def resolve(word: str) -> str:
         if not apps:
             raise HandleError("no app was submitted from this machine yet", exit_codes.UNKNOWN_APP)
         return apps[0].handle
-    for found in (
-        [app for app in apps if app.app_id == word],
-        [app for app in apps if word in app.words],
-        [app for app in apps if any(app_word.startswith(word) for app_word in app.words)] if word else [],
-    ):
-        if len(found) == 1:
-            return found[0].handle
-        if found:
-            now = time.time()
-            lines = [f"  {one_line(app.handle)}  submitted {show_duration(now - app.submitted)} ago" for app in found]
-            message = f"{one_line(word)!r} may be one of {len(found)} apps; type more of its id:"
-            raise HandleError("\n".join([message, *_first(lines)]), exit_codes.USAGE)
+    for named in ([app for app in apps if app.app_id == word], [app for app in apps if word in app.words]):
+        if named:
+            return named[0].handle
+    found = [app for app in apps if any(app_word.startswith(word) for app_word in app.words)] if word else []
+    if len(found) == 1:
+        return found[0].handle
+    if found:
+        now = time.time()
+        lines = [f"  {one_line(app.handle)}  submitted {show_duration(now - app.submitted)} ago" for app in found]
+        message = f"{one_line(word)!r} may be one of {len(found)} apps; type more of its id:"
+        raise HandleError("\n".join([message, *_first(lines)]), exit_codes.USAGE)
     raise unknown(word)
 
 

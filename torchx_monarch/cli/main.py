@@ -24,6 +24,9 @@ SUB_COMMANDS = {
     "follow": "the output of a run that was begun elsewhere, and its exit code",
     "ps": "allocations, or the runs of one",
     "stop": "give an allocation's hosts back, or end one run",
+    "wait": "wait for the end of a job, and exit with its exit code",
+    "cancel": "end a job and keep its logs, as torchx cancel does",
+    "delete": "remove a job that has ended, with its logs, as torchx delete does",
     "debug": "the pdb of a rank that waits in breakpoint(), on this terminal",
     "stacks": "where the ranks of a job are: their stacks, equal ones together",
     "trace": "the timeline of a job as a file that Perfetto opens",
@@ -33,7 +36,8 @@ SUB_COMMANDS = {
     "preload": "what -cfg preload=auto has learned of the jobs of this machine",
     "completion": "a script that completes commands, options and handles in your shell",
 }
-"""The sub-commands with their help. Each is the module of its name in this package, see ``SubCommandModule``."""
+"""The sub-commands with their help. Each is the module of its name in this package, see ``SubCommandModule``, or a
+command of TorchX that ``torchx_commands`` extends."""
 
 
 class SubCommandModule(Protocol):
@@ -47,7 +51,11 @@ class SubCommandModule(Protocol):
 
 
 def load(name: str) -> SubCommandModule:
-    """Import the module of a sub-command."""
+    """Import the module of a sub-command, or create the command of TorchX."""
+    if name in ("cancel", "delete"):
+        from torchx_monarch.cli import torchx_commands
+
+        return torchx_commands.CmdCancel() if name == "cancel" else torchx_commands.CmdDelete()
     return cast(SubCommandModule, importlib.import_module(f"torchx_monarch.cli.{name}"))
 
 

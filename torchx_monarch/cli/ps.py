@@ -18,7 +18,7 @@ from torchx_monarch.system.untrusted_text import one_line
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``torchx monarch ps``."""
-    add_handle(parser, optional=True)
+    add_handle(parser, default=None)
     add_json(parser)
 
 

@@ -17,7 +17,7 @@ from torchx_monarch.exceptions import AllocationError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``torchx monarch stop``."""
-    add_handle(parser, optional=True)
+    add_handle(parser, default=None)
     parser.add_argument("--run", nargs="?", const="", help="end this run, or the one that runs; keep the hosts")
     add_json(parser)
 

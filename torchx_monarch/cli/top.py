@@ -56,7 +56,7 @@ _KEYS = "q quit   up/down/pgup/pgdn scroll   h {}"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``torchx monarch top``."""
-    add_handle(parser, optional=True)
+    add_handle(parser, default=None)
     parser.add_argument(
         "--interval", type=_interval, default=_INTERVAL_S, metavar="SECONDS", help="time between two looks (default: 2)"
     )

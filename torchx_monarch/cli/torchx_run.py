@@ -8,6 +8,7 @@ after the component's name and nothing else. Components of other packages are pa
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
 import inspect
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 from torchx.cli.cmd_run import CmdRun as TorchXCmdRun
 
 from torchx_monarch.schedulers import command
+from torchx_monarch.torchx_adapter import torchx_api
 
 _OWN = "monarch."
 """How the names of this package's components begin, as setup.cfg registers them."""
@@ -24,6 +26,11 @@ _OWN = "monarch."
 
 class CmdRun(TorchXCmdRun):  # type: ignore[misc]
     """Implement ``torchx run``."""
+
+    def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
+        """Define TorchX's arguments, with a suggestion for a scheduler that does not exist."""
+        super().add_arguments(subparser)
+        torchx_api.convert_option(subparser, "scheduler", _scheduler)
 
     def run(self, args: argparse.Namespace) -> None:
         """Run a component; exit with a message if its name, its arguments or its script are wrong."""
@@ -41,6 +48,19 @@ class CmdRun(TorchXCmdRun):  # type: ignore[misc]
         if args is not None:
             args.wait, args.log = found.get("wait", False), found.get("log", False)
         return found
+
+
+def _scheduler(name: str) -> str:
+    """Return the name of a scheduler; raise ArgumentTypeError for any other word."""
+    from torchx.schedulers import get_scheduler_factories
+
+    from torchx_monarch.model.spelling import did_you_mean
+
+    if name not in (schedulers := get_scheduler_factories()):
+        raise argparse.ArgumentTypeError(
+            f"there is no scheduler {name}.{did_you_mean(name, schedulers)} Schedulers are: {', '.join(schedulers)}"
+        )
+    return name
 
 
 def _checked(args: argparse.Namespace) -> list[str]:
@@ -78,29 +98,45 @@ def _checked(args: argparse.Namespace) -> list[str]:
     if parsed is None:
         return [component, "--help"]
     if args.scheduler == "monarch_local" and not args.dryrun:
-        _require_script(parsed.script, parsed.options.get("image", ""))
+        image = parsed.options.get("image", "")
+        folder = image if os.path.isdir(image) else os.getcwd()
+        if "m" in parsed.options:
+            _require_module(parsed.options["m"], folder)
+        elif parsed.script:
+            _require_script(os.path.join(folder, parsed.script))
     return [component, *parsed.words]
 
 
-def _require_script(script: str, image: str) -> None:
+def _require_script(path: str) -> None:
     """Check that a script exists, for a job that runs in a folder of this machine.
 
-    Args:
-        script: its path as typed. Only that of a Python file is checked: torchrun can run other programs, and TorchX
-            can replace macros in a path.
-        image: the folder in which the job runs, if it is one; else the job runs in the current folder.
+    Only that of a Python file is checked, and a folder: torchrun can run other programs, and TorchX can replace macros
+    in a path.
     """
-    path = os.path.join(image if os.path.isdir(image) else os.getcwd(), script)
-    if not script.endswith(".py") or "$" in script or os.path.exists(path):
-        return
+    if os.path.isdir(path) and not os.path.exists(os.path.join(path, "__main__.py")):
+        _exit(f"{path} is a folder without a __main__.py. Give a file in it.")
+    if path.endswith(".py") and "$" not in path and not os.path.exists(path):
+        _missing(path, "file")
+
+
+def _require_module(module: str, folder: str) -> None:
+    """Check that a module exists if its package is in the folder in which the job runs."""
+    package, dot, name = module.rpartition(".")
+    path = os.path.join(folder, *package.split("."), name)
+    suffixes = ("", *importlib.machinery.all_suffixes())
+    if dot and os.path.isdir(os.path.dirname(path)) and not any(os.path.exists(path + suffix) for suffix in suffixes):
+        _missing(f"{path}.py", "module")
+
+
+def _missing(path: str, what: str) -> NoReturn:
     from torchx_monarch.model.spelling import did_you_mean
 
     folder, name = os.path.split(os.path.abspath(path))
     try:
         beside = os.listdir(folder)
     except OSError as error:
-        _exit(f"there is no file {script}: {folder}: {error.strerror}")
-    _exit(f"there is no file {name} in {folder}.{did_you_mean(name, beside)}")
+        _exit(f"there is no file {path}: {folder}: {error.strerror}")
+    _exit(f"there is no {what} {name} in {folder}.{did_you_mean(name, beside)}")
 
 
 def _function_of(component: str) -> Callable[..., Any] | None:
@@ -109,6 +145,7 @@ def _function_of(component: str) -> Callable[..., Any] | None:
     Raises:
         SystemExit: the component does not exist.
     """
+    from torchx.schedulers import get_scheduler_factories
     from torchx.specs import finder
 
     if component.endswith(".py"):  # TorchX would import ``train`` and look for its function ``py``
@@ -119,6 +156,8 @@ def _function_of(component: str) -> Callable[..., Any] | None:
     except finder.ComponentNotFoundException:
         from torchx_monarch.model.spelling import did_you_mean
 
+        if component in get_scheduler_factories():
+            _exit(f"{component} is a scheduler. To use it: torchx run -s {component} COMPONENT ...")
         hint = did_you_mean(component, finder.get_components())
         _exit(f"there is no component {component}.{hint} `torchx builtins` lists them.")
     except finder.ComponentValidationException:

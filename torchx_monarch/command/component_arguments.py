@@ -40,6 +40,13 @@ _BY_J = ("nproc_per_node", "nnodes")
 """torchrun's options of which ``-j NNODESxNPROC`` takes the place in a component that has no others for it."""
 
 
+_NOT_NEEDED = {
+    "role": "the role is named after the program",
+    "standalone": "the hosts of each job find each other by themselves",
+}
+"""torchrun's options that say what is so anyway, with the reason."""
+
+
 class ComponentArgumentError(ValueError):
     """The arguments of a component are wrong; the message names the argument and says what to type."""
 
@@ -95,7 +102,8 @@ def component_arguments(
         if value is None:
             value = _value_of(component, flag, rest)
         if name in given:
-            raise ComponentArgumentError(f"{component}: {flag} is given twice.")
+            pairs = " Give all pairs at once, as in --env A=1,B=2." if name == "env" else ""
+            raise ComponentArgumentError(f"{component}: {flag} is given twice.{pairs}")
         _check_value(component, flag, value, options[name])
         given[name] = value
         if name in _PROGRAMS:
@@ -145,8 +153,8 @@ def _unknown(component: str, flag: str, options: Mapping[str, object]) -> str:
 
 def _instead(option: Option, flag: str) -> str:
     """Say what to type instead of an option of torchrun that the component of torchrun commands does not have."""
-    if option.dest == "role":
-        return f"leave {flag} out: the role is named after the program."
+    if option.dest in _NOT_NEEDED:
+        return f"leave {flag} out: {_NOT_NEEDED[option.dest]}."
     if option.use is not Use.HONOURED:
         return f"leave {flag} out: {option.why}."
     if not option.env:

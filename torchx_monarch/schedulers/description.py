@@ -139,7 +139,7 @@ def summary_of(handle: str, app: AppSnapshot, status: AppStatus, submitted: floa
         cause=status.message,
         log=_folder(app),
         ran=f"{_shape(app)}, {facts}" if app.roles else facts,
-        next=(f"torchx log {handle}", f"torchx delete {handle}"),
+        next=(f"torchx log {handle}", f"torchx monarch report {handle} -o job.html"),
     )
     if status.state is not State.FAILED:
         return summary
