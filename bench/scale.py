@@ -126,14 +126,15 @@ def report(job: Job) -> str:
         "handle": "monarch_slurm://torchx/1",
         "state": "SUCCEEDED",
         "headline": "SUCCEEDED after 90 s",
-        "picture": report_page.picture(drawn),
+        "rows": report_page.rows_of(drawn),
+        "ticks": report_page.ticks(drawn.job.seconds),
         "is_from_log": False,
         "roles": [{"name": "trainer", "lost": "", "shares": report_page.shares(drawn, "trainer")}],
         "moments": drawn.moments,
         "ranks": ranks[:512],
         "ranks_left_out": max(0, len(ranks) - 512),
     }
-    return report_page.render(page, drawn.job.start)
+    return report_page.render(page, drawn.job)
 
 
 def measure(ranks: int, per_host: int, rounds: int) -> dict[str, float]:

@@ -18,9 +18,9 @@ import pytest
 
 from tests.waits import WITHIN
 from torchx_monarch.backends.core import client_credentials
-from torchx_monarch.client import allocations
-from torchx_monarch.client.allocations import list_allocations
-from torchx_monarch.client.attachment import Attachment, JobConnections, _Client
+from torchx_monarch.cli import jobs
+from torchx_monarch.cli.ps import list_allocations
+from torchx_monarch.client.attachment import Attachment, _Client
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import ClientError, UnreachableError
@@ -64,7 +64,7 @@ def test_a_stray_file_hides_no_app(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_all_allocations_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocations, "_PATIENCE", 20.0)
+    monkeypatch.setattr(jobs, "PATIENCE", 20.0)
     all_asked = threading.Barrier(3)
 
     class Replica0(socketserver.BaseRequestHandler):
@@ -85,7 +85,7 @@ def test_all_allocations_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPa
         all_asked.abort()
         server.shutdown()
         thread.join(WITHIN)
-    assert [one.handle for one in found] == [f"monarch_slurm://torchx/{number}" for number in range(3)]
+    assert [handle for handle, _, _ in found] == [f"monarch_slurm://torchx/{number}" for number in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -124,24 +124,21 @@ class _Link:
         self.closed = True
 
 
-def _attached(address: str, leaf: Mapping[str, str] | None = None) -> tuple[JobConnections, Attachment]:
-    attachment = Attachment(cast(Connection, _Link()), Address.parse(address, "test"), [], leaf)
-    connections = JobConnections()
-    connections.keep("r", attachment)
-    return connections, attachment
+def _attached(address: str, leaf: Mapping[str, str] | None = None) -> Attachment:
+    return Attachment(cast(Connection, _Link()), Address.parse(address, "test"), [], leaf)
 
 
 def test_one_job_on_a_network_for_a_process() -> None:
     client = _Client()
     here, first, second = map(_attached, ("unix:/x", "insecure-tcp:127.0.0.1:1", "insecure-tcp:127.0.0.1:2"))
-    url, _ = client.join("monarch_slurm://torchx/first", *first)
+    url, _ = client.join("monarch_slurm://torchx/first", first)
     assert url.startswith("tcp://") and url.endswith(":0")
-    assert client.join("monarch_local://torchx/here", *here) == ("", [])
-    assert client.join("monarch_slurm://torchx/first", *first) == (url, [])
+    assert client.join("monarch_local://torchx/here", here) == ("", [])
+    assert client.join("monarch_slurm://torchx/first", first) == (url, [])
     with pytest.raises(ClientError, match=r"a client of monarch_slurm://torchx/first, .* kill\(\) that job first"):
-        client.join("monarch_slurm://torchx/second", *second)
-    first[0].close()
-    assert client.join("monarch_slurm://torchx/second", *second) == (url, [])
-    second[0].close()
+        client.join("monarch_slurm://torchx/second", second)
+    first.link.close()
+    assert client.join("monarch_slurm://torchx/second", second) == (url, [])
+    second.link.close()
     with pytest.raises(ClientError, match="the client of a job without TLS, unlike monarch_slurm://torchx/third"):
-        client.join("monarch_slurm://torchx/third", *_attached("tls:127.0.0.1:3", {"certificate": ""}))
+        client.join("monarch_slurm://torchx/third", _attached("tls:127.0.0.1:3", {"certificate": ""}))

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli import status as status_command
 from torchx_monarch.cli.status_text import render
-from torchx_monarch.client.rank_queries import RankWatch
+from torchx_monarch.insight import events
 from torchx_monarch.insight.log_lines import stamp
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
@@ -225,12 +225,14 @@ def test_progress_lines_stand_for_events() -> None:
     assert (found.phase, found.attempt, found.attempts, found.ranks, found.started) == ("restarting", 2, 3, 8, 920.0)
 
 
-def test_numbers_with_thousands_of_digits_are_no_progress() -> None:
+def test_numbers_with_thousands_of_digits_are_no_progress(tmp_path: Path) -> None:
     digits = "9" * 5000  # int() raises ValueError above 4,300
     lines = [f"[monarch] {line}\n" for line in (f"hosts {digits}/1", f"ranks {digits}/1", f"run {digits}: x.py")]
     lines.append(f"[monarch] restart 1 of {digits} after: rank 3 failed\n")
     happened = events_of([TimedLine(950.0, line) for line in lines])
-    happened += [event("hosts", count=digits), event("ranks", count=[1]), event("spares", hosts=7)]
+    written = [event("hosts", count=digits), event("ranks", count=[1]), event("spares", hosts=7)]
+    (path := tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in written))
+    happened += events.read(path)[0]
     found = status_of(snapshot(), happened)
     assert (found.hosts, found.ranks, found.attempts) == (2, 8, 3)
     assert status_of(snapshot(args=["--nproc-per-node", digits, "train.py"])).ranks is None
@@ -297,13 +299,9 @@ def test_ranks_that_hang_are_shown_until_they_go_on() -> None:
 
 def test_a_watched_status_does_not_scroll(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     running, ended = status_of(snapshot(State.RUNNING)), status_of(snapshot(State.SUCCEEDED))
-    looks = iter([running, running, ended])
-    monkeypatch.setattr(status_command, "_read_status", lambda *_: next(looks))
-    monkeypatch.setattr("time.sleep", lambda _: None)
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((80, 3)))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    scheduler, ranks = SimpleNamespace(inner=SimpleNamespace(poll=0.0)), RankWatch()
-    status_command._watch(scheduler, running, "app", ranks, as_json=False)  # type: ignore[arg-type]
+    status_command.watch(iter([running] * 3 + [ended]), as_json=False)
     frames = re.split(r"\x1b\[(\d+)A\x1b\[J", capsys.readouterr().out)
     assert frames[1::2] == ["2"] * 3 and [frame.count("\n") for frame in frames[:-1:2]] == [2] * 3
     assert frames[-1] == render(ended) + "\n"

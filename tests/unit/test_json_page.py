@@ -15,7 +15,6 @@ import pytest
 from tests.unit.json_page import documented
 from torchx_monarch.cli import exit_codes, main, ps, run_output
 from torchx_monarch.cli.top import View
-from torchx_monarch.client.allocations import AllocationInfo
 from torchx_monarch.client.debugger import Breakpoint
 from torchx_monarch.client.result import RankResult, RunInfo, RunResult
 from torchx_monarch.insight.prometheus_text import Family
@@ -50,7 +49,7 @@ def test_the_fields_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert [set(each) for each in result["ranks"]] == [names(RankResult)]
     assert documented("a run") == set(RunInfo.__annotations__)
     live = LiveState(True, 1, None, 0, 0, 0.0, 0.0)
-    assert documented("an allocation") - {"live"} == set(ps._to_json(AllocationInfo("h", "r", live)))
+    assert documented("an allocation") - {"live"} == set(ps._to_json("h", "r", live))
 
 
 def test_the_fields_of_breakpoints() -> None:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 
 import pytest
 
 from tests.unit.test_timeline import HOSTS, RESTARTED, START, event
 from torchx_monarch.insight.events import Event
-from torchx_monarch.insight.report_page import curves, picture, render, shares
+from torchx_monarch.insight.report_page import curves, render, rows_of, shares, ticks
 from torchx_monarch.insight.sample_log import RankUse, SampledMoment
 from torchx_monarch.insight.timeline import Timeline, build
 
@@ -25,7 +26,8 @@ def page(timeline: Timeline) -> str:
     values: dict[str, object] = {
         **texts,
         "facts": [(HOSTILE, HOSTILE)],
-        "picture": picture(timeline),
+        "rows": rows_of(timeline),
+        "ticks": ticks(timeline.job.seconds),
         "is_from_log": False,
         "roles": [{"name": HOSTILE, "lost": HOSTILE, "shares": shares(timeline, "t")}],
         "runs": timeline.spans_of("run"),
@@ -35,7 +37,7 @@ def page(timeline: Timeline) -> str:
         "ranks_left_out": 0,
         "stacks": [(HOSTILE, HOSTILE)],
     }
-    return render(values, timeline.job.start)
+    return render(values, timeline.job)
 
 
 class Elements(HTMLParser):
@@ -79,14 +81,18 @@ def test_texts_of_ranks_are_texts(happened: list[Event]) -> None:
 
 
 def test_the_picture_has_a_row_for_each_rank_and_folds_many_by_host() -> None:
-    rows = picture(build(RESTARTED, ["t"], end=999.0)).rows
+    restarted = build(RESTARTED, ["t"], end=999.0)
+    rows = rows_of(restarted)
     assert [row.label for row in rows] == ["phases", "attempts", "rank 0", "rank 1", "rank 2"]
-    assert [bar.style for bar in rows[3].bars] == ["import", "failed", "running"]
-    assert [bar.style for bar in rows[4].bars] == ["stopped", "running"]
-    assert rows[0].bars[-1].style == "failure" and rows[0].description.startswith("phases: submit: 0.5 s from 0.0 s")
+    assert [style for _, style in rows[3].bars] == ["import", "failed", "running"]
+    assert [style for _, style in rows[4].bars] == ["stopped", "running"]
+    assert [moment.kind for moment in rows[0].marks] == ["failure"]
+    text = page(restarted)
+    assert 'aria-label="phases: submit: 0.5 s from 0.0 s; queue: 0.5 s from 0.5 s;' in text
+    assert "<title>rank 1, exit code 1, process group after 1.4 s: 3.9 s from 6.1 s</title>" in text
     many = [{"replica": each, "first_rank": 4 * each, "pids": [1, 2, 3, 4]} for each in range(300)]
-    drawn = picture(build([*START, event(106, "ranks", hosts=many)], ["t"], end=130.0))
-    assert drawn.rows[1].label == "host 0" and len(drawn.rows) == 256 and drawn.left_out == 45
+    drawn = build([*START, event(106, "ranks", hosts=many)], ["t"], end=130.0)
+    assert rows_of(drawn)[1].label == "host 0" and "45 more rows are left out" in page(drawn)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +106,7 @@ def test_the_picture_has_a_row_for_each_rank_and_folds_many_by_host() -> None:
     ],
 )
 def test_the_axis_has_round_times(seconds: float, labels: list[str] | None) -> None:
-    ticks = picture(build([], ["t"], start=100.0, end=100.0 + seconds)).ticks
-    assert labels is None or [tick.label for tick in ticks] == labels
-    assert len(ticks) <= 10 and all(0 <= tick.left <= 100 for tick in ticks)
+    timeline = build([], ["t"], start=100.0, end=100.0 + seconds)
+    shown = re.findall(r'<text x="([\d.]+)%".*>(.*)</text>', page(timeline))
+    assert labels is None or [label for _, label in shown] == labels
+    assert len(shown) <= 10 and all(0 <= float(left) <= 100 for left, _ in shown)

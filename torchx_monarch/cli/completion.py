@@ -15,7 +15,6 @@ _SHELLS = ("bash", "zsh", "fish")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch completion``."""
     parser.add_argument("shell", choices=_SHELLS, help='in ~/.bashrc: eval "$(torchx monarch completion bash)"')
     add_json(parser)
 

@@ -11,13 +11,12 @@ import sys
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
 from torchx_monarch.cli.output import add_json, print_json, print_table
-from torchx_monarch.client.debugger import Breakpoint, attach, list_breakpoints
+from torchx_monarch.client.debugger import Breakpoint, attach, interact, list_breakpoints
 from torchx_monarch.client.hosts import say
 from torchx_monarch.system.untrusted_text import one_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch debug``."""
     add_handle(parser)
     parser.add_argument("--rank", type=int, metavar="K", help="this rank (default: the one that waits, or a list)")
     add_json(parser)
@@ -44,9 +43,9 @@ def run(args: argparse.Namespace) -> None:
         say("a debugger needs a terminal as stdin and stdout")
         sys.exit(exit_codes.USAGE)
     rank = waiting[0].rank if args.rank is None else args.rank
-    debugger = attach(hosts, rank)
+    link = attach(hosts, rank)
     say(f"attached to rank {rank}. `detach` and Ctrl-] have it go on without a debugger")
-    say(f"rank {rank} {one_line(debugger.interact(), 300)}")
+    say(f"rank {rank} {one_line(interact(link), 300)}")
 
 
 def _print(found: list[Breakpoint]) -> None:

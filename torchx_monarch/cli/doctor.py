@@ -9,12 +9,11 @@ import sys
 
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.output import add_json, print_json
-from torchx_monarch.schedulers.doctor import diagnose, failed
+from torchx_monarch.schedulers.doctor import diagnose
 from torchx_monarch.system.untrusted_text import one_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch doctor``."""
     parser.add_argument(
         "-s", "--scheduler", default="", help="check this scheduler, with its options (default: which can be used)"
     )
@@ -33,5 +32,5 @@ def run(args: argparse.Namespace) -> None:
     else:
         for result in results:
             print(one_line(result.line(), 500))
-    if failed(results):
+    if any(result.level == "fail" for result in results):
         sys.exit(exit_codes.FAILED)

@@ -22,7 +22,6 @@ _USAGE = "usage: torchx monarch exec HANDLE [options] [-- torchrun --nproc-per-n
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch exec``."""
     add_handle(parser, required=True)
     _add_options(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="as one would type it")

@@ -13,7 +13,6 @@ from torchx_monarch.client.runs import follow_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch follow``."""
     add_handle(parser, required=True)
     parser.add_argument("run", type=int, nargs="?", help="its number (default: the one that runs, or the last)")
     add_json(parser)

@@ -27,7 +27,6 @@ _KEY = "scheduler"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch init``."""
     parser.add_argument("-s", "--scheduler", default="monarch_local", help="the default (default: monarch_local)")
     parser.add_argument("--force", action="store_true", help="replace another default scheduler that the file names")
     parser.add_argument("--dry-run", action="store_true", help="print the file as it would be, and write nothing")
@@ -137,23 +136,19 @@ def with_value(text: str, section: str, key: str, value: str) -> str:
     before = value_of(text, section, key)
     if before == value:
         return text
-    changed = _with_value(text, section, key, value, before is not None)
-    if value_of(changed, section, key) != value:
-        raise ConfigSyntaxError(f"write `{key} = {value}` into its section [{section}] yourself")
-    return changed
-
-
-def _with_value(text: str, section: str, key: str, value: str, is_set: bool) -> str:
     line_end = "\r\n" if "\r\n" in text else "\n"
     setting = f"{key} = {value}{line_end}"
     header = re.search(rf"^[ \t]*\[{re.escape(section)}\][^\n]*(?:\n|\Z)", text, re.MULTILINE)
     if header is None:
-        before = f"{text.rstrip()}{line_end}{line_end}" if text.strip() else ""
-        return f"{before}[{section}]{line_end}{setting}"
-    above, below = text[: header.end()], text[header.end() :]
-    above += "" if above.endswith("\n") else line_end
-    if not is_set:
-        return above + setting + below
-    # With the lines of a value of several lines, which begin with blanks.
-    old = rf"^[ \t]*{re.escape(key)}[ \t]*[=:][^\n]*\n?(?:[ \t]+\S[^\n]*\n?)*"
-    return above + re.sub(old, lambda _: setting, below, count=1, flags=re.MULTILINE)
+        above = f"{text.rstrip()}{line_end}{line_end}" if text.strip() else ""
+        changed = f"{above}[{section}]{line_end}{setting}"
+    else:
+        above, below = text[: header.end()], text[header.end() :]
+        if before is None:
+            changed = above + ("" if above.endswith("\n") else line_end) + setting + below
+        else:  # with the lines of a value of several lines, which begin with blanks
+            old = rf"^[ \t]*{re.escape(key)}[ \t]*[=:][^\n]*\n?(?:[ \t]+\S[^\n]*\n?)*"
+            changed = above + re.sub(old, lambda _: setting, below, count=1, flags=re.MULTILINE)
+    if value_of(changed, section, key) != value:
+        raise ConfigSyntaxError(f"write `{key} = {value}` into its section [{section}] yourself")
+    return changed

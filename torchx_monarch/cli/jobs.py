@@ -6,24 +6,29 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli.handles import unknown
+from torchx_monarch.client.connection import ask
+from torchx_monarch.client.target import Target
 from torchx_monarch.insight import timeline
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.timeline import Timeline
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.schedulers import job_status, registered
 from torchx_monarch.schedulers.description import log_folder
-from torchx_monarch.schedulers.job_status import JobStatus
+from torchx_monarch.schedulers.job_status import JobStatus, LiveState
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 
 _MAX_LINES = 100_000
 """Progress lines that are read of one log: a rank can imitate them."""
+
+PATIENCE = 3.0
+"""Seconds to wait for the connection to replica 0, and again for its answer."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +39,15 @@ class JobHistory:
         app: its snapshot.
         decided: its state.
         status: its status.
-        events: its events; those that progress lines stand for where this machine does not have the events.
-        are_events_complete: whether they are the events themselves.
         timeline: its timeline.
-        read: when it was read, in seconds since the epoch.
+        from_log: whether progress lines stand for its events, which this machine does not have.
     """
 
     app: AppSnapshot
     decided: AppStatus
     status: JobStatus
-    events: Sequence[Event]
-    are_events_complete: bool
     timeline: Timeline
-    read: float
+    from_log: bool
 
 
 def app_id_of(handle: str) -> tuple[str, str]:
@@ -97,20 +98,27 @@ def read_app(scheduler: MonarchScheduler, handle: str, app_id: str) -> tuple[App
     return found
 
 
+def ask_live(target: Target) -> LiveState | None:
+    """Return what the hosts of a live allocation answer, without their runs; None if they are of another job."""
+    answer = ask(target, {"type": "look"}, PATIENCE)
+    live = answer.get("live")
+    if live is None:
+        return None
+    facts = {name: live[name] for name in ("ready", "run", "runs", "queued", "idle", "idle_timeout")}
+    return LiveState(hosts=len(answer["hosts"]), **facts)
+
+
 def read_history(handle: str) -> JobHistory:
     """Return the history of a job; raise as ``opened`` and ``read_app`` do."""
     scheduler_name, app_id = app_id_of(handle)
     with opened(scheduler_name) as scheduler:
-        return _history(scheduler, handle, app_id)
-
-
-def _history(scheduler: MonarchScheduler, handle: str, app_id: str) -> JobHistory:
-    app, decided = read_app(scheduler, handle, app_id)
-    now = time.time()
-    recorded = scheduler.read_events(app_id)
-    happened = recorded or _events_of_logs(scheduler, app)
-    folder, from_log = log_folder(app), not recorded
-    status = job_status.build(handle, app, decided, happened, now=now, log_folder=folder, from_log=from_log)
+        app, decided = read_app(scheduler, handle, app_id)
+        now = time.time()
+        recorded = scheduler.read_events(app_id)
+        happened = recorded or _events_of_logs(scheduler, app)
+    status = job_status.build(
+        handle, app, decided, happened, now=now, log_folder=log_folder(app), from_log=not recorded
+    )
     if not recorded and status.started:
         started = {"time": status.started, "kind": "job_started", "message": "the job started"}
         happened = [started, *(event for event in happened if event["time"] >= status.started)]
@@ -122,7 +130,7 @@ def _history(scheduler: MonarchScheduler, handle: str, app_id: str) -> JobHistor
         end=status.ended or now,
         live=live,
     )
-    return JobHistory(app, decided, status, happened, bool(recorded), drawn, now)
+    return JobHistory(app, decided, status, drawn, not recorded)
 
 
 def _events_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[Event]:

@@ -48,7 +48,6 @@ K = TypeVar("K")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch logs``."""
     add_handle(parser)
     parser.add_argument("--rank", type=_ranks, metavar="RANKS", help="only these global ranks: 0,3-5")
     parser.add_argument("--role", help="only this role of the app")

@@ -8,12 +8,8 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
-from torchx_monarch.backends.core.snapshot import AppSnapshot
-from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli.allocation_arguments import since
 from torchx_monarch.cli.handles import used_schedulers
 from torchx_monarch.cli.jobs import opened
@@ -30,7 +26,6 @@ _PATIENCE = 20.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch ls``."""
     parser.add_argument("-s", "--scheduler", help="only this scheduler (default: all that were used from this machine)")
     parser.add_argument(
         "--state", type=_states, help=f"only jobs in this state, or these: {','.join(map(str, State)).lower()}"
@@ -48,35 +43,20 @@ def _states(text: str) -> set[str]:
 
 def run(args: argparse.Namespace) -> None:
     """Print a table of jobs, the newest first."""
-    wanted = _Wanted(args.state, args.since)
-    found = _jobs(args.scheduler, wanted) if args.scheduler else _jobs_of_all(used_schedulers(), wanted)
-    found.sort(key=lambda job: job.submitted or 0.0, reverse=True)
+    found = _jobs(args.scheduler) if args.scheduler else _jobs_of_all(used_schedulers())
+    found = [
+        job
+        for job in sorted(found, key=lambda job: job.submitted or 0.0, reverse=True)
+        if (args.state is None or job.state in args.state)
+        and (args.since is None or (job.submitted or 0.0) >= args.since.timestamp())
+    ]
     if args.json:
         print_json([job.to_json() for job in found])
     else:
         _print(found)
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """Which jobs to list.
-
-    Attributes:
-        states: names of their states; None for any.
-        since: when they were submitted at the earliest; None for any time.
-    """
-
-    states: set[str] | None
-    since: datetime | None
-
-    def __call__(self, app: AppSnapshot, status: AppStatus) -> bool:
-        """Return whether to list an app."""
-        if self.states is not None and status.state.value not in self.states:
-            return False
-        return self.since is None or app.created >= self.since.timestamp()
-
-
-def _jobs(name: str, wanted: _Wanted) -> list[JobStatus]:
+def _jobs(name: str) -> list[JobStatus]:
     """Return the jobs of a scheduler.
 
     Raises:
@@ -92,19 +72,17 @@ def _jobs(name: str, wanted: _Wanted) -> list[JobStatus]:
         config.apply(scheduler=name, cfg=cfg)
         now = time.time()
         return [
-            build(f"{name}://torchx/{app.app_id}", app, status, now=now)
-            for app, status in scheduler.apps.list(cfg)
-            if wanted(app, status)
+            build(f"{name}://torchx/{app.app_id}", app, status, now=now) for app, status in scheduler.apps.list(cfg)
         ]
 
 
-def _jobs_of_all(names: Sequence[str], wanted: _Wanted) -> list[JobStatus]:
+def _jobs_of_all(names: Sequence[str]) -> list[JobStatus]:
     """Return the jobs of several schedulers, which are asked at the same time; say in one line if one does not tell."""
     answers: dict[str, list[JobStatus] | Exception] = {}
 
     def ask(name: str) -> None:
         try:
-            answers[name] = _jobs(name, wanted)
+            answers[name] = _jobs(name)
         except Exception as error:
             answers[name] = error
 
@@ -124,25 +102,20 @@ def _jobs_of_all(names: Sequence[str], wanted: _Wanted) -> list[JobStatus]:
 
 
 def _print(jobs: Sequence[JobStatus]) -> None:
-    schedulers = {job.handle.partition("://")[0] for job in jobs}
-    ids = [job.handle.partition("://torchx/")[2] for job in jobs]
-    named = any(job.name not in app_id for job, app_id in zip(jobs, ids, strict=True))
     now = time.time()
-    head = ["ID", *(["NAME"] if named else []), "STATE", "AGE", "TIME", "CODE", "HOSTS"]
-    rows = [
-        [
-            one_line(app_id),
-            *([one_line(job.name)] if named else []),
-            job.state,
-            "" if job.submitted is None else show_duration(now - job.submitted),
-            "" if job.elapsed is None else show_duration(job.elapsed),
-            "" if job.exit_code is None else str(job.exit_code),
-            size_of(job),
-        ]
-        for job, app_id in zip(jobs, ids, strict=True)
-    ]
-    if len(schedulers) > 1:
-        head.append("SCHEDULER")
-        for job, row in zip(jobs, rows, strict=True):
-            row.append(job.handle.partition("://")[0])
-    print_table(head, rows)
+    places = [job.handle.partition("://torchx/") for job in jobs]
+    columns = {
+        "ID": [one_line(app_id) for _, _, app_id in places],
+        "NAME": [one_line(job.name) for job in jobs],
+        "STATE": [job.state for job in jobs],
+        "AGE": ["" if job.submitted is None else show_duration(now - job.submitted) for job in jobs],
+        "TIME": ["" if job.elapsed is None else show_duration(job.elapsed) for job in jobs],
+        "CODE": ["" if job.exit_code is None else str(job.exit_code) for job in jobs],
+        "HOSTS": [size_of(job) for job in jobs],
+        "SCHEDULER": [scheduler for scheduler, _, _ in places],
+    }
+    if all(job.name in app_id for job, (_, _, app_id) in zip(jobs, places, strict=True)):
+        del columns["NAME"]
+    if len(set(columns["SCHEDULER"])) < 2:
+        del columns["SCHEDULER"]
+    print_table([*columns], [list(row) for row in zip(*columns.values(), strict=True)])

@@ -40,7 +40,6 @@ _OF_RANKS: tuple[tuple[str, str, Callable[[RankSample], float | None]], ...] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch metrics``."""
     add_handle(parser)
     parser.add_argument("--per-rank", action="store_true", help="with metrics of each rank: as many as there are ranks")
     parser.add_argument(

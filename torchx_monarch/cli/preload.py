@@ -17,7 +17,6 @@ _FIELDS = ("app", "role", "program", "names", "dropped", "variables")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch preload``."""
     parser.add_argument("app", nargs="?", help="name of the jobs, without their random suffix (default: all)")
     add_json(parser)
     parser.add_argument("--clear", action="store_true", help="forget it")

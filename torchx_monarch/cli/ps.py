@@ -4,20 +4,32 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
+from torchx_monarch.cli.handles import LOCAL, recorded_apps
+from torchx_monarch.cli.jobs import ask_live
 from torchx_monarch.cli.output import add_json, print_json, print_table
-from torchx_monarch.client.allocations import AllocationInfo, list_allocations
 from torchx_monarch.client.hosts import say
 from torchx_monarch.client.runs import list_runs
+from torchx_monarch.client.target import Target, recorded_roles
+from torchx_monarch.exceptions import RefusedError, UnreachableError
+from torchx_monarch.schedulers.job_status import LiveState
 from torchx_monarch.system.untrusted_text import one_line
+
+_MAX_ASKED = 64
+"""Allocations that are asked at the same time."""
+
+Allocation = tuple[str, str, LiveState]
+"""The handle of an app, one of its roles, and what replica 0 of the role has answered."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch ps``."""
     add_handle(parser, default=None)
     add_json(parser)
 
@@ -25,11 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print a table of the allocations, or of the runs of one."""
     if args.json:
-        found = list_runs(hosts_of(args)) if args.handle is not None else map(_to_json, list_allocations())
-        print_json(list(found))
+        if args.handle is not None:
+            print_json(list_runs(hosts_of(args)))
+        else:
+            print_json([_to_json(*allocation) for allocation in list_allocations()])
         return
     if args.handle is None:
-        print_table(["HANDLE", "ROLE", "HOSTS", "STATE", "RUNS", "IDLE"], [_row(found) for found in list_allocations()])
+        rows = [_row(*allocation) for allocation in list_allocations()]
+        print_table(["HANDLE", "ROLE", "HOSTS", "STATE", "RUNS", "IDLE"], rows)
         return
     hosts, rows = hosts_of(args), []
     runs = list_runs(hosts)
@@ -45,21 +60,33 @@ def run(args: argparse.Namespace) -> None:
     print_table(["RUN", "STATE", "CODE", "TIME", "BY", "SOURCE", "COMMAND"], rows)
 
 
-def _to_json(found: AllocationInfo) -> dict[str, Any]:
-    live = dataclasses.asdict(found.live)
-    del live["last_runs"]
-    return {"handle": found.handle, "role": found.role, **live}
+def list_allocations() -> Iterator[Allocation]:
+    """Yield the allocations of this machine's records that answer; apps that have ended do not answer."""
+    apps = sorted(recorded_apps(), key=lambda app: (app.scheduler != LOCAL, app.handle))
+    # All at once: each that is silent takes `jobs.PATIENCE`.
+    with ThreadPoolExecutor(_MAX_ASKED) as threads:
+        for answers in threads.map(lambda app: _answers(app.scheduler, app.app_id, app.handle), apps):
+            yield from answers
 
 
-def _row(found: AllocationInfo) -> list[str]:
-    live = found.live
+def _answers(scheduler: str, app_id: str, handle: str) -> list[Allocation]:
+    found = []
+    with contextlib.suppress(UnreachableError):
+        for role in recorded_roles(scheduler, app_id):
+            with contextlib.suppress(UnreachableError, RefusedError):
+                if (live := ask_live(Target.from_handle(handle, role))) is not None:
+                    found.append((handle, role, live))
+    return found
+
+
+def _to_json(handle: str, role: str, live: LiveState) -> dict[str, Any]:
+    values = dataclasses.asdict(live)
+    del values["last_runs"]
+    return {"handle": handle, "role": role, **values}
+
+
+def _row(handle: str, role: str, live: LiveState) -> list[str]:
     state = f"run {live.run}" if live.run else "ready" if live.ready else "starting"
     limit = f" of {live.idle_timeout:.0f}" if live.idle_timeout else ""
-    return [
-        one_line(found.handle),
-        one_line(found.role),
-        str(live.hosts),
-        state,
-        str(live.runs),
-        f"{live.idle:.0f}{limit} s",
-    ]
+    idle = f"{live.idle:.0f}{limit} s"
+    return [one_line(handle), one_line(role), str(live.hosts), state, str(live.runs), idle]

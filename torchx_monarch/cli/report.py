@@ -15,7 +15,7 @@ from torchx_monarch.cli.jobs import JobHistory, read_history
 from torchx_monarch.cli.output import STDOUT, add_json, add_output, print_json, write_output
 from torchx_monarch.cli.status_text import facts, state_and_time
 from torchx_monarch.insight import sample_log
-from torchx_monarch.insight.report_page import Curve, curves, picture, render, shares
+from torchx_monarch.insight.report_page import Curve, curves, render, rows_of, shares, ticks
 from torchx_monarch.insight.summary import local_path, raised_at, show_duration
 from torchx_monarch.insight.timeline import Span, Timeline, lost_seconds
 from torchx_monarch.model.host_result import HostResult
@@ -31,7 +31,6 @@ _SHOWN_ELSEWHERE = ("message", "phase", "hang", "source")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch report``."""
     add_handle(parser)
     add_output(parser)
     add_json(parser)
@@ -72,8 +71,9 @@ def page_of(history: JobHistory) -> str:
         "traceback": printable(result.traceback),
         "log": one_line(local_path(result.log)),
         "facts": _facts(history),
-        "picture": picture(drawn),
-        "is_from_log": not history.are_events_complete,
+        "rows": rows_of(drawn),
+        "ticks": ticks(drawn.job.seconds),
+        "is_from_log": history.from_log,
         "roles": [
             {"name": span.name, "lost": _lost(drawn, span.name), "shares": shares(drawn, span.name)}
             for span in drawn.spans_of("role")
@@ -84,9 +84,9 @@ def page_of(history: JobHistory) -> str:
         "ranks": ranks[:_MAX_RANKS],
         "ranks_left_out": max(0, len(ranks) - _MAX_RANKS),
         "stacks": read_stacks(status.log_folder),
-        "written": _date(history.read),
+        "written": _date(time.time()),
     }
-    return render(page, drawn.job.start)
+    return render(page, drawn.job)
 
 
 def _facts(history: JobHistory) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, RunRecords, collect_with_interrupts
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.model.host_result import HostResult
-from torchx_monarch.schedulers.caller_error_file import write_root_cause
+from torchx_monarch.system.error_files import write_for_caller
 from torchx_monarch.system.termination import closed_terminal_is_null
 
 
@@ -42,7 +42,7 @@ def stream_and_exit(
     finally:
         records.close()
     if ends and result.exit_code != 0:
-        write_root_cause(_error_file_of(result))
+        write_for_caller(_error_file_of(result))
     if as_json:
         _print({"type": "result", "handle": hosts.handle, **_to_json(result)})
     else:

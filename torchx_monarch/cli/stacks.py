@@ -17,7 +17,6 @@ from torchx_monarch.system.untrusted_text import one_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch stacks``."""
     add_handle(parser)
     parser.add_argument("--rank", type=int, metavar="K", help="this rank alone (default: all)")
     parser.add_argument(

@@ -9,23 +9,25 @@ import shutil
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot
+from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli.handles import add_handle
-from torchx_monarch.cli.jobs import app_id_of, opened, read_app
+from torchx_monarch.cli.jobs import PATIENCE, app_id_of, ask_live, opened, read_app
 from torchx_monarch.cli.output import add_json, print_json, print_record
 from torchx_monarch.cli.status_text import render
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_queries import RankWatch
+from torchx_monarch.client.runs import RUNS, read_runs
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight.log_lines import host_text
-from torchx_monarch.insight.rank_view import RankView
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.description import log_folder
@@ -44,16 +46,12 @@ _MAX_LOGS = 64
 
 _AT_A_TIME = 16
 
-_PATIENCE = 3.0
-"""Seconds to wait for the connection to replica 0, and again for its answer."""
-
 _RUNS_SHOWN = 10
 
 _WITH_RANKS = (WorkloadKind.RANKS, WorkloadKind.SESSION)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch status``."""
     add_handle(parser)
     parser.add_argument("-w", "--watch", action="store_true", help="show it again and again until the job has ended")
     add_json(parser)
@@ -63,34 +61,20 @@ def run(args: argparse.Namespace) -> None:
     """Print the status of a job; with ``--watch`` each time that it changes, until its end."""
     scheduler_name, app_id = app_id_of(args.handle)
     with opened(scheduler_name) as scheduler:
-        status = _read_status(scheduler, args.handle, app_id, ranks := _Ranks(args.handle))
-        if not args.watch:
-            print_json(status.to_json()) if args.json else print(render(status))
-            return
-        _watch(scheduler, status, app_id, ranks, args.json)
+        found = statuses(scheduler, args.handle, app_id)
+        if args.watch:
+            watch(found, args.json)
+        elif args.json:
+            print_json(next(found).to_json())
+        else:
+            print(render(next(found)))
 
 
-class _Ranks:
-    """Ask again and again what the ranks of a job do: the same ``Hosts``, which ask the scheduler every few seconds."""
-
-    def __init__(self, handle: str) -> None:
-        self._handle = handle
-        self._hosts: Hosts | None = None
-        self._watch = RankWatch()
-
-    def ask(self, role: str) -> list[RankView] | None:
-        """Return what each rank of a role does; None if the hosts do not answer, or there are no ranks."""
-        self._hosts = self._hosts or Hosts(self._handle, role)
-        with contextlib.suppress(UnreachableError, RefusedError, AllocationError, BackendError):
-            return self._watch.ask(self._hosts, _INTERVAL_S, _PATIENCE)[0] or None
-        return None
-
-
-def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, ranks: _Ranks, as_json: bool) -> None:
+def watch(found: Iterator[JobStatus], as_json: bool) -> None:
     """Show a status whenever it changes; on a terminal every time, in place of the one before."""
     in_place = not as_json and sys.stdout.isatty()
     shown, height = "", 0
-    while True:
+    for status in found:
         # The facts without those that change with the clock alone.
         live = status.live and replace(status.live, idle=0)
         facts = repr(replace(status, elapsed=None, last_output=None, live=live, activity=None))
@@ -104,41 +88,44 @@ def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, ranks: _
         elif facts != shown:
             print_record(status.to_json()) if as_json else print(render(status), end="\n\n", flush=True)
         shown = facts
+
+
+def statuses(scheduler: MonarchScheduler, handle: str, app_id: str) -> Iterator[JobStatus]:
+    """Yield the status of a job again and again, until its end; with the ranks of the first role that has some."""
+    ranks: RankWatch | None = None
+    while True:
+        app, decided = read_app(scheduler, handle, app_id)
+        status = _status(scheduler, handle, app, decided)
+        first = next((role.spec for role in app.roles if role.spec.workload in _WITH_RANKS), None)
+        if status.phase == "running" and first is not None:
+            ranks = ranks or RankWatch(Hosts(handle, first.name))
+            with contextlib.suppress(UnreachableError, RefusedError, AllocationError, BackendError):
+                status = replace(status, activity=ranks.ask(_INTERVAL_S, PATIENCE)[0] or None)
+        yield status
         if status.has_ended:
             return
         time.sleep(max(_INTERVAL_S, scheduler.inner.poll))
-        status = _read_status(scheduler, status.handle, app_id, ranks)
 
 
-def _read_status(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: _Ranks) -> JobStatus:
-    """Return the status of a job.
-
-    Args:
-        ranks: the earlier samples of its ranks; those of the first role with ranks are taken.
-    """
-    app, status = read_app(scheduler, handle, app_id)
-    happened, last_output, live, from_log = scheduler.read_events(app_id), 0.0, None, False
-    if status.state is State.RUNNING:
+def _status(scheduler: MonarchScheduler, handle: str, app: AppSnapshot, decided: AppStatus) -> JobStatus:
+    happened, last_output, live, from_log = scheduler.read_events(app.app_id), 0.0, None, False
+    if decided.state is State.RUNNING:
         logs = _ends_of_logs(scheduler, app)
         output = (line for lines in logs for line in lines if host_text(line.text) is None)
         last_output = max((line.time for line in output), default=0.0)
         if from_log := not happened and bool(logs):
             happened = events_of(logs[0])
         live = _live(handle, app)
-    built = build(
+    return build(
         handle,
         app,
-        status,
+        decided,
         happened,
         last_output=last_output,
         log_folder=log_folder(app),
         live=live,
         from_log=from_log,
     )
-    first = next((role.spec for role in app.roles if role.spec.workload in _WITH_RANKS), None)
-    if built.phase != "running" or first is None:
-        return built
-    return replace(built, activity=ranks.ask(first.name))
 
 
 def _ends_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[list[TimedLine]]:
@@ -156,9 +143,6 @@ def _ends_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[list[Ti
 
 def _live(handle: str, app: AppSnapshot) -> LiveState | None:
     """Ask the hosts of a live allocation; return None for another job, and if they do not answer."""
-    from torchx_monarch.client.allocations import ask_live
-    from torchx_monarch.client.runs import RUNS, read_runs
-
     role = next((role.spec.name for role in app.roles if role.spec.workload is WorkloadKind.SESSION), None)
     if role is None:
         return None
@@ -166,5 +150,5 @@ def _live(handle: str, app: AppSnapshot) -> LiveState | None:
         target = Target.from_handle(handle, role)
         if (live := ask_live(target)) is not None:
             with Connection.open(target, RUNS) as link:
-                return replace(live, last_runs=tuple(read_runs(link, _PATIENCE)[-_RUNS_SHOWN:]))
+                return replace(live, last_runs=tuple(read_runs(link, PATIENCE)[-_RUNS_SHOWN:]))
     return None

@@ -16,7 +16,6 @@ from torchx_monarch.exceptions import AllocationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch stop``."""
     add_handle(parser, default=None)
     parser.add_argument("--run", nargs="?", const="", help="end this run, or the one that runs; keep the hosts")
     add_json(parser)

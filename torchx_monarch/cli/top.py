@@ -14,7 +14,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from torchx_monarch.backends.core.errors import UserError
@@ -23,7 +23,6 @@ from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
 from torchx_monarch.cli.jobs import app_id_of, opened, read_app
 from torchx_monarch.cli.output import add_json, print_record
 from torchx_monarch.cli.status_text import headline
-from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_queries import RankWatch
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight import rank_table
@@ -32,7 +31,6 @@ from torchx_monarch.insight.rank_view import RankView
 from torchx_monarch.insight.summary import show_restarts
 from torchx_monarch.schedulers import job_status
 from torchx_monarch.schedulers.job_status import JobStatus
-from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.system.untrusted_text import one_line
 
 if TYPE_CHECKING:
@@ -55,7 +53,6 @@ _KEYS = "q quit   up/down/pgup/pgdn scroll   h {}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch top``."""
     add_handle(parser, default=None)
     parser.add_argument(
         "--interval", type=_interval, default=_INTERVAL_S, metavar="SECONDS", help="time between two looks (default: 2)"
@@ -134,24 +131,20 @@ def views(args: argparse.Namespace, first_pause: float = 0.0) -> Iterator[View]:
         first_pause: seconds between the two samples of the first view; 0 for one sample, which tells no rates.
     """
     scheduler_name, app_id = app_id_of(args.handle)
-    hosts, ranks = hosts_of(args), RankWatch()
+    ranks = RankWatch(hosts_of(args))
     with opened(scheduler_name) as scheduler:
         while True:
-            yield (view := _view(scheduler, hosts, app_id, ranks, first_pause))
+            app = read_app(scheduler, args.handle, app_id)
+            view = View(job_status.build(args.handle, *app, scheduler.read_events(app_id)), [])
+            if not view.status.has_ended:
+                try:
+                    view = View(view.status, *ranks.ask(first_pause))
+                except (UnreachableError, RefusedError, AllocationError) as error:
+                    view = replace(view, problem=str(error))
+            yield view
             if view.status.has_ended:
                 return
             time.sleep(max(args.interval, scheduler.inner.poll))
-
-
-def _view(scheduler: MonarchScheduler, hosts: Hosts, app_id: str, ranks: RankWatch, first_pause: float) -> View:
-    app = read_app(scheduler, hosts.handle, app_id)
-    status = job_status.build(hosts.handle, *app, scheduler.read_events(app_id))
-    if status.has_ended:
-        return View(status, [])
-    try:
-        return View(status, *ranks.ask(hosts, first_pause))
-    except (UnreachableError, RefusedError, AllocationError) as error:
-        return View(status, [], problem=str(error))
 
 
 def _print(view: View, args: argparse.Namespace) -> None:

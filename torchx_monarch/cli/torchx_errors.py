@@ -2,8 +2,8 @@
 """Have the ``torchx`` command say in a line what TorchX itself only says with a traceback.
 
 That is so for a handle or a scheduler that does not exist, a ``.torchxconfig`` that cannot be read, a default scheduler
-without its daemon, and Ctrl-C. Any other exception is shown as before. ``schedulers.command`` does the same for errors
-of this package's own schedulers.
+without its daemon, Ctrl-C, and mistakes that this package's schedulers report: TorchX catches those only in ``torchx
+run`` (``torchx.cli.cmd_run.CmdRun._run_inner``), and not all. Any other exception is shown as before.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def explain(error: BaseException) -> str:
         return ""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if isinstance(error, USER_ERRORS):  # outside of the runner's context, see ``schedulers.command``
+    if isinstance(error, USER_ERRORS):
         return str(error)
     if isinstance(error, MalformedAppHandleException):
         return f"{error}.{_handle_like(str(error).partition(' ')[0])} `torchx monarch ls` lists handles"

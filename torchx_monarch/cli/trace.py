@@ -16,7 +16,6 @@ from torchx_monarch.insight.chrome_trace import trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch trace``."""
     add_handle(parser)
     add_output(parser)
     parser.add_argument(

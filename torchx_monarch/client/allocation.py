@@ -64,10 +64,12 @@ class Allocation:
         start_timeout: float | None = START_TIMEOUT,
     ) -> None:
         check_when(sync)
+        super().__init__()  # of a class that this one is combined with
         self.handle = handle
         self.role = role
         self.workspace = os.path.abspath(os.path.expanduser(workspace)) if workspace else None
         self.sync: SyncMode = sync
+        self._start_timeout = start_timeout
         self._role_hosts = Hosts(handle, role, address, runner, start_timeout)
 
     @classmethod

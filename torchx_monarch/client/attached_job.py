@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import time
 from typing import Any
 
-from torchx.runner import Runner
+from torchx.runner import Runner, get_runner
 from torchx.specs import NONE, AppState, AppStatus, is_terminal
 
-from torchx_monarch.client.attachment import Attachment, JobConnections, client
+from torchx_monarch.client.attachment import Attachment, client
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import AllocationError, UnreachableError
 from torchx_monarch.monarch_adapter import monarch_api
@@ -50,17 +52,18 @@ class AttachedJob(SchedulerJob):
 
     handle: str | None
 
-    def __init__(self, start_timeout: float | None, out_of_cluster: bool = False) -> None:
+    def __init__(self, start_timeout: float | None = None, out_of_cluster: bool = False) -> None:
         super().__init__()
         self._start_timeout = start_timeout
         self._out_of_cluster = out_of_cluster
-        self._connections = JobConnections()
+        self._attachments: dict[str, Attachment] = {}
+        self._attached_meshes: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_connections": None}  # sockets cannot be pickled
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _connections=JobConnections())
+        # Sockets cannot be pickled, nor the runner.
+        state = {**self.__dict__, "_attachments": {}, "_attached_meshes": []}
+        state.pop("_runner", None)
+        return state
 
     def kill(self) -> None:
         """End the job and remove its mounts.
@@ -104,9 +107,9 @@ class AttachedJob(SchedulerJob):
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def _runner(self) -> Runner:
-        return self._connections.runner
+        return get_runner()
 
     def _roles(self) -> list[str]:
         """Return the names of the roles to whose hosts to attach."""
@@ -123,7 +126,7 @@ class AttachedJob(SchedulerJob):
     def _meshes(self) -> dict[str, Any]:
         """Attach to the hosts of every role; return a HostMesh for each, by role."""
         meshes = {role: monarch_api.host_mesh(role, found.addresses) for role, found in self._attach().items()}
-        self._connections.meshes += meshes.values()
+        self._attached_meshes += meshes.values()
         return meshes
 
     def _wait_for_end(self) -> None:
@@ -140,22 +143,36 @@ class AttachedJob(SchedulerJob):
         gateway = first.addresses[0] if self._out_of_cluster and first.address.networked else ""
         for attachment in found.values():
             assert self.handle is not None
-            url, tls = client.join(self.handle, self._connections, attachment)
+            url, tls = client.join(self.handle, attachment)
             monarch_api.become_client(url, tls, lambda text: _log.warning("INSECURE: %s", text), gateway)
         return found
 
+    def _detach(self) -> None:
+        """Stop this process's meshes if the hosts are still connected, then close all connections."""
+        is_attached = any(attachment.is_open for attachment in self._attachments.values())
+        for mesh in self._attached_meshes if is_attached else ():
+            with contextlib.suppress(Exception):
+                monarch_api.stop_mesh(mesh)
+        self._attached_meshes.clear()
+        for attachment in self._attachments.values():
+            attachment.link.close()
+        self._attachments.clear()
+
     def _attach_to(self, role: str, deadline: float | None) -> Attachment:
-        if (open_one := self._connections.attachment(role)) is not None:
-            return open_one
+        before = self._attachments.get(role)
+        if before is not None and before.is_open and not before.stale:
+            return before
         pause, say = 0.05, time.monotonic() + _SAY_EVERY
         while True:
             status = self._status_of_app()
             if status is None or is_terminal(status.state):
-                self._connections.close()
+                self._detach()
                 raise AllocationError(f"the job {self.handle} is no longer active: {_in_words(status)}")
             try:
                 attachment = Attachment.open(self._target(role), f"{self.handle}/{role}".rstrip("/"))
-                self._connections.keep(role, attachment)
+                if before is not None:
+                    before.link.close()
+                self._attachments[role] = attachment
                 return attachment
             except UnreachableError as error:
                 if error.final:

@@ -7,9 +7,7 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
-import functools
 import os
 import re
 import shutil
@@ -17,14 +15,10 @@ import socket
 import tempfile
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
-
-from torchx.runner import Runner, get_runner
 
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import ClientError, UnreachableError
-from torchx_monarch.monarch_adapter import monarch_api
 from torchx_monarch.system import safe_files
 from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.address import Address
@@ -37,7 +31,7 @@ _START_TIMEOUT = 90.0
 """Seconds to wait for the worker loops of the hosts, for which replica 0 waits 60 s."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Attachment:
     """Hold a connection to replica 0 of a role. The hosts count this process as their client while it is open.
 
@@ -111,56 +105,6 @@ class Attachment:
             return False
 
 
-_in_use: set[JobConnections] = set()
-"""The connections of this process, which must outlive the job object: ``SPMDJob.attach(handle).state().workers``."""
-
-
-class JobConnections:
-    """Hold the TorchX runner, the connections and the meshes that one job uses in this process.
-
-    Attributes:
-        meshes: Monarch host meshes to stop in ``close``.
-    """
-
-    def __init__(self) -> None:
-        self._attachments: dict[str, Attachment] = {}
-        self.meshes: list[Any] = []
-
-    @functools.cached_property
-    def runner(self) -> Runner:
-        """The TorchX runner."""
-        return get_runner()
-
-    def attachment(self, role: str) -> Attachment | None:
-        """Return the open connection to the hosts of a role; None if there is none, or one of the hosts is lost."""
-        found = self._attachments.get(role)
-        return found if found is not None and found.is_open and not found.stale else None
-
-    def keep(self, role: str, attachment: Attachment) -> None:
-        """Store the connection to a role, and close the previous connection to that role."""
-        before = self._attachments.pop(role, None)
-        self._attachments[role] = attachment
-        _in_use.add(self)
-        if before is not None:
-            before.link.close()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether at least one connection is open."""
-        return any(attachment.is_open for attachment in self._attachments.values())
-
-    def close(self) -> None:
-        """Stop this process's meshes if the hosts are still connected, then close all connections."""
-        for mesh in self.meshes if self.is_open else ():
-            with contextlib.suppress(Exception):
-                monarch_api.stop_mesh(mesh)
-        self.meshes.clear()
-        for attachment in self._attachments.values():
-            attachment.link.close()
-        self._attachments.clear()
-        _in_use.discard(self)
-
-
 class _Client:
     """Manage this process's identity as a Monarch client over a network.
 
@@ -171,10 +115,14 @@ class _Client:
     def __init__(self) -> None:
         self._folder = ""
         self._url = ""
-        self._jobs: dict[JobConnections, str] = {}
+        # They must outlive the job object: ``SPMDJob.attach(handle).state().workers``.
+        self._attached: dict[Attachment, str] = {}
 
-    def join(self, handle: str, live: JobConnections, attachment: Attachment) -> tuple[str, list[str]]:
+    def join(self, handle: str, attachment: Attachment) -> tuple[str, list[str]]:
         """Return the URL to listen on as a client of these hosts, and the paths of the TLS files.
+
+        Args:
+            handle: the handle of their job.
 
         Returns:
             The URL, and the paths of certificate, key and authority. The URL is empty if the hosts run on this machine;
@@ -185,14 +133,16 @@ class _Client:
                 one is without, or the reverse.
         """
         address = attachment.address
+        self._attached = {other: job for other, job in self._attached.items() if other.is_open}
         if not address.networked:
+            self._attached[attachment] = handle
             return "", []
-        self._jobs = {connections: app for connections, app in self._jobs.items() if connections.is_open}
-        for other in set(self._jobs.values()) - {handle}:
-            raise ClientError(
-                f"this process is a client of {other}, and Monarch has one certificate for each process: kill() that "
-                "job first, or use another process"
-            )
+        for other, job in self._attached.items():
+            if other.address.networked and job != handle:
+                raise ClientError(
+                    f"this process is a client of {job}, and Monarch has one certificate for each process: kill() that "
+                    "job first, or use another process"
+                )
         scheme = "tls" if attachment.leaf else "tcp"
         if not self._url:
             here = local_addresses.advertised(address, False, NetworkOptions())
@@ -202,7 +152,7 @@ class _Client:
                 f"this process was the client of a job {'without' if attachment.leaf else 'with'} TLS, unlike "
                 f"{handle}, and Monarch has one listening address for each process: use another process"
             )
-        self._jobs[live] = handle
+        self._attached[attachment] = handle
         return self._url, self.files(attachment.leaf) if attachment.leaf else []
 
     def files(self, leaf: Mapping[str, str]) -> list[str]:

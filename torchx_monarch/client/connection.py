@@ -74,6 +74,10 @@ class Connection:
         """Return the descriptor of the socket, for ``select``."""
         return self._socket.fileno()
 
+    def send(self, message: messages.Message) -> None:
+        """Send a message after the greeting."""
+        self.send_bytes(messages.encode(message))
+
     def send_bytes(self, data: bytes) -> None:
         """Send bytes after the greeting."""
         try:

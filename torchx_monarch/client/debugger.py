@@ -20,7 +20,6 @@ from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.model.codec import DecodeError, decode
-from torchx_monarch.transport import messages
 
 DETACH_KEY = b"\x1d"
 """Ctrl-], as in telnet: the key that detaches."""
@@ -65,8 +64,8 @@ def list_breakpoints(hosts: Hosts) -> list[Breakpoint]:
         raise UnreachableError(f"not the breakpoints of a job: {error}") from None
 
 
-def attach(hosts: Hosts, rank: int) -> Debugger:
-    """Attach to a rank that waits in a breakpoint.
+def attach(hosts: Hosts, rank: int) -> Connection:
+    """Attach to a rank that waits in a breakpoint; return the connection to replica 0, for ``interact``.
 
     Raises:
         RefusedError: the rank waits in no breakpoint, or is being debugged by another client.
@@ -78,54 +77,42 @@ def attach(hosts: Hosts, rank: int) -> Debugger:
     except BaseException:
         link.close()
         raise
-    return Debugger(link)
+    return link
 
 
-class Debugger:
-    """Represent this terminal's attachment to a rank.
+def interact(link: Connection) -> str:
+    """Pass keys on to the rank, and show its output, until one side ends; return what has become of the rank."""
+    sent_size = _size()
+    with link, _raw_terminal():
+        reason = _show(link)  # messages may have arrived with the answer
+        while not reason:
+            readable, _, _ = select.select([0, link.fileno()], [], [], _SIZE_INTERVAL_S)
+            if (size := _size()) != sent_size:
+                sent_size = size
+                link.send({"type": "size", **size})
+            if 0 in readable:
+                keys = os.read(0, _PIECE)
+                before, detach, _ = keys.partition(DETACH_KEY)
+                if before:
+                    link.send({"type": "input", "data": before.decode("latin-1")})
+                if detach or not keys:
+                    link.send({"type": "detach"})
+            if link.fileno() in readable:
+                reason = _show(link)
+        return reason
 
-    Args:
-        link: the connection to replica 0.
-    """
 
-    def __init__(self, link: Connection) -> None:
-        self._link = link
-        self._size = _size()
-
-    def interact(self) -> str:
-        """Pass keys on to the rank, and show its output, until one side ends; return what has become of the rank."""
-        with self._link, _raw_terminal():
-            reason = self._show()  # messages may have arrived with the answer
-            while not reason:
-                readable, _, _ = select.select([0, self._link.fileno()], [], [], _SIZE_INTERVAL_S)
-                if (size := _size()) != self._size:
-                    self._size = size
-                    self._send({"type": "size", **size})
-                if 0 in readable:
-                    keys = os.read(0, _PIECE)
-                    before, detach, _ = keys.partition(DETACH_KEY)
-                    if before:
-                        self._send({"type": "input", "data": before.decode("latin-1")})
-                    if detach or not keys:
-                        self._send({"type": "detach"})
-                if self._link.fileno() in readable:
-                    reason = self._show()
-            return reason
-
-    def _send(self, message: messages.Message) -> None:
-        self._link.send_bytes(messages.encode(message))
-
-    def _show(self) -> str:
-        """Show the output that has arrived; return what has become of the rank at the end, or empty."""
-        with contextlib.suppress(TimeoutError):
-            while message := self._link.receive(_MORE_TIMEOUT):
-                if message.get("type") == "end":
-                    return str(message.get("reason"))
-                data = str(message.get("data", "")).encode("latin-1", "replace")
-                while data:
-                    data = data[os.write(1, data) :]
-            raise UnreachableError("the connection to the job broke")
-        return ""
+def _show(link: Connection) -> str:
+    """Show the output that has arrived; return what has become of the rank at the end, or empty."""
+    with contextlib.suppress(TimeoutError):
+        while message := link.receive(_MORE_TIMEOUT):
+            if message.get("type") == "end":
+                return str(message.get("reason"))
+            data = str(message.get("data", "")).encode("latin-1", "replace")
+            while data:
+                data = data[os.write(1, data) :]
+        raise UnreachableError("the connection to the job broke")
+    return ""
 
 
 @contextlib.contextmanager

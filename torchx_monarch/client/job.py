@@ -9,9 +9,7 @@ from torchx.specs import AppState, AppStatus
 
 from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.attached_job import AttachedJob
-from torchx_monarch.client.hosts import START_TIMEOUT
 from torchx_monarch.client.target import Target
-from torchx_monarch.client.workspace_sync import SyncMode
 
 # After the adapter, which prepares this import.
 from monarch.job import JobState, JobTrait  # isort: skip
@@ -46,19 +44,6 @@ class SPMDJob(Allocation, AttachedJob):  # type: ignore[misc]  # its handle is n
 
     Attributes and arguments are those of ``client.allocation.Allocation``.
     """
-
-    def __init__(
-        self,
-        handle: str,
-        role: str = "",
-        address: str = "",
-        runner: Runner | None = None,
-        workspace: str | None = None,
-        sync: SyncMode = "auto",
-        start_timeout: float | None = START_TIMEOUT,
-    ) -> None:
-        Allocation.__init__(self, handle, role, address, runner, workspace, sync, start_timeout)
-        AttachedJob.__init__(self, start_timeout)
 
     def kill(self) -> None:
         """Release the hosts and end their runs and actors, by cancelling the app. Does nothing if the app has ended.
@@ -126,7 +111,7 @@ class SPMDJob(Allocation, AttachedJob):  # type: ignore[misc]  # its handle is n
         return isinstance(spec, SPMDJob) and spec.handle == self.handle and self._lives()
 
     def _kill(self) -> None:
-        self._connections.close()
+        self._detach()
 
     def _is_other_job(self, cached: JobTrait) -> bool:
         return not isinstance(cached, SPMDJob) or cached.handle != self.handle

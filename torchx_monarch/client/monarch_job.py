@@ -129,7 +129,7 @@ class MonarchJob(AttachedJob):
     def _kill(self) -> None:
         if self._is_this_job():
             return  # the host ends the job when this script exits
-        self._connections.close()
+        self._detach()
         if self._handle is None:
             return
         with contextlib.suppress(ValueError):

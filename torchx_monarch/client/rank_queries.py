@@ -51,23 +51,22 @@ def ask_stacks(
 
 
 class RankWatch:
-    """Ask again and again what ranks do: rates are those since the time before."""
+    """Ask the same hosts again and again what their ranks do: rates are those since the time before."""
 
-    def __init__(self) -> None:
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
         self._before: list[RankSample] = []
 
-    def ask(
-        self, hosts: Hosts, first_pause: float = 0.0, timeout: float = _SAMPLES_TIMEOUT
-    ) -> tuple[list[RankView], dict[str, str]]:
+    def ask(self, first_pause: float = 0.0, timeout: float = _SAMPLES_TIMEOUT) -> tuple[list[RankView], dict[str, str]]:
         """Return what each rank does, and why a host has not answered, by replica.
 
         Args:
             first_pause: seconds between the two samples of the first call; 0 for one sample, which tells no rates.
         """
         if first_pause and not self._before:
-            self._before = ask_samples(hosts, timeout)[0]
+            self._before = ask_samples(self._hosts, timeout)[0]
             time.sleep(first_pause if self._before else 0)
-        samples, missing = ask_samples(hosts, timeout)
+        samples, missing = ask_samples(self._hosts, timeout)
         before, self._before = self._before, samples or self._before
         return rank_views(samples, before), missing
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +98,18 @@ def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
     return Address("unix", path=os.path.join(request.run_dir, f"{index}.sock"))
 
 
+def recorded_roles(scheduler: str, app_id: str) -> list[str]:
+    """Return the roles of an app that have hosts, as this machine has recorded them.
+
+    Raises:
+        UnreachableError: the record is damaged.
+    """
+    if addresses := client_credentials.load(scheduler, app_id)[1]:
+        return list(addresses)
+    request = _request(app_id)
+    return [role.name for role in request.roles if role.spec.runs_hosts] if request is not None else []
+
+
 def _request(app_id: str) -> LocalRequest | None:
     """Return the stored request of an app of this machine; None if there is no such app."""
     from torchx_monarch.backends.local import request  # needed for apps of this machine alone
@@ -113,20 +124,13 @@ def _host(handle: str, app_id: str, role: str, stored_host: str, runner: Runner 
     """Return the hostname of a role's replica 0: ``stored_host``, or if it starts with ``@`` the scheduler's answer."""
     if not stored_host.startswith("@"):
         return stored_host
-    with _asked(handle, runner) as apps:
-        host: str = apps.address(app_id, role)
-    if not host:
-        raise UnreachableError(f"{handle}: its scheduler does not say yet where replica 0 of role {role!r} runs")
-    return host
-
-
-@contextlib.contextmanager
-def _asked(handle: str, runner: Runner | None) -> Iterator[Any]:
-    """Yield the apps (``core.apps``) of a handle's scheduler, from the runner if there is one."""
     with contextlib.ExitStack() as stack:
         if runner is None:
             from torchx.runner import get_runner
 
             runner = stack.enter_context(get_runner())
         scheduler: Any = torchx_api.scheduler_of(runner, handle.partition(":")[0])
-        yield scheduler.apps
+        host: str = scheduler.apps.address(app_id, role)
+    if not host:
+        raise UnreachableError(f"{handle}: its scheduler does not say yet where replica 0 of role {role!r} runs")
+    return host

@@ -13,7 +13,6 @@ from torchx_monarch.client.connection import Connection
 from torchx_monarch.exceptions import ClientError, UnreachableError
 from torchx_monarch.model.env_names import THIS_JOB
 from torchx_monarch.monarch_adapter import monarch_api
-from torchx_monarch.transport import messages
 from torchx_monarch.transport.address import Address
 
 monarch_api.prepare_import()
@@ -49,7 +48,7 @@ class ThisJob:
     def _dial(self, role: str) -> tuple[dict[str, Any], Connection]:
         """Ask this rank's host to attach it to a role; return what the host says of itself, and the connection."""
         link = Connection.dial(self._address)
-        link.send_bytes(messages.encode({"role": role}))
+        link.send({"role": role})
         return link.answer(), link
 
     @property

@@ -135,7 +135,7 @@ def _is_shared(link: Connection, root: str) -> bool:
     except OSError:
         return False  # not a writable folder: the hosts cannot be tested for it
     try:
-        _say(link, {"type": "probe", "path": name, "text": text})
+        link.send({"type": "probe", "path": name, "text": text})
         return _answer(link, "shared")["shared"] is True
     finally:
         with contextlib.suppress(OSError):
@@ -149,7 +149,7 @@ def _send(link: Connection, root: str, tree: Tree) -> int:
         ChangedError: a file of the workspace changed after the scan.
     """
     base = _last_sent.get(root)
-    _say(link, {"type": "tree", "tree": tree.hash, "base": base.hash if base else ""})
+    link.send({"type": "tree", "tree": tree.hash, "base": base.hash if base else ""})
     answer = _answer(link, "have")
     if answer["have"]:
         _last_sent[root] = tree
@@ -171,12 +171,6 @@ def _send_frames(link: Connection, frames: Iterable[bytes]) -> int:
         link.send_bytes(len(frame).to_bytes(4, "big") + frame)
     link.send_bytes(bytes(4))
     return sent
-
-
-def _say(link: Connection, message: dict[str, Any]) -> None:
-    import json
-
-    link.send_bytes(json.dumps(message).encode() + b"\n")
 
 
 def _answer(link: Connection, kind: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ Event = dict[str, Any]
 """Has at least ``time`` (seconds since the epoch), ``kind`` and ``message``, both str. ``seconds`` is a number or None,
 ``role`` a str or None, fields of ``_INTEGERS`` and ``_TIMES`` are numbers; further fields may have any type."""
 
-_INTEGERS = ("attempt", "code", "exit_code", "rank", "replica", "run")
+_INTEGERS = ("attempt", "code", "count", "exit_code", "max_restarts", "rank", "replica", "run")
 _TIMES = ("failed_at", "waited")
 
 PHASE_AFTER = {

@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
+from typing import NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
 from torchx_monarch.insight.sample_log import SampledMoment
 from torchx_monarch.insight.summary import show_duration
-from torchx_monarch.insight.timeline import PHASES, Span, Timeline
+from torchx_monarch.insight.timeline import PHASES, Moment, Span, Timeline
 
-_RANKS_SHOWN = 64
+_MAX_RANK_ROWS = 64
 """Ranks that have a row each; those of more ranks share one for each host."""
 
-_ROWS_SHOWN = 256
+_MARKS = ("failure", "hang")
+"""The kinds of moments that are marked in the picture."""
 
 _TICKS = 4
 """Least number of parts into which the axis is divided; a phone has room for twice as many."""
@@ -40,105 +42,81 @@ _Values = Mapping[int, float]
 """A value of each rank at one moment."""
 
 
-def render(page: Mapping[str, object], start: float) -> str:
+def render(page: Mapping[str, object], job: Span) -> str:
     """Return the HTML of a page, of values of any content: the template ``report.html`` escapes them.
 
     Args:
         page: the values that the template names; sections whose lists are empty are left out.
-        start: when the job was submitted, in seconds since the epoch.
+        job: the whole job, on which places are in percent, and from whose start times count.
     """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    whole = job.seconds or 1.0
     environment.filters["duration"] = show_duration
-    environment.filters["since"] = lambda time: show_duration(time - start)
+    environment.filters["since"] = lambda time: show_duration(time - job.start)
+    environment.filters["percent"] = lambda seconds: round(100 * seconds / whole, 3)
+    environment.filters["clock"] = _clock
+    environment.filters["style"] = _style
     source = resources.files("torchx_monarch.insight").joinpath("report.html").read_text(encoding="utf-8")
-    return environment.from_string(source).render(page=page, styles=_STYLES)
+    return environment.from_string(source).render(page=page, job=job, styles=_STYLES)
 
 
-@dataclasses.dataclass(frozen=True)
-class Bar:
-    """A bar of the picture.
-
-    Attributes:
-        left: where it begins, in percent of the width.
-        width: its width in percent.
-        style: which colour it has: the name of a phase with ``-`` for blanks, or of another style.
-        title: what it stands for.
-    """
-
-    left: float
-    width: float
-    style: str
-    title: str
-
-
-@dataclasses.dataclass(frozen=True)
-class BarRow:
-    """A row of the picture.
-
-    Attributes:
-        label: its name.
-        bars: its bars; later ones cover earlier ones.
-        description: what it shows, for people who hear the page.
-    """
+class BarRow(NamedTuple):
+    """A row of the picture: its name, its spans with their styles, and what failed. Later bars cover earlier ones."""
 
     label: str
-    bars: Sequence[Bar]
-    description: str
+    bars: Sequence[tuple[Span, str]]
+    marks: Sequence[Moment] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Tick:
-    """A line of the axis: its place in percent, and its time since the submission."""
-
-    left: float
-    label: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """The part of a role's time that a phase takes, with the phase's meaning and its style."""
-
-    phase: str
-    style: str
-    meaning: str
-    seconds: float
-    percent: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Picture:
-    """The picture.
-
-    Attributes:
-        rows: its rows.
-        ticks: its axis.
-        left_out: number of rows that are left out at the end.
-    """
-
-    rows: Sequence[BarRow]
-    ticks: Sequence[Tick]
-    left_out: int
-
-
-def picture(timeline: Timeline) -> Picture:
-    """Return the picture of a timeline."""
-    job, rows = timeline.job, list[BarRow]()
+def rows_of(timeline: Timeline) -> list[BarRow]:
+    """Return the rows of the picture of a timeline."""
+    rows = list[BarRow]()
     roles = [span.name for span in timeline.spans_of("role")]
     for role in roles:
         prefix = f"{role} " if len(roles) > 1 else ""
-        bars = [_bar(span, job, _style(span.name)) for span in timeline.spans_of("phase", role)]
-        failures = [
-            moment for moment in timeline.moments if moment.kind in ("failure", "hang") and moment.role in ("", role)
-        ]
-        marks = [_mark(failure.time, job, f"{failure.kind}: {failure.text}") for failure in failures]
-        rows.append(_row(f"{prefix}phases", [*bars, *marks]))
+        marks = [moment for moment in timeline.moments if moment.kind in _MARKS and moment.role in ("", role)]
+        phases = [(span, _style(span.name)) for span in timeline.spans_of("phase", role)]
+        rows.append(BarRow(f"{prefix}phases", phases, marks))
         if runs := timeline.spans_of("run", role):
-            rows.append(_row(f"{prefix}runs", [_bar(span, job, _outcome(span)) for span in runs]))
+            rows.append(BarRow(f"{prefix}runs", [(span, _outcome(span)) for span in runs]))
         attempts = timeline.spans_of("attempt", role)
         if len(attempts) > 1:
-            rows.append(_row(f"{prefix}attempts", [_bar(span, job, "attempt") for span in attempts]))
-        rows += _hosts(timeline, role, prefix)
-    return Picture(rows[:_ROWS_SHOWN], _ticks(job.seconds), max(0, len(rows) - _ROWS_SHOWN))
+            rows.append(BarRow(f"{prefix}attempts", [(span, "attempt") for span in attempts]))
+        rows += _rows_of_ranks(timeline, role, prefix)
+    return rows
+
+
+def _rows_of_ranks(timeline: Timeline, role: str, prefix: str) -> list[BarRow]:
+    """Return a row for each rank, with the import of its host; for each host if there are many."""
+    ranks = timeline.spans_of("rank", role)
+    is_folded = len({span.number for span in ranks}) > _MAX_RANK_ROWS
+    imports = defaultdict[int | None, list[Span]](list)
+    for span in timeline.spans_of("import", role):
+        imports[span.replica].append(span)
+    rows: dict[tuple[int | None, str], list[tuple[Span, str]]] = {}
+    for span in sorted(ranks, key=lambda span: (span.replica or 0, span.number)):
+        place = (span.replica, f"host {span.replica}" if is_folded else span.name)
+        bars = rows.setdefault(place, [(imported, "import") for imported in imports[span.replica]])
+        bars.append((span, _outcome(span)))
+    return [BarRow(prefix + name, bars) for (_, name), bars in rows.items()]
+
+
+def ticks(seconds: float) -> list[float]:
+    """Return the times of the axis: round ones, since the submission."""
+    fitting = [step for step in _STEPS if seconds / step >= _TICKS]
+    step = fitting[-1] if fitting else seconds or 1.0
+    if seconds / step > 2 * _TICKS:
+        step = seconds / _TICKS
+    return [step * at for at in range(int(seconds / step) + 1)]
+
+
+class Share(NamedTuple):
+    """How long a phase of a role took in all, its meaning, and its part of the role's time in percent."""
+
+    phase: str
+    meaning: str
+    seconds: float
+    percent: float
 
 
 def shares(timeline: Timeline, role: str) -> list[Share]:
@@ -148,57 +126,8 @@ def shares(timeline: Timeline, role: str) -> list[Share]:
         seconds[span.name] += span.seconds
     whole = timeline.job.seconds or 1.0
     return [
-        Share(name, _style(name), PHASES[name], duration, 100 * duration / whole)
-        for name, duration in seconds.items()
-        if duration
+        Share(name, PHASES[name], duration, 100 * duration / whole) for name, duration in seconds.items() if duration
     ]
-
-
-def _hosts(timeline: Timeline, role: str, prefix: str) -> list[BarRow]:
-    """Return the rows of imports and ranks."""
-    job, ranks, imports = timeline.job, timeline.spans_of("rank", role), timeline.spans_of("import", role)
-    rows = []
-    folded = len({span.number for span in ranks}) > _RANKS_SHOWN
-    hosts: dict[int, tuple[list[Span], list[Span]]] = {}
-    for index, spans in enumerate((ranks, imports)):
-        for span in spans:
-            if span.replica is not None:
-                hosts.setdefault(span.replica, ([], []))[index].append(span)
-    for host, (of_host, imported) in sorted(hosts.items()):
-        if not of_host:
-            continue
-        bars = [_bar(span, job, "import") for span in imported]
-        if folded:
-            bars += [_bar(span, job, _outcome(span)) for span in of_host]
-            rows.append(_row(f"{prefix}host {host}", bars))
-            continue
-        for number in sorted({span.number for span in of_host}):
-            own = [_bar(span, job, _outcome(span)) for span in of_host if span.number == number]
-            rows.append(_row(f"{prefix}rank {number}", [*bars, *own]))
-    return rows
-
-
-def _row(label: str, bars: Sequence[Bar]) -> BarRow:
-    return BarRow(label, bars, f"{label}: {'; '.join(bar.title for bar in bars[:20])}")
-
-
-def _bar(span: Span, job: Span, style: str) -> Bar:
-    name = span.name
-    if span.code is not None:
-        name += f", exit code {span.code}"
-    if span.grouped is not None:
-        name += f", process group after {show_duration(span.grouped - span.start)}"
-    at = show_duration(span.start - job.start)
-    return Bar(*_place(span.start, span.end, job), style, f"{name}: {show_duration(span.seconds)} from {at}")
-
-
-def _mark(time: float, job: Span, title: str) -> Bar:
-    return Bar(_place(time, time, job)[0], 0.0, "failure", title)
-
-
-def _place(start: float, end: float, job: Span) -> tuple[float, float]:
-    whole = job.seconds or 1.0
-    return round(100 * (start - job.start) / whole, 3), round(100 * (end - start) / whole, 3)
 
 
 def _style(phase: str) -> str:
@@ -214,16 +143,6 @@ def _outcome(span: Span) -> str:
     return "running" if span.code in (None, 0) else "stopped" if span.secondary else "failed"
 
 
-def _ticks(seconds: float) -> list[Tick]:
-    fitting = [step for step in _STEPS if seconds / step >= _TICKS]
-    step = fitting[-1] if fitting else seconds or 1.0
-    if seconds / step > 2 * _TICKS:
-        step = seconds / _TICKS
-    return [
-        Tick(round(100 * step * at / (seconds or 1.0), 3), _clock(step * at)) for at in range(int(seconds / step) + 1)
-    ]
-
-
 def _clock(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:g} s" if seconds == round(seconds, 3) else f"{seconds:.1f} s"
@@ -231,17 +150,14 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d} h" if hours else f"{rest // 60}:{rest % 60:02d} min"
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """A line: its name, the number of its colour, and the points of each of its unbroken parts, as SVG has them."""
+class Line(NamedTuple):
+    """A line: its name, and the points of each of its unbroken parts, as SVG has them."""
 
     name: str
-    colour: int
     parts: Sequence[str]
 
 
-@dataclasses.dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """The lines of one quantity: its name, what the upper edge stands for, and the lines."""
 
     name: str
@@ -294,10 +210,9 @@ def _curve(
             "middle": [ascending[len(ascending) // 2] for ascending in ordered],
             "highest": [ascending[-1] for ascending in ordered],
         }
-    lines = [
-        Line(title, colour, _parts(points, moments, job, most)) for colour, (title, points) in enumerate(series.items())
-    ]
-    return Curve(name, show(most), lines)
+    return Curve(
+        name, show(most), [Line(title, _parts(points, moments, job, most)) for title, points in series.items()]
+    )
 
 
 def _parts(values: Sequence[float | None], moments: Sequence[SampledMoment], job: Span, most: float) -> list[str]:

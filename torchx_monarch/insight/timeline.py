@@ -34,19 +34,8 @@ _OF_ATTEMPT = frozenset({"ranks", "first output", "running", "hang", "stopping"}
 """The phases of an attempt; "ranks" is the first of them."""
 
 _MOMENTS = frozenset(
-    {
-        *("output", "failure", "preempted", "joined", "cancel", "stop", "hang", "result", "ended"),
-        *(
-            "rank_restart",
-            "spare_used",
-            "excluded",
-            "replacement",
-            "restart",
-            "requeue",
-            "resize",
-            "replica_spared",
-        ),
-    }
+    {"output", "failure", "preempted", "joined", "cancel", "stop", "hang", "result", "ended"}
+    | {"rank_restart", "spare_used", "excluded", "replacement", "restart", "requeue", "resize", "replica_spared"}
 )
 """The kinds of events that are shown as moments."""
 
@@ -54,7 +43,7 @@ _RESOLUTION = 1.0
 """Seconds after its end in which a job may have had events: Kubernetes tells ends in whole seconds."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Span:
     """Something that took a while.
 
@@ -183,26 +172,25 @@ def _add_role(spans: list[Span], happened: Sequence[Event], role: str, live: boo
     """Add the spans of a role: its phases in their attempts, and those in their runs."""
     job = spans[0]
     top = len(spans)
+    parent = top
     spans.append(Span("role", role, job.start, job.end, 0, role))
-    runs = _runs(happened, role, job.end)
-    for span in runs:
-        spans.append(dataclasses.replace(span, parent=top))
-    phases = _phases(happened, job, live)
-    attempt: int | None = None
-    for name, start, end in phases:
+    runs = _runs(happened, role, job.end, top)
+    spans += runs
+    attempt: Span | None = None
+    for name, start, end in _phases(happened, job, live):
         if start == end and name != "ranks":
             continue
         if name == "ranks":
             around = next((top + 1 + at for at, run in enumerate(runs) if run.start <= start < run.end), top)
             number = _attempt_number(happened, spans, around, role, start, end)
-            attempt = len(spans)
-            spans.append(Span("attempt", f"attempt {number}", start, end, around, role, number))
+            attempt, parent = Span("attempt", f"attempt {number}", start, end, around, role, number), len(spans)
+            spans.append(attempt)
         elif name not in _OF_ATTEMPT:
-            attempt = None
+            attempt, parent = None, top
         if attempt is not None:
-            spans[attempt] = dataclasses.replace(spans[attempt], end=end)
+            attempt.end = end
         if start < end:
-            spans.append(Span("phase", name, start, end, top if attempt is None else attempt, role))
+            spans.append(Span("phase", name, start, end, parent, role))
     _add_hosts(spans, happened, role, top)
 
 
@@ -234,15 +222,15 @@ def _phases(happened: Sequence[Event], job: Span, live: bool) -> list[tuple[str,
     return found
 
 
-def _runs(happened: Sequence[Event], role: str, end: float) -> list[Span]:
+def _runs(happened: Sequence[Event], role: str, end: float, parent: int) -> list[Span]:
     """Return the runs of a live allocation."""
     found: list[Span] = []
     for event in happened:
         number = event.get("run")
         if event["kind"] == "run" and number is not None:
-            found.append(Span("run", event["message"], event["time"], end, role=role, number=number))
+            found.append(Span("run", event["message"], event["time"], end, parent, role, number))
         elif event["kind"] == "run_end" and found and found[-1].number == number:
-            found[-1] = dataclasses.replace(found[-1], end=event["time"], code=event.get("code"))
+            found[-1].end, found[-1].code = event["time"], event.get("code")
     return found
 
 
@@ -289,43 +277,31 @@ def _add_hosts(spans: list[Span], happened: Sequence[Event], role: str, top: int
     """Add the imports of hosts and the ranks of each attempt."""
     attempts = [at for at, span in enumerate(spans) if span.kind == "attempt" and span.role == role]
     imports: set[tuple[int, float]] = set()
-    ranks: dict[int, int] = {}
+    ranks: dict[int, Span] = {}
     for event in happened:
         around = next((at for at in reversed(attempts) if spans[at].start <= event["time"]), None)
         if around is None:
             continue
+        attempt = spans[around]
         if event["kind"] == "ranks":
-            hosts = list(_decoded(event.get("hosts"), _Host))
-            for host in hosts:
+            ranks = {}
+            for host in _decoded(event.get("hosts"), _Host):
                 if len(host.imported) == 2 and (imported := (host.replica, host.imported[0])) not in imports:
                     imports.add(imported)
                     start, end = _clamped(spans[top], *host.imported)
                     spans.append(Span("import", "import of torch", start, end, top, role, host.replica, host.replica))
-            ranks = _add_ranks(spans, hosts, around, role, event["time"])
+                start, end = min(event["time"], attempt.end), attempt.end
+                for rank, pid in enumerate(host.pids, host.first_rank):
+                    ranks[rank] = Span("rank", f"rank {rank}", start, end, around, role, rank, host.replica, pid)
+            spans += ranks.values()
         elif event["kind"] == "attempt_end":
             for rank_exit in _decoded(event.get("exits"), _Exit):
-                if rank_exit.started > 0 and rank_exit.rank in ranks:
-                    at = ranks[rank_exit.rank]
-                    spans[at] = _ended(spans[at], rank_exit, spans[around])
-
-
-def _add_ranks(spans: list[Span], hosts: Sequence[_Host], around: int, role: str, time: float) -> dict[int, int]:
-    """Add the ranks of an attempt, which have started; return their places by rank."""
-    places: dict[int, int] = {}
-    end = spans[around].end
-    for host in hosts:
-        for rank, pid in enumerate(host.pids, host.first_rank):
-            places[rank] = len(spans)
-            spans.append(Span("rank", f"rank {rank}", min(time, end), end, around, role, rank, host.replica, pid))
-    return places
-
-
-def _ended(rank: Span, rank_exit: _Exit, attempt: Span) -> Span:
-    start, end = _clamped(attempt, rank_exit.started, rank_exit.ended)
-    grouped = rank_exit.grouped if rank_exit.grouped is not None and start <= rank_exit.grouped <= end else None
-    return dataclasses.replace(
-        rank, start=start, end=end, code=rank_exit.code, secondary=rank_exit.secondary, grouped=grouped
-    )
+                span = ranks.get(rank_exit.rank)
+                if span is not None and rank_exit.started > 0:
+                    span.start, span.end = _clamped(attempt, rank_exit.started, rank_exit.ended)
+                    span.code, span.secondary = rank_exit.code, rank_exit.secondary
+                    if rank_exit.grouped is not None and span.start <= rank_exit.grouped <= span.end:
+                        span.grouped = rank_exit.grouped
 
 
 def _clamped(around: Span, start: float, end: float) -> tuple[float, float]:

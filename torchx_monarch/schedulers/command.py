@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Have the ``torchx`` command report a user's mistake by its message and exit code 1 instead of a traceback.
+"""What this process runs if it is the ``torchx`` command, and which errors are a user's mistakes.
 
-TorchX's command line catches such errors only in ``torchx run`` (``torchx.cli.cmd_run.CmdRun._run_inner``). It catches
-neither those of ``-cfg``, which it parses earlier (``_run_from_cli_args``), nor those of ``log``, ``list``, ``cancel``
-and the other subcommands. While such an error propagates, TorchX leaves its runner's context and so closes the
-schedulers. ``MonarchScheduler.close`` then calls ``exit_on_user_error``.
+``cli.torchx_errors`` shows the message of such an error instead of a traceback.
 """
 
 from __future__ import annotations
@@ -37,17 +34,6 @@ def subcommand() -> str:
     if os.path.basename(sys.argv[0]) != "torchx" and getattr(main, "name", "") != "torchx.cli.main":
         return ""
     return next((word for word in sys.argv[1:] if word in _SUBCOMMANDS), "")
-
-
-def exit_on_user_error() -> None:
-    """Exit the ``torchx`` command with the message of the user's mistake that is being handled, if any.
-
-    Raises:
-        SystemExit: a user's mistake is being handled; carries its message, for exit code 1.
-    """
-    error = sys.exc_info()[1]
-    if isinstance(error, USER_ERRORS) and subcommand():
-        raise SystemExit(str(error)) from None
 
 
 def keep_threads_quiet() -> None:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torchx.runner import config
 from torchx.schedulers import get_scheduler_factories
@@ -33,20 +35,22 @@ def diagnose(scheduler: str, cfg: str, timeout: float = _TIMEOUT) -> list[CheckR
         cfg: run options of ``scheduler``, as for ``torchx run -cfg``.
         timeout: seconds for the checks of a group; groups run at the same time.
     """
+    names = [scheduler] if scheduler else registered()
     groups: dict[str, Callable[[], Iterable[CheckResult]]] = {
         "installation": check_installation,
         "configuration": check_configuration,
+        **{name: functools.partial(check_scheduler, name, cfg if scheduler else None) for name in names},
     }
-    if scheduler:
-        groups[scheduler] = lambda: check_scheduler(scheduler, cfg)
-    else:
-        for name in registered():
-            groups[name] = lambda name=name: check_usable(name, timeout)  # type: ignore[misc]
-    return run_groups(groups, timeout + 1.0)
+    found = run_groups(groups, timeout)
+    if not scheduler:
+        found.update({name: _usable(name, found[name]) for name in names})
+    return list(itertools.chain.from_iterable(found.values()))
 
 
-def run_groups(groups: dict[str, Callable[[], Iterable[CheckResult]]], timeout: float) -> list[CheckResult]:
-    """Run groups of checks at the same time; return their results, in the order of the groups.
+def run_groups(
+    groups: Mapping[str, Callable[[], Iterable[CheckResult]]], timeout: float
+) -> dict[str, list[CheckResult]]:
+    """Run groups of checks at the same time; return the results of each.
 
     A group that raises an exception, or does not end in time, adds a failed check of its name.
 
@@ -66,12 +70,13 @@ def run_groups(groups: dict[str, Callable[[], Iterable[CheckResult]]], timeout: 
     threads = {name: threading.Thread(target=run, args=[name], daemon=True) for name in groups}
     for thread in threads.values():
         thread.start()
-    results: list[CheckResult] = []
+    results: dict[str, list[CheckResult]] = {}
     for name, thread in threads.items():
         thread.join(timeout)
-        results += found[name]
+        results[name] = [*found[name]]
         if thread.is_alive():
-            results.append(check(name, "", fail=f"no answer in {timeout:g} s: see the network, the daemon, the disk"))
+            late = f"no answer in {timeout:g} s: see the network, the daemon, the disk"
+            results[name].append(check(name, "", fail=late))
     return results
 
 
@@ -108,17 +113,22 @@ def check_state_dir(path: str) -> CheckResult:
     return check("state folder", path, warn=advice if folder == path and mode & 0o077 else "")
 
 
-def check_scheduler(name: str, cfg: str) -> Iterable[CheckResult]:
+def check_scheduler(name: str, cfg: str | None) -> Iterable[CheckResult]:
     """Check that jobs can be submitted to a scheduler with run options.
 
     Args:
-        cfg: run options, as for ``torchx run -cfg``; those of ``.torchxconfig`` are added.
+        cfg: run options, as for ``torchx run -cfg``; those of ``.torchxconfig`` are added. None to check only that the
+            place where it runs apps can be reached.
     """
     scheduler, result = _create(name)
-    yield result
+    if scheduler is None or cfg is not None:
+        yield result
     if scheduler is None:
         return
     with contextlib.closing(scheduler.inner):
+        if cfg is None:
+            yield from scheduler.checks(None)
+            return
         options = scheduler.run_opts()
         try:
             values: dict[str, CfgVal] = options.cfg_from_str(cfg)
@@ -135,33 +145,14 @@ def check_scheduler(name: str, cfg: str) -> Iterable[CheckResult]:
         yield from scheduler.checks(resolved)
 
 
-def check_usable(name: str, timeout: float) -> Iterable[CheckResult]:
-    """Check whether a scheduler can be used; yield one result, a warning if it cannot, none if it is not on our base.
-
-    Args:
-        timeout: seconds for the place where it runs apps to answer.
-    """
-
-    is_ours = True
-
-    def place() -> Iterable[CheckResult]:
-        nonlocal is_ours
-        scheduler, result = _create(name)
-        if scheduler is None:
-            is_ours = result.what != "scheduler"
-            yield result
-            return
-        with contextlib.closing(scheduler.inner):
-            yield from scheduler.checks(None)
-
-    results = run_groups({name: place}, timeout)
-    if not is_ours:
-        return
+def _usable(name: str, results: Sequence[CheckResult]) -> list[CheckResult]:
+    """Return whether a scheduler can be used: a warning if it cannot, nothing if it is not on our base."""
     wrong = next((result for result in results if result.level == "fail"), None)
-    if wrong is not None:
-        yield check(name, wrong.value, warn=f"cannot be used: {wrong.advice}")
-    else:
-        yield check(name, ", ".join(result.value for result in results) or "can be used")
+    if wrong is None:
+        return [check(name, ", ".join(result.value for result in results) or "can be used")]
+    if wrong.what == "scheduler":
+        return []
+    return [check(name, wrong.value, warn=f"cannot be used: {wrong.advice}")]
 
 
 def _load_configuration(scheduler: str, values: dict[str, CfgVal]) -> Sequence[str]:
@@ -192,8 +183,3 @@ def _create(name: str) -> tuple[MonarchScheduler | None, CheckResult]:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
-
-
-def failed(results: Sequence[CheckResult]) -> bool:
-    """Return whether a check has failed."""
-    return any(result.level == "fail" for result in results)

@@ -339,12 +339,6 @@ def _exit_code(app: AppSnapshot, status: AppStatus) -> int | None:
     return None if code is None else shell_code(code)
 
 
-def _count(event: Event, field: str = "count") -> int | None:
-    """Return a number of an event; None if it has none: any program may have written the event."""
-    value = event.get(field)
-    return value if isinstance(value, int) else None
-
-
 def _attempt(happened: Sequence[Event], commands: _Commands) -> tuple[int | None, int | None]:
     """Return the number of the present attempt and how many are allowed."""
     first = next((command for _, command in commands if command is not None and command.kind == "torchrun"), None)
@@ -353,13 +347,13 @@ def _attempt(happened: Sequence[Event], commands: _Commands) -> tuple[int | None
     begun = max((at for at, event in enumerate(happened) if event["kind"] in _COUNTED_FROM), default=0)
     seen = [event for event in happened[begun:] if event["kind"] in ("ranks", "rank_restart")]
     # A restart on a spare host, in the place of a lost one, is none of those that are allowed.
-    allowed = [count for event in seen if (count := _count(event, "max_restarts")) is not None]
+    allowed = [int(event["max_restarts"]) for event in seen if "max_restarts" in event]
     return 1 + len(allowed) if seen else None, allowed[-1] + 1 if allowed else attempts
 
 
 def _hosts(app: AppSnapshot, happened: Sequence[Event]) -> int | None:
     """Return the number of hosts of the last attempt; before it, what was asked for, without spare hosts."""
-    counts = {event.get("role"): _count(event) for event in happened if event["kind"] == "hosts"}
+    counts = {event.get("role"): event.get("count") for event in happened if event["kind"] == "hosts"}
     asked = {role.spec.name: len(role.replicas) - role.spec.spares for role in app.roles}
     if len(asked) == 1 and None in counts:  # the lines of a log do not name the role
         counts = dict.fromkeys(asked, counts[None])
@@ -375,7 +369,9 @@ def _spares(happened: Sequence[Event]) -> list[str]:
 
 def _ranks(happened: Sequence[Event], commands: _Commands) -> int | None:
     """Return the number of ranks that were started last; before that, what the commands ask for."""
-    started = {event.get("role"): count for event in happened if event["kind"] == "ranks" and (count := _count(event))}
+    started: dict[str | None, int] = {
+        event.get("role"): event["count"] for event in happened if event["kind"] == "ranks" and "count" in event
+    }
     if started:
         return sum(started.values())
     asked = [_ranks_asked(replicas, command) for replicas, command in commands]
@@ -390,7 +386,7 @@ def _ranks_asked(replicas: int, command: Command | None) -> int | None:
 
 def most_ranks(app: AppSnapshot, role_name: str, happened: Sequence[Event]) -> int | None:
     """Return the number of ranks in the largest attempt of a role; None if it is not known."""
-    counts = [_count(event) for event in happened if event["kind"] == "ranks" and event.get("role") == role_name]
+    counts = [event.get("count") for event in happened if event["kind"] == "ranks" and event.get("role") == role_name]
     roles = [role for role in (app.app.roles if app.app is not None else ()) if role.name == role_name]
     counts += [_ranks_asked(role.num_replicas, rank_command(role)) for role in roles]
     return max(filter(None, counts), default=None)

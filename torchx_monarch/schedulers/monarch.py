@@ -34,12 +34,12 @@ from torchx_monarch.model.host_spec import ON_HANG, PREFLIGHT, RANKS, HostSpec, 
 from torchx_monarch.model.role_metadata import SidecarError, SparesError
 from torchx_monarch.model.spelling import nearest
 from torchx_monarch.schedulers import image_push
-from torchx_monarch.schedulers.caller_error_file import write_root_cause
-from torchx_monarch.schedulers.command import exit_on_user_error, keep_threads_quiet, subcommand
+from torchx_monarch.schedulers.command import keep_threads_quiet, subcommand
 from torchx_monarch.schedulers.description import describe, shorten, summarize
 from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.log_display import LogDisplay
 from torchx_monarch.schedulers.run_options import CheckedRunopts, read_section
+from torchx_monarch.system.error_files import write_for_caller
 from torchx_monarch.system.processes import raise_file_limit
 
 Cfg = Mapping[str, CfgVal]
@@ -245,7 +245,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         response = describe(*found, lambda: self.read_events(app_id))
         if self._foreground.has_submitted(app_id):
             if response.state == AppState.FAILED and response.structured_error_msg != NONE:
-                write_root_cause(response.structured_error_msg)
+                write_for_caller(response.structured_error_msg)
             if found[1].state.is_terminal:
                 return shorten(response, found[1])
         return response
@@ -317,11 +317,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         """Close the backend's connections. If a signal has ended a waiting ``torchx run``, cancel its apps first.
 
         Raises:
-            SystemExit: the torchx command exits because of a signal or a user's mistake.
+            SystemExit: the torchx command exits because of a signal.
         """
         try:
             self._foreground.on_close()
-            exit_on_user_error()
         finally:
             self.inner.close()
 

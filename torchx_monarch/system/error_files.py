@@ -183,3 +183,17 @@ def _cut(text: str, limit: int, *, keeps_end: bool = False) -> str:
         removed = max(1, over // 6)  # JSON escapes some characters to six
         text = text[removed:] if keeps_end else text[:-removed]
     return text
+
+
+def write_for_caller(cause: str) -> None:
+    """Write a root cause to the error file of this process's caller, if it has named one.
+
+    So does torchrun, whose ``main`` is decorated with ``@record`` (``ErrorHandler.dump_error_file``, torch 2.13).
+
+    Args:
+        cause: the content of an error file; empty if the cause is unknown.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and cause:
+        with contextlib.suppress(OSError):  # the exit code and the summary still report the failure
+            safe_files.write_named_file(path, cause.encode(), is_exposed=False)
