@@ -71,35 +71,7 @@ _PUBLIC = {
 }
 """The module that defines each public name; ``__getattr__`` imports it on first use."""
 
-__all__ = [
-    "AllocationError",
-    "AllocationStatus",
-    "BackendError",
-    "ClientError",
-    "CodeError",
-    "InvalidCommandError",
-    "MonarchJob",
-    "Output",
-    "RankOutput",
-    "RankResult",
-    "RefusedError",
-    "RunHandle",
-    "RunInfo",
-    "RunOptions",
-    "RunOptionsDict",
-    "RunResult",
-    "SPMDError",
-    "SPMDJob",
-    "SyncMode",
-    "ThisJob",
-    "TorchXMonarchError",
-    "UnreachableError",
-    "UserError",
-    "WorkspaceError",
-    "progress",
-    "serve",
-    "this_job",
-]
+__all__ = [*_PUBLIC]
 
 
 def __getattr__(name: str) -> object:

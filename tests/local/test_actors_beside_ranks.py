@@ -129,7 +129,7 @@ def test_a_client_of_a_batch_job_spawns_actors_and_dies(
     text = log()
     assert "a Monarch client has attached to 2 hosts" in text
     assert ("the worker loop of host 1 was shut down by its client" in text) == then.startswith("state")
-    ended = re.escape(f"the job {handle} is no longer active: FAILED")
+    ended = re.escape(f"{handle} has ended (FAILED)")
     with pytest.raises(AssertionError, match=ended), client(tmp_path, handle, ""):
         pass
 

@@ -280,7 +280,7 @@ except RuntimeError as error:
     print(json.dumps(str(error)))
 """
     said = program(tmp_path, text)
-    assert "is no longer active: FAILED" in said
+    assert "has ended (FAILED)" in said
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT='soon' is not a number" in said
 
 

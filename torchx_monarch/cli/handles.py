@@ -131,14 +131,7 @@ def complete(prefix: str, **_: object) -> list[str]:
 
 @dataclass(frozen=True)
 class RecordedApp:
-    """An app of this machine's records.
-
-    Attributes:
-        scheduler: the name of its scheduler.
-        app_id: its id.
-        name: its name; empty if the records lack it.
-        submitted: when it was submitted, in seconds since the epoch.
-    """
+    """An app of this machine's records; its name is empty if they lack it."""
 
     scheduler: str
     app_id: str

@@ -45,11 +45,8 @@ def read_collectives(folder: str | None) -> tuple[dict[tuple[int, int, int], lis
 def read_stacks(folder: str | None) -> list[tuple[str, str]]:
     """Return the stacks that hosts took before they stopped ranks, of the last attempt of the last run that has any.
 
-    Args:
-        folder: folder of the job's logs; None if this machine does not see it.
-
     Returns:
-        For each host the file, relative to the folder, and its text.
+        For each host the file, relative to the folder of the job's logs, and its text.
     """
     files = [
         (int(found[1] or 0), int(found[2]), path) for path, found in _files(folder, "attempt_*/stacks.txt", _STACKS)

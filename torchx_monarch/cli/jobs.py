@@ -36,10 +36,6 @@ class JobHistory:
     """What is known of a job from its submission on.
 
     Attributes:
-        app: its snapshot.
-        decided: its state.
-        status: its status.
-        timeline: its timeline.
         from_log: whether progress lines stand for its events, which this machine does not have.
     """
 

@@ -73,10 +73,6 @@ def _ranks(text: str) -> list[range]:
     return found
 
 
-def _is_among(rank: int | None, ranks: list[range]) -> bool:
-    return rank is not None and any(rank in rank_range for rank_range in ranks)
-
-
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
@@ -96,26 +92,14 @@ def run(args: argparse.Namespace) -> None:
             _check_ranks(args, [most_ranks(app, role, happened) for role in roles])
         merged = _merged(scheduler, app, roles, args, args.follow and not status.state.is_terminal)
         printer = _Printer(app, args.timestamps, args.json)
-        named, written = args.rank is None, False
-
-        def chosen() -> Iterator[_Line | None]:
-            nonlocal named, written
-            for merged_line in merged:
-                if merged_line is None:
-                    yield None
-                    continue
-                source, line = merged_line
-                parsed = printer.parse(source, line)
-                named, written = named or parsed.rank is not None, written or not parsed.is_of_host
-                if args.rank is None or _is_among(parsed.rank, args.rank):
-                    yield source, line, parsed
-
-        for shown in _tail(chosen(), args.tail, began):
+        for shown in _tail(printer.chosen(merged, args.rank), args.tail, began):
             printer.show(*shown)
-    if not named and not written:
-        say("no rank has written a line to this log")
-    elif not named:
+    if args.rank is None or printer.has_named_ranks:
+        return
+    if printer.has_output:
         say("no line of this log names its rank: torchrun's --tee 3, which monarch.spmd sets, has the lines name them")
+    else:
+        say("no rank has written a line to this log")
 
 
 def _tail(lines: Iterable[_Line | None], count: int | None, began: float) -> Iterator[_Line]:
@@ -150,14 +134,7 @@ def _roles(app: AppSnapshot, args: argparse.Namespace) -> list[str]:
 
 
 def _check_ranks(args: argparse.Namespace, counts: Sequence[int | None]) -> None:
-    """Check the ranks in the arguments.
-
-    Args:
-        counts: how many ranks the chosen roles have; None for a role of which that is not known.
-
-    Raises:
-        UserError: there is no such rank.
-    """
+    """Check that the chosen roles have the ranks in the arguments, of which they have ``counts``, None if not known."""
     last, most = max(rank_range[-1] for rank_range in args.rank), max(filter(None, counts), default=0)
     if None not in counts and last >= most:
         existing = f"ranks 0 to {most - 1}" if most > 1 else "rank 0 alone"
@@ -188,14 +165,15 @@ def _readable(lines: Iterable[TimedLine]) -> Iterator[TimedLine]:
 
 
 class _Printer:
-    """Shows lines.
+    """Parses lines and shows them.
 
-    Args:
-        timestamps: whether to show the time of each line.
-        as_json: whether to print JSON records.
+    Attributes:
+        has_named_ranks: whether a line has named its rank.
+        has_output: whether a line is not of a host process.
     """
 
     def __init__(self, app: AppSnapshot, timestamps: bool, as_json: bool) -> None:
+        self.has_named_ranks = self.has_output = False
         self._timestamps = timestamps
         self._as_json = as_json
         self._parsers = {
@@ -207,9 +185,20 @@ class _Printer:
         self._output = LineOutput()
         self._unfinished: set[Source] = set()
 
-    def parse(self, source: Source, line: TimedLine) -> LogLine:
-        """Parse a line of a replica."""
-        return self._parsers[source].parse(line.text)
+    def chosen(
+        self, merged: Iterable[tuple[Source, TimedLine] | None], ranks: Sequence[range] | None
+    ) -> Iterator[_Line | None]:
+        """Parse lines; yield those of some ranks, all if that is None, and None where no more came for a while."""
+        for merged_line in merged:
+            if merged_line is None:
+                yield None
+                continue
+            source, line = merged_line
+            parsed = self._parsers[source].parse(line.text)
+            self.has_named_ranks = self.has_named_ranks or parsed.rank is not None
+            self.has_output = self.has_output or not parsed.is_of_host
+            if ranks is None or any(parsed.rank in rank_range for rank_range in ranks):
+                yield source, line, parsed
 
     def show(self, source: Source, line: TimedLine, parsed: LogLine) -> None:
         """Print a line: with its rank, and with its replica if it has no rank and there are several replicas."""

@@ -74,8 +74,6 @@ class View:
     """A job and its ranks at one moment.
 
     Attributes:
-        status: status of the job.
-        ranks: its ranks, in their order.
         missing: why a host has not answered, by replica.
         problem: why there is no rank at all; empty if the hosts have answered.
     """

@@ -92,7 +92,6 @@ class Allocation:
         Raises:
             UnreachableError: this machine cannot reach the job, and waiting does not help: it has no certificate
                 for the app, or the app has no such role.
-            ValueError: ``sync`` is not a value of ``SyncMode``.
         """
         job = cls(handle, role, address, runner, workspace, sync, start_timeout)
         try:
@@ -133,7 +132,7 @@ class Allocation:
         Returns:
             This allocation.
         """
-        self._role_hosts.wait(timeout, on_progress, warm=warm)
+        self._role_hosts.wait(timeout, on_progress, warm)
         return self
 
     def release(self) -> None:

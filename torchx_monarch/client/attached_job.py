@@ -10,27 +10,23 @@ import time
 from typing import Any
 
 from torchx.runner import Runner, get_runner
-from torchx.specs import NONE, AppState, AppStatus, is_terminal
+from torchx.specs import is_terminal
 
 from torchx_monarch.client.attachment import Attachment, client
-from torchx_monarch.client.target import Target
-from torchx_monarch.exceptions import AllocationError, UnreachableError
+from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.monarch_adapter import monarch_api
-from torchx_monarch.monarch_adapter.job_trait import SchedulerJob
 
-# After the adapter, which prepares this import.
-from monarch.job import JobTrait  # isort: skip
+monarch_api.prepare_import()
+
+from monarch.job import JobTrait  # noqa: E402
 
 _log = logging.getLogger("torchx_monarch")
 
+CACHE = ".monarch/job_state.pkl"
+"""File in which Monarch caches a job's state. A script started by ``apply(client_script=...)`` reads it there."""
+
 _ASK_EVERY = 1.0
-"""Longest pause between two status requests for a job, in seconds; the first pauses are shorter."""
-
-_ASK_QUEUE_EVERY = 5.0
-"""Longest pause in seconds while a job is pending: all users of a cluster share its scheduler."""
-
-_SAY_EVERY = 30.0
-"""Seconds between two log lines about the reason for waiting."""
+"""Longest pause between two status requests for a job that ends, in seconds; the first pauses are shorter."""
 
 _END_TIMEOUT = 15.0
 """Seconds that ``kill`` waits for the end of the hosts."""
@@ -39,7 +35,7 @@ _UNMOUNT_TIMEOUT = 15.0
 """Seconds for which ``kill`` retries to remove busy mounts: a closed file keeps its mount busy for a moment."""
 
 
-class AttachedJob(SchedulerJob):
+class AttachedJob(JobTrait):  # type: ignore[misc]
     """Attach this process, as a Monarch client, to the hosts of an app.
 
     Attributes:
@@ -81,31 +77,42 @@ class AttachedJob(SchedulerJob):
                     raise
             time.sleep(_ASK_EVERY / 4)
 
-    # -- hooks of SchedulerJob -----------------------------------------------------------------------------------------
+    # -- private hooks of Monarch 0.7's JobTrait -----------------------------------------------------------------------
 
-    def _attach_first(self, active: JobTrait) -> None:
-        if isinstance(active, AttachedJob):
-            active._attach()
-
-    def _lives(self) -> bool:
-        status = self._status_of_app()
+    def _is_running(self) -> bool:
+        status = self._runner.status(self.handle) if self.handle else None
         return status is not None and not is_terminal(status.state)
 
-    def _identity(self) -> dict[str, Any]:
-        return {"handle": self.handle}
+    def _connect_host_meshes(self, running_job: JobTrait) -> dict[str, Any]:
+        # super() starts Monarch's sidecar process for mounts and telemetry, which reaches the hosts the same way as
+        # this process: attach first.
+        if isinstance(running_job, AttachedJob):
+            running_job._attach()
+        meshes: dict[str, Any] = super()._connect_host_meshes(running_job)
+        return meshes
 
-    def _adopt(self, spec: JobTrait) -> None:
+    def _cleanup_log_context(self) -> dict[str, Any]:
+        return {"job_type": type(self).__name__, "handle": self.handle}
+
+    def _rebind_connection_inputs(self, spec: JobTrait) -> None:
         if isinstance(spec, AttachedJob):
             self._start_timeout = spec._start_timeout
             self._out_of_cluster = spec._out_of_cluster
 
-    def _sidecar_goes_through_client(self) -> bool:
-        return self._out_of_cluster and not self._on_one_machine()
+    def _requires_sidecar_gateway(self) -> bool:
+        return self._out_of_cluster and not self._is_on_one_machine
 
-    def _on_one_machine(self) -> bool:
-        return (self.handle or "").startswith("monarch_local://")
+    def _prepare_client_gateway(self) -> None:
+        self._attach()
+
+    def _should_spawn_telemetry_worker_collector_actors(self) -> bool:
+        return not self._is_on_one_machine  # where one collector for each host is of no use
 
     # -- helpers -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_on_one_machine(self) -> bool:
+        return (self.handle or "").startswith("monarch_local://")
 
     @functools.cached_property
     def _runner(self) -> Runner:
@@ -115,13 +122,10 @@ class AttachedJob(SchedulerJob):
         """Return the names of the roles to whose hosts to attach."""
         raise NotImplementedError
 
-    def _target(self, role: str) -> Target:
-        """Return where replica 0 of a role listens."""
+    def _hosts_of(self, role: str) -> Hosts:
+        """Return the hosts of a role."""
         assert self.handle is not None
-        return Target.from_handle(self.handle, role, runner=self._runner)
-
-    def _status_of_app(self) -> AppStatus | None:
-        return self._runner.status(self.handle) if self.handle else None
+        return Hosts(self.handle, role, runner=self._runner)
 
     def _meshes(self) -> dict[str, Any]:
         """Attach to the hosts of every role; return a HostMesh for each, by role."""
@@ -131,7 +135,7 @@ class AttachedJob(SchedulerJob):
 
     def _wait_for_end(self) -> None:
         until, pause = time.monotonic() + _END_TIMEOUT, 0.05
-        while self._lives() and time.monotonic() < until:
+        while self._is_running() and time.monotonic() < until:
             time.sleep(pause)
             pause = min(2 * pause, _ASK_EVERY)
 
@@ -162,33 +166,10 @@ class AttachedJob(SchedulerJob):
         before = self._attachments.get(role)
         if before is not None and before.is_open and not before.stale:
             return before
-        pause, say = 0.05, time.monotonic() + _SAY_EVERY
-        while True:
-            status = self._status_of_app()
-            if status is None or is_terminal(status.state):
-                self._detach()
-                raise AllocationError(f"the job {self.handle} is no longer active: {_in_words(status)}")
-            try:
-                attachment = Attachment.open(self._target(role), f"{self.handle}/{role}".rstrip("/"))
-                if before is not None:
-                    before.link.close()
-                self._attachments[role] = attachment
-                return attachment
-            except UnreachableError as error:
-                if error.final:
-                    raise
-                if deadline is not None and time.monotonic() > deadline:
-                    waited = f"{self._start_timeout:g} s (start_timeout)"
-                    raise AllocationError(f"{self.handle} is {status.state.name} after {waited}: {error}") from None
-                if time.monotonic() > say:
-                    _log.warning("%s is %s; waiting for the hosts of %s: %s", self.handle, status.state, role, error)
-                    say = time.monotonic() + _SAY_EVERY
-            time.sleep(pause)
-            pause = min(2 * pause, _ASK_QUEUE_EVERY if status.state is AppState.PENDING else _ASK_EVERY)
-
-
-def _in_words(status: AppStatus | None) -> str:
-    if status is None:
-        return "its scheduler does not know it"
-    said = " ".join(text for text in (status.msg, status.structured_error_msg) if text and text != NONE)
-    return f"{status.state.name} {said}".strip()
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        whose = f"{self.handle}/{role}".rstrip("/")
+        attachment = self._hosts_of(role).wait_for(lambda target: Attachment.open(target, whose), timeout, say)
+        if before is not None:
+            before.link.close()
+        self._attachments[role] = attachment
+        return attachment

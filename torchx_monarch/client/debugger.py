@@ -36,16 +36,7 @@ _MORE_TIMEOUT = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Breakpoint:
-    """A rank in a breakpoint.
-
-    Attributes:
-        rank: the global rank.
-        pid: its process id, on its host.
-        file: path of the source file, on its host.
-        line: number of the line.
-        function: name of the function.
-        attached: whether a debugger is attached.
-    """
+    """A rank in a breakpoint: its process and the source file are those on its host."""
 
     rank: int
     pid: int

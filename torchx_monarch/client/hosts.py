@@ -38,7 +38,8 @@ _ASK_SCHEDULER_EVERY = 5.0
 _SHOW_ERROR_AFTER = 5.0
 """Seconds of waiting before progress lines include the connection error: hosts that just started do not listen yet."""
 
-_ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
+ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
+"""The states of apps that have ended."""
 
 
 def say(text: str) -> None:
@@ -76,14 +77,15 @@ class AllocationStatus:
     message: str = ""
 
 
+class _NotReady(UnreachableError):
+    """Raised when the hosts answer, and what is waited for is not there yet; the message names it."""
+
+
 class Hosts:
     """Send requests to replica 0 of one role of an app.
 
     Methods raise ``AllocationError`` if the hosts have ended or did not start in time, ``UnreachableError`` if they
     cannot be reached and waiting does not help, and ``RefusedError`` if replica 0 refuses the request or this client.
-
-    Attributes:
-        handle: the app's TorchX handle.
 
     Args:
         role: name of the role; empty for the first role.
@@ -144,7 +146,7 @@ class Hosts:
     def end_reason(self) -> str:
         """How the app has ended, as far as its scheduler was asked: ``has ended (STATE): REASON``; else empty."""
         state, message = self._scheduler_state
-        return f"has ended ({state}){': ' + message if message else ''}" if state in _ENDED else ""
+        return f"has ended ({state}){': ' + message if message else ''}" if state in ENDED else ""
 
     def log_folder(self) -> Path | None:
         """Return the folder of replica 0's logs, also after the app's end; None if this machine does not have it."""
@@ -181,13 +183,15 @@ class Hosts:
     def ask_status(self) -> AllocationStatus | None:
         """Ask replica 0 for the state of the allocation; return None if it cannot be reached or is ending."""
         try:
-            answer = ask(self.target, {"type": "look"})
+            return self._look(self.target)
         except (UnreachableError, RefusedError) as error:
             self._mark_unreachable(error)
             return None
+
+    def _look(self, target: Target) -> AllocationStatus:
+        answer = ask(target, {"type": "look"})
         if answer.get("ended"):
-            self._mark_unreachable(UnreachableError("they are ending"))
-            return None
+            raise UnreachableError("they are ending")
         live = answer.get("live")
         if live is None:
             return AllocationStatus("RUNNING", message=f"{self.handle} is not a live allocation")
@@ -211,18 +215,14 @@ class Hosts:
         return AllocationStatus(state, message=message or str(self._unreached))
 
     def reach(self, operation: Callable[[Target], T], ready: bool = False, wait: bool = True) -> T:
-        """Call ``operation``; if the hosts cannot be reached, wait for them and call it again.
+        """Call ``operation``; if the hosts cannot be reached, wait for them (see ``wait_for``).
 
         An address from the user that has answered before is not waited for: no scheduler can tell whether the hosts
         behind it have ended.
 
         Args:
-            operation: called with the address of replica 0; must be repeatable after it raises ``UnreachableError``.
             ready: whether to wait until a run can start, unless these hosts have been ready before.
             wait: whether to wait for hosts that cannot be reached.
-
-        Returns:
-            The result of ``operation``.
         """
         if self._were_ready or not ready:
             try:
@@ -234,8 +234,9 @@ class Hosts:
                 if not wait or (self._address and self._was_reached):
                     self.check_alive()
                     raise
-        self.wait(self._start_timeout, say, ready)
-        return operation(self.target)
+        if ready:
+            self.wait(self._start_timeout, say)
+        return self.wait_for(operation, self._start_timeout, say)
 
     def open(self, greeting: dict[str, Any], ready: bool = False, wait: bool = True) -> Connection:
         """Connect to replica 0 and send a greeting. Arguments and exceptions are those of ``reach``."""
@@ -245,36 +246,49 @@ class Hosts:
         """Send an idempotent request to replica 0, and return its answer. Exceptions are those of ``reach``."""
         return self.reach(lambda target: ask(target, greeting), wait=wait)
 
-    def wait(
-        self,
-        timeout: float | None,
-        on_progress: Callable[[str], None] | None = None,
-        ready: bool = True,
-        warm: bool = False,
-    ) -> None:
-        """Wait until the hosts answer.
+    def wait(self, timeout: float | None, on_progress: Callable[[str], None] | None = None, warm: bool = False) -> None:
+        """Wait until a run can start immediately.
 
         Args:
             timeout: seconds; None for no limit.
             on_progress: called with a line each time the reason for waiting changes; None for no progress lines.
-            ready: whether to wait until a run can start immediately.
             warm: whether to wait until ranks find torch imported.
+        """
+
+        def look(target: Target) -> None:
+            status = self._look(target)
+            if status.message:
+                raise AllocationError(status.message)
+            if not status.ready:
+                raise _NotReady(f"hosts {', '.join(map(str, status.missing))}" if status.missing else "the mesh")
+            if warm and not status.warm:
+                raise _NotReady("the import of torch")
+            self._were_ready = True
+
+        self.wait_for(look, timeout, on_progress)
+
+    def wait_for(
+        self, operation: Callable[[Target], T], timeout: float | None, on_progress: Callable[[str], None] | None
+    ) -> T:
+        """Call ``operation`` until it does not raise ``UnreachableError``, or waiting does not help; return its result.
+
+        Args:
+            operation: called with the address of replica 0; must be repeatable.
+            timeout: seconds; None for no limit.
+            on_progress: as for ``wait``.
         """
         started, pause, said = time.monotonic(), _POLL, ""
         while True:
-            status = self.ask_status()
-            self._was_reached = self._was_reached or status is not None
-            if status is not None and status.message:
-                raise AllocationError(status.message)
-            if status is None:
-                waiting = self._missing_since(started)
-            elif ready and not status.ready:
-                waiting = f"hosts {', '.join(map(str, status.missing))}" if status.missing else "the mesh"
-            elif warm and not status.warm:
-                waiting = "the import of torch"
-            else:
-                self._were_ready = self._were_ready or status.ready
-                return
+            try:
+                result = operation(self.target)
+                self._was_reached = True
+                return result
+            except _NotReady as error:
+                self._was_reached = True
+                waiting = str(error)
+            except UnreachableError as error:
+                self._mark_unreachable(error)
+                waiting = self._missing_since(started, error)
             if waiting != said and on_progress is not None:
                 on_progress(f"waiting for {waiting}")
             said = waiting
@@ -292,25 +306,25 @@ class Hosts:
         state, message = self._scheduler_state
         if state == "UNKNOWN" and message:
             raise AllocationError(message)
-        if state in _ENDED:
+        if state in ENDED:
             raise AllocationError(f"{self.handle} {self.end_reason}")
 
-    def _missing_since(self, started: float) -> str:
+    def _missing_since(self, started: float, error: UnreachableError) -> str:
         """Describe why replica 0 cannot be reached yet; raise if waiting does not help.
 
         Args:
             started: ``time.monotonic()`` at the start of the wait.
         """
         self.check_alive()
-        if isinstance(self._unreached, RefusedError) or self._unreached.final:
-            raise self._unreached
+        if error.final:
+            raise error
         if self._released:
             return "the end of the hosts"
         if self._address:
-            return f"an answer at {self._address}: {self._unreached}"
+            return f"an answer at {self._address}: {error}"
         state, _ = self._scheduler_state
         why = state == "RUNNING" and time.monotonic() > started + _SHOW_ERROR_AFTER
-        return f"the hosts ({state}){f': {self._unreached}' if why else ''}"
+        return f"the hosts ({state}){f': {error}' if why else ''}"
 
     def _mark_unreachable(self, error: UnreachableError | RefusedError) -> None:
         self._unreached = error

@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from typing import Any
 
-from torchx.specs import AppState, AppStatus
+from torchx.runner import Runner
 
 from torchx_monarch.client.allocation import Allocation
-from torchx_monarch.client.attached_job import AttachedJob
-from torchx_monarch.client.target import Target
+from torchx_monarch.client.attached_job import CACHE, AttachedJob
+from torchx_monarch.client.hosts import ENDED, Hosts
 
-# After the adapter, which prepares this import.
-from monarch.job import JobState, JobTrait  # isort: skip
-
-if TYPE_CHECKING:
-    from torchx.runner import Runner
+# After the base class, which prepares this import.
+from monarch.job import JobState, JobTrait, job_load  # isort: skip
 
 _WORKERS = "workers"
 """The name of the first mesh in each job of ``monarch.job.spmd``."""
@@ -57,6 +55,13 @@ class SPMDJob(Allocation, AttachedJob):  # type: ignore[misc]  # its handle is n
     def release(self) -> None:
         """Release the hosts, as ``kill`` does."""
         self.kill()
+
+    def state(self, cached_path: str | None = CACHE) -> JobState:
+        """Return the host meshes of the job (see ``JobTrait.state``); ``workers`` is that of the first role."""
+        state = super().state(cached_path)
+        if _WORKERS not in state._hosts:  # and is no key: mounts, telemetry and ``monarch exec --all`` work on each
+            setattr(state, _WORKERS, next(iter(state._hosts.values())))
+        return state
 
     def remote_mount(
         self,
@@ -103,32 +108,29 @@ class SPMDJob(Allocation, AttachedJob):  # type: ignore[misc]  # its handle is n
     def _state(self) -> JobState:
         return JobState({role or _WORKERS: mesh for role, mesh in self._meshes().items()})
 
-    def _alias_of_first_mesh(self) -> str:
-        return _WORKERS
-
     def can_run(self, spec: JobTrait) -> bool:
         """Whether ``spec`` is the same app, and it has not ended."""
-        return isinstance(spec, SPMDJob) and spec.handle == self.handle and self._lives()
+        return isinstance(spec, SPMDJob) and spec.handle == self.handle and self._is_running()
 
     def _kill(self) -> None:
         self._detach()
 
-    def _is_other_job(self, cached: JobTrait) -> bool:
-        return not isinstance(cached, SPMDJob) or cached.handle != self.handle
+    def _load_cached(self, cached_path: str | None) -> JobTrait | None:
+        with contextlib.suppress(FileNotFoundError):
+            cached = job_load(cached_path) if cached_path is not None else self
+            if not isinstance(cached, SPMDJob) or cached.handle != self.handle:
+                return None
+        return super()._load_cached(cached_path)
 
     def _roles(self) -> list[str]:
         return self._role_hosts.roles()
 
-    def _target(self, role: str) -> Target:
-        return self._role_hosts.target if role == self._roles()[0] else super()._target(role)
+    def _hosts_of(self, role: str) -> Hosts:
+        return self._role_hosts if role == self._roles()[0] else super()._hosts_of(role)
 
-    def _status_of_app(self) -> AppStatus:
-        status = self._role_hosts.status()  # which the hosts themselves tell, through a tunnel, too
-        return AppStatus(AppState[status.state], msg=status.message)
+    def _is_running(self) -> bool:
+        return self._role_hosts.status().state not in ENDED  # which the hosts themselves tell, through a tunnel, too
 
     @property
     def _runner(self) -> Runner:
         return self._role_hosts.runner
-
-    def __getstate__(self) -> dict[str, Any]:
-        return AttachedJob.__getstate__(self)

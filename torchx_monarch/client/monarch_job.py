@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from torchx.specs import AppDef, CfgVal
 
 from torchx_monarch.client import this_job
-from torchx_monarch.client.attached_job import AttachedJob
+from torchx_monarch.client.attached_job import CACHE, AttachedJob
+from torchx_monarch.client.attachment import Attachment
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
 from torchx_monarch.model.env_names import THIS_JOB
@@ -21,13 +22,10 @@ from torchx_monarch.monarch_adapter import monarch_api
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.torchx_adapter import torchx_api
 
-# After the adapter, which prepares this import.
+# After the base class, which prepares this import.
 from monarch.job import JobState, JobTrait  # isort: skip
 
 _log = logging.getLogger("torchx_monarch")
-
-_CACHE = ".monarch/job_state.pkl"
-"""File in which Monarch caches a job's state. A script started by ``apply(client_script=...)`` reads it there."""
 
 
 class MonarchJob(AttachedJob):
@@ -86,7 +84,7 @@ class MonarchJob(AttachedJob):
     @property
     def handle(self) -> str | None:  # type: ignore[override]
         """The job's TorchX handle, for ``torchx status`` and ``torchx log``; None before ``apply``."""
-        running = self._active_job()
+        running = self._running
         return running._handle if isinstance(running, MonarchJob) else self._handle
 
     # -- the abstract methods of JobTrait, and hooks -------------------------------------------------------------------
@@ -103,14 +101,13 @@ class MonarchJob(AttachedJob):
                 raise ValueError("client_script is empty: give the script's path, and its arguments")
             if not os.path.basename(words[0]).startswith("python"):
                 words = ["python", *words]
-            monarch_api.batch_job(self).dump(_CACHE)
+            monarch_api.batch_job(self).dump(CACHE)
         hosts = waiting(self._app, 0.0 if words else self._idle_timeout, words)
         self._handle = runner.run(hosts, self._scheduler, self._cfg, self._workspace)
         _log.info("%s", self._handle)
 
-    def _attach_first(self, active: JobTrait) -> None:
-        if isinstance(active, MonarchJob) and not active._is_this_job():
-            super()._attach_first(active)
+    def _attach(self) -> dict[str, Attachment]:
+        return {} if self._is_this_job() else super()._attach()
 
     def _state(self) -> JobState:
         if self._is_this_job():
@@ -119,12 +116,10 @@ class MonarchJob(AttachedJob):
 
     def can_run(self, spec: JobTrait) -> bool:
         """Whether this job is alive and has the app, scheduler, run options, idle timeout and workspace of ``spec``."""
-        return isinstance(spec, MonarchJob) and spec._spec_key() == self._spec_key() and self._lives()
+        return isinstance(spec, MonarchJob) and spec._spec_key() == self._spec_key() and self._is_running()
 
-    def _lives(self) -> bool:
-        if self._is_this_job():
-            return True
-        return super()._lives()
+    def _is_running(self) -> bool:
+        return self._is_this_job() or super()._is_running()
 
     def _kill(self) -> None:
         if self._is_this_job():
@@ -136,8 +131,8 @@ class MonarchJob(AttachedJob):
             self._runner.cancel(self._handle)
         self._wait_for_end()
 
-    def _sidecar_goes_through_client(self) -> bool:
-        return super()._sidecar_goes_through_client() and not self._is_this_job()
+    def _requires_sidecar_gateway(self) -> bool:
+        return super()._requires_sidecar_gateway() and not self._is_this_job()
 
     def _roles(self) -> list[str]:
         return [role.name for role in self._app.roles]

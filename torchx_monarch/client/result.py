@@ -122,14 +122,7 @@ class RunInfo(TypedDict):
 def run_result(
     message: Mapping[str, Any], exits: Mapping[int, RankExit], attempts: int, output: Mapping[int, RankOutput]
 ) -> RunResult:
-    """Build the result of a run from its records.
-
-    Args:
-        message: the ``result`` record.
-        exits: the ``exit`` records of the last attempt, by global rank.
-        attempts: number of attempts.
-        output: stored output, by global rank.
-    """
+    """Build the result of a run of its ``result`` record, and of the exits and the output of ranks."""
     return RunResult(
         run=message["run"],
         exit_code=message["exit_code"],

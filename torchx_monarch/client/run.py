@@ -35,11 +35,7 @@ _LINES = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 class RunRecords(Protocol):
-    """The records of a run, from the hosts (``Records``) or from a file (``runs.StoredRecords``).
-
-    Attributes:
-        run: number of the run.
-    """
+    """The records of a run, from the hosts (``Records``) or from a file (``runs.StoredRecords``)."""
 
     run: int
 
@@ -52,11 +48,7 @@ class RunRecords(Protocol):
 class Records:
     """Iterate over the records of a run, from the first one; reconnect if the connection breaks.
 
-    Attributes:
-        run: number of the run.
-
     Args:
-        hosts: the hosts of the allocation.
         link: a connection whose greeting was ``run`` or ``follow``.
         rank: the only rank whose output is received; None for all ranks.
     """
@@ -209,8 +201,6 @@ class _RankLines:
         """Return what to write for lines, or a piece of a line, of a rank.
 
         Args:
-            rank: the rank.
-            text: the text.
             prefix: the length of torchrun's prefix in each line; 0 for none.
             stamp: the length of the time before it; 0 for none.
         """
@@ -256,9 +246,6 @@ class RunHandle(Future[RunResult]):
         run: number of the run on its allocation.
 
     Args:
-        hosts: the hosts of the allocation.
-        records: the records of the run.
-        collector: processes the records.
         check: whether ``result`` raises ``SPMDError`` if the run failed.
     """
 

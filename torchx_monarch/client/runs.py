@@ -41,14 +41,7 @@ T = TypeVar("T")
 
 
 class StoredRecords:
-    """Iterate over the records of a run log, up to a result.
-
-    Attributes:
-        run: number of the run.
-
-    Args:
-        path: path of the run log.
-    """
+    """Iterate over the records of a run log, up to a result."""
 
     def __init__(self, run: int, path: Path) -> None:
         self.run = run

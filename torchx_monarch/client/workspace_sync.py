@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ _last_sent: dict[str, Tree] = {}
 
 @dataclass(frozen=True)
 class SyncResult:
-    """The code that a run uses, and the cost of sending it.
+    """The code that a run uses.
 
     Attributes:
         code: hash of the workspace; empty with ``never``, and for a shared folder that exceeds the limits of a
@@ -48,17 +47,15 @@ class SyncResult:
         cwd: the workspace, if all hosts see the folder itself; empty if each host has a copy, and with ``never``.
         synced: whether each host has a copy.
         sent: bytes sent to replica 0.
-        seconds: duration of the synchronisation in seconds.
     """
 
     code: str = ""
     cwd: str = ""
     synced: bool = False
     sent: int = 0
-    seconds: float = 0.0
 
 
-def sync_workspace(target: Target, workspace: str, when: SyncMode = "auto") -> SyncResult:
+def sync_workspace(target: Target, workspace: str, when: SyncMode) -> SyncResult:
     """Make the current state of a workspace available on every host.
 
     Args:
@@ -70,18 +67,16 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode = "auto") -> S
         CodeError: the workspace cannot be read, exceeds the limits or keeps changing; or a host could not store it.
         UnreachableError: the allocation cannot be reached.
         RefusedError: the allocation refuses the request.
-        ValueError: ``when`` is not a value of ``SyncMode``.
     """
-    check_when(when)
     if when == "never":
         return SyncResult()
     from torchx_monarch.code_sync.scan import ScanError, scan_cached
 
-    began, root = time.monotonic(), os.path.abspath(workspace)
+    root = os.path.abspath(workspace)
     for _ in range(_TRIES):
         with Connection.open(target, {"type": "sync"}) as link:
             if when == "auto" and _is_shared(link, root):
-                return SyncResult(_hash_of(root), root, seconds=time.monotonic() - began)
+                return SyncResult(_hash_of(root), root)
             try:
                 tree = scan_cached(root, state_files.state_dir())
                 sent = _send(link, root, tree)
@@ -92,7 +87,7 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode = "auto") -> S
                 continue
             except OSError as error:
                 raise CodeError(f"cannot read {error.filename} of the workspace: {error.strerror}") from None
-            return SyncResult(tree.hash, synced=True, sent=sent, seconds=time.monotonic() - began)
+            return SyncResult(tree.hash, synced=True, sent=sent)
     raise CodeError(
         f"{changing} changes all the time: what is not for the hosts can be named in .torchxignore or .gitignore"
     )

@@ -30,7 +30,6 @@ class RankCollectives:
     """The collectives of one rank.
 
     Attributes:
-        rank: the global rank.
         time: when its host has asked it, in seconds since the epoch.
         groups: its process groups; empty if it has formed none, None if it has not answered.
     """

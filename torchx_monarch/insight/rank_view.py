@@ -11,24 +11,14 @@ from torchx_monarch.insight.rank_sample import Collective, DeviceUse, GroupStatu
 
 @dataclasses.dataclass(frozen=True)
 class RankView:
-    """What a rank does now. None is a value that is not known.
+    """What a rank does now: values of its last ``RankSample``, and these. None is a value that is not known.
 
     Attributes:
-        rank: the global rank.
-        replica: the replica whose host executes it.
-        host: name of that machine.
-        pid: its process id there.
-        state: ``running``, ``stopped``, ``uninterruptible``, ``zombie`` or ``ended``.
         cpu: cores that the rank and its children use.
-        rss_bytes: their resident memory, with what they share.
-        devices: the GPUs on which they have memory.
         collectives_per_second: how many collectives the rank calls in a second.
         late_by: seconds after the first rank of the group at which this one has called its last collectives, the mean
             of those that all ranks of the group have called. Clocks of different hosts may differ.
         waited_for: seconds for which other ranks have waited for this one in a collective that it has not called.
-        last_output: when it last printed something, in seconds since the epoch.
-        last_line: the last line that it printed, escaped and cut.
-        progress: the progress that its program has reported.
         seconds_left: seconds until its last step, at the mean speed of the attempt.
     """
 

@@ -21,7 +21,7 @@ MAX_BYTES = 16 * 1024 * 1024
 """Largest dump that is read; one of torch's default size, 2000 collectives without stacks, has 0.6 MB."""
 
 _MAX_ENTRIES = 20_000
-_MAX_NAME = 100
+_MAX_NAME = 200
 
 
 class DumpError(Exception):
@@ -86,10 +86,7 @@ def parse(data: bytes) -> list[RecordedCollective]:
         ):
             raise DumpError("it is no dump of the flight recorder: an index in it is too large")
         dump = _PlainUnpickler(io.BytesIO(data)).load()
-        entries = dump["entries"]
-        if not isinstance(entries, list):
-            raise DumpError("its entries are no list")
-        return [_collective(entry) for entry in entries[-_MAX_ENTRIES:]]
+        return [_collective(entry) for entry in dump["entries"][-_MAX_ENTRIES:]]
     except DumpError:
         raise
     except Exception as error:  # operations of a pickle meet operands of any type
@@ -98,33 +95,18 @@ def parse(data: bytes) -> list[RecordedCollective]:
 
 def _collective(entry: Mapping[str, Any]) -> RecordedCollective:
     completed = entry["time_discovered_completed_ns"]
-    group = entry["process_group"]
     return RecordedCollective(
-        name=_text(entry["profiling_name"]),
-        group=_text(group[0]),
+        name=one_line(entry["profiling_name"], _MAX_NAME),
+        group=one_line(entry["process_group"][0], _MAX_NAME),
         number=_whole(entry["collective_seq_id"]),
-        sizes=_sizes(entry["input_sizes"]),
+        sizes=one_line(" ".join(map(str, entry["input_sizes"][:8])), _MAX_NAME),
         called=_whole(entry["time_created_ns"]) / 1e9,
         completed=None if completed is None else _whole(completed) / 1e9,
         has_completed=entry["retired"] is True or entry["state"] == "completed",
     )
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise DumpError("a name is no text")
-    return one_line(value[:_MAX_NAME], _MAX_NAME)
-
-
 def _whole(value: object) -> int:
     if not isinstance(value, int) or abs(value) >= 1 << 63:
         raise DumpError("a number is no number")
     return value
-
-
-def _sizes(value: object) -> str:
-    """Return shapes as text, ``[2, 3] [7]``; shapes of a wrong type are left out."""
-    if not isinstance(value, list):
-        return ""
-    shapes = [shape for shape in value[:8] if isinstance(shape, list) and len(shape) <= 16]
-    return " ".join(str(shape) for shape in shapes if all(isinstance(dim, int) and abs(dim) < 1 << 63 for dim in shape))

@@ -31,13 +31,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$')
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """One call on a stack.
-
-    Attributes:
-        file: path of the source file, or name of a library.
-        line: line in the file; 0 if it is not known.
-        function: name of the function.
-    """
+    """One call on a stack: the file is a source file or the name of a library; the line is 0 if it is not known."""
 
     file: str
     line: int
@@ -65,9 +59,6 @@ class ProcessStacks:
     """The stacks of a rank's process, or of a process that the rank has started.
 
     Attributes:
-        rank: the global rank.
-        replica: the replica whose host executes the rank.
-        pid: process id on that host.
         child: name of the process if the rank has started it; empty for the rank's own process.
         threads: the stacks of its threads, that of the main thread first; empty if there are none.
         problem: why there are no stacks, or not those that were asked for; empty if there are.

@@ -84,14 +84,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """Something that happened: an event that is more than the end of a phase.
-
-    Attributes:
-        time: when, in seconds since the epoch.
-        kind: the event's kind.
-        text: the event's message.
-        role: name of the role; empty for the whole job.
-    """
+    """Something that happened, to a role or to the whole job: an event that is more than the end of a phase."""
 
     time: float
     kind: str
@@ -101,12 +94,7 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The timeline of a job.
-
-    Attributes:
-        spans: its spans; the first is the job, and parents precede their children.
-        moments: what happened, in the order of time.
-    """
+    """The timeline of a job: the first span is the job, and parents precede their children."""
 
     spans: tuple[Span, ...]
     moments: tuple[Moment, ...]

@@ -32,10 +32,7 @@ class TraceSpan:
 
     Attributes:
         name: its name: ``job``, ``run 3``, ``attempt 2``, or that of the phase.
-        id: its id, of 64 bits.
         parent: the id of the span that contains it; None for the job.
-        start: in seconds since the epoch.
-        end: in seconds since the epoch.
         attributes: its attributes, with OpenTelemetry's names where it has some.
         error: category of the failure; empty if it has not failed.
     """

@@ -13,17 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchx.schedulers.api import Scheduler
 
-__all__ = [
-    "monarch_aws_batch",
-    "monarch_docker",
-    "monarch_kubernetes",
-    "monarch_local",
-    "monarch_sge",
-    "monarch_slurm",
-    "monarch_ssh",
-    "wrap",
-]
-
 
 @dataclass(frozen=True)
 class _Entry:
@@ -74,11 +63,14 @@ def registered() -> list[str]:
     return sorted(name for name in get_scheduler_factories() if name not in DEFAULT_SCHEDULER_MODULES)
 
 
+NAMES = tuple(_BACKENDS)
+"""The names of this package's schedulers."""
+
 EXTRAS = {name: entry.extra for name, entry in _BACKENDS.items() if entry.extra}
 """The extra of this package that a scheduler needs."""
 
 
-def _create(name: str, session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
+def create(name: str, session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
     """Create a scheduler; connect to nothing yet.
 
     Raises:
@@ -99,22 +91,22 @@ def _create(name: str, session_name: str, **kwargs: object) -> Scheduler[dict[st
         from torchx_monarch.backends.core.errors import MissingClientError
 
         raise MissingClientError(f"{name} needs {entry.client}; run: pip install '{entry.install}'") from None
-    from torchx_monarch.schedulers.monarch import create
+    from torchx_monarch.schedulers import monarch
 
     # PATH may have no `python`, or the `python` of another environment.
     python = sys.executable if backend.capabilities.shares_interpreter else "python"
-    return create(name, session_name, backend, python)
+    return monarch.create(name, session_name, backend, python)
 
 
 # Monarch hosts on this machine, as containers of a Docker daemon, as pods of a Kubernetes cluster, on the nodes of a
 # Slurm job, as tasks of Grid Engine's array jobs, on machines reached over ssh, as the nodes of a job of AWS Batch.
-monarch_local = partial(_create, "monarch_local")
-monarch_docker = partial(_create, "monarch_docker")
-monarch_kubernetes = partial(_create, "monarch_kubernetes")
-monarch_slurm = partial(_create, "monarch_slurm")
-monarch_sge = partial(_create, "monarch_sge")
-monarch_ssh = partial(_create, "monarch_ssh")
-monarch_aws_batch = partial(_create, "monarch_aws_batch")
+monarch_local = partial(create, "monarch_local")
+monarch_docker = partial(create, "monarch_docker")
+monarch_kubernetes = partial(create, "monarch_kubernetes")
+monarch_slurm = partial(create, "monarch_slurm")
+monarch_sge = partial(create, "monarch_sge")
+monarch_ssh = partial(create, "monarch_ssh")
+monarch_aws_batch = partial(create, "monarch_aws_batch")
 
 
 def wrap(
@@ -132,6 +124,6 @@ def wrap(
 
     require_torchx_nightly()
     from torchx_monarch.backends.wrapped.backend import WrappedBackend
-    from torchx_monarch.schedulers.monarch import create
+    from torchx_monarch.schedulers import monarch
 
-    return create(name, session_name, WrappedBackend(inner, name), python or sys.executable)
+    return monarch.create(name, session_name, WrappedBackend(inner, name), python or sys.executable)

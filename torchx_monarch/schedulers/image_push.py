@@ -39,12 +39,7 @@ def name_images(workspace: WorkspaceMixin[Any] | None, app: AppDef, options: Mon
 
 
 def push(workspace: WorkspaceMixin[Any] | None, images: Any) -> None:
-    """Push images.
-
-    Args:
-        workspace: as for ``name_images``.
-        images: the result of ``name_images``.
-    """
+    """Push images, of which ``name_images`` has returned what this needs."""
     if workspace is None or images is None:
         return
     from docker.errors import DockerException

@@ -86,12 +86,7 @@ _SPARE_HOST = re.compile(r"host \d+ \((.*?), pid \d+\)")
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure that a job has noticed.
-
-    Attributes:
-        time: when, in seconds since the epoch; 0 if unknown.
-        message: one line.
-    """
+    """A failure that a job has noticed, in one line; its time is 0 if that is not known."""
 
     time: float
     message: str
@@ -99,13 +94,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class RoleCommand:
-    """A role and what it runs.
-
-    Attributes:
-        role: name of the role.
-        replicas: number of its replicas.
-        command: its command as typed in a shell.
-    """
+    """A role, the number of its replicas, and its command as typed in a shell."""
 
     role: str
     replicas: int

@@ -14,6 +14,8 @@ from torchx.plugins import register
 from torchx.schedulers import DEFAULT_SCHEDULER_MODULES
 from torchx.schedulers.api import Scheduler
 
+from torchx_monarch.schedulers import NAMES, create
+
 if os.environ.get("TORCHX_PLUGINS_SOURCE") == "1":
     _name, _module = next(iter(DEFAULT_SCHEDULER_MODULES.items()))
 
@@ -26,51 +28,10 @@ if os.environ.get("TORCHX_PLUGINS_SOURCE") == "1":
         )
         return scheduler
 
-    @register.scheduler(name="monarch_local")  # type: ignore[untyped-decorator]
-    def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-        """See ``torchx_monarch.schedulers``."""
-        from torchx_monarch import schedulers
+    for _scheduler in NAMES:
+        # A function of this module, as TorchX asks for.
+        def _create(session_name: str, _scheduler: str = _scheduler, **kwargs: object) -> Scheduler[dict[str, object]]:
+            return create(_scheduler, session_name, **kwargs)
 
-        return schedulers.monarch_local(session_name, **kwargs)
-
-    @register.scheduler(name="monarch_docker")  # type: ignore[untyped-decorator]
-    def monarch_docker(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-        """See ``torchx_monarch.schedulers``."""
-        from torchx_monarch import schedulers
-
-        return schedulers.monarch_docker(session_name, **kwargs)
-
-    @register.scheduler(name="monarch_slurm")  # type: ignore[untyped-decorator]
-    def monarch_slurm(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-        """See ``torchx_monarch.schedulers``."""
-        from torchx_monarch import schedulers
-
-        return schedulers.monarch_slurm(session_name, **kwargs)
-
-    @register.scheduler(name="monarch_sge")  # type: ignore[untyped-decorator]
-    def monarch_sge(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-        """See ``torchx_monarch.schedulers``."""
-        from torchx_monarch import schedulers
-
-        return schedulers.monarch_sge(session_name, **kwargs)
-
-    @register.scheduler(name="monarch_ssh")  # type: ignore[untyped-decorator]
-    def monarch_ssh(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-        """See ``torchx_monarch.schedulers``."""
-        from torchx_monarch import schedulers
-
-        return schedulers.monarch_ssh(session_name, **kwargs)
-
-    @register.scheduler(name="monarch_kubernetes")  # type: ignore[untyped-decorator]
-    def monarch_kubernetes(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-        """See ``torchx_monarch.schedulers``."""
-        from torchx_monarch import schedulers
-
-        return schedulers.monarch_kubernetes(session_name, **kwargs)
-
-    @register.scheduler(name="monarch_aws_batch")  # type: ignore[untyped-decorator]
-    def monarch_aws_batch(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-        """See ``torchx_monarch.schedulers``."""
-        from torchx_monarch import schedulers
-
-        return schedulers.monarch_aws_batch(session_name, **kwargs)
+        globals()[_scheduler] = register.scheduler(name=_scheduler)(_create)
+    del _create
