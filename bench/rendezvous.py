@@ -39,6 +39,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
@@ -147,7 +148,7 @@ async def hosts(address: Address, identity: Identity, replicas: int, at_once: in
         if len(registered) == replicas - 1:
             all_registered.set()
         await all_registered.wait()
-        if await rendezvous_client.result() is None:
+        if await rendezvous_client.result(AsyncMock()) is None:
             raise BenchError(f"{replicas} hosts: host {replica} lost replica 0")
         return time.monotonic()
 

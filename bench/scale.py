@@ -18,24 +18,21 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from torchx.runner import get_runner
 
 from torchx_monarch.cli import top
 from torchx_monarch.components import spmd
-from torchx_monarch.controller.host_messages import (
-    CollectivesRead,
-    RanksSampled,
-    StacksTaken,
-    decode_answer,
-    encode_message,
-)
+from torchx_monarch.controller.host_messages import CollectivesRead, ReadCollectives, Request, SampleRanks, TakeStacks
 from torchx_monarch.insight import hangs, rank_view, report_page, stacks, timeline
 from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, RankSample
 from torchx_monarch.insight.sample_log import SampleLog
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
+from torchx_monarch.model.codec import decode
 from torchx_monarch.schedulers.job_status import JobStatus
+from torchx_monarch.transport import messages
 
 NOW = 1000.0
 
@@ -142,23 +139,23 @@ def measure(ranks: int, per_host: int, rounds: int) -> dict[str, float]:
     job = Job(ranks, per_host)
     found: dict[str, float] = {}
 
-    def told(name: str, answers: list[object]) -> None:
+    def told(name: str, request: type[Request[Any]], answers: list[Any]) -> None:
         """Measure what it costs replica 0 to read the answers of all hosts."""
-        messages = [json.dumps(encode_message(answer)) for answer in answers]  # type: ignore[arg-type]
-        found[f"{name}: KiB from a host"] = sum(map(len, messages)) / len(messages) / 1024
-        found[f"{name}: replica 0 reads"] = 1000 * seconds(
-            lambda: [decode_answer(json.loads(message)) for message in messages], rounds
-        )
+        lines = [messages.encode({"answer": answer}) for answer in answers]
+        found[f"{name}: KiB from a host"] = sum(map(len, lines)) / len(lines) / 1024
+
+        def read() -> None:
+            for line in lines:
+                decode(request.answer_type(), json.loads(line.splitlines()[-1])["answer"])
+
+        found[f"{name}: replica 0 reads"] = 1000 * seconds(read, rounds)
 
     light = [dataclasses.replace(one, groups=()) for one in job.samples]
-    told("recorded samples", [RanksSampled(n, each) for n, each in enumerate(job.by_host(light))])  # type: ignore[arg-type]
-    told("samples", [RanksSampled(n, each) for n, each in enumerate(job.by_host(job.samples))])  # type: ignore[arg-type]
-    told("stacks", [StacksTaken(n, each) for n, each in enumerate(job.by_host(job.stacks))])  # type: ignore[arg-type]
-    told("collectives", [CollectivesRead(n, 5.0, each) for n, each in enumerate(job.by_host(job.collectives))])  # type: ignore[arg-type]
-    found["looks for a hang: replica 0 reads"] = 1000 * seconds(
-        lambda: [decode_answer(encode_message(CollectivesRead(host, 5.0, ()))) for host in range(ranks // per_host)],
-        rounds,
-    )
+    told("recorded samples", SampleRanks, list(job.by_host(light)))
+    told("samples", SampleRanks, list(job.by_host(job.samples)))
+    told("stacks", TakeStacks, list(job.by_host(job.stacks)))
+    told("collectives", ReadCollectives, [CollectivesRead(5.0, each) for each in job.by_host(job.collectives)])  # type: ignore[arg-type]
+    told("looks for a hang", ReadCollectives, [CollectivesRead(5.0, ())] * (ranks // per_host))
 
     def diagnose() -> None:
         hang = hangs.diagnose(job.collectives, 3.0)

@@ -17,7 +17,7 @@ from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import HostEvents, HostPreempted, Interrupted
-from torchx_monarch.controller.host_messages import Launched, RanksExited, Request, StoreOpened, WatchRanks
+from torchx_monarch.controller.host_messages import Launched, Request, StoreOpened, WatchRanks
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.insight.progress import Reporter
@@ -38,17 +38,20 @@ class ScriptedHosts:
     """Two hosts with a rank each, whose ranks exit as given."""
 
     present = ()
+    options = OPTIONS
 
-    def __init__(self, *exits: RankExit) -> None:
+    def __init__(self, reporter: Reporter, *exits: RankExit) -> None:
+        self.events = HostEvents()
+        self.reporter = reporter
         self._exits = exits
 
-    async def ask_own(self, request: Request, timeout: float) -> StoreOpened:
+    async def ask_own(self, request: Request[Any], timeout: float) -> StoreOpened:
         return StoreOpened("127.0.0.1", 1, False)
 
-    async def ask(self, request: Request, timeout: float | None = None) -> AsyncIterator[Any]:
+    async def ask(self, request: Request[Any], timeout: float | None = None) -> AsyncIterator[tuple[int, Any]]:
         for one in self._exits:
             watched = isinstance(request, WatchRanks)
-            yield RanksExited(one.replica, (one,)) if watched else Launched(one.replica, (one.pid,))
+            yield one.replica, [one] if watched else Launched((one.pid,))
 
     async def stop(self, number: int, grace: float, note: object) -> None:
         """No rank is left to be stopped."""
@@ -58,11 +61,10 @@ def result_of(exits: list[RankExit], report: HostPreempted | None = None) -> Job
     """The result of a job of one attempt; ``report`` arrives after the exits."""
 
     async def run() -> JobResult:
-        events, reporter = HostEvents(), Reporter(Console(2), None, "trainer")
-        hosts, gatherer = cast(JobHosts, ScriptedHosts(*exits)), cast(HostGatherer, Mock(HostGatherer))
-        attempts = Attempts(OPTIONS, hosts, gatherer, events, reporter, HangWatch(hosts, reporter), None)
+        hosts = cast(JobHosts, ScriptedHosts(Reporter(Console(2), None, "trainer"), *exits))
+        attempts = Attempts(hosts, Mock(HostGatherer), HangWatch(hosts, hosts.reporter), None)
         if report is not None:
-            asyncio.get_running_loop().call_later(0.01, events.post, report)
+            asyncio.get_running_loop().call_later(0.01, hosts.events.post, report)
         try:
             return await attempts.run([Registration(replica, "node", 1, 1) for replica in range(2)])
         except Interrupted as interruption:
@@ -95,10 +97,9 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
     recorded = tmp_path / "events.jsonl"
 
     async def run() -> None:
-        events, reporter = HostEvents(), Reporter(Console(2), str(recorded), "trainer")
-        hosts = cast(JobHosts, ScriptedHosts(exit_of(0, 0), exit_of(1, 0)))
-        gatherer = cast(HostGatherer, Mock(HostGatherer))
-        attempts = Attempts(OPTIONS, hosts, gatherer, events, reporter, HangWatch(hosts, reporter), None)
+        reporter = Reporter(Console(2), str(recorded), "trainer")
+        hosts = cast(JobHosts, ScriptedHosts(reporter, exit_of(0, 0), exit_of(1, 0)))
+        attempts = Attempts(hosts, Mock(HostGatherer), HangWatch(hosts, reporter), None)
         await attempts.run([Registration(replica, "node", 1, 1) for replica in range(2)])
         attempts.hosts_changed(joined=True)
         assert attempts.number == 1

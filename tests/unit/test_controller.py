@@ -26,7 +26,7 @@ from torchx_monarch.controller.host_events import (
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.controller.session import SpmdWork
+from torchx_monarch.controller.session import Session
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
@@ -56,7 +56,7 @@ class Job:
         reporter = Reporter(Console(2), None, "trainer")
         self.gatherer = HostGatherer(sizes, self.rendezvous, reporter, HostFailures(2, 60.0))
         options = JobOptions(HostSpec(replacements=replacements, lease=0.05), sizes, "id", 1.0, report_timeout=0.05)
-        self.controller = Controller(options, self.rendezvous, reporter, self.gatherer, cast(SpmdWork, self))
+        self.controller = Controller(options, self.rendezvous, reporter, self.gatherer, cast(Session, self))
         self.register(range(replicas))
 
     def register(self, replicas: Iterable[int]) -> None:

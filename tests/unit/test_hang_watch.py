@@ -13,7 +13,7 @@ import pytest
 from tests.waits import WITHIN
 from torchx_monarch.controller import hang_watch
 from torchx_monarch.controller.hang_watch import HangWatch
-from torchx_monarch.controller.host_messages import CollectivesRead, ReadCollectives, Request, StacksTaken
+from torchx_monarch.controller.host_messages import CollectivesRead, ReadCollectives, Request
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.hangs import Hang, RankCollectives
 from torchx_monarch.insight.progress import Reporter
@@ -34,17 +34,17 @@ class Ranks:
     def __init__(self) -> None:
         self.waited = 0.0
         self.missing: dict[int, str] = {}
-        self.asked: list[Request] = []
+        self.asked: list[Request[Any]] = []
 
-    async def collect(self, request: Request, timeout: float) -> tuple[list[Any], dict[int, str]]:
+    async def collect(self, request: Request[Any], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
         self.asked.append(request)
         if not isinstance(request, ReadCollectives):
-            return [StacksTaken(0, (ProcessStacks(1, 0, 9, problem="stopped (SIGSTOP)"),))], {}
+            return {0: [ProcessStacks(1, 0, 9, problem="stopped (SIGSTOP)")]}, {}
         waiting = Collective(1, "gloo:barrier", (), 100 - self.waited) if self.waited else None
         first = GroupStatus("0", "0-1", 1, 0, waiting) if self.waited else GroupStatus("0", "0-1", 1, 1)
         groups = [first, GroupStatus("0", "0-1", 0 if self.waited else 1, 0)]
         ranks = tuple(RankCollectives(rank, 100, (group,)) for rank, group in enumerate(groups))
-        return [CollectivesRead(0, self.waited, ranks if request.details else ())], self.missing
+        return {0: CollectivesRead(self.waited, ranks if request.details else ())}, self.missing
 
 
 class Notes(Reporter):

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,18 +15,15 @@ from tests.waits import WITHIN
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_events import HostLost, Interrupted
 from torchx_monarch.controller.host_messages import (
-    Answer,
-    RanksExited,
-    RanksSampled,
-    Refused,
+    HostError,
+    HostRefused,
     Request,
     SampleRanks,
     StopRanks,
     WatchRanks,
-    encode_message,
 )
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.hosts import HostRefused, HostsError, JobHosts
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
@@ -49,9 +47,9 @@ class Replica:
 
     def __init__(self, replica: int) -> None:
         self.replica = replica
-        self.asked: list[Request] = []
-        self.cancelled: list[Request] = []
-        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.asked: list[Request[Any]] = []
+        self.cancelled: list[Request[Any]] = []
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.client: RendezvousClient
 
     async def follow(self, address: Address) -> None:
@@ -59,10 +57,10 @@ class Replica:
         await self.client.result(self.handle)
         self.client._writer.close()
 
-    async def handle(self, request: Request) -> Answer:
+    async def handle(self, request: Request[Any]) -> Any:
         self.asked.append(request)
         if isinstance(request, StopRanks):
-            return RanksExited(self.replica, ())
+            return []
         try:
             return await asyncio.shield(self.answer)
         except asyncio.CancelledError:
@@ -106,19 +104,15 @@ def run(folder: Path, scenario: Callable[[JobHosts, list[Replica], Rendezvous], 
     asyncio.run(asyncio.wait_for(main(), WITHIN))
 
 
-def exited(replica: int) -> RanksExited:
-    return RanksExited(replica, ())
-
-
 def test_answers_arrive_in_any_order(tmp_path: Path) -> None:
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         found = []
-        replicas[2].answer.set_result(exited(2))
-        async for answer in hosts.ask(WatchRanks()):
-            found.append(answer.replica)
+        replicas[2].answer.set_result([])
+        async for replica, _ in hosts.ask(WatchRanks()):
+            found.append(replica)
             for other in replicas:
-                if other.replica == {2: 0, 0: 1}.get(answer.replica):
-                    other.answer.set_result(exited(other.replica))
+                if other.replica == {2: 0, 0: 1}.get(replica):
+                    other.answer.set_result([])
         assert found == [2, 0, 1]
         assert [each.asked for each in replicas] == [[WatchRanks()]] * REPLICAS
 
@@ -139,9 +133,9 @@ def test_a_request_that_waits_delays_no_other(tmp_path: Path) -> None:
 def test_a_host_that_does_not_answer_in_time_is_named_and_its_request_cancelled(tmp_path: Path) -> None:
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         for each in replicas[:2]:
-            each.answer.set_result(RanksSampled(each.replica, ()))
+            each.answer.set_result([])
         answers, missing = await hosts.collect(SampleRanks(), 0.5)
-        assert {answer.replica for answer in answers} == {0, 1}
+        assert answers == {0: [], 1: []}
         assert missing == {2: "no answer within 0.5 s"}
         await replicas[2].until(lambda: replicas[2].cancelled == [SampleRanks()])
 
@@ -150,7 +144,7 @@ def test_a_host_that_does_not_answer_in_time_is_named_and_its_request_cancelled(
 
 def test_a_request_to_all_hosts_has_a_time_out(tmp_path: Path) -> None:
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
-        replicas[1].answer.set_result(exited(1))
+        replicas[1].answer.set_result([])
         with pytest.raises(Interrupted) as caught:
             async for _ in hosts.ask(WatchRanks(), 0.5):
                 pass
@@ -161,11 +155,12 @@ def test_a_request_to_all_hosts_has_a_time_out(tmp_path: Path) -> None:
 
 def test_a_refusal_ends_the_request(tmp_path: Path) -> None:
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
-        replicas[1].answer.set_result(Refused(1, "host 1 (node1)", "no room", 1))
-        with pytest.raises(HostRefused, match=r"host 1 \(node1\): no room"):
+        replicas[1].answer.set_exception(HostRefused("host 1 (node1)", "no room", 2))
+        with pytest.raises(HostRefused, match=r"host 1 \(node1\): no room") as caught:
             async for _ in hosts.ask(WatchRanks()):
                 pass
-        with pytest.raises(HostsError, match=r"host 1 \(node1\): no room"):
+        assert caught.value.code == 2
+        with pytest.raises(HostError, match=r"host 1 \(node1\): no room"):
             await hosts.broadcast(WatchRanks())
         await replicas[2].until(lambda: len(replicas[2].cancelled) == 2)
 
@@ -180,10 +175,10 @@ def test_a_late_answer_to_a_request_that_was_given_up_ends_nothing(tmp_path: Pat
         given_up = connection.begin(WatchRanks(), [1], 0)
         connection.end(given_up)
         present = connection.begin(WatchRanks(), [1], 0)
-        connection.receive(1, {"type": "answer", "id": given_up.number, "answer": encode_message(exited(1))})
+        connection.receive(1, {"type": "answer", "id": given_up.number, "answer": []})
         assert present.answers.empty() and given_up.answers.empty()
-        connection.receive(1, {"type": "answer", "id": present.number, "answer": encode_message(exited(1))})
-        assert present.answers.get_nowait() == (1, exited(1))
+        connection.receive(1, {"type": "answer", "id": present.number, "answer": []})
+        assert present.answers.get_nowait() == (1, [])
         connection.end(present)
         assert rendezvous.hosts.registered[1] == host
 
@@ -202,7 +197,7 @@ def test_a_lost_host_ends_the_requests_to_it_and_its_event_names_the_cause(tmp_p
         with pytest.raises(Interrupted) as caught:
             await asking
         assert isinstance(caught.value.event, HostLost) and caught.value.event.replica == 1
-        with pytest.raises(HostsError, match="host 1 is not connected"):
+        with pytest.raises(HostError, match="host 1 is not connected"):
             await hosts.broadcast(SampleRanks())
         await hosts.stop(15, 1.0, lambda answer: None)
         assert hosts.running == {0, 2}
@@ -213,7 +208,7 @@ def test_a_lost_host_ends_the_requests_to_it_and_its_event_names_the_cause(tmp_p
 def test_an_answer_too_long_for_a_message_is_an_error_of_its_host_alone(tmp_path: Path) -> None:
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
         for each in replicas:
-            each.answer.set_result(Refused(each.replica, "", "x" * (9_000_000 if each.replica == 1 else 1), 1))
+            each.answer.set_exception(HostRefused("", "x" * (9_000_000 if each.replica == 1 else 1)))
         _, missing = await hosts.collect(SampleRanks(), WITHIN)
         assert missing[0] == missing[2] == "x"
         assert "over the limit" in missing[1]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Add
         other = Address("unix", path=address.path + "2")
         server = await asyncio.start_unix_server(register_and_be_silent, other.path)
         member = await RendezvousClient.join(HostNetwork(other), host, WITHIN, lease=0.6)
-        assert await asyncio.wait_for(member.result(), WITHIN) is None
+        assert await asyncio.wait_for(member.result(AsyncMock()), WITHIN) is None
         server.close()
         await first.announce(JobResult(1, "over"), 5)
         Path(other.path).unlink(missing_ok=True)
@@ -104,7 +105,7 @@ def test_heartbeats_keep_both_ends(address: Address) -> None:
         first = Rendezvous(HostNetwork(address), replicas=2, lease=1.0)
         await first.start()
         member = await RendezvousClient.join(HostNetwork(address), Registration(1, "node1", 1, 1), WITHIN, lease=1.0)
-        result = asyncio.ensure_future(member.result())
+        result = asyncio.ensure_future(member.result(AsyncMock()))
         done, _ = await asyncio.wait([result], timeout=3.0)  # three leases
         assert not done and not first.events.pending
         announcing = asyncio.ensure_future(first.announce(JobResult(7, "over"), 5))

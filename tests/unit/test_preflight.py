@@ -14,21 +14,16 @@ from typing import Any, cast
 import pytest
 
 from torchx_monarch.command.command import parse
-from torchx_monarch.controller.host_messages import (
-    FactsTaken,
-    TakeFacts,
-    decode_answer,
-    decode_request,
-    encode_message,
-    encode_request,
-)
+from torchx_monarch.controller.host_messages import TakeFacts
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.preflight import Preflight, Problem, clock_offset, compare
 from torchx_monarch.host.preflight import parse_gpus, take_facts
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.codec import decode
 from torchx_monarch.model.host_facts import HostFacts, ProgramFile, Registration
 from torchx_monarch.system.console import Console, WriterThread
+from torchx_monarch.transport import messages
 
 GOOD = HostFacts(
     {"python": "3.11.7", "torch": "2.13.0", "CUDA": "12.8", "NCCL": "2.27"},
@@ -137,7 +132,7 @@ class ScriptedHosts:
         self.requests.append(request)
         for replica, ahead in ((1, self._ahead), (0, 0.0)):
             facts = dataclasses.replace(GOOD, clock=time.time() + ahead, open_files=self._open_files)
-            yield decode_answer(encode_message(FactsTaken(replica, facts)))
+            yield replica, facts
 
 
 HOSTS = [Registration(replica, "node", 1, 1) for replica in range(2)]
@@ -162,7 +157,6 @@ def test_hosts_are_checked_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert reason == ""
     assert "[monarch] pre-flight: 2 hosts are fit and alike" in log
     assert hosts.requests == [TakeFacts()]
-    assert decode_request(*encode_request(hosts.requests[0])) == hosts.requests[0]
 
 
 def test_a_difference_fails_the_run_or_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +199,7 @@ def test_the_facts_of_this_host(tmp_path: Path) -> None:
     assert facts.paths[str(tmp_path)] == facts.paths[str(tmp_path / "train.py")] == ""
     assert facts.paths[str(loop)].startswith("Too many levels") and facts.paths["/nosuch"] == NO_FILE
     assert abs(facts.clock - time.time()) < 30
-    assert decode_answer(encode_message(FactsTaken(0, facts))) == FactsTaken(0, facts)
+    assert decode(HostFacts, messages.decode(messages.encode(vars(facts)))) == facts
 
 
 def test_an_interpreter_that_fails_is_said(tmp_path: Path) -> None:

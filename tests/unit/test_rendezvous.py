@@ -8,6 +8,7 @@ import dataclasses
 import signal
 import tempfile
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_a_result_before_all_have_come_is_told_to_those_that_come(
         first.register(host(0))
         announcing = asyncio.ensure_future(first.announce(JobResult(2, "no such file"), 60))
         late = await RendezvousClient.join(HostNetwork(address), host(1), 60)
-        result = await asyncio.wait_for(late.result(), WITHIN)
+        result = await asyncio.wait_for(late.result(AsyncMock()), WITHIN)
         assert result is not None and result.code == 2
         late._writer.close()
         await asyncio.wait_for(announcing, WITHIN)  # nobody is missing any more
@@ -69,7 +70,7 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         # One that was there, and has lost its connection alone, gets the result.
         rejoined = await RendezvousClient.join(HostNetwork(address), host(1, attempt=0), WITHIN)
         announcing = asyncio.ensure_future(first.announce(JobResult(7, "over"), 5))
-        result = await asyncio.wait_for(rejoined.result(), WITHIN)
+        result = await asyncio.wait_for(rejoined.result(AsyncMock()), WITHIN)
         assert result is not None and result.code == 7
         rejoined._writer.close()
         await announcing
@@ -104,7 +105,7 @@ def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> Non
         await asyncio.wait_for(first.hosts.until(lambda: first.hosts.present == 2), WITHIN)
         preempted = await RendezvousClient.join(HostNetwork(address), host(2), WITHIN)
         await preempted.report(SignalReceived(signal.SIGTERM, False))
-        result = await asyncio.wait_for(preempted.result(), WITHIN)
+        result = await asyncio.wait_for(preempted.result(AsyncMock()), WITHIN)
         assert result is not None and preempted.dismissed
         preempted._writer.close()
         assert [each and each.replica for each in changes] == [None, 2, None, 2] and not first.events.pending

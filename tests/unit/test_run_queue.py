@@ -6,12 +6,17 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from tests.waits import WITHIN, until_async
-from torchx_monarch.controller.host_messages import BeginRun, FileProbed, FinishRun, Request, RunBegun
+from torchx_monarch.command.allocation_spec import AllocationSpec
+from torchx_monarch.controller.elastic import NodeRange
+from torchx_monarch.controller.host_messages import BeginRun, FinishRun, Request, RunBegun
 from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.host.code_distribution import HostCode
@@ -32,7 +37,13 @@ class Replica0:
 
     def __init__(self, folder: Path) -> None:
         rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere")), 3)
-        self.runs = RunQueue(rendezvous, "app", "trainer", str(folder), ("a", "b"), 0.0, lambda: True)
+        options, reporter = (
+            JobOptions(HostSpec("app", "trainer"), NodeRange(3, 3, 1.0), "id", 1.0),
+            Reporter(Console(2), None, ""),
+        )
+        hosts = JobHosts(options, rendezvous.requests, rendezvous.events, reporter, AsyncMock())
+        allocation = AllocationSpec(0.0, "1", ("a", "b"), None)
+        self.runs = RunQueue(hosts, Mock(), Mock(), rendezvous, allocation, str(folder), lambda: True)
 
     def submit(self, **more: object) -> None:
         self.runs.submit(RunRequest.from_message({"command": ["python", "x.py"], "queue": True, **more}))
@@ -43,7 +54,9 @@ def test_the_end_of_a_queued_run_leaves_the_timeout_of_the_running_one(tmp_path:
         replica0 = Replica0(tmp_path)
         replica0.submit(timeout=0.01)
         replica0.submit()
-        running = replica0.runs.begin()
+        await replica0.runs.next_run()
+        running = replica0.runs.current
+        assert running is not None
         replica0.runs.end_run(replica0.runs.find(2), JobResult(143, "stopped", stopped=True))
         await until_async(lambda: running.ending, "the end of the run by its timeout")
         await replica0.runs.close(JobResult(0, "released", stopped=True))
@@ -51,17 +64,17 @@ def test_the_end_of_a_queued_run_leaves_the_timeout_of_the_running_one(tmp_path:
     asyncio.run(main())
 
 
-def test_hosts_to_which_a_client_sends_its_code_are_not_idle(tmp_path: Path) -> None:
+def test_hosts_to_which_a_client_sends_its_code_are_not_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         replica0 = Replica0(tmp_path)
         replica0.runs.idle_timeout = 0.05
-        waiting = asyncio.ensure_future(replica0.runs.run_wanted())
+        waiting = asyncio.ensure_future(replica0.runs.next_run())
 
-        async def answer_late(request: Request) -> list[FileProbed]:
+        async def answer_late(request: Request[bool]) -> list[bool]:
             await asyncio.wait([waiting], timeout=0.5)  # a slow link
-            return [FileProbed(0, waiting.done())]
+            return [waiting.done()]
 
-        replica0.runs.broadcast = answer_late
+        monkeypatch.setattr(replica0.runs.hosts, "broadcast", answer_late)
         own, client = socket.socketpair()
         streams = await asyncio.open_connection(sock=own)
         serving = asyncio.ensure_future(
@@ -70,12 +83,12 @@ def test_hosts_to_which_a_client_sends_its_code_are_not_idle(tmp_path: Path) -> 
         reader, writer = await asyncio.open_connection(sock=client)
         await messages.send(writer, {"type": "probe", "path": "x", "text": "x"})
         answer = await messages.receive(reader, WITHIN)
-        wanted = await asyncio.wait_for(waiting, WITHIN)
+        idle = await asyncio.wait_for(waiting, WITHIN)
         writer.close()
         await serving
         streams[1].close()
         assert answer == {"type": "shared", "shared": False}, "they have ended while the client was sending"
-        assert not wanted, "the idle timeout counts again"
+        assert idle is not None and idle.stopped, "the idle timeout counts again"
 
     asyncio.run(main())
 
@@ -123,7 +136,7 @@ def test_runs_are_numbered_after_those_of_an_earlier_start(tmp_path: Path) -> No
     async def main() -> None:
         replica0 = Replica0(tmp_path)
         replica0.submit()
-        assert replica0.runs.begin().number == 3
+        assert replica0.runs.find(None).number == 3
         await replica0.runs.close(JobResult(0, "released", stopped=True))
 
     asyncio.run(main())

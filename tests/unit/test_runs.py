@@ -39,7 +39,7 @@ RESULT = {
     "seconds": 2.5,
     "code": "ab",
 }
-EXIT = RankExit(0, 0, 0, "a", 7, 3, 12.0).to_json()
+EXIT = vars(RankExit(0, 0, 0, "a", 7, 3, 12.0))
 ERROR = AllocationError("h://torchx/a has ended (SUCCEEDED)")
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from tests.waits import WITHIN
-from torchx_monarch.controller.host_messages import RanksSampled, SampleRanks
+from torchx_monarch.controller.host_messages import SampleRanks
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rank_queries import SampleRecorder
 from torchx_monarch.insight.rank_sample import DeviceUse, RankSample
@@ -98,10 +98,10 @@ def test_the_recorder_asks_while_ranks_run(tmp_path: Path) -> None:
     class OneHost:
         present = (None,)
 
-        async def collect(self, request: object, timeout: float) -> tuple[list[Any], dict[int, str]]:
+        async def collect(self, request: object, timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
             assert request == SampleRanks(groups=False)  # which the log does not have, and ranks are not disturbed
             asyncio.get_running_loop().call_soon(asked.set)
-            return [RanksSampled(0, (sample(0, 101.0),))], {}
+            return {0: [sample(0, 101.0)]}, {}
 
     async def run() -> None:
         log = SampleLog(str(tmp_path / "samples.jsonl"))

@@ -20,6 +20,7 @@ from torchx_monarch.client.result import RankOutput, RunResult, run_result
 from torchx_monarch.client.run_options import Output, check_output
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
 from torchx_monarch.insight.log_lines import STAMP_LENGTH, LogLine, is_coloured, is_terminal
+from torchx_monarch.model.codec import decode
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.line_output import LineOutput
 from torchx_monarch.system.termination import closed_terminal_is_null, signal_of, termination
@@ -158,7 +159,7 @@ class Collector:
             elif kind == "phase" and self._on_phase is not None:
                 self._on_phase(record["text"])
             elif kind == "exit":
-                exit = RankExit.from_json(record["exit"])
+                exit = decode(RankExit, record["exit"], "the exit")
                 self._exits[exit.rank] = exit
             elif kind == "attempts":
                 self._attempts = record["count"]

@@ -8,14 +8,13 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 
 from torchx_monarch.controller import retry
 from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import (
     HostEvent,
-    HostEvents,
     HostExcluded,
     HostJoined,
     HostLost,
@@ -23,19 +22,11 @@ from torchx_monarch.controller.host_events import (
     Interrupted,
     StopRequested,
 )
-from torchx_monarch.controller.host_messages import (
-    Launched,
-    LaunchRanks,
-    OpenStore,
-    RanksExited,
-    StoreOpened,
-    WatchRanks,
-)
-from torchx_monarch.controller.hosts import HostRefused, JobHosts
+from torchx_monarch.controller.host_messages import Exits, HostRefused, Launched, LaunchRanks, OpenStore, WatchRanks
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.insight.hangs import Hang
-from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.backoff import describe as describe_delay
 from torchx_monarch.model.host_facts import Registration
@@ -70,29 +61,26 @@ class Attempts:
 
     def __init__(
         self,
-        options: JobOptions,
         hosts: JobHosts,
         gatherer: HostGatherer,
-        events: HostEvents,
-        reporter: Reporter,
         hang_watch: HangWatch,
         first_output: asyncio.Event | None,
         preflight: Preflight | None = None,
     ) -> None:
         self.number = 0
         self.exits: dict[int, RankExit] = {}
-        self._options = options
+        self._options = hosts.options
         self._hosts = hosts
         self._gatherer = gatherer
-        self._events = events
-        self._reporter = reporter
+        self._events = hosts.events
+        self._reporter = hosts.reporter
         self._hang_watch = hang_watch
         self._first_output = first_output
         self._preflight = preflight
         self._launched = -1
         self._recorded = -1
         self._uncounted = 0
-        self._restarts_left = options.max_restarts
+        self._restarts_left = hosts.options.max_restarts
         self._same_step = retry.SameStep()
 
     def begin(self, options: JobOptions) -> None:
@@ -172,7 +160,7 @@ class Attempts:
             raise Interrupted(_joined(newcomers[0]))
         world = await self._world(hosts)
         self._launched = self.number
-        launched = [answer async for answer in self._hosts.ask(LaunchRanks(world), self._options.spec.host_timeout)]
+        launched = dict([found async for found in self._hosts.ask(LaunchRanks(world), self._options.spec.host_timeout)])
         shown = _shown(launched, world, hosts)
         text = f"ranks {world.size}/{world.size}"
         self._reporter.phase("ranks", text, attempt=self.number, count=world.size, hosts=shown)
@@ -197,7 +185,7 @@ class Attempts:
         growth = asyncio.ensure_future(self._report_newcomer())
         try:
             answers = self._hosts.ask(WatchRanks())
-            async for exited in answers:
+            async for _, exited in answers:
                 await asyncio.sleep(0)  # lets ``_report_output`` run first: output is reported before exits
                 self._add_exits(exited)
                 growth.cancel()  # once the ranks of a host have ended, a further host is of no use
@@ -215,11 +203,11 @@ class Attempts:
             growth.cancel()
         return None
 
-    async def _note_early_failures(self, answers: AsyncIterator[RanksExited]) -> None:
+    async def _note_early_failures(self, answers: AsyncIterator[tuple[int, Exits]]) -> None:
         """Note the ranks of other hosts that fail at the same time as the first one."""
 
         async def note() -> None:
-            async for exited in answers:
+            async for _, exited in answers:
                 self._add_exits(exited)
 
         with contextlib.suppress(asyncio.TimeoutError, Interrupted, HostRefused):  # an event stays pending
@@ -251,7 +239,6 @@ class Attempts:
         modules = ", ".join(options.spec.preload_modules if options.spec.forks_ranks else ())
         imports = f"the import of {modules}, once for all ranks of a host" if modules else "the ranks' interpreters"
         store = await self._reporter.while_waiting(opening, lambda: imports)
-        assert isinstance(store, StoreOpened)
         return World(
             attempt=self.number,
             log_attempt=options.first_log_attempt + self.number,
@@ -312,8 +299,8 @@ class Attempts:
             text = f"the ranks of attempt {self.number + 1} have ended"
             self._reporter.record("attempt_end", text, attempt=self.number, exits=shown)
 
-    def _add_exits(self, exited: RanksExited) -> None:
-        self.exits.update({rank_exit.rank: rank_exit for rank_exit in exited.exits})
+    def _add_exits(self, exited: Exits) -> None:
+        self.exits.update({rank_exit.rank: rank_exit for rank_exit in exited})
 
     def _blame_host_of(self, cause: RankExit, failure: str) -> HostExcluded | None:
         """Count a failure of the ranks for the host of its root cause; return the event that excludes the host.
@@ -353,18 +340,18 @@ class Attempts:
             self._reporter.phase("output", "first output")
 
 
-def _shown(launched: Iterable[Launched], world: World, hosts: Iterable[Registration]) -> list[dict[str, object]]:
+def _shown(launched: Mapping[int, Launched], world: World, hosts: Iterable[Registration]) -> list[dict[str, object]]:
     """Return what the event of launched ranks tells of each host."""
     names = {host.replica: host.hostname for host in hosts}
     return [
         {
-            "replica": answer.replica,
-            "name": names[answer.replica],
-            "first_rank": world.first_rank(answer.replica),
+            "replica": replica,
+            "name": names[replica],
+            "first_rank": world.first_rank(replica),
             "pids": answer.pids,
             "imported": answer.imported,
         }
-        for answer in sorted(launched, key=lambda answer: answer.replica)
+        for replica, answer in sorted(launched.items())
     ]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The controller on replica 0: it gathers the hosts, runs the job's work on them, and decides how the job continues."""
+"""The controller on replica 0: it gathers the hosts, runs a session on them, and decides how the job continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchx_monarch.controller.host_events import (
 )
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.controller.session import SpmdWork
+from torchx_monarch.controller.session import Session
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
@@ -31,7 +31,7 @@ class Controller:
         rendezvous: Rendezvous,
         reporter: Reporter,
         gatherer: HostGatherer,
-        work: SpmdWork,
+        session: Session,
     ) -> None:
         self._sizes = options.sizes
         self._replacements_left = options.spec.replacements
@@ -39,7 +39,7 @@ class Controller:
         self._events = rendezvous.events
         self._reporter = reporter
         self._gatherer = gatherer
-        self._work = work
+        self._session = session
 
     async def run(self) -> JobResult:
         """Run the job to its end and return its result. Failures of hosts and ranks do not raise."""
@@ -47,12 +47,12 @@ class Controller:
         while result is None:
             try:
                 hosts = await self._gather(wait)
-                result = await self._work.run(hosts)
+                result = await self._session.run(hosts)
             except Interrupted as interruption:
                 event = interruption.event
                 result = await self._handle(event)
                 wait = self._next_wait(event) if result is None else 0.0
-        await self._work.close(result)
+        await self._session.close(result)
         return result
 
     async def _gather(self, wait: float) -> list[Registration]:
@@ -90,7 +90,7 @@ class Controller:
         goes_on = goes_on and (self._sizes.can_lose or self._replacements_left > 0)
         if not goes_on:
             self._rendezvous.end()
-        if await self._work.stop(event, left):
+        if await self._session.stop(event, left):
             # One new mesh is the answer to all of these.
             for lost in self._events.settle_all(lambda pending: isinstance(pending, (HostLost, HostJoined))):
                 if isinstance(lost, HostLost):
@@ -118,7 +118,7 @@ class Controller:
     def _next_wait(self, event: HostEvent) -> float:
         """Prepare the next attempt; return the seconds that it waits for hosts beyond the minimum."""
         joined, too_few = isinstance(event, HostJoined), self._rendezvous.hosts.present < self._sizes.fewest
-        self._work.hosts_changed(joined)
+        self._session.hosts_changed(joined)
         if joined:
             return 0.0
         replaced = self._replacements_left > 0

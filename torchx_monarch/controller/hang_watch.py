@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import traceback
 from collections.abc import Iterator
@@ -95,21 +96,23 @@ class HangWatch:
 
     async def _longest_wait(self) -> float:
         answers, missing = await self._hosts.collect(ReadCollectives(details=False), _TIMEOUT)
-        longest = 0.0 if missing else max((answer.longest_wait for answer in answers), default=0.0)
+        longest = 0.0 if missing else max((answer.longest_wait for answer in answers.values()), default=0.0)
         return min(longest, self._at_most())
 
     async def _diagnosed(self) -> Hang | None:
         answers, missing = await self._hosts.collect(ReadCollectives(details=True), _TIMEOUT)
         if missing or self._rests:
             return None
-        return diagnose([rank for answer in answers for rank in answer.ranks], self._hang_after, self._at_most())
+        return diagnose(
+            [rank for answer in answers.values() for rank in answer.ranks], self._hang_after, self._at_most()
+        )
 
     def _at_most(self) -> float:
         return asyncio.get_running_loop().time() - self._since
 
     async def _report(self, hang: Hang, attempt: int) -> None:
         answers, _ = await self._hosts.collect(TakeStacks(None, False, save_as="while ranks hang"), _TIMEOUT)
-        place = describe_places(hang.ranks, [stacks for answer in answers for stacks in answer.stacks])
+        place = describe_places(hang.ranks, list(itertools.chain.from_iterable(answers.values())))
         self._reporter.note(
             "hang",
             f"hang: {hang.describe()}{f'; {place}' if place else ''}",

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The requests of the controller to the hosts, their answers, and what hosts report without a request.
 
-All of them travel over the connection with which a host has registered: a request as a name and a JSON object
-(``host_requests``), an answer or report as a JSON object with its ``type``. The leader's own host gets and returns the
-objects themselves.
+All of them travel over the connection with which a host has registered (``host_requests``). The leader's own host gets
+and returns the objects themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeAlias, get_args
+from typing import Any, Generic, TypeAlias, TypeVar, get_args
 
 from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.rank_sample import RankSample
@@ -20,17 +19,55 @@ from torchx_monarch.model.host_facts import HostFacts
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.world import World
+from torchx_monarch.transport import messages
+
+AnswerT = TypeVar("AnswerT")
+
+
+class Request(Generic[AnswerT]):
+    """A request to a host; the parameter is the type of its answer."""
+
+    @classmethod
+    def answer_type(cls) -> Any:
+        """Return the type of the answer, which ``model.codec`` decodes."""
+        return get_args(cls.__dict__["__orig_bases__"][0])[0]
+
+
+class HostError(Exception):
+    """A host has not answered a request: its connection has ended, its answer is not valid, or it has refused."""
+
+
+@dataclasses.dataclass(eq=False)
+class HostRefused(HostError):
+    """A host cannot execute a request.
+
+    Attributes:
+        host: the host's name, for messages.
+        reason: why it cannot.
+        code: exit code of the run that needs the request.
+        own: whether the request was to the leader's own host alone.
+    """
+
+    host: str
+    reason: str
+    code: int = 1
+    own: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)
-class HostAnswer:
-    """An answer with the replica of the host that has sent it."""
+class StoreOpened:
+    """MASTER_ADDR, MASTER_PORT, and whether a store is already served there."""
 
-    replica: int
+    address: str
+    port: int
+    served: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenStore:
+class OpenStore(Request[StoreOpened]):
     """Open the port where the ranks meet, on replica 0's host (see ``RankPool.serve_store``)."""
 
     bind: str
@@ -39,27 +76,11 @@ class OpenStore:
 
 
 @dataclasses.dataclass(frozen=True)
-class StoreOpened:
-    """The answer to ``OpenStore``: MASTER_ADDR, MASTER_PORT, and whether a store is already served there."""
-
-    address: str
-    port: int
-    served: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class LaunchRanks:
-    """Start the ranks of an attempt (see ``RankPool.launch``)."""
-
-    world: World
-
-
-@dataclasses.dataclass(frozen=True)
-class Launched(HostAnswer):
-    """The answer to ``LaunchRanks``.
+class Launched:
+    """The ranks that a host has started.
 
     Attributes:
-        pids: the process ids of the ranks, by local rank.
+        pids: their process ids, by local rank.
         imported: when the import of which the ranks are forks began and ended, in seconds since the epoch by the
             host's clock; empty if there was none.
     """
@@ -69,12 +90,23 @@ class Launched(HostAnswer):
 
 
 @dataclasses.dataclass(frozen=True)
-class WatchRanks:
+class LaunchRanks(Request[Launched]):
+    """Start the ranks of an attempt (see ``RankPool.launch``)."""
+
+    world: World
+
+
+Exits: TypeAlias = list[RankExit]
+"""The exits so far of a host's ranks of this attempt."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchRanks(Request[Exits]):
     """Wait until a rank of the host has failed or all have ended."""
 
 
 @dataclasses.dataclass(frozen=True)
-class StopRanks:
+class StopRanks(Request[Exits]):
     """Send a signal to all ranks of the host, and SIGKILL ``grace`` seconds later."""
 
     signal: int
@@ -82,14 +114,7 @@ class StopRanks:
 
 
 @dataclasses.dataclass(frozen=True)
-class RanksExited(HostAnswer):
-    """The answer to ``WatchRanks`` and ``StopRanks``: the exits so far of the ranks of this attempt."""
-
-    exits: tuple[RankExit, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class TakeStacks:
+class TakeStacks(Request[list[ProcessStacks]]):
     """Take the stacks of the ranks of the host.
 
     Attributes:
@@ -104,26 +129,8 @@ class TakeStacks:
 
 
 @dataclasses.dataclass(frozen=True)
-class StacksTaken(HostAnswer):
-    """The answer to ``TakeStacks``."""
-
-    stacks: tuple[ProcessStacks, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadCollectives:
-    """Read the state of the collectives of the host's ranks.
-
-    Attributes:
-        details: whether the answer has all of it, and not only the longest wait.
-    """
-
-    details: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class CollectivesRead(HostAnswer):
-    """The answer to ``ReadCollectives``.
+class CollectivesRead:
+    """The collectives of a host's ranks.
 
     Attributes:
         longest_wait: seconds for which a rank has waited in a collective; 0 if none waits.
@@ -135,53 +142,27 @@ class CollectivesRead(HostAnswer):
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleRanks:
-    """Take a sample of each rank of the host.
+class ReadCollectives(Request[CollectivesRead]):
+    """Read the state of the collectives of the host's ranks; with ``details`` all of it, else the longest wait."""
 
-    Attributes:
-        groups: whether the ranks are asked for the state of their collectives.
-    """
+    details: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleRanks(Request[list[RankSample]]):
+    """Take a sample of each rank of the host, which with ``groups`` has the state of its collectives."""
 
     groups: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
-class RanksSampled(HostAnswer):
-    """The answer to ``SampleRanks``."""
-
-    samples: tuple[RankSample, ...]
+class TakeFacts(Request[HostFacts]):
+    """Take the facts that the pre-flight compares."""
 
 
 @dataclasses.dataclass(frozen=True)
-class TakeFacts:
-    """Take the facts that the pre-flight compares (see ``model.host_facts``)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class FactsTaken(HostAnswer):
-    """The answer to ``TakeFacts``."""
-
-    facts: HostFacts
-
-
-@dataclasses.dataclass(frozen=True)
-class BeginRun:
-    """Prepare for a run on a live allocation; a repetition for the same run changes nothing.
-
-    Attributes:
-        number: number of the run.
-        token: identifies the run even after a restart of replica 0.
-        request: the client's request.
-    """
-
-    number: int
-    token: str
-    request: RunRequest
-
-
-@dataclasses.dataclass(frozen=True)
-class RunBegun(HostAnswer):
-    """The answer to ``BeginRun``.
+class RunBegun:
+    """What a host knows of a run that it has prepared for.
 
     Attributes:
         nproc: number of ranks on the host.
@@ -197,46 +178,52 @@ class RunBegun(HostAnswer):
 
 
 @dataclasses.dataclass(frozen=True)
-class FinishRun:
-    """End the run and all its processes, and prepare for the next run."""
+class BeginRun(Request[RunBegun]):
+    """Prepare for a run on a live allocation; a repetition for the same run changes nothing.
+
+    Attributes:
+        number: number of the run.
+        token: identifies the run even after a restart of replica 0.
+        request: the client's request.
+    """
+
+    number: int
+    token: str
+    request: RunRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishRun(Request[None]):
+    """End the run and all its processes, send its last output, and prepare for the next run."""
 
     token: str
 
 
 @dataclasses.dataclass(frozen=True)
-class RunFinished(HostAnswer):
-    """The answer to ``FinishRun``, before which the host has sent all output of the run."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ProbeFile:
-    """Look whether the host sees a file with a text."""
+class ProbeFile(Request[bool]):
+    """Find out whether the host sees a file with a text."""
 
     path: str
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
-class FileProbed(HostAnswer):
-    """The answer to ``ProbeFile``: whether the host sees it."""
-
-    seen: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class FetchCode:
+class FetchCode(Request[None]):
     """Get code from the leader unless the host has it (see ``host.code_distribution``)."""
 
     tree: str
 
 
 @dataclasses.dataclass(frozen=True)
-class CodeFetched(HostAnswer):
-    """The answer to ``FetchCode``."""
+class WorkerLoopEnded:
+    """Why a worker loop has ended, and whether its client has shut it down."""
+
+    reason: str
+    shut_down: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class RunWorkerLoop:
+class RunWorkerLoop(Request[WorkerLoopEnded]):
     """Run a Monarch worker loop for a client until the request is cancelled (see ``host.worker_loops``).
 
     Attributes:
@@ -247,40 +234,10 @@ class RunWorkerLoop:
 
 
 @dataclasses.dataclass(frozen=True)
-class WorkerLoopEnded(HostAnswer):
-    """The answer to ``RunWorkerLoop``: why the worker loop has ended by itself, or that its client has shut it down."""
-
-    reason: str
-    shut_down: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class GetWorkerLoop:
-    """Wait until the worker loop of a client listens."""
+class GetWorkerLoop(Request[str]):
+    """Wait until the worker loop of a client listens; the answer is the address with which the client attaches."""
 
     token: str
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkerLoopReady(HostAnswer):
-    """The answer to ``GetWorkerLoop``: the address with which the client attaches."""
-
-    address: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused(HostAnswer):
-    """The answer to any request that the host cannot execute.
-
-    Attributes:
-        host: the host's name, for messages; empty if the reason concerns several hosts.
-        reason: why it cannot.
-        code: exit code of the run that needs the request.
-    """
-
-    host: str
-    reason: str
-    code: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,58 +266,31 @@ class RunOutput:
     records: str
 
 
-_RankRequest: TypeAlias = OpenStore | LaunchRanks | WatchRanks | StopRanks | TakeStacks | ReadCollectives | SampleRanks
-_RankAnswer: TypeAlias = StoreOpened | Launched | RanksExited | StacksTaken | CollectivesRead | RanksSampled
-_LoopRequest: TypeAlias = RunWorkerLoop | GetWorkerLoop
-_LoopAnswer: TypeAlias = WorkerLoopEnded | WorkerLoopReady
-Request: TypeAlias = _RankRequest | _LoopRequest | TakeFacts | BeginRun | FinishRun | ProbeFile | FetchCode
-Answer: TypeAlias = _RankAnswer | _LoopAnswer | FactsTaken | RunBegun | RunFinished | FileProbed | CodeFetched | Refused
 Report: TypeAlias = SignalReceived | RunOutput
-Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
+Handler: TypeAlias = Callable[[Request[Any]], Awaitable[Any]]
+"""Executes a request and returns its answer; it raises nothing but ``HostRefused``."""
 
-_REQUESTS: dict[str, type[Request]] = {message_type.__name__: message_type for message_type in get_args(Request)}
-_ANSWERS: dict[str, type[Answer]] = {message_type.__name__: message_type for message_type in get_args(Answer)}
-_REPORTS: dict[str, type[Report]] = {message_type.__name__: message_type for message_type in get_args(Report)}
-
-
-def encode_request(request: Request) -> tuple[str, dict[str, Any]]:
-    """Return the name and the JSON object with which a request travels."""
-    return type(request).__name__, dataclasses.asdict(request)
+_REQUESTS = {request.__name__: request for request in Request.__subclasses__()}
+_REPORTS: dict[object, type[Report]] = {report.__name__: report for report in get_args(Report)}
 
 
-def decode_request(name: str, fields: Mapping[str, Any]) -> Request:
-    """Return the request of a name and a JSON object.
+def decode_request(message: messages.Message) -> Request[Any]:
+    """Return the request of a message.
 
     Raises:
         DecodeError: there is no such request, or a field has the wrong type.
     """
+    name = str(message.get("name"))
     if name not in _REQUESTS:
         raise DecodeError(f"unknown request {name!r:.40}")
-    return decode(_REQUESTS[name], fields, name)
-
-
-def encode_message(message: Answer | Report) -> dict[str, Any]:
-    """Return the JSON object with which an answer or a report travels."""
-    return {"type": type(message).__name__, **dataclasses.asdict(message)}
-
-
-def decode_answer(message: Mapping[str, Any]) -> Answer:
-    """Return the answer of a JSON object.
-
-    Raises:
-        DecodeError: there is no such answer, or a field has the wrong type.
-    """
-    kind = message.get("type")
-    if not isinstance(kind, str) or kind not in _ANSWERS:
-        raise DecodeError(f"unknown answer {kind!r:.40}")
-    return decode(_ANSWERS[kind], message, kind)
+    return decode(_REQUESTS[name], message.get("fields"), name)
 
 
 def decode_report(message: Mapping[str, Any]) -> Report | None:
-    """Return the report of a JSON object; None if it is no report, but a heartbeat.
+    """Return the report of a message, whose type is its name; None if it is no report, but a heartbeat.
 
     Raises:
         DecodeError: a field has the wrong type.
     """
     kind = message.get("type")
-    return decode(_REPORTS[kind], message, kind) if isinstance(kind, str) and kind in _REPORTS else None
+    return decode(_REPORTS[kind], message, str(kind)) if isinstance(kind, str) and kind in _REPORTS else None

@@ -10,8 +10,16 @@ from typing import Any
 
 from torchx_monarch.controller.elastic import listed
 from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, StopRequested
-from torchx_monarch.controller.host_messages import Answer, Handler, RanksExited, Refused, Request, StopRanks
-from torchx_monarch.controller.host_requests import HostCall, HostError, HostRequests
+from torchx_monarch.controller.host_messages import (
+    AnswerT,
+    Exits,
+    Handler,
+    HostError,
+    HostRefused,
+    Request,
+    StopRanks,
+)
+from torchx_monarch.controller.host_requests import HostCall, HostRequests
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
@@ -21,31 +29,16 @@ _STOP_MARGIN = 10.0
 """Seconds beyond the grace period that hosts have to report that their ranks have ended."""
 
 
-class HostRefused(Exception):
-    """A host cannot execute a request.
-
-    Attributes:
-        refusal: the host's answer.
-        own: whether the request was to the leader's own host alone.
-    """
-
-    def __init__(self, refusal: Refused, own: bool = False) -> None:
-        super().__init__(f"{refusal.host}: {refusal.reason}" if refusal.host else refusal.reason)
-        self.refusal = refusal
-        self.own = own
-
-
-class HostsError(Exception):
-    """A host could not execute a request that was sent to all hosts; the message names the host and the reason."""
-
-
 class JobHosts:
     """The hosts of the present attempt, of which the leader's own is the first.
 
     Attributes:
+        options: the options of the job.
+        events: the events that interrupt requests.
+        reporter: writes the job's lines and events.
         present: the hosts, in the order of their node ranks; empty before the first attempt.
         running: replicas of the hosts whose ranks may run: those that are not known to be lost.
-        formed: set when there are hosts.
+        formed: set while they are together: they are, from ``form`` on until an event ends the attempt.
         reformed: set, and replaced, when the hosts of the next attempt are there.
     """
 
@@ -61,10 +54,10 @@ class JobHosts:
         self.running: set[int] = set()
         self.formed = asyncio.Event()
         self.reformed = asyncio.Event()
-        self._options = options
+        self.options = options
+        self.events = events
+        self.reporter = reporter
         self._requests = requests
-        self._events = events
-        self._reporter = reporter
         self._own_host = own_host
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
 
@@ -81,7 +74,7 @@ class JobHosts:
         """Whether none of the hosts is known to be lost."""
         return all(self._requests.reaches(host.replica) for host in self.present[1:])
 
-    async def ask_own(self, request: Request, timeout: float) -> Answer:
+    async def ask_own(self, request: Request[AnswerT], timeout: float) -> AnswerT:
         """Have the leader's own host execute a request.
 
         Raises:
@@ -89,15 +82,16 @@ class JobHosts:
             HostRefused: the host refused the request.
         """
         try:
-            answer = await self._events.interrupt(asyncio.wait_for(self._own_host(request), timeout))
+            answer: AnswerT = await self.events.interrupt(asyncio.wait_for(self._own_host(request), timeout))
         except asyncio.TimeoutError:
             raise Interrupted(self._no_answer(request, {self.present[0].replica}, timeout)) from None
-        if isinstance(answer, Refused):
-            raise HostRefused(answer, own=True)
+        except HostRefused as refusal:
+            refusal.own = True
+            raise
         return answer
 
-    async def ask(self, request: Request, timeout: float | None = None) -> AsyncIterator[Any]:
-        """Send a request to every host and yield the answers as they arrive.
+    async def ask(self, request: Request[AnswerT], timeout: float | None = None) -> AsyncIterator[tuple[int, AnswerT]]:
+        """Send a request to every host and yield the answers as they arrive, each with the host's replica.
 
         Args:
             timeout: seconds for all answers; None for no limit: the leases of the hosts limit the wait for lost ones.
@@ -109,52 +103,52 @@ class JobHosts:
         with self.call(request, timeout) as call:
             for _ in self.present:
                 try:
-                    _, answer = await self._events.interrupt(call.next())
+                    replica, answer = await self.events.interrupt(call.next())
                 except asyncio.TimeoutError:
                     raise Interrupted(self._no_answer(request, call.waiting, timeout or 0.0)) from None
+                if isinstance(answer, HostRefused):
+                    raise answer
                 if isinstance(answer, HostError):  # the event of the host's loss names the cause better
                     failure = StopRequested(0, JobResult(1, str(answer)))
-                    raise Interrupted(await self._events.report_within(self._options.spec.lease, failure))
-                if isinstance(answer, Refused):
-                    raise HostRefused(answer)
-                yield answer
+                    raise Interrupted(await self.events.report_within(self.options.spec.lease, failure))
+                yield replica, answer
 
-    async def broadcast(self, request: Request) -> list[Any]:
+    async def broadcast(self, request: Request[AnswerT]) -> list[AnswerT]:
         """Send a request to every host and return the answers, whatever events are pending.
 
         Raises:
-            HostsError: no hosts are together, or one refused the request or is lost.
+            HostError: no hosts are together, or one refused the request or is lost.
         """
-        if not self.present:
-            raise HostsError("the hosts are not together")
-        found: list[Any] = []
+        if not self.formed.is_set():
+            raise HostError("the hosts are not together")
+        answers: list[AnswerT] = []
         with self.call(request) as call:
             for _ in self.present:
                 _, answer = await call.next()
-                if isinstance(answer, (HostError, Refused)):
-                    raise HostsError(f"{answer.host}: {answer.reason}" if isinstance(answer, Refused) else str(answer))
-                found.append(answer)
-        return found
+                if isinstance(answer, HostError):
+                    raise answer
+                answers.append(answer)
+        return answers
 
-    async def collect(self, request: Request, timeout: float) -> tuple[list[Any], dict[int, str]]:
+    async def collect(self, request: Request[AnswerT], timeout: float) -> tuple[dict[int, AnswerT], dict[int, str]]:
         """Send a request to every host; return the answers, and why a host has not answered, by replica.
 
         Args:
             timeout: seconds for all answers.
         """
-        found: list[Any] = []
+        answers: dict[int, AnswerT] = {}
         missing: dict[int, str] = {}
         with self.call(request, timeout) as call, contextlib.suppress(asyncio.TimeoutError):
             for _ in self.present:
                 replica, answer = await call.next()
-                if isinstance(answer, (HostError, Refused)):
-                    missing[replica] = str(answer) if isinstance(answer, HostError) else answer.reason
+                if isinstance(answer, HostError):
+                    missing[replica] = answer.reason if isinstance(answer, HostRefused) else str(answer)
                 else:
-                    found.append(answer)
+                    answers[replica] = answer
         missing.update(dict.fromkeys(sorted(call.waiting), f"no answer within {timeout:g} s"))
-        return found, missing
+        return answers, missing
 
-    async def stop(self, number: int, grace: float, note: Callable[[RanksExited], None]) -> None:
+    async def stop(self, number: int, grace: float, note: Callable[[Exits], None]) -> None:
         """Stop the ranks of every host that can be reached. Events stay pending meanwhile.
 
         A host that has lost the leader stops its ranks by itself. The ranks of a host that is gone are gone too.
@@ -170,14 +164,14 @@ class JobHosts:
                 while asked:
                     replica, answer = await call.next()
                     asked.discard(replica)
-                    if isinstance(answer, RanksExited):
+                    if not isinstance(answer, HostError):
                         note(answer)
             except asyncio.TimeoutError:
-                self._reporter.line(f"host {listed(asked)} did not stop its ranks within {within:g} s")
-        self.running -= {event.replica for event in self._events.pending if isinstance(event, HostLost)}
+                self.reporter.line(f"host {listed(asked)} did not stop its ranks within {within:g} s")
+        self.running -= {event.replica for event in self.events.pending if isinstance(event, HostLost)}
 
     @contextlib.contextmanager
-    def call(self, request: Request, timeout: float | None = None) -> Iterator[HostCall]:
+    def call(self, request: Request[AnswerT], timeout: float | None = None) -> Iterator[HostCall[AnswerT]]:
         """Send a request to every host; its answers arrive within the context, and its end cancels what is missing.
 
         Args:
@@ -187,7 +181,10 @@ class JobHosts:
         call = self._requests.begin(request, [host.replica for host in self.present], own, timeout)
 
         async def ask_own() -> None:
-            call.put(own, await self._own_host(request))
+            try:
+                call.put(own, await self._own_host(request))
+            except HostRefused as refusal:
+                call.put(own, refusal)
 
         task = asyncio.ensure_future(ask_own())
         self._tasks.add(task)
@@ -198,6 +195,6 @@ class JobHosts:
             self._requests.end(call)
             task.cancel()
 
-    def _no_answer(self, request: Request, replicas: Collection[int], timeout: float) -> StopRequested:
+    def _no_answer(self, request: Request[Any], replicas: Collection[int], timeout: float) -> StopRequested:
         reason = f"host {listed(replicas)}: no answer to {type(request).__name__} in {timeout:g} s"
         return StopRequested(0, JobResult(1, reason))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import secrets
 from collections.abc import Sequence
 from importlib import metadata
@@ -24,7 +23,6 @@ from torchx_monarch.controller.host_requests import HostCall
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.controller.session import Session
-from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.transport import messages
 
@@ -39,6 +37,8 @@ _SHUT_DOWN_WITHIN = 15.0
 """Seconds for the worker loops of a client that is gone to say that it has shut them down. Monarch's loop ends 5 s
 after a client that ends as soon as ``HostMesh.shutdown()`` returns."""
 
+_Loops: TypeAlias = HostCall[WorkerLoopEnded]
+
 Member: TypeAlias = tuple[Registration, str]
 """A host, and the address of its worker loop."""
 
@@ -51,13 +51,10 @@ class MeshClients:
         session: the runs of the hosts, which do not count as idle while a client is attached.
     """
 
-    def __init__(
-        self, hosts: JobHosts, network: HostNetwork, credentials: str, reporter: Reporter, session: Session
-    ) -> None:
+    def __init__(self, hosts: JobHosts, network: HostNetwork, credentials: str, session: Session) -> None:
         self._hosts = hosts
         self._network = network
         self._credentials = credentials
-        self._reporter = reporter
         self._session = session
 
     async def serve(
@@ -90,7 +87,7 @@ class MeshClients:
             leaf = credentials.sign(names)
         except CredentialsError as error:
             raise RendezvousError(str(error)) from None
-        return {**dataclasses.asdict(leaf), "authority": credentials.authority}
+        return {**vars(leaf), "authority": credentials.authority}
 
     async def _attach(self, leaf: dict[str, str] | None, writer: asyncio.StreamWriter) -> None:
         """Start worker loops on the hosts of the present attempt, and return when all of them have ended."""
@@ -107,10 +104,14 @@ class MeshClients:
                 await reformed.wait()
 
     async def _stay_attached(
-        self, members: Sequence[Member], running: HostCall, leaf: dict[str, str] | None, writer: asyncio.StreamWriter
+        self,
+        members: Sequence[Member],
+        running: _Loops,
+        leaf: dict[str, str] | None,
+        writer: asyncio.StreamWriter,
     ) -> None:
         """Send a client the addresses of its worker loops, and wait until all of them have ended."""
-        self._reporter.line(f"a Monarch client has attached to {len(members)} hosts")
+        self._hosts.reporter.line(f"a Monarch client has attached to {len(members)} hosts")
         ended = asyncio.ensure_future(self._ended(running, len(members), writer))
         try:
             hosts = [{"replica": host.replica, "address": address, "name": host.name} for host, address in members]
@@ -118,12 +119,12 @@ class MeshClients:
             await messages.send(writer, answer)
             await asyncio.shield(ended)
         finally:
-            self._reporter.line("a Monarch client has detached")
+            self._hosts.reporter.line("a Monarch client has detached")
             if self._session.ends_with_mesh:
                 await asyncio.wait([ended], timeout=_SHUT_DOWN_WITHIN)
             ended.cancel()
 
-    async def _ready(self, token: str, running: HostCall) -> Sequence[Member]:
+    async def _ready(self, token: str, running: _Loops) -> Sequence[Member]:
         """Wait for the worker loops; return the hosts, or none if one of them is lost."""
         hosts = list(self._hosts.present)
         ready, missing = await self._hosts.collect(GetWorkerLoop(token), _START_TIMEOUT)
@@ -135,19 +136,18 @@ class MeshClients:
                 missing.update({replica: answer.reason} if isinstance(answer, WorkerLoopEnded) else {})
             replica, reason = next(iter(sorted(missing.items())))
             raise RendezvousError(f"host {replica} has no worker loop for actors: {reason}")
-        addresses = {answer.replica: answer.address for answer in ready}
-        members = [(host, addresses[host.replica]) for host in hosts]
+        members = [(host, ready[host.replica]) for host in hosts]
         if wrong := await self._network.unreachable(members):
             raise RendezvousError(next(iter(wrong.values())))
         return members
 
-    async def _ended(self, running: HostCall, count: int, writer: asyncio.StreamWriter) -> None:
+    async def _ended(self, running: _Loops, count: int, writer: asyncio.StreamWriter) -> None:
         """Wait until all worker loops of a client have ended."""
         shut_down = False
         for _ in range(count):
             replica, answer = await running.next()
             if isinstance(answer, WorkerLoopEnded) and answer.reason:
-                self._reporter.line(f"the worker loop of host {replica} {answer.reason}")
+                self._hosts.reporter.line(f"the worker loop of host {replica} {answer.reason}")
                 shut_down |= answer.shut_down
             await messages.send(writer, {"type": "changed"})
         if shut_down:

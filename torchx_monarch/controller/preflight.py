@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from torchx_monarch.controller.host_messages import FactsTaken, TakeFacts
+from torchx_monarch.controller.host_messages import TakeFacts
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import HostFacts, Registration
@@ -58,10 +58,9 @@ class Preflight:
         sent = time.time()
         facts: dict[int, HostFacts] = {}
         offsets: dict[int, float] = {}
-        async for answer in self._hosts.ask(TakeFacts()):
-            assert isinstance(answer, FactsTaken)
-            facts[answer.replica] = answer.facts
-            offsets[answer.replica] = clock_offset(answer.facts, sent, time.time())
+        async for replica, answer in self._hosts.ask(TakeFacts()):
+            facts[replica] = answer
+            offsets[replica] = clock_offset(answer, sent, time.time())
         self._checked = hosts
         names = {host.replica: host.name for host in hosts}
         facts = {replica: facts[replica] for replica in names}

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from torchx_monarch.controller.host_messages import Request, SampleRanks, TakeStacks
 from torchx_monarch.controller.hosts import JobHosts
@@ -57,13 +58,12 @@ class HostQueries:
         """Answer the greeting ``samples`` (see ``Rendezvous.clients``)."""
         await self._answer("samples", SampleRanks(), _TIMEOUT, writer)
 
-    async def _answer(self, kind: str, request: Request, timeout: float, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, kind: str, request: Request[Any], timeout: float, writer: asyncio.StreamWriter) -> None:
         if not self._hosts.present:
             raise RendezvousError("there are no ranks yet: the hosts are not together")
         answers, missing = await self._hosts.collect(request, timeout)
-        for answer in answers:
-            found = [dataclasses.asdict(record) for record in getattr(answer, kind)]
-            await messages.send(writer, {"type": kind, "replica": answer.replica, kind: found})
+        for replica, found in answers.items():
+            await messages.send(writer, {"type": kind, "replica": replica, kind: found})
         await messages.send(writer, {"type": "end", "missing": {str(replica): why for replica, why in missing.items()}})
 
 
@@ -94,4 +94,4 @@ class SampleRecorder:
         while True:
             await asyncio.sleep(max(self._every, _PER_HOST * len(self._hosts.present)))
             answers, _ = await self._hosts.collect(SampleRanks(groups=False), _SAMPLE_TIMEOUT)
-            log.append(sample for answer in answers for sample in answer.samples)
+            log.append(itertools.chain.from_iterable(answers.values()))

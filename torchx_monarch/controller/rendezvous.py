@@ -163,7 +163,7 @@ class Rendezvous:
     async def dismiss(self, replica: int, result: JobResult) -> None:
         """Send one host the result with which it ends, while the job goes on without it."""
         if self.hosts.remove(replica):
-            await messages.send(self._writers[replica], {"type": "result", "dismissed": True, **result.to_json()})
+            await messages.send(self._writers[replica], {"type": "result", "dismissed": True, **vars(result)})
 
     def end(self) -> None:
         """Put off hosts that the backend restarts, until it has restarted replica 0 as well.
@@ -184,7 +184,7 @@ class Rendezvous:
         if result.code != 0:
             self.end()
         started = time.monotonic()
-        message = {"type": "result", **result.to_json()}
+        message = {"type": "result", **vars(result)}
         if telling := [asyncio.ensure_future(messages.send(writer, message)) for writer in self._writers.values()]:
             await asyncio.wait(telling, timeout=timeout)  # in parallel: a host that does not read must not delay others
         open_for = 0.0 if self.hosts.formed or self._listener is None else _LATECOMERS
@@ -233,7 +233,7 @@ class Rendezvous:
         if self.hosts.is_idle(host) and not host.error:
             self._note_idle_change(None)
         if self._result is not None:
-            await messages.send(writer, {"type": "result", **self._result.to_json()})
+            await messages.send(writer, {"type": "result", **vars(self._result)})
         try:
             lost = await self._follow(host, reader, writer)
         except messages.ProtocolError as error:
@@ -267,7 +267,7 @@ class Rendezvous:
 
     def state(self) -> messages.Message:
         """Return the hosts' state for a client."""
-        hosts = [dataclasses.asdict(host) for host in self.hosts.registered.values()]
+        hosts = list(self.hosts.registered.values())
         return {"hosts": hosts, "missing": self.hosts.missing, "ended": self._result is not None}
 
     def _admit(self, greeting: messages.Message) -> Registration:

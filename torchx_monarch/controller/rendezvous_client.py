@@ -9,11 +9,11 @@ import ssl
 import time
 from collections.abc import Callable
 
-from torchx_monarch.controller.host_messages import Answer, Handler, Refused, Report, Request, encode_message
+from torchx_monarch.controller.host_messages import Handler, Report
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_requests import HostResponder
 from torchx_monarch.controller.rendezvous import RendezvousError
-from torchx_monarch.model.codec import DecodeError
+from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import LEASE
 from torchx_monarch.model.job_result import JobResult
@@ -99,11 +99,6 @@ async def handshake(
     raise RendezvousError(f"{aim} in {timeout:g} s: {why}")
 
 
-async def no_requests(request: Request) -> Answer:
-    """Refuse a request of replica 0."""
-    return Refused(-1, "", f"this host executes no {type(request).__name__}", 1)
-
-
 class RendezvousClient:
     """The connection of a host to replica 0, for every host but replica 0.
 
@@ -147,21 +142,17 @@ class RendezvousClient:
             RendezvousError: replica 0 refused the host, or did not answer within ``timeout`` seconds.
         """
         shortened = dataclasses.replace(host, error=host.error[: messages.MAX_ERROR])
-        greeting = {"type": "register", "host": dataclasses.asdict(shortened)}
+        greeting = {"type": "register", "host": shortened}
         address = network.rendezvous
         answer, reader, writer = await handshake(network, address, greeting, "registered", timeout, on_failure)
         return cls(reader, writer, str(answer.get("name"))[:200], lease)
 
     async def report(self, report: Report) -> None:
         """Send a report to replica 0."""
-        await messages.send(self._writer, encode_message(report))
+        await messages.send(self._writer, {"type": type(report).__name__, **vars(report)})
 
-    async def result(self, handler: Handler = no_requests) -> JobResult | None:
-        """Wait for the result and send heartbeats meanwhile; return None if replica 0 is lost.
-
-        Args:
-            handler: executes the requests of replica 0; it must not raise.
-        """
+    async def result(self, handler: Handler) -> JobResult | None:
+        """Wait for the result, execute requests and send heartbeats meanwhile; return None if replica 0 is lost."""
         requests = HostResponder(self._writer, handler)
         heartbeats = asyncio.ensure_future(self._send_heartbeats())
         self._leases.start()
@@ -172,7 +163,7 @@ class RendezvousClient:
                 requests.receive(message)
                 if message.get("type") == "result":
                     self.dismissed = message.get("dismissed") is True
-                    return JobResult.from_json(message)
+                    return decode(JobResult, message, "the result")
             if not self.lost and (pause := self._leases.own_pause):
                 self.lost = f"this host did not run for {pause:.0f} s, and {self._name} has given it up"
         except (messages.ProtocolError, DecodeError) as error:

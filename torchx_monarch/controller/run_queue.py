@@ -25,13 +25,20 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torchx_monarch.controller.host_events import RunEndRequested, StopRequested
-from torchx_monarch.controller.host_messages import Request, StopRanks
+from torchx_monarch.command.allocation_spec import AllocationSpec
+from torchx_monarch.controller.attempts import Attempts
+from torchx_monarch.controller.host_events import Interrupted, RunEndRequested, StopRequested, concerns_hosts
+from torchx_monarch.controller.host_messages import BeginRun, FinishRun, HostError, HostRefused, RunOutput, StopRanks
+from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.rank_queries import SampleRecorder
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError, Serve
+from torchx_monarch.controller.session import Session
 from torchx_monarch.insight.run_log import RunLog
+from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.system import safe_files
@@ -42,6 +49,9 @@ TIMED_OUT = 124
 
 _RUNS_KEPT = 1000
 """Number of runs that replica 0 remembers; each takes some kilobytes."""
+
+_FINISH_TIMEOUT = 30.0
+"""Seconds for the hosts to send the last output of a run and to prepare for the next run."""
 
 _CLOSE_TIMEOUT = 5.0
 """Seconds for clients to receive the last records when the hosts end."""
@@ -131,40 +141,36 @@ class Run:
         }
 
 
-class RunQueue:
-    """Manage the runs of an allocation, on replica 0.
+class RunQueue(Session):
+    """The runs of an allocation, on replica 0.
 
     Attributes:
-        current: the run that the controller works on; None between runs.
-        ready: whether the mesh is formed.
-        broadcast: sends a request to every host and returns the answers (``Hosts.broadcast``); None before the session.
+        current: the run that its hosts execute; None between runs.
+        idle_timeout: seconds without a run after which the allocation ends; 0 for no limit.
 
     Args:
         log_dir: folder in which each run gets a folder ``run_N``.
-        default_command: command of runs that name none; empty for none.
-        idle_timeout: seconds without a run after which the allocation ends; 0 for no limit.
         is_warm: returns whether ranks of this host are to find their modules imported.
     """
 
     def __init__(
         self,
+        hosts: JobHosts,
+        new_attempts: Callable[[], Attempts],
+        recorder: SampleRecorder,
         rendezvous: Rendezvous,
-        app: str,
-        role: str,
+        allocation: AllocationSpec,
         log_dir: str,
-        default_command: tuple[str, ...],
-        idle_timeout: float,
         is_warm: Callable[[], bool],
     ) -> None:
+        super().__init__(hosts, new_attempts, recorder)
         self.current: Run | None = None
-        self.ready = False
-        self.broadcast: Callable[[Request], Awaitable[list[Any]]] | None = None
-        self.idle_timeout = idle_timeout
+        self.idle_timeout = allocation.idle_timeout
+        self.ends_with_mesh = allocation.ends_with_mesh
         self._rendezvous = rendezvous
-        self._app = app
-        self._role = role
+        self._reporter = hosts.reporter
+        self._default_command = allocation.words
         self._log_dir = log_dir
-        self._default_command = default_command
         self._is_warm = is_warm
         self._queue: deque[Run] = deque()
         self._ended: deque[Run] = deque(maxlen=_RUNS_KEPT)
@@ -177,6 +183,7 @@ class RunQueue:
         self._result: JobResult | None = None
         self._feeding: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        rendezvous.on_output = self._output
         for kind, handler in {
             "look": self._look,
             "touch": self._touch,
@@ -190,29 +197,88 @@ class RunQueue:
 
     # -- for the controller --------------------------------------------------------------------------------------------
 
-    async def run_wanted(self) -> bool:
-        """Wait until a run is queued; return False if none was queued within the idle timeout."""
+    @property
+    def running(self) -> bool:
+        return self.current is not None
+
+    async def next_run(self) -> JobResult | None:
         while not self._queue:
             counts = self.idle_timeout and not self._users
             left = self._busy_at + self.idle_timeout - time.monotonic() if counts else None
             if left is not None and left <= 0:
-                return False
+                reason = f"no run and no client for {self.idle_timeout:g} s: the hosts end"
+                return JobResult(0, reason, stopped=True)
             self._wake.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), left)
-        return True
-
-    def begin(self) -> Run:
-        """Remove the next run from the queue, start its timeout and return it."""
         self.current = run = self._queue.popleft()
         run.started = time.time()
         if run.request.timeout is not None:
             reason = f"run {run.number} was ended by its timeout of {run.request.timeout:g} s"
             result = JobResult(TIMED_OUT, reason, stopped=True)
             self._timer = asyncio.get_running_loop().call_later(run.request.timeout, self.end_run, run, result)
-        return run
+        self._reporter.echo = lambda text: run.run_log.append({"type": "phase", "text": text})
+        self._reporter.note("run", f"run {run.number}: {run.request.shown}", run=run.number)
+        return None
 
-    def finish(self, run: Run, result: JobResult, records: list[dict[str, Any]]) -> None:
+    async def begin(self, hosts: list[Registration]) -> tuple[JobOptions, list[Registration]]:
+        run = self.current
+        assert run is not None
+        begun = dict([found async for found in self.hosts.ask(BeginRun(run.number, run.token, run.request))])
+        run.ranks = sum(answer.nproc for answer in begun.values())
+        first = begun[0]
+        options = dataclasses.replace(
+            self.hosts.options, run_id=first.run_id, max_restarts=first.max_restarts, grace=first.grace
+        )
+        return options, [dataclasses.replace(host, nproc=begun[host.replica].nproc) for host in hosts]
+
+    async def refused(self, refusal: HostRefused) -> JobResult:
+        return JobResult(refusal.code, str(refusal))
+
+    async def finish(self, attempts: Attempts, result: JobResult) -> None:
+        """Collect the last output of the current run, prepare the hosts for the next run, and report the result."""
+        run = self.current
+        assert run is not None
+        word = "STOPPED" if result.stopped else "FAILED" if result.code else "SUCCEEDED"
+        finishing = asyncio.wait_for(self.hosts.broadcast(FinishRun(run.token)), _FINISH_TIMEOUT)
+        try:
+            await self._events.interrupt(finishing, concerns_hosts)  # a host sends its output before its answer
+        except Interrupted:
+            pass  # the hosts are not together any more, or the session ends: the next wait handles the event
+        except (HostError, asyncio.TimeoutError) as error:
+            # The loss of a host is reported by a host event.
+            self._reporter.line(f"some output of run {run.number} may be missing: {error or 'it did not come in time'}")
+        self._reporter.echo = None
+        exits = [{"type": "exit", "exit": vars(attempts.exits[rank])} for rank in sorted(attempts.exits)]
+        self._reporter.note("run_end", f"run {run.number} {word}: {result.reason}", run=run.number, code=result.code)
+        self._end(run, result, [{"type": "attempts", "count": attempts.number + 1}, *exits])
+
+    async def close(self, result: JobResult) -> None:
+        """End all runs because the hosts end, and wait until the clients have received the last records."""
+        self._reporter.echo = None
+        self._result = result
+        reason = f"the hosts have ended: {result.reason}"
+        for run in self._unended():
+            self._end(run, JobResult(result.code or 1, reason, stopped=result.stopped), [])
+        self._queue.clear()
+        if self._feeding:
+            await asyncio.wait(self._feeding, timeout=_CLOSE_TIMEOUT)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Suspend the idle timeout while a client sends code or runs actors, and restart it then."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            self.touch()
+
+    def mesh_shut_down(self) -> None:
+        if self.ends_with_mesh:
+            self._events.post(StopRequested(0, JobResult(0, "the mesh was shut down by its client")))
+
+    def _end(self, run: Run, result: JobResult, records: list[dict[str, Any]]) -> None:
         """Record the end of a run."""
         run.result, run.ended = result, time.time()
         for record in (*records, run.last_record or {}):
@@ -227,20 +293,18 @@ class RunQueue:
             self._count += 1
         self._busy_at = time.monotonic()
 
+    def _output(self, host: Registration, output: RunOutput) -> None:
+        """Add the output of another host to the log of its run."""
+        if self.current is not None and output.token == self.current.token:
+            for line in output.records.splitlines():
+                self.current.run_log.append_line(line.encode() + b"\n")
+
+    # -- for clients ---------------------------------------------------------------------------------------------------
+
     def touch(self) -> None:
         """Restart the idle timeout for a use of the hosts that is not a run."""
         self._busy_at = time.monotonic()
         self._wake.set()
-
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Suspend the idle timeout while a client sends code or runs actors, and restart it then."""
-        self._users += 1
-        try:
-            yield
-        finally:
-            self._users -= 1
-            self.touch()
 
     def end_run(self, run: Run, result: JobResult, number: int = signal.SIGTERM) -> None:
         """End a run with the given result: remove it from the queue, or have the controller stop its ranks.
@@ -250,30 +314,20 @@ class RunQueue:
         """
         if run in self._queue:
             self._queue.remove(run)
-            self.finish(run, result, [])
+            self._end(run, result, [])
         elif run is self.current:
             run.ending = run.ending or result
-            self._rendezvous.events.post(RunEndRequested(0, run.ending, number))
-
-    async def close(self, result: JobResult) -> None:
-        """End all runs because the hosts end, and wait until the clients have received the last records."""
-        self._result = result
-        reason = f"the hosts have ended: {result.reason}"
-        for run in self._unended():
-            self.finish(run, JobResult(result.code or 1, reason, stopped=result.stopped), [])
-        self._queue.clear()
-        if self._feeding:
-            await asyncio.wait(self._feeding, timeout=_CLOSE_TIMEOUT)
-
-    # -- for clients ---------------------------------------------------------------------------------------------------
+            self._events.post(RunEndRequested(0, run.ending, number))
 
     def serve(self, kind: str, handler: Serve) -> None:
         """Have a handler serve the clients' greetings of a kind."""
 
         async def serve(greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             role = greeting.get("role")
-            if role and role != self._role:
-                raise RendezvousError(f"these are the hosts of role {self._role!r}, not of {role!r:.100}")
+            if role and role != self.hosts.options.spec.role:
+                raise RendezvousError(
+                    f"these are the hosts of role {self.hosts.options.spec.role!r}, not of {role!r:.100}"
+                )
             await handler(greeting, reader, writer)
 
         self._rendezvous.clients[kind] = serve
@@ -282,9 +336,9 @@ class RunQueue:
         """Return the answer to ``look``."""
         idle = 0.0 if self.current or self._queue or self._users else time.monotonic() - self._busy_at
         live = {
-            "app": self._app,
-            "role": self._role,
-            "ready": self.ready,
+            "app": self.hosts.options.spec.app,
+            "role": self.hosts.options.spec.role,
+            "ready": self.hosts.formed.is_set(),
             "run": self.current.number if self.current else None,
             "queued": len(self._queue),
             "runs": self._count,
@@ -403,7 +457,7 @@ class RunQueue:
 
     async def _stop(self, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
         result = JobResult(0, "released by its client", stopped=True)
-        self._rendezvous.events.post(StopRequested(0, result))
+        self._events.post(StopRequested(0, result))
         await messages.send(writer, self.state())
 
     async def _run(
@@ -438,10 +492,10 @@ class RunQueue:
             128 + number, f"run {run.number} was {'killed' if kill else 'stopped'} by its client", stopped=True
         )
         self.end_run(run, result, number)
-        if kill and run is self.current and self.broadcast is not None:
+        if kill and run is self.current:
             # Directly: the controller may be waiting out the grace period of an earlier stop request.
             with contextlib.suppress(Exception):
-                await self.broadcast(StopRanks(signal.SIGKILL, 0.0))
+                await self.hosts.broadcast(StopRanks(signal.SIGKILL, 0.0))
         await messages.send(writer, {"type": "ending", "run": run.number, "state": run.state})
 
 

@@ -14,10 +14,6 @@ from torchx_monarch.command.allocation_spec import parse_script
 from torchx_monarch.command.command import Command, CommandError, check, parse
 from torchx_monarch.command.torchrun_options import unused_options
 from torchx_monarch.controller.elastic import NodeRange
-from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.job_options import JobOptions
-from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.controller.session import Session
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.learned_preload import LearnedPreload, program_key
 from torchx_monarch.host.ranks.run_spec import RunSpec, env_number
@@ -88,9 +84,6 @@ class BatchRun(Workload):
             return at_most
         numbers = safe_files.numbered(self._log_dir, "attempt_") if self._log_dir else ()
         return max(at_most, max(numbers, default=-1) + 1)
-
-    def session(self, rendezvous: Rendezvous, options: JobOptions, hosts: JobHosts) -> Session:
-        return Session(options, rendezvous.events)
 
     def close(self) -> None:
         """Learn for the next job what the ranks have imported."""

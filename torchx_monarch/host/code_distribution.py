@@ -150,23 +150,21 @@ class HostCode:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> messages.Message:
-        if run_queue.broadcast is None:
-            raise SyncError("the hosts are not together yet")
         if message.get("type") == "probe":
-            probed = await run_queue.broadcast(ProbeFile(str(message["path"]), str(message["text"])))
-            return {"type": "shared", "shared": all(answer.seen for answer in probed)}
+            probed = await run_queue.hosts.broadcast(ProbeFile(str(message["path"]), str(message["text"])))
+            return {"type": "shared", "shared": all(probed)}
         if message.get("type") != "tree":
             raise SyncError(f"a request is probe or tree, not {message.get('type')!r:.40}")
         tree_hash = str(message["tree"])
         if self.has(tree_hash):
-            await run_queue.broadcast(FetchCode(tree_hash))
+            await run_queue.hosts.broadcast(FetchCode(tree_hash))
             return {"type": "have", "have": True, "base": False}
         await messages.send(writer, {"type": "have", "have": False, "base": self.has(str(message.get("base")))})
         try:
             await self.receive(tree_hash, reader, writer)
         except SyncError as error:
             raise SyncError(f"{self._host}: {error}") from None
-        await run_queue.broadcast(FetchCode(tree_hash))
+        await run_queue.hosts.broadcast(FetchCode(tree_hash))
         return {"type": "done"}
 
     def _expect(self, text: bytes, tree_hash: str) -> str:

@@ -53,8 +53,7 @@ class Follower:
                     host.reporter.line(f"host {registration.replica} was refused: {result.reason}")
                 return result
             host.report = None
-            this = f"host {registration.replica} ({host.hostname})"
-            lost_replica0 = JobResult(1, client.lost or f"{this} lost replica 0", consequence=True, replica=0)
+            lost_replica0 = JobResult(1, client.lost or f"{host.name} lost replica 0", consequence=True, replica=0)
             host.reporter.line(lost_replica0.reason)
             if host.options.replacements == 0 or registration.error:
                 return lost_replica0

@@ -54,6 +54,11 @@ class Host:
     connector: Connect | None = None
 
     @property
+    def name(self) -> str:
+        """The host's name for messages: ``host 1 (node7)``."""
+        return f"host {self.options.replica} ({self.hostname})"
+
+    @property
     def own_log(self) -> str:
         """The file with what the host process itself prints, such as the traceback of an error."""
         return os.path.join(self.log_dir, "monarch.log")

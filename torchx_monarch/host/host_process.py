@@ -212,8 +212,8 @@ class HostProcess:
         )
         failures = HostFailures(options.exclude_after, options.exclude_window)
         gatherer = HostGatherer(sizes, rendezvous, host.reporter, failures)
-        work = workload.work(rendezvous, network, gatherer, job)
-        controller = Controller(job, rendezvous, host.reporter, gatherer, work)
+        session = workload.session(rendezvous, network, gatherer, job)
+        controller = Controller(job, rendezvous, host.reporter, gatherer, session)
         coordinator = roles.coordinator(rendezvous, network, host.reporter)
         try:
             await rendezvous.start()

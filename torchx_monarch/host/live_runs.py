@@ -11,29 +11,27 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torchx_monarch.command.allocation_spec import AllocationSpec, run_command, with_program
 from torchx_monarch.command.command import Command, CommandError, Program, parse
 from torchx_monarch.command.torchrun_options import DEFAULTS, unused_options
+from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.host_messages import (
-    Answer,
     BeginRun,
-    CodeFetched,
     FetchCode,
-    FileProbed,
     FinishRun,
     ProbeFile,
     Request,
     RunBegun,
-    RunFinished,
     RunOutput,
 )
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.rank_queries import SampleRecorder
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run_queue import RunQueue
-from torchx_monarch.controller.session import LiveSession, Session
+from torchx_monarch.controller.session import Session
 from torchx_monarch.host.code_distribution import HostCode, probe
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.learned_preload import LearnedPreload, program_key
@@ -87,28 +85,29 @@ class LiveRuns(Workload):
         assert self.pool is not None
         return await self.pool.start(spec.nproc)
 
-    def session(self, rendezvous: Rendezvous, options: JobOptions, hosts: JobHosts) -> Session:
-        host, spec, code = self._host, self._allocation_spec, self._host_code()
-        ids = (host.options.app, host.options.role)
-        self._run_queue = RunQueue(rendezvous, *ids, host.log_dir, spec.words, spec.idle_timeout, self._is_warm)
+    def _session(
+        self, rendezvous: Rendezvous, hosts: JobHosts, new_attempts: Callable[[], Attempts], recorder: SampleRecorder
+    ) -> Session:
+        code = self._host_code()
+        self._run_queue = RunQueue(
+            hosts, new_attempts, recorder, rendezvous, self._allocation_spec, self._host.log_dir, self._is_warm
+        )
         self._run_queue.serve("sync", functools.partial(code.serve_client, self._run_queue))
         rendezvous.clients["code"] = code.serve_host
-        return LiveSession(options, rendezvous, host.reporter, hosts, self._run_queue, spec.ends_with_mesh)
+        return self._run_queue
 
-    async def _execute(self, request: Request) -> Answer:
-        """Execute a request."""
-        if isinstance(request, BeginRun):
-            async with self._changing:
-                return await self._begin(request)
-        if isinstance(request, FinishRun):
-            async with self._changing:
-                await self._finish(request.token)
-            return RunFinished(self._host.options.replica)
-        if isinstance(request, FetchCode):
-            await self._fetch(request.tree)
-            return CodeFetched(self._host.options.replica)
-        if isinstance(request, ProbeFile):
-            return FileProbed(self._host.options.replica, await probe(request.path, request.text))
+    async def _execute(self, request: Request[Any]) -> Any:
+        match request:
+            case BeginRun():
+                async with self._changing:
+                    return await self._begin(request)
+            case FinishRun():
+                async with self._changing:
+                    return await self._finish(request.token)
+            case FetchCode():
+                return await self._fetch(request.tree)
+            case ProbeFile():
+                return await probe(request.path, request.text)
         return await super()._execute(request)
 
     # -- a run ---------------------------------------------------------------------------------------------------------
@@ -140,7 +139,7 @@ class LiveRuns(Workload):
         self._start_timers(run, run_id, f"timers{begin.number}")
         timeout = command.options.shutdown_timeout
         grace = host.grace if timeout is None else float(timeout)
-        begun = RunBegun(host.options.replica, nproc, run_id, command.options.max_restarts, grace)
+        begun = RunBegun(nproc, run_id, command.options.max_restarts, grace)
         self._begun = (begin.token, begun)
         return begun
 
@@ -188,8 +187,7 @@ class LiveRuns(Workload):
 
     def _host_code(self) -> HostCode:
         """Return the store of the code that clients have sent to this host."""
-        host = f"host {self._host.options.replica} ({self._host.hostname})"
-        self._code = self._code or HostCode(os.path.join(self._host.sockets, "code"), host)
+        self._code = self._code or HostCode(os.path.join(self._host.sockets, "code"), self._host.name)
         return self._code
 
     def _command_of(self, request: RunRequest, cwd: str, environ: Mapping[str, str]) -> Command:

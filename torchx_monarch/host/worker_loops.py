@@ -18,7 +18,7 @@ import re
 import sys
 from typing import IO
 
-from torchx_monarch.controller.host_messages import WorkerLoopEnded, WorkerLoopReady
+from torchx_monarch.controller.host_messages import WorkerLoopEnded
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.controller.roles import is_registered_address
@@ -83,10 +83,10 @@ class WorkerLoops:
             if not address.done():
                 address.set_exception(LaunchError(reason))
             del self._addresses[token]
-        return WorkerLoopEnded(self._host.options.replica, reason, shut_down)
+        return WorkerLoopEnded(reason, shut_down)
 
-    async def get(self, token: str) -> WorkerLoopReady:
-        """Wait until a worker loop listens.
+    async def get(self, token: str) -> str:
+        """Wait until a worker loop listens; return its address.
 
         Raises:
             LaunchError: it has ended before.
@@ -94,7 +94,7 @@ class WorkerLoops:
         address = self._addresses.get(token)
         if address is None:
             raise LaunchError("it has ended")
-        return WorkerLoopReady(self._host.options.replica, await asyncio.shield(address))
+        return await asyncio.shield(address)
 
     def _new_folder(self) -> str:
         """Make the folder of a worker loop's sockets, whose name is short: a socket's path has at most 107 bytes."""

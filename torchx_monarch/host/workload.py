@@ -10,6 +10,7 @@ import abc
 import asyncio
 import os
 from collections.abc import Callable
+from typing import Any
 
 from torchx_monarch.command.command import Command, CommandError
 from torchx_monarch.controller.attempts import Attempts
@@ -17,21 +18,16 @@ from torchx_monarch.controller.debug_sessions import DebugSessions
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import (
-    Answer,
     CollectivesRead,
-    FactsTaken,
     GetWorkerLoop,
+    HostRefused,
     Launched,
     LaunchRanks,
     OpenStore,
-    RanksExited,
-    RanksSampled,
     ReadCollectives,
-    Refused,
     Request,
     RunWorkerLoop,
     SampleRanks,
-    StacksTaken,
     StopRanks,
     StoreOpened,
     TakeFacts,
@@ -45,7 +41,7 @@ from torchx_monarch.controller.mesh_clients import MeshClients
 from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.controller.rank_queries import HostQueries, SampleRecorder
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.controller.session import Session, SpmdWork
+from torchx_monarch.controller.session import Session
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.breakpoints import Breakpoints
@@ -105,10 +101,6 @@ class Workload(abc.ABC):
             LaunchError: the zygote cannot be started, or the number is not known.
         """
 
-    @abc.abstractmethod
-    def session(self, rendezvous: Rendezvous, options: JobOptions, hosts: JobHosts) -> Session:
-        """Return the session in which the controller on replica 0 executes the runs."""
-
     def first_log_attempt(self, sizes: NodeRange) -> int:
         """Return the number of the first attempt's log folders."""
         return 0
@@ -123,28 +115,32 @@ class Workload(abc.ABC):
         self._loops = WorkerLoops(self._host, network)
         await AttachRelay(self._host, network).start()
 
-    def work(self, rendezvous: Rendezvous, network: HostNetwork, gatherer: HostGatherer, job: JobOptions) -> SpmdWork:
-        """Return the work of the controller on replica 0: to execute the session's runs."""
-        host, events, reporter = self._host, rendezvous.events, self._host.reporter
-        hosts = JobHosts(job, rendezvous.requests, events, reporter, self.handle)
+    def session(self, rendezvous: Rendezvous, network: HostNetwork, gatherer: HostGatherer, job: JobOptions) -> Session:
+        """Return the session in which the controller on replica 0 executes the runs, and serve its clients."""
+        host, reporter = self._host, self._host.reporter
+        hosts = JobHosts(job, rendezvous.requests, rendezvous.events, reporter, self.handle)
         queries = HostQueries(hosts)
         rendezvous.clients.update(stacks=queries.stacks, samples=queries.samples)
         hang_watch = HangWatch(hosts, reporter, job.spec.hang_after, job.spec.on_hang)
         debug_command = f"torchx monarch debug {host.options.app} --role {host.options.role}"
         rendezvous.clients.update(DebugSessions(debug_command, reporter.line, hang_watch.rest).clients)
         host.connector = rendezvous.connect
-        session = self.session(rendezvous, job, hosts)
-        clients = MeshClients(hosts, network, host.environ.get(CREDENTIALS, ""), reporter, session)
-        rendezvous.clients["attach"] = clients.serve
 
         def new_attempts() -> Attempts:
             preflight = Preflight(job.spec.preflight, hosts, reporter)
-            return Attempts(job, hosts, gatherer, events, reporter, hang_watch, self.first_output, preflight)
+            return Attempts(hosts, gatherer, hang_watch, self.first_output, preflight)
 
         # Only where a command finds it again: beside the events of the job.
         samples_are_stored = "MONARCH_EVENTS" in host.environ and host.log_dir
         log = SampleLog(os.path.join(host.log_dir, NAME)) if samples_are_stored else None
-        return SpmdWork(session, hosts, events, new_attempts, SampleRecorder(hosts, log))
+        session = self._session(rendezvous, hosts, new_attempts, SampleRecorder(hosts, log))
+        rendezvous.clients["attach"] = MeshClients(hosts, network, host.environ.get(CREDENTIALS, ""), session).serve
+        return session
+
+    def _session(
+        self, rendezvous: Rendezvous, hosts: JobHosts, new_attempts: Callable[[], Attempts], recorder: SampleRecorder
+    ) -> Session:
+        return Session(hosts, new_attempts, recorder)
 
     # -- the ranks of a run --------------------------------------------------------------------------------------------
 
@@ -172,8 +168,12 @@ class Workload(abc.ABC):
 
     # -- requests of the controller ------------------------------------------------------------------------------------
 
-    async def handle(self, request: Request) -> Answer:
-        """Execute a request of the controller, or refuse it: a refusal ends the run, and not the hosts."""
+    async def handle(self, request: Request[Any]) -> Any:
+        """Execute a request of the controller, and return its answer.
+
+        Raises:
+            HostRefused: it cannot be executed, which ends the run, and not the hosts.
+        """
         executing = asyncio.ensure_future(self._execute(request))
         executing.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
@@ -183,40 +183,37 @@ class Workload(abc.ABC):
             reason, code = str(error), 2 if isinstance(error, CommandError) else 1
         except Exception as error:
             reason, code = repr(error), 1
-        replica = self._host.options.replica
-        return Refused(replica, f"host {replica} ({self._host.hostname})", reason, code)
+        raise HostRefused(self._host.name, reason, code)
 
-    async def _execute(self, request: Request) -> Answer:
-        pool, replica = self.pool, self._host.options.replica
-        assert pool is not None
-        if isinstance(request, OpenStore):
-            return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
-        if isinstance(request, LaunchRanks):
-            return Launched(replica, tuple(await pool.launch(request.world)), pool.imported)
-        if isinstance(request, TakeStacks):
-            return StacksTaken(replica, tuple(await pool.stacks(request.rank, request.native, request.save_as)))
-        if isinstance(request, ReadCollectives):
-            ranks = await pool.collectives()
-            longest = max((rank.longest_wait for rank in ranks), default=0.0)
-            return CollectivesRead(replica, longest, tuple(ranks) if request.details else ())
-        if isinstance(request, SampleRanks):
-            return RanksSampled(replica, tuple(await pool.samples(request.groups)))
-        if isinstance(request, TakeFacts):
-            facts = await asyncio.get_running_loop().run_in_executor(None, take_facts, pool.run)
-            return FactsTaken(replica, facts)
-        if isinstance(request, RunWorkerLoop):
-            assert self._loops is not None
-            return await self._loops.run(request.token)
-        if isinstance(request, GetWorkerLoop):
-            assert self._loops is not None
-            return await self._loops.get(request.token)
-        if isinstance(request, WatchRanks):
-            await pool.watch()
-        elif isinstance(request, StopRanks):
-            await pool.stop(request.signal, request.grace)
-        else:
-            raise ValueError(f"no request of a batch job: {type(request).__name__}")
-        return RanksExited(replica, tuple(pool.exits()))
+    async def _execute(self, request: Request[Any]) -> Any:
+        pool = self.pool
+        assert pool is not None and self._loops is not None
+        match request:
+            case OpenStore():
+                return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
+            case LaunchRanks():
+                return Launched(tuple(await pool.launch(request.world)), pool.imported)
+            case WatchRanks():
+                await pool.watch()
+                return pool.exits()
+            case StopRanks():
+                await pool.stop(request.signal, request.grace)
+                return pool.exits()
+            case TakeStacks():
+                return await pool.stacks(request.rank, request.native, request.save_as)
+            case ReadCollectives():
+                ranks = await pool.collectives()
+                longest = max((rank.longest_wait for rank in ranks), default=0.0)
+                return CollectivesRead(longest, tuple(ranks) if request.details else ())
+            case SampleRanks():
+                return await pool.samples(request.groups)
+            case TakeFacts():
+                return await asyncio.to_thread(take_facts, pool.run)
+            case RunWorkerLoop():
+                return await self._loops.run(request.token)
+            case GetWorkerLoop():
+                return await self._loops.get(request.token)
+        raise ValueError(f"no request of a batch job: {type(request).__name__}")
 
 
 def check_script(command: Command, cwd: str, hint: str = "") -> None:

@@ -2,7 +2,7 @@
 """Describe how ranks and jobs end, and choose the root cause.
 
 ``RankExit`` is the exit of one rank, ``JobResult`` the result of the job. ``root_cause`` chooses the rank that failed
-first. All are plain values that survive JSON and pickling.
+first. All are plain values that survive JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from torchx_monarch.model.codec import Seconds, decode
+from torchx_monarch.model.codec import Seconds
 from torchx_monarch.system import error_files
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -169,15 +169,6 @@ class RankExit:
     def _output(self) -> str:
         return f"; last output: {one_line(self.last_output)}" if self.last_output else ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the exit as plain values for a message."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> RankExit:
-        """Build an exit from the output of ``to_json``; raise ``DecodeError`` if a value has the wrong type."""
-        return decode(cls, values, "the exit")
-
 
 @dataclasses.dataclass(frozen=True)
 class JobResult:
@@ -198,15 +189,6 @@ class JobResult:
     stopped: bool = False
     consequence: bool = False
     replica: int = -1
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain values for a message."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> JobResult:
-        """Build a result as ``RankExit.from_json`` builds an exit."""
-        return decode(cls, values, "the result")
 
 
 def root_cause(exits: Iterable[RankExit]) -> RankExit | None:

@@ -36,8 +36,8 @@ class ProtocolError(Exception):
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message, with a header line if it is longer than ``MAX_LINE``."""
-    line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+    """Encode a message, with a header line if it is longer than ``MAX_LINE``; data classes become objects."""
+    line = json.dumps(message, separators=(",", ":"), default=vars).encode() + b"\n"
     if len(line) <= MAX_LINE:
         return line
     if len(line) > MAX_MESSAGE:

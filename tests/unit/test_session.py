@@ -16,23 +16,22 @@ from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRa
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, RunEndRequested, StopRequested
 from torchx_monarch.controller.host_messages import (
-    Answer,
+    Exits,
+    HostRefused,
     Launched,
     LaunchRanks,
     OpenStore,
-    RanksExited,
-    Refused,
     Request,
     StoreOpened,
     WatchRanks,
 )
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_requests import HostRequests
-from torchx_monarch.controller.hosts import HostRefused, JobHosts
+from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rank_queries import SampleRecorder
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.controller.session import Session, SpmdWork
+from torchx_monarch.controller.session import Session
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
@@ -43,11 +42,11 @@ from torchx_monarch.transport.connections import Address
 HOSTS = [Registration(0, "node0", 1, 1), Registration(1, "node1", 1, 1, attempt=1)]
 FIXED = NodeRange(2, 2, 1.0)
 OPTIONS = JobOptions(HostSpec(host_timeout=1.0, lease=0.05), FIXED, "id", 1.0, 1, report_timeout=0.05)
-REFUSED = Refused(1, "host 1 (node1)", "cannot write the ranks' logs", 1)
+REFUSED = ("host 1 (node1)", "cannot write the ranks' logs")
 
 
-def exits(replica: int, code: int) -> RanksExited:
-    return RanksExited(replica, (RankExit(replica, 0, replica, f"node{replica}", 7, code, 1.0),))
+def exits(replica: int, code: int) -> tuple[int, Exits]:
+    return replica, [RankExit(replica, 0, replica, f"node{replica}", 7, code, 1.0)]
 
 
 GOOD, FAILED = [exits(0, 0), exits(1, 0)], [exits(1, 3)]
@@ -59,48 +58,53 @@ class ScriptedHosts(JobHosts):
     def __init__(self, events: HostEvents, *watched: list[Any] | Callable[[], None]) -> None:
         super().__init__(OPTIONS, HostRequests({}), events, Reporter(Console(2), None, "trainer"), self._own)
         self.log: list[object] = []
-        self.refusal: tuple[type[Request], bool] | None = None
+        self.refusal: tuple[type[Request[Any]], bool] | None = None
         self._watched = list(watched)
-        self._events_to_post_to = events
 
-    async def _own(self, request: Request) -> Answer:
+    async def _own(self, request: Request[Any]) -> Any:
         raise AssertionError("not asked")
 
     def form(self, hosts: list[Registration]) -> None:
         super().form(hosts)
         self.log.append("hosts")
 
-    async def ask_own(self, request: Request, timeout: float) -> Answer:
+    async def ask_own(self, request: Request[Any], timeout: float) -> Any:
         assert isinstance(request, OpenStore)
         if self.refusal == (OpenStore, True):
-            raise HostRefused(REFUSED, own=True)
+            raise HostRefused(*REFUSED, own=True)
         return StoreOpened("node0", 29500, True)
 
-    async def ask(self, request: Request, timeout: float | None = None) -> AsyncIterator[Any]:
+    async def ask(self, request: Request[Any], timeout: float | None = None) -> AsyncIterator[tuple[int, Any]]:
         if self.refusal == (type(request), False):
-            raise HostRefused(REFUSED)
+            raise HostRefused(*REFUSED)
         if isinstance(request, LaunchRanks):
             self.log.append(("launch", request.world.attempt))
             for host in self.present:
-                yield Launched(host.replica, (7,))
+                yield host.replica, Launched((7,))
         if isinstance(request, WatchRanks):
             answers = self._watched.pop(0)
             if callable(answers):
                 answers()
-                await self._events_to_post_to.interrupt(asyncio.sleep(60))
+                await self.events.interrupt(asyncio.sleep(60))
                 return
             for answer in answers:
                 yield answer
 
-    async def stop(self, number: int, grace: float, note: Callable[[RanksExited], None]) -> None:
+    async def stop(self, number: int, grace: float, note: Callable[[Exits], None]) -> None:
         self.log.append(("stop", number))
+
+
+def new_attempts(hosts: JobHosts, failures: HostFailures | None = None) -> Callable[[], Attempts]:
+    rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere")), 2)
+    gatherer = HostGatherer(FIXED, rendezvous, hosts.reporter, failures)
+    return lambda: Attempts(hosts, gatherer, HangWatch(hosts, hosts.reporter), None)
 
 
 class LiveLike(Session):
     """A session of runs that begin as often as given, and that a refusal does not end."""
 
-    def __init__(self, events: HostEvents, runs: int) -> None:
-        super().__init__(OPTIONS, events)
+    def __init__(self, hosts: JobHosts, runs: int) -> None:
+        super().__init__(hosts, new_attempts(hosts), SampleRecorder(hosts, None))
         self.results: list[JobResult] = []
         self._left = runs
         self._running = False
@@ -114,7 +118,7 @@ class LiveLike(Session):
         return None if self._running else JobResult(0, "idle")
 
     async def refused(self, refusal: HostRefused) -> JobResult:
-        return JobResult(refusal.refusal.code, str(refusal))
+        return JobResult(refusal.code, str(refusal))
 
     async def finish(self, attempts: Attempts, result: JobResult) -> JobResult | None:
         self._running = False
@@ -122,29 +126,18 @@ class LiveLike(Session):
         return None
 
 
-def work(session: Session, hosts: JobHosts, events: HostEvents, failures: HostFailures | None = None) -> SpmdWork:
-    reporter = Reporter(Console(2), None, "trainer")
-    rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere")), 2)
-    gatherer = HostGatherer(FIXED, rendezvous, reporter, failures)
-    watch = HangWatch(hosts, reporter)
-    return SpmdWork(
-        session,
-        hosts,
-        events,
-        lambda: Attempts(OPTIONS, hosts, gatherer, events, reporter, watch, None),
-        SampleRecorder(hosts, None),
-    )
+def batch_job(hosts: JobHosts, failures: HostFailures | None = None) -> Session:
+    return Session(hosts, new_attempts(hosts, failures), SampleRecorder(hosts, None))
 
 
 def batch(
-    *watched: Any, refusal: tuple[type[Request], bool] | None = None, failures: HostFailures | None = None
+    *watched: Any, refusal: tuple[type[Request[Any]], bool] | None = None, failures: HostFailures | None = None
 ) -> tuple[JobResult, list[object]]:
     async def main() -> tuple[JobResult, list[object]]:
-        events = HostEvents()
-        hosts = ScriptedHosts(events, *watched)
+        hosts = ScriptedHosts(HostEvents(), *watched)
         hosts.refusal = refusal
         fresh = [dataclasses.replace(host, attempt=-1) for host in HOSTS]
-        return await work(Session(OPTIONS, events), hosts, events, failures).run(fresh), hosts.log
+        return await batch_job(hosts, failures).run(fresh), hosts.log
 
     return asyncio.run(main())
 
@@ -167,8 +160,8 @@ def test_ranks_are_restarted_on_the_same_mesh() -> None:
     ids=["all hosts alike", "one host", "each differently"],
 )
 def test_a_failure_that_all_hosts_share_is_not_counted_for_a_machine(codes: tuple[int, ...], blamed: list[str]) -> None:
-    failures, ended = HostFailures(9, 60.0), [exits(replica, code).exits[0] for replica, code in enumerate(codes)]
-    result, _ = batch([RanksExited(0, tuple(ended))], GOOD, failures=failures)
+    failures, ended = HostFailures(9, 60.0), [exits(replica, code)[1][0] for replica, code in enumerate(codes)]
+    result, _ = batch([(0, ended)], GOOD, failures=failures)
     assert result.code == 0
     assert [name for name in ("node0", "node1") if failures.describe(name) == "1 failure within 60 s"] == blamed
 
@@ -176,11 +169,11 @@ def test_a_failure_that_all_hosts_share_is_not_counted_for_a_machine(codes: tupl
 @pytest.mark.parametrize(
     ("refusal", "reason"),
     [
-        ((OpenStore, True), "host 1: cannot write the ranks' logs"),
+        ((OpenStore, True), "host 0: cannot write the ranks' logs"),
         ((LaunchRanks, False), "cannot write the ranks' logs"),
     ],
 )
-def test_a_refusal_ends_a_batch_job(refusal: tuple[type[Request], bool], reason: str) -> None:
+def test_a_refusal_ends_a_batch_job(refusal: tuple[type[Request[Any]], bool], reason: str) -> None:
     with pytest.raises(Interrupted) as caught:
         batch(refusal=refusal)
     assert isinstance(caught.value.event, StopRequested)
@@ -192,15 +185,15 @@ def test_an_event_leaves_the_ranks_to_the_controller_and_the_run_goes_on_on_the_
         events = HostEvents()
         lost = HostLost(1, JobResult(1, "lost"))
         hosts = ScriptedHosts(events, lambda: events.post(lost), GOOD)
-        spmd = work(Session(OPTIONS, events), hosts, events)
+        session = batch_job(hosts)
         with pytest.raises(Interrupted) as caught:
-            await spmd.run(HOSTS)
+            await session.run(HOSTS)
         assert caught.value.event is lost and events.pending == [lost]
         events.settle(lost)
-        assert await spmd.stop(lost, left=True)
-        assert not await spmd.stop(lost, left=True)  # nothing runs any more
-        spmd.hosts_changed(joined=False)
-        assert (await spmd.run(HOSTS)).code == 0
+        assert await session.stop(lost, left=True)
+        assert not await session.stop(lost, left=True)  # nothing runs any more
+        session.hosts_changed(joined=False)
+        assert (await session.run(HOSTS)).code == 0
         # Host 1 has run attempt 1 under an earlier replica 0.
         assert hosts.log == ["hosts", ("launch", 2), ("stop", 15), "hosts", ("launch", 3)]
 
@@ -212,8 +205,8 @@ def test_runs_of_a_session_begin_at_the_first_attempt_and_end_one_by_one() -> No
         events = HostEvents()
         ended = RunEndRequested(0, JobResult(137, "killed", stopped=True), signal.SIGKILL)
         hosts = ScriptedHosts(events, FAILED, GOOD, lambda: events.post(ended), GOOD)
-        session = LiveLike(events, 3)
-        assert await work(session, hosts, events).run([HOSTS[0]]) == JobResult(0, "idle")
+        session = LiveLike(hosts, 3)
+        assert await session.run([HOSTS[0]]) == JobResult(0, "idle")
         assert [result.code for result in session.results] == [0, 137, 0]
         assert events.pending == []
         launches = [each for each in hosts.log if each[0] == "launch"]  # type: ignore[index]
@@ -225,10 +218,10 @@ def test_runs_of_a_session_begin_at_the_first_attempt_and_end_one_by_one() -> No
 
 def test_a_refusal_ends_a_run_and_not_the_session() -> None:
     async def main() -> None:
-        events = HostEvents()
-        hosts, session = ScriptedHosts(events), LiveLike(events, 1)
+        hosts = ScriptedHosts(HostEvents())
+        session = LiveLike(hosts, 1)
         hosts.refusal = (LaunchRanks, False)
-        assert await work(session, hosts, events).run(HOSTS) == JobResult(0, "idle")
+        assert await session.run(HOSTS) == JobResult(0, "idle")
         assert session.results == [JobResult(1, "host 1 (node1): cannot write the ranks' logs")]
         assert hosts.log == ["hosts", ("stop", 9)]
 
