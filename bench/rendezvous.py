@@ -45,6 +45,7 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.system.processes import collect_rarely, raise_file_limit
 from torchx_monarch.transport import credentials
@@ -101,7 +102,7 @@ def serve(pipe: Connection, address: Address, identity: Identity, replicas: int,
 
 
 async def _serve(pipe: Connection, address: Address, identity: Identity, replicas: int, alive: float) -> Server:
-    rendezvous = Rendezvous(HostNetwork(address, bind=NAME, identity=identity), replicas)
+    rendezvous = Rendezvous(HostNetwork(address, HostSpec(replicas=replicas), bind=NAME, identity=identity))
     await rendezvous.start()
     rendezvous.register(Registration(0, "bench", os.getpid(), 1))
     pipe.send(None)

@@ -17,7 +17,6 @@ import pytest
 from tests.local.hosts import Hosts
 from tests.local.other_user import AS_OTHER_USER, abstract_sockets, requires_other_user
 from torchx_monarch.transport import credentials, local_addresses
-from torchx_monarch.transport.local_addresses import NetworkOptions
 
 pytestmark = requires_other_user
 
@@ -50,7 +49,7 @@ def start(
             metadata.write_text(f"Metadata-Version: 2.1\nName: torchmonarch\nVersion: {monarch}\n")
             environ["PYTHONPATH"] = os.environ["TMPDIR"]
         if scheme == "tls":
-            with local_addresses.bind_port(NetworkOptions(bind="127.0.0.1")) as free:
+            with local_addresses.bind_port("127.0.0.1", None) as free:
                 port = free.getsockname()[1]
             hosts, _ = credentials.create()
             environ |= {"MONARCH_RENDEZVOUS": f"tls:127.0.0.1:{port}", "MONARCH_CREDENTIALS": hosts.to_text()}

@@ -27,10 +27,10 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.transport import address as address_module
 from torchx_monarch.transport import connections, messages
 from torchx_monarch.transport.connections import Address, AddressError, ConnectError, Identity
-from torchx_monarch.transport.local_addresses import NetworkOptions
 
 _NOW = datetime.datetime.now(datetime.timezone.utc)
 _HOUR = datetime.timedelta(hours=1)
@@ -105,7 +105,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 async def join(address: Address, identity: Identity | None, timeout: float = 5.0) -> RendezvousClient:
     """As a host that gives up for good after one second."""
-    network = HostNetwork(address, NetworkOptions(peer_timeout=1 / 1.6), identity=identity)
+    network = HostNetwork(address, HostSpec(peer_timeout=1 / 1.6), identity=identity)
     return await RendezvousClient.join(network, Registration(1, "h", 1, 1), timeout)
 
 
@@ -113,7 +113,7 @@ def why_not(address: Address, server: Identity | None, host: Identity | None, ti
     """Why a host cannot join a rendezvous."""
 
     async def run() -> str:
-        rendezvous = Rendezvous(HostNetwork(address, identity=server), 2)
+        rendezvous = Rendezvous(HostNetwork(address, HostSpec(replicas=2), identity=server))
         await rendezvous.start()
         try:
             await join(address, host, timeout)
@@ -134,7 +134,7 @@ def where(address: Address) -> str:
 
 def test_a_host_of_the_job_joins(authority: Authority, address: Address) -> None:
     async def run() -> list[int]:
-        rendezvous = Rendezvous(HostNetwork(address, identity=authority.identity()), 2)
+        rendezvous = Rendezvous(HostNetwork(address, HostSpec(replicas=2), identity=authority.identity()))
         await rendezvous.start()
         rendezvous_client = await join(address, authority.identity())
         rendezvous_client._writer.close()
@@ -191,7 +191,7 @@ def test_says_that_one_end_does_not_speak_tls(authority: Authority, address: Add
     plain = Address("insecure-tcp", address.host, address.port)
 
     async def run() -> str:
-        rendezvous = Rendezvous(HostNetwork(address, identity=authority.identity()), 2)
+        rendezvous = Rendezvous(HostNetwork(address, HostSpec(replicas=2), identity=authority.identity()))
         await rendezvous.start()
         with pytest.raises(RendezvousError) as caught:
             await join(plain, None, 1.0)
@@ -240,7 +240,7 @@ def test_one_release_on_all_hosts(authority: Authority, address: Address, monkey
 
 
 def host_network(address: Address, identity: Identity) -> HostNetwork:
-    return HostNetwork(address, NetworkOptions(), address.host, "", identity)
+    return HostNetwork(address, HostSpec(), address.host, "", identity)
 
 
 def test_replica_0_tries_the_port_of_every_worker_loop(
@@ -291,7 +291,7 @@ def test_unauthenticated_connections_make_room_for_hosts(
     monkeypatch.setattr(connections, "_HANDSHAKE_TIMEOUT", 2.0)
 
     async def run() -> None:
-        rendezvous = Rendezvous(HostNetwork(address, identity=authority.identity()), 2)
+        rendezvous = Rendezvous(HostNetwork(address, HostSpec(replicas=2), identity=authority.identity()))
         await rendezvous.start()
         rendezvous_client = await join(address, authority.identity())
         silent = [
@@ -331,7 +331,8 @@ def test_a_want_of_descriptors_is_told_once_and_connections_wait(
             return await accept(listening)
 
         monkeypatch.setattr(loop, "sock_accept", failing, raising=False)
-        rendezvous = Rendezvous(HostNetwork(address, identity=authority.identity()), 2, say=said.append)
+        network = HostNetwork(address, HostSpec(replicas=2), identity=authority.identity())
+        rendezvous = Rendezvous(network, say=said.append)
         await rendezvous.start()
         client = await join(address, authority.identity())
         client._writer.close()
@@ -345,7 +346,7 @@ def test_a_want_of_descriptors_is_told_once_and_connections_wait(
 
 def test_one_of_two_gets_the_place(authority: Authority, address: Address) -> None:
     async def run() -> None:
-        rendezvous = Rendezvous(HostNetwork(address, identity=authority.identity()), 3)
+        rendezvous = Rendezvous(HostNetwork(address, HostSpec(replicas=3), identity=authority.identity()))
         await rendezvous.start()
         tries = [asyncio.ensure_future(join(address, authority.identity())) for _ in range(8)]
         results = await asyncio.gather(*tries, return_exceptions=True)

@@ -47,7 +47,8 @@ class Job:
 
     def __init__(self, sizes: NodeRange, replacements: int, *steps: JobResult | tuple[HostEvent, ...]) -> None:
         replicas = sizes.most + sizes.spares
-        self.rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere")), replicas, fewest=sizes.fewest)
+        network = HostNetwork(Address("unix", path="/nowhere"), HostSpec(replicas=replicas, spares=sizes.spares))
+        self.rendezvous = Rendezvous(network, sizes.fewest)
         self.log: list[object] = []
         self.closed: list[JobResult] = []
         self.while_stopping: Callable[[], None] = lambda: None

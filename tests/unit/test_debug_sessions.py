@@ -17,7 +17,7 @@ from tests.waits import until_async
 from torchx_monarch.cli import debug, exit_codes
 from torchx_monarch.client.debugger import Breakpoint
 from torchx_monarch.controller.debug_sessions import DebugSessions
-from torchx_monarch.controller.rendezvous import RendezvousError
+from torchx_monarch.controller.rendezvous import Peer, RendezvousError
 from torchx_monarch.host.ranks.breakpoints import Breakpoints, Streams
 from torchx_monarch.transport import connections, messages
 
@@ -42,18 +42,18 @@ def test_messages_are_passed_on_between_a_host_and_one_client() -> None:
     async def run() -> None:
         sessions = DebugSessions("debug app", said.append, contextlib.nullcontext)
         host, own = await pair()
-        serving = asyncio.ensure_future(sessions.clients["breakpoint"](GREETING, *own))
+        serving = asyncio.ensure_future(sessions.clients["breakpoint"](Peer(GREETING, *own)))
         (reader, writer), far = await pair()
         await asyncio.sleep(0)
-        await sessions.clients["breakpoints"]({}, *far)
+        await sessions.clients["breakpoints"](Peer({}, *far))
         (listed,) = (await messages.receive(reader) or {})["ranks"]
         assert listed == {**GREETING, "attached": False}
-        debugged = asyncio.ensure_future(sessions.clients["debug"]({"type": "debug", "rank": 1, "rows": 5}, *far))
+        debugged = asyncio.ensure_future(sessions.clients["debug"](Peer({"type": "debug", "rank": 1, "rows": 5}, *far)))
         assert await messages.receive(host[0]) == {"type": "attach", "rank": 1, "rows": 5}
         assert (await messages.receive(reader) or {})["type"] == "attached"
         for wrong, why in [(1, "debugged by another"), (2, "waits in no breakpoint"), ("1", "waits in no breakpoint")]:
             with pytest.raises(RendezvousError, match=why):
-                await sessions.clients["debug"]({"rank": wrong}, *far)
+                await sessions.clients["debug"](Peer({"rank": wrong}, *far))
         await messages.send(writer, {"type": "input", "data": "n\r"})
         assert await messages.receive(host[0]) == {"type": "input", "data": "n\r"}
         await messages.send(host[1], {"type": "output", "data": "(Pdb) "})
@@ -78,7 +78,7 @@ def test_a_client_does_not_wait_in_a_breakpoint(monkeypatch: pytest.MonkeyPatch)
     async def run() -> None:
         near, far = await pair()
         with pytest.raises(RendezvousError, match="a client cannot"):
-            await DebugSessions("", print, contextlib.nullcontext).clients["breakpoint"](GREETING, *near)
+            await DebugSessions("", print, contextlib.nullcontext).clients["breakpoint"](Peer(GREETING, *near))
         await close(near[1], far[1])
 
     asyncio.run(run())

@@ -76,7 +76,7 @@ class Replica:
 async def joined(folder: Path) -> AsyncIterator[tuple[JobHosts, list[Replica], Rendezvous]]:
     """A leader and two hosts that have registered with it over a socket file."""
     address = Address("unix", path=str(folder / "r.sock"))
-    rendezvous = Rendezvous(HostNetwork(address), REPLICAS)
+    rendezvous = Rendezvous(HostNetwork(address, HostSpec(replicas=REPLICAS)))
     await rendezvous.start()
     rendezvous.register(HOSTS[0])
     replicas, following = [Replica(number) for number in range(REPLICAS)], list[asyncio.Task[None]]()

@@ -16,6 +16,7 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import Address
@@ -69,7 +70,7 @@ def address(leaves_nothing: None) -> Address:
 
 def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Address) -> None:
     async def main() -> tuple[HostEvent, str]:
-        first = Rendezvous(HostNetwork(address), replicas=2, lease=0.6)
+        first = Rendezvous(HostNetwork(address, HostSpec(replicas=2, lease=0.6)))
         first.register(Registration(0, "node0", 4710, 1))
         await first.start()
         host = Registration(1, "node1", 4711, 1)
@@ -86,7 +87,7 @@ def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Add
 
         other = Address("unix", path=address.path + "2")
         server = await asyncio.start_unix_server(register_and_be_silent, other.path)
-        member = await RendezvousClient.join(HostNetwork(other), host, WITHIN, lease=0.6)
+        member = await RendezvousClient.join(HostNetwork(other, HostSpec(lease=0.6)), host, WITHIN)
         assert await asyncio.wait_for(member.result(AsyncMock()), WITHIN) is None
         server.close()
         await first.announce(JobResult(1, "over"), 5)
@@ -102,9 +103,11 @@ def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Add
 
 def test_heartbeats_keep_both_ends(address: Address) -> None:
     async def main() -> JobResult | None:
-        first = Rendezvous(HostNetwork(address), replicas=2, lease=1.0)
+        first = Rendezvous(HostNetwork(address, HostSpec(replicas=2, lease=1.0)))
         await first.start()
-        member = await RendezvousClient.join(HostNetwork(address), Registration(1, "node1", 1, 1), WITHIN, lease=1.0)
+        member = await RendezvousClient.join(
+            HostNetwork(address, HostSpec(lease=1.0)), Registration(1, "node1", 1, 1), WITHIN
+        )
         result = asyncio.ensure_future(member.result(AsyncMock()))
         done, _ = await asyncio.wait([result], timeout=3.0)  # three leases
         assert not done and not first.events.pending
@@ -119,7 +122,7 @@ def test_heartbeats_keep_both_ends(address: Address) -> None:
 
 def test_a_replica_0_that_did_not_run_blames_itself_for_the_hosts_that_have_left(address: Address) -> None:
     async def main() -> HostEvent:
-        first = Rendezvous(HostNetwork(address), replicas=2, lease=1.0)
+        first = Rendezvous(HostNetwork(address, HostSpec(replicas=2, lease=1.0)))
         first.register(Registration(0, "node0", 4710, 1))
         await first.start()
         member = await RendezvousClient.join(HostNetwork(address), Registration(1, "node1", 4711, 1), WITHIN)

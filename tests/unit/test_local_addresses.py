@@ -7,11 +7,11 @@ import socket
 
 import pytest
 
-from torchx_monarch.model.host_spec import parse_ports
+from torchx_monarch.model.host_spec import HostSpec, parse_ports
 from torchx_monarch.monarch_adapter.attachment import _spelled
 from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.connections import Address
-from torchx_monarch.transport.local_addresses import NetworkError, NetworkOptions
+from torchx_monarch.transport.local_addresses import NetworkError
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,12 @@ def test_takes_the_ports_of_its_range_and_no_other() -> None:
     probe = socket.create_server(("127.0.0.1", 0))
     port = probe.getsockname()[1]
     probe.close()
-    options = NetworkOptions(bind="127.0.0.1", ports=(port, port))
-    with local_addresses.bind_port(options) as taken:
+    with local_addresses.bind_port("127.0.0.1", (port, port)) as taken:
         assert taken.getsockname() == ("127.0.0.1", port)
         with pytest.raises(NetworkError, match=rf"none of the ports {port}-{port} \(--ports\) .* 127.0.0.1: Address"):
-            local_addresses.bind_port(options)
+            local_addresses.bind_port("127.0.0.1", (port, port))
     with pytest.raises(NetworkError, match="no port can be opened on 203.0.113.1: Cannot assign"):
-        local_addresses.bind_port(NetworkOptions(bind="203.0.113.1"))
+        local_addresses.bind_port("203.0.113.1", None)
 
 
 def test_finds_replica_0_through_a_variable() -> None:
@@ -85,8 +84,8 @@ def resolved(name: str) -> str:
 
 def test_is_known_by_what_leads_to_replica_0() -> None:
     rendezvous = Address("tls", "127.0.0.1", 26599)
-    assert local_addresses.advertised(rendezvous, True, NetworkOptions()) == "127.0.0.1"
-    assert local_addresses.advertised(rendezvous, False, NetworkOptions()) == "127.0.0.1"
-    assert local_addresses.advertised(rendezvous, False, NetworkOptions(bind="127.0.0.2")) == "127.0.0.2"
-    assert local_addresses.advertised(rendezvous, False, NetworkOptions(bind="0.0.0.0")) == "127.0.0.1"
-    assert local_addresses.advertised(rendezvous, True, NetworkOptions(bind="lo", advertise="me")) == "me"
+    assert local_addresses.advertised(rendezvous, True, HostSpec()) == "127.0.0.1"
+    assert local_addresses.advertised(rendezvous, False, HostSpec()) == "127.0.0.1"
+    assert local_addresses.advertised(rendezvous, False, HostSpec(bind="127.0.0.2")) == "127.0.0.2"
+    assert local_addresses.advertised(rendezvous, False, HostSpec(bind="0.0.0.0")) == "127.0.0.1"
+    assert local_addresses.advertised(rendezvous, True, HostSpec(bind="lo", advertise="me")) == "me"

@@ -73,7 +73,7 @@ def address(leaves_nothing: None) -> Address:
 
 def test_replica_0_names_the_limit_that_a_greeting_is_over(address: Address) -> None:
     async def main() -> Any:
-        rendezvous = Rendezvous(HostNetwork(address), 1)
+        rendezvous = Rendezvous(HostNetwork(address))
         await rendezvous.start()
         reader, writer = await asyncio.open_unix_connection(address.path)
         writer.write(b'{"type":"' + b"x" * 70_000 + b'"}\n')

@@ -20,6 +20,7 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport.connections import Address
 
@@ -39,7 +40,7 @@ def test_a_result_before_all_have_come_is_told_to_those_that_come(
     monkeypatch.setattr(rendezvous, "_LATECOMERS", 60.0)
 
     async def main() -> None:
-        first = Rendezvous(HostNetwork(address), replicas=2)
+        first = Rendezvous(HostNetwork(address, HostSpec(replicas=2)))
         await first.start()
         first.register(host(0))
         announcing = asyncio.ensure_future(first.announce(JobResult(2, "no such file"), 60))
@@ -56,7 +57,7 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
     """A container is, by dockerd: were it told the result, it would fail, and use up its restarts for nothing."""
 
     async def main() -> None:
-        first = Rendezvous(HostNetwork(address), replicas=2)
+        first = Rendezvous(HostNetwork(address, HostSpec(replicas=2)))
         await first.start()
         first.register(host(0))
         lost = await RendezvousClient.join(HostNetwork(address), host(1), WITHIN)
@@ -75,7 +76,7 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         rejoined._writer.close()
         await announcing
         assert not joining.done()
-        second = Rendezvous(HostNetwork(address), replicas=2)
+        second = Rendezvous(HostNetwork(address, HostSpec(replicas=2)))
         await second.start()
         second.register(host(0))
         rendezvous_client = await asyncio.wait_for(joining, WITHIN)
@@ -88,7 +89,7 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
 
 def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> None:
     async def main() -> None:
-        first = Rendezvous(HostNetwork(address), replicas=4, fewest=2, spares=2)
+        first = Rendezvous(HostNetwork(address, HostSpec(replicas=4, spares=2)), fewest=2)
         changes: list[HostEvent | None] = []
         first.on_idle_change = changes.append
         await first.start()

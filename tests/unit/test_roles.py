@@ -24,7 +24,6 @@ from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import connections, messages
 from torchx_monarch.transport.connections import Address
-from torchx_monarch.transport.local_addresses import NetworkOptions
 
 REPORTER = Reporter(Console(2), None, "b")
 
@@ -39,7 +38,7 @@ def other_role(start: str = "1", timeout: float = 20.0) -> Roles:
 
 
 def host_network(port: int) -> HostNetwork:
-    return HostNetwork(Address("tls", "10.0.0.7", port), NetworkOptions(), "10.0.0.7", "", None)
+    return HostNetwork(Address("tls", "10.0.0.7", port), HostSpec(), "10.0.0.7", "", None)
 
 
 def registered(rendezvous: Rendezvous, port: int, roles: Roles) -> RoleClient:
@@ -50,7 +49,7 @@ def registered(rendezvous: Rendezvous, port: int, roles: Roles) -> RoleClient:
 
 @contextlib.asynccontextmanager
 async def serving(start: str = "1", peer_roles: int = 0) -> AsyncIterator[tuple[Rendezvous, RoleServer]]:
-    rendezvous = Rendezvous(HostNetwork(address()), replicas=1)
+    rendezvous = Rendezvous(HostNetwork(address()))
     application = str(address()) if peer_roles else ""
     options = HostSpec("app", "a", role_registry=str(address()), application=application, peer_roles=peer_roles)
     roles = Roles.from_spec(options, str(address()), {"MONARCH_START": start})
@@ -96,7 +95,7 @@ def test_what_a_host_knows_of_the_other_roles(
 def test_roles_that_need_no_coordination_have_none() -> None:
     async def main() -> None:
         roles = Roles.from_spec(HostSpec("app", "b"), "unix:/b", {})
-        coordinator = roles.coordinator(Rendezvous(HostNetwork(address()), 1), host_network(0), REPORTER)
+        coordinator = roles.coordinator(Rendezvous(HostNetwork(address())), host_network(0), REPORTER)
         assert type(coordinator) is RoleCoordinator
         await coordinator.begin(1.0)
         assert await coordinator.await_others(JobResult(0, "good"), 1.0) == JobResult(0, "good")
@@ -138,9 +137,9 @@ def test_an_address_is_found_when_it_is_registered_and_the_newest_counts(
                 await until(("found", port))
                 if port == 1001:
                     assert str(await finding) == "unix:10.0.0.7:1001"
-            for port in (1002, 1001):  # each counts for as long as its connection lasts
-                await until(("found", port))
-                clients.pop()._connection.cancel()
+            clients[0]._connection.cancel()
+            await until(("found", 1002))
+            clients[1]._connection.cancel()
             await until(("refused", None))
 
     asyncio.run(main())
@@ -225,7 +224,7 @@ def test_the_end_of_another_role(
 def test_both_roles_end_with_the_failure_of_one(leaves_nothing: None, failed: str) -> None:
     async def main() -> None:
         async with serving("2", peer_roles=1) as (first, server):
-            other = Rendezvous(HostNetwork(address()), replicas=1)
+            other = Rendezvous(HostNetwork(address()))
             options = HostSpec("app", "b", application=str(address()), peer_roles=1)
             client = Roles.from_spec(options, "unix:/b", {"MONARCH_START": "2"}).coordinator(
                 other, host_network(1), REPORTER

@@ -17,7 +17,7 @@ from torchx_monarch.controller.host_messages import BeginRun, FinishRun, Request
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.job_options import JobOptions
-from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.controller.rendezvous import Peer, Rendezvous
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.host.code_distribution import HostCode
 from torchx_monarch.host.host import Host
@@ -36,7 +36,7 @@ class Replica0:
     """The runs on a replica 0."""
 
     def __init__(self, folder: Path) -> None:
-        rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere")), 3)
+        rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere"), HostSpec(replicas=3)))
         options, reporter = (
             JobOptions(HostSpec("app", "trainer"), NodeRange(3, 3, 1.0), "id", 1.0),
             Reporter(Console(2), None, ""),
@@ -78,7 +78,7 @@ def test_hosts_to_which_a_client_sends_its_code_are_not_idle(tmp_path: Path, mon
         own, client = socket.socketpair()
         streams = await asyncio.open_connection(sock=own)
         serving = asyncio.ensure_future(
-            HostCode(str(tmp_path / "code"), "host 0").serve_client(replica0.runs, {}, *streams)
+            HostCode(str(tmp_path / "code"), "host 0").serve_client(replica0.runs, Peer({}, *streams))
         )
         reader, writer = await asyncio.open_connection(sock=client)
         await messages.send(writer, {"type": "probe", "path": "x", "text": "x"})

@@ -19,10 +19,10 @@ from importlib import metadata
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import ClientError, UnreachableError
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.system import safe_files
 from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.address import Address
-from torchx_monarch.transport.local_addresses import NetworkOptions
 
 _HOSTS_TIMEOUT = 5.0
 """Seconds to wait until the hosts are together; then the caller checks whether the job is still alive, and retries."""
@@ -145,7 +145,7 @@ class _Client:
                 )
         scheme = "tls" if attachment.leaf else "tcp"
         if not self._url:
-            here = local_addresses.advertised(address, False, NetworkOptions())
+            here = local_addresses.advertised(address, False, HostSpec())
             self._url = f"{scheme}://{here}:0"
         elif not self._url.startswith(scheme):  # its hosts would connect to it without TLS
             raise ClientError(

@@ -20,15 +20,14 @@ replica 0 to a client      ``attached``, and the host's messages
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from torchx_monarch.controller.rendezvous import RendezvousError, Serve
+from torchx_monarch.controller.rendezvous import Peer, RendezvousError, Serve
 from torchx_monarch.system.untrusted_text import one_line
-from torchx_monarch.transport import connections, messages
+from torchx_monarch.transport import messages
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,14 +35,12 @@ class _Waiting:
     """A rank in a breakpoint.
 
     Attributes:
-        greeting: its host's greeting.
-        host: writer of messages to its host.
-        client: writer of messages to the client that is attached; None if none is.
+        host: its host, whose greeting describes the rank.
+        client: the client that is attached; None if none is.
     """
 
-    greeting: messages.Message
-    host: asyncio.StreamWriter
-    client: asyncio.StreamWriter | None = None
+    host: Peer
+    client: Peer | None = None
 
 
 class DebugSessions:
@@ -72,62 +69,54 @@ class DebugSessions:
         self._rest = rest
         self._ranks: dict[int, _Waiting] = {}
 
-    async def _serve_host(
-        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        rank, wait = greeting.get("rank"), greeting.get("wait")
-        if connections.is_client(writer):
+    async def _serve_host(self, peer: Peer) -> None:
+        rank, wait = peer.greeting.get("rank"), peer.greeting.get("wait")
+        if peer.is_client:
             raise RendezvousError("a client cannot wait in a breakpoint")
         if type(rank) is not int or not isinstance(wait, (int, float)):
             raise RendezvousError(f"rank={rank!r:.20} is no number")
-        place = _place(greeting)
+        place = _place(peer.greeting)
         self._say(f"rank {rank} waits at {place} for {wait:g} s. Debug it: {self._command} --rank {rank}")
-        waiting = self._ranks[rank] = _Waiting(greeting, writer)
+        waiting = self._ranks[rank] = _Waiting(peer)
         reason = "is not debugged any more: the connection to its host broke"
         try:
             with self._rest():
-                while message := await messages.receive(reader):
+                while message := await peer.receive():
                     if message.get("type") == "end":
                         reason = one_line(str(message.get("reason")), 200)
                     if waiting.client is not None:
-                        await messages.send(waiting.client, message)
+                        await waiting.client.send(message)
         finally:
             if self._ranks.get(rank) is waiting:
                 del self._ranks[rank]
             if waiting.client is not None:
-                waiting.client.close()
+                waiting.client.writer.close()
             self._say(f"rank {rank} {reason}")
 
-    async def _list(
-        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _list(self, peer: Peer) -> None:
         ranks = [
-            {**waiting.greeting, "attached": waiting.client is not None} for _, waiting in sorted(self._ranks.items())
+            {**waiting.host.greeting, "attached": waiting.client is not None}
+            for _, waiting in sorted(self._ranks.items())
         ]
-        await messages.send(writer, {"type": "breakpoints", "ranks": ranks})
+        await peer.send({"type": "breakpoints", "ranks": ranks})
 
-    async def _serve_client(
-        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        rank = greeting.get("rank")
+    async def _serve_client(self, peer: Peer) -> None:
+        rank = peer.greeting.get("rank")
         waiting = self._ranks.get(rank) if type(rank) is int else None
         if waiting is None:
             raise RendezvousError(f"rank {rank!r:.20} waits in no breakpoint")
         if waiting.client is not None:
             raise RendezvousError(f"rank {rank} is being debugged by another client")
-        waiting.client = writer
+        waiting.client = peer
         self._say(f"a debugger is attached to rank {rank}")
         try:
-            await messages.send(writer, {"type": "attached", **_place_fields(waiting.greeting)})
-            await messages.send(waiting.host, {**greeting, "type": "attach"})
-            while message := await messages.receive(reader):
-                await messages.send(waiting.host, message)
+            place = {name: waiting.host.greeting.get(name) for name in ("file", "line", "function")}
+            await peer.send({"type": "attached", **place})
+            await waiting.host.send({**peer.greeting, "type": "attach"})
+            while message := await peer.receive():
+                await waiting.host.send(message)
         finally:
-            await messages.send(waiting.host, {"type": "lost"})
-
-
-def _place_fields(greeting: messages.Message) -> messages.Message:
-    return {name: greeting.get(name) for name in ("file", "line", "function")}
+            await waiting.host.send({"type": "lost"})
 
 
 def _place(greeting: messages.Message) -> str:

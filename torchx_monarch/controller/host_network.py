@@ -15,10 +15,10 @@ from collections.abc import Iterable
 
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.transport import connections, local_addresses, messages
 from torchx_monarch.transport.address import REPLICA0_NAME, as_ipv6
 from torchx_monarch.transport.connections import Address, ConnectError, Identity
-from torchx_monarch.transport.local_addresses import NetworkOptions
 
 _CHECKS_AT_A_TIME = 64
 
@@ -32,27 +32,21 @@ class HostNetwork:
 
     Attributes:
         rendezvous: address on which replica 0 listens.
-        options: the user's network options.
+        options: the command line of this host.
         advertised: name or IP address by which other hosts dial this one; ``127.0.0.1`` on one machine.
         bind: local IP address on which ports are opened; empty for all.
         identity: this host's certificate; None without TLS.
     """
 
     rendezvous: Address
-    options: NetworkOptions = NetworkOptions()
+    options: HostSpec = HostSpec()
     advertised: str = "127.0.0.1"
     bind: str = ""
     identity: Identity | None = None
 
     @classmethod
     def setup(
-        cls,
-        rendezvous: Address,
-        advertised: str,
-        options: NetworkOptions,
-        credentials: str,
-        folder: str,
-        first: bool = False,
+        cls, rendezvous: Address, advertised: str, options: HostSpec, credentials: str, folder: str
     ) -> HostNetwork:
         """Create the certificate and open the ports.
 
@@ -61,7 +55,6 @@ class HostNetwork:
             advertised: the result of ``local_addresses.advertised``.
             credentials: value of ``env_names.CREDENTIALS``; empty if it is not set.
             folder: folder for sockets and keys; mode 0700.
-            first: whether this is replica 0.
 
         Raises:
             CredentialsError: under TLS, the credentials are missing or invalid.
@@ -80,7 +73,7 @@ class HostNetwork:
                 )
             # All names by which others may dial this host: schedulers give out names, or addresses of any interface.
             names = {advertised, rendezvous.host, os.uname().nodename, *local_addresses.interfaces().values()}
-            names |= {REPLICA0_NAME} if first else set()
+            names |= {REPLICA0_NAME} if options.replica == 0 else set()
             names |= set(filter(None, map(as_ipv6, names)))  # a client that attaches again, see ``attachment``
             identity = Identity.from_credentials(HostCredentials.load(credentials), names, folder)
         bind = local_addresses.address_of(options.bind)

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from torchx_monarch.command.command import Command
 from torchx_monarch.controller.elastic import NodeRange
-from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.model.host_spec import HostSpec
 
 
@@ -36,21 +34,3 @@ class JobOptions:
     master_addr: str = ""
     store_bind: str = ""
     report_timeout: float = 1.0
-
-    @classmethod
-    def from_spec(
-        cls,
-        spec: HostSpec,
-        command: Command | None,
-        sizes: NodeRange,
-        network: HostNetwork,
-        run_id: str,
-        grace: float,
-        first_log_attempt: int,
-    ) -> JobOptions:
-        """Derive the options from those of replica 0's host; ``command`` is None if it cannot be parsed."""
-        # Over a network, the loss of a machine is noticed only after peer_timeout seconds of silence.
-        report_timeout = spec.peer_timeout + 3.0 if network.rendezvous.networked else 1.0
-        max_restarts = command.options.max_restarts if command else 0
-        address, bind = network.advertised, network.bind
-        return cls(spec, sizes, run_id, grace, max_restarts, first_log_attempt, address, bind, report_timeout)

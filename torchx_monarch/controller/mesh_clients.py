@@ -11,20 +11,20 @@ host or alone: the client is to attach again before it uses the hosts anew.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Sequence
 from importlib import metadata
 from typing import TypeAlias
 
+from torchx_monarch.controller.host_events import StopRequested
 from torchx_monarch.controller.host_messages import GetWorkerLoop, RunWorkerLoop, WorkerLoopEnded
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_requests import HostCall
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.rendezvous import RendezvousError
+from torchx_monarch.controller.rendezvous import Peer, RendezvousError
 from torchx_monarch.controller.session import Session
 from torchx_monarch.model.host_facts import Registration
-from torchx_monarch.transport import messages
+from torchx_monarch.model.job_result import JobResult
 
 _MAX_NAMES = 1000
 """Most names in a client's certificate: those of its interfaces, of which a machine with containers has many, and its
@@ -57,27 +57,17 @@ class MeshClients:
         self._credentials = credentials
         self._session = session
 
-    async def serve(
-        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def serve(self, peer: Peer) -> None:
         """Attach a client until its connection or the worker loops end.
 
         Raises:
             RendezvousError: the client is refused.
         """
-        names = greeting.get("names")
+        names = peer.greeting.get("names")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > _MAX_NAMES:
             raise RendezvousError(f"names of a client are a list of at most {_MAX_NAMES} texts")
         leaf = self._leaf(names) if self._network.identity is not None else None
-        attached = asyncio.ensure_future(self._attach(leaf, writer))
-        gone = asyncio.ensure_future(reader.read())
-        try:
-            await asyncio.wait([gone, attached], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            attached.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await attached
+        await peer.while_connected(self._attach(leaf, peer))
 
     def _leaf(self, names: Sequence[str]) -> dict[str, str]:
         from torchx_monarch.transport.credentials import CredentialsError, HostCredentials
@@ -89,34 +79,30 @@ class MeshClients:
             raise RendezvousError(str(error)) from None
         return {**vars(leaf), "authority": credentials.authority}
 
-    async def _attach(self, leaf: dict[str, str] | None, writer: asyncio.StreamWriter) -> None:
+    async def _attach(self, leaf: dict[str, str] | None, peer: Peer) -> None:
         """Start worker loops on the hosts of the present attempt, and return when all of them have ended."""
         await self._hosts.formed.wait()
-        await messages.send(writer, {"type": "attaching"})
+        await peer.send({"type": "attaching"})
         with self._session.in_use():
             while True:
                 reformed, token = self._hosts.reformed, secrets.token_hex(8)
                 # The end of this request ends the worker loops, also where this leader is lost.
                 with self._hosts.call(RunWorkerLoop(token)) as running:
                     if members := await self._ready(token, running):
-                        await self._stay_attached(members, running, leaf, writer)
+                        await self._stay_attached(members, running, leaf, peer)
                         return
                 await reformed.wait()
 
     async def _stay_attached(
-        self,
-        members: Sequence[Member],
-        running: _Loops,
-        leaf: dict[str, str] | None,
-        writer: asyncio.StreamWriter,
+        self, members: Sequence[Member], running: _Loops, leaf: dict[str, str] | None, peer: Peer
     ) -> None:
         """Send a client the addresses of its worker loops, and wait until all of them have ended."""
         self._hosts.reporter.line(f"a Monarch client has attached to {len(members)} hosts")
-        ended = asyncio.ensure_future(self._ended(running, len(members), writer))
+        ended = asyncio.ensure_future(self._ended(running, len(members), peer))
         try:
             hosts = [{"replica": host.replica, "address": address, "name": host.name} for host, address in members]
             answer = {"type": "attached", "hosts": hosts, "leaf": leaf, "monarch": metadata.version("torchmonarch")}
-            await messages.send(writer, answer)
+            await peer.send(answer)
             await asyncio.shield(ended)
         finally:
             self._hosts.reporter.line("a Monarch client has detached")
@@ -141,7 +127,7 @@ class MeshClients:
             raise RendezvousError(next(iter(wrong.values())))
         return members
 
-    async def _ended(self, running: _Loops, count: int, writer: asyncio.StreamWriter) -> None:
+    async def _ended(self, running: _Loops, count: int, peer: Peer) -> None:
         """Wait until all worker loops of a client have ended."""
         shut_down = False
         for _ in range(count):
@@ -149,6 +135,6 @@ class MeshClients:
             if isinstance(answer, WorkerLoopEnded) and answer.reason:
                 self._hosts.reporter.line(f"the worker loop of host {replica} {answer.reason}")
                 shut_down |= answer.shut_down
-            await messages.send(writer, {"type": "changed"})
-        if shut_down:
-            self._session.mesh_shut_down()
+            await peer.send({"type": "changed"})
+        if shut_down and self._session.ends_with_mesh:
+            self._hosts.events.post(StopRequested(0, JobResult(0, "the mesh was shut down by its client")))

@@ -17,9 +17,8 @@ from typing import Any
 
 from torchx_monarch.controller.host_messages import Request, SampleRanks, TakeStacks
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.rendezvous import RendezvousError
+from torchx_monarch.controller.rendezvous import Peer, RendezvousError
 from torchx_monarch.insight.sample_log import SampleLog
-from torchx_monarch.transport import messages
 
 _TIMEOUT = 8.0
 """Seconds for the answers of all hosts."""
@@ -43,28 +42,24 @@ class HostQueries:
     def __init__(self, hosts: JobHosts) -> None:
         self._hosts = hosts
 
-    async def stacks(
-        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def stacks(self, peer: Peer) -> None:
         """Answer the greeting ``stacks`` (see ``Rendezvous.clients``)."""
-        rank, native = greeting.get("rank"), greeting.get("native") is True
+        rank, native = peer.greeting.get("rank"), peer.greeting.get("native") is True
         if rank is not None and type(rank) is not int:
             raise RendezvousError(f"rank={rank!r:.20} is no number")
-        await self._answer("stacks", TakeStacks(rank, native), _NATIVE_TIMEOUT if native else _TIMEOUT, writer)
+        await self._answer("stacks", TakeStacks(rank, native), _NATIVE_TIMEOUT if native else _TIMEOUT, peer)
 
-    async def samples(
-        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def samples(self, peer: Peer) -> None:
         """Answer the greeting ``samples`` (see ``Rendezvous.clients``)."""
-        await self._answer("samples", SampleRanks(), _TIMEOUT, writer)
+        await self._answer("samples", SampleRanks(), _TIMEOUT, peer)
 
-    async def _answer(self, kind: str, request: Request[Any], timeout: float, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, kind: str, request: Request[Any], timeout: float, peer: Peer) -> None:
         if not self._hosts.present:
             raise RendezvousError("there are no ranks yet: the hosts are not together")
         answers, missing = await self._hosts.collect(request, timeout)
         for replica, found in answers.items():
-            await messages.send(writer, {"type": kind, "replica": replica, kind: found})
-        await messages.send(writer, {"type": "end", "missing": {str(replica): why for replica, why in missing.items()}})
+            await peer.send({"type": kind, "replica": replica, kind: found})
+        await peer.send({"type": "end", "missing": {str(replica): why for replica, why in missing.items()}})
 
 
 class SampleRecorder:

@@ -43,7 +43,6 @@ from torchx_monarch.controller.host_registry import HostRegistry
 from torchx_monarch.controller.host_requests import HostRequests
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import Registration
-from torchx_monarch.model.host_spec import LEASE
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import connections, messages
 from torchx_monarch.transport.connections import ConnectError, Listener
@@ -68,7 +67,46 @@ class LaterError(RendezvousError):
     """The request cannot be granted yet. The peer retries until its time-out."""
 
 
-Serve = Callable[[messages.Message, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A client or host that has greeted replica 0.
+
+    Attributes:
+        greeting: its first message.
+        reader: reader of its further messages.
+        writer: writer of messages to it.
+    """
+
+    greeting: messages.Message
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    @property
+    def is_client(self) -> bool:
+        """Whether it has a client's certificate, and not a host's."""
+        return connections.is_client(self.writer)
+
+    async def receive(self, timeout: float | None = None) -> messages.Message | None:
+        """Receive a message (see ``messages.receive``)."""
+        return await messages.receive(self.reader, timeout)
+
+    async def send(self, message: messages.Message) -> bool:
+        """Send a message; return False when the connection is closed or broken."""
+        return await messages.send(self.writer, message)
+
+    async def while_connected(self, work: Awaitable[None]) -> None:
+        """Await something, which is cancelled when this peer disconnects."""
+        working, gone = asyncio.ensure_future(work), asyncio.ensure_future(self.reader.read())
+        try:
+            await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            working.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await working
+
+
+Serve = Callable[[Peer], Awaitable[None]]
 
 
 class Rendezvous:
@@ -85,7 +123,6 @@ class Rendezvous:
         on_output: called with a host and the output of its ranks, on a live allocation; None elsewhere.
 
     Args:
-        lease: seconds of silence after which a host counts as lost.
         fewest: minimum number of hosts that the job needs; None for all.
         say: called with a line for the job's log; None for no lines.
     """
@@ -93,23 +130,20 @@ class Rendezvous:
     def __init__(
         self,
         network: HostNetwork,
-        replicas: int,
-        lease: float = LEASE,
         fewest: int | None = None,
-        spares: int = 0,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.events = HostEvents()
-        self.hosts = HostRegistry(replicas)
+        self.hosts = HostRegistry(network.options.replicas)
         self.clients: dict[str, Serve] = {}
         self.on_output: Callable[[Registration, RunOutput], None] | None = None
         self.on_idle_change: Callable[[HostEvent | None], None] | None = None
         self._network = network
-        self._replicas = replicas
-        self._fewest = replicas if fewest is None else fewest
-        self._spares = spares
+        self._replicas = network.options.replicas
+        self._fewest = self._replicas if fewest is None else fewest
+        self._spares = network.options.spares
         self._say = say
-        self._leases: Leases[int] = Leases(lease, self._lease_expired)
+        self._leases: Leases[int] = Leases(network.options.lease, self._lease_expired)
         self._silent: set[int] = set()
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self.requests = HostRequests(self._writers)
@@ -205,7 +239,7 @@ class Rendezvous:
             if kind in self.clients:
                 if self._listener is not None:
                     self._listener.mark_authenticated()
-                await self.clients[kind](greeting or {}, reader, writer)
+                await self.clients[kind](Peer(greeting or {}, reader, writer))
                 return
             if kind in ("look", "stop"):
                 if kind == "stop":

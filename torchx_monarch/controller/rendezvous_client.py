@@ -15,7 +15,6 @@ from torchx_monarch.controller.host_requests import HostResponder
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import Registration
-from torchx_monarch.model.host_spec import LEASE
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import connections, messages
 from torchx_monarch.transport.connections import Address, ConnectError
@@ -113,9 +112,7 @@ class RendezvousClient:
         lease: seconds of silence after which replica 0 counts as lost.
     """
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str = "replica 0", lease: float = LEASE
-    ) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, lease: float) -> None:
         self.lost = ""
         self.dismissed = False
         self._reader = reader
@@ -130,13 +127,11 @@ class RendezvousClient:
         host: Registration,
         timeout: float,
         on_failure: Callable[[ConnectError], None] = lambda error: None,
-        lease: float = LEASE,
     ) -> RendezvousClient:
         """Connect to replica 0 and register. Retry until it listens.
 
         Args:
             timeout: seconds for all tries together.
-            lease: seconds of silence, after the registration, after which replica 0 counts as lost.
 
         Raises:
             RendezvousError: replica 0 refused the host, or did not answer within ``timeout`` seconds.
@@ -145,7 +140,7 @@ class RendezvousClient:
         greeting = {"type": "register", "host": shortened}
         address = network.rendezvous
         answer, reader, writer = await handshake(network, address, greeting, "registered", timeout, on_failure)
-        return cls(reader, writer, str(answer.get("name"))[:200], lease)
+        return cls(reader, writer, str(answer.get("name"))[:200], network.options.lease)
 
     async def report(self, report: Report) -> None:
         """Send a report to replica 0."""

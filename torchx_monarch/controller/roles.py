@@ -32,13 +32,13 @@ from typing import Any
 
 from torchx_monarch.controller.host_events import HostJoined, HostLost, Interrupted, StopRequested
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import LaterError, Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous import LaterError, Peer, Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import PutOffError, handshake
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.transport import connections, local_addresses, messages
+from torchx_monarch.transport import local_addresses, messages
 from torchx_monarch.transport.connections import Address, AddressError, ConnectError
 
 _LOOKUP_DELAY = 3.0
@@ -92,15 +92,6 @@ class _Greeting:
     host: str = ""
     port: int = 0
     joint: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ended:
-    """The result with which a role has ended, or which makes a role end."""
-
-    code: int
-    reason: str
-    stopped: bool = False
 
 
 class RoleCoordinator:
@@ -218,8 +209,8 @@ class RoleServer(RoleCoordinator):
         self._reporter = reporter
         self._joint = roles.options.peer_roles if roles.options.application else 0
         self._awaited = set(roles.options.await_role)
-        self._addresses: dict[str, list[tuple[str, int]]] = {}  # by role, newest last
-        self._links: dict[str, asyncio.StreamWriter] = {}  # connections of the roles that end with this one
+        self._addresses: dict[str, tuple[str, int]] = {}  # by role; the newest counts
+        self._links: dict[str, Peer] = {}  # connections of the roles that end with this one
         self._arrived: set[str] = set()
         self._succeeded: set[str] = set()
         self._adopted = ""
@@ -259,9 +250,9 @@ class RoleServer(RoleCoordinator):
         self._ending = True
         message: messages.Message = {"type": "done"}
         if result.code:
-            message = {"type": "restart", **_ended(result, self._roles.options.role, self._adopted)}
-        for writer in list(self._links.values()):
-            await messages.send(writer, message)
+            message = {"type": "restart", **_explained(result, self._roles.options.role, self._adopted)}
+        for peer in list(self._links.values()):
+            await peer.send(message)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._until(lambda: not self._links), timeout if result.code else 0.0)
 
@@ -273,64 +264,62 @@ class RoleServer(RoleCoordinator):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _greeting(self, greeting: messages.Message, writer: asyncio.StreamWriter) -> _Greeting:
-        if connections.is_client(writer):
+    def _greeting(self, peer: Peer) -> _Greeting:
+        if peer.is_client:
             raise RendezvousError("a client may look at the job and stop it, and not take part in its coordination")
         try:
-            peer = decode(_Greeting, greeting)
+            greeting = decode(_Greeting, peer.greeting)
         except DecodeError as error:
             raise RendezvousError(str(error)) from None
-        if peer.start != self._roles.start:
+        if greeting.start != self._roles.start:
             raise LaterError(f"it is of another start of the app ({self._roles.start!r} here)")
-        return peer
+        return greeting
 
-    async def _lookup(
-        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        role = self._greeting(greeting, writer).role
+    async def _lookup(self, peer: Peer) -> None:
+        role = self._greeting(peer).role
         try:
             await asyncio.wait_for(self._until(lambda: role in self._addresses), _LOOKUP_DELAY)
         except asyncio.TimeoutError:
             raise LaterError(f"replica 0 of role {role!r} has not registered its address yet") from None
-        host, port = self._addresses[role][-1]
-        await messages.send(writer, {"type": "found", "host": host, "port": port})
+        host, port = self._addresses[role]
+        await peer.send({"type": "found", "host": host, "port": port})
 
-    async def _register(
-        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        peer = self._greeting(greeting, writer)
-        if peer.joint and peer.role in self._links and not self._ending:
-            self._fail(f"replica 0 of role {peer.role!r} was started again")
-        if peer.joint and self._ending:
+    async def _register(self, peer: Peer) -> None:
+        other = self._greeting(peer)
+        if other.joint and other.role in self._links and not self._ending:
+            self._fail(f"replica 0 of role {other.role!r} was started again")
+        if other.joint and self._ending:
             raise LaterError(f"the hosts of role {self._roles.options.role!r} are ending, to begin again")
-        addresses = self._addresses.setdefault(peer.role, []) if peer.host else []
-        addresses.append((peer.host, peer.port))
-        if peer.joint:
-            self._links[peer.role] = writer
+        address = (other.host, other.port)
+        if other.host:
+            self._addresses[other.role] = address
+        if other.joint:
+            self._links[other.role] = peer
         self._note_change()
         try:
-            await messages.send(writer, {"type": "registered"})
-            succeeded = peer.joint and await self._follow(peer.role, reader)
-            await reader.read(1)  # returns at the end of the connection: replica 0 is the last host of its role to end
+            await peer.send({"type": "registered"})
+            succeeded = other.joint and await self._follow(other.role, peer)
+            await peer.reader.read(
+                1
+            )  # returns at the end of the connection: replica 0 is the last host of its role to end
             if succeeded:
-                self._succeeded.add(peer.role)
+                self._succeeded.add(other.role)
         finally:
-            addresses.remove((peer.host, peer.port))
-            if not addresses and self._addresses.get(peer.role) is addresses:
-                del self._addresses[peer.role]
-            if peer.joint:
-                del self._links[peer.role]
+            if self._addresses.get(other.role) is address:
+                del self._addresses[other.role]
+            if other.joint:
+                del self._links[other.role]
             self._note_change()
 
-    async def _follow(self, role: str, reader: asyncio.StreamReader) -> bool:
+    async def _follow(self, role: str, peer: Peer) -> bool:
         """Wait for the end of another role; return whether it has succeeded."""
         try:
-            if await messages.receive(reader, _READY_TIMEOUT) is None:
+            if await peer.receive(_READY_TIMEOUT) is None:
                 return False  # the other role ended before it was ready
             self._arrived.add(role)
             self._note_change()
-            message = await messages.receive(reader)
-            ended = None if message is None else decode(_Ended, message)
+            message = await peer.receive()
+            ended = None if message is None else decode(JobResult, message)
         except TimeoutError:
             self._fail(f"replica 0 of role {role!r} was not ready in {_READY_TIMEOUT:g} s")
             return False
@@ -344,9 +333,9 @@ class RoleServer(RoleCoordinator):
         return ended is not None and not ended.code
 
     def _fail(self, reason: str) -> None:
-        self._adopt(_Ended(1, f"{reason}; {_RESTART_NOTE}"))
+        self._adopt(JobResult(1, f"{reason}; {_RESTART_NOTE}"))
 
-    def _adopt(self, ended: _Ended) -> None:
+    def _adopt(self, ended: JobResult) -> None:
         if not self._ending:
             self._ending = True  # from here on, a replica 0 that connects belongs to the next start
             self._adopted = ended.reason
@@ -385,7 +374,7 @@ class RoleClient(RoleCoordinator):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._registered.wait(), within)
         if self._joint and self._writer is not None:
-            message = {"type": "ended", **_ended(result, self._roles.options.role, self._adopted)}
+            message = {"type": "ended", **_explained(result, self._roles.options.role, self._adopted)}
             await messages.send(self._writer, message)
 
     def _what(self) -> str:
@@ -449,28 +438,27 @@ class RoleClient(RoleCoordinator):
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Wait for the end of the first role, which is the end of this one too unless all has succeeded."""
         await messages.send(writer, {"type": "ready"})
-        ended = _Ended(1, f"replica 0 of the first role was lost; {_RESTART_NOTE}")
+        ended = JobResult(1, f"replica 0 of the first role was lost; {_RESTART_NOTE}")
         with contextlib.suppress(messages.ProtocolError, DecodeError):
             message = await messages.receive(reader)
             if message and message.get("type") == "done":
                 return
-            ended = decode(_Ended, message or {})
+            ended = decode(JobResult, message or {})
         if not self._ended:
             self._adopted = ended.reason
             self._events.post(_failure(ended))
         await asyncio.Event().wait()  # keep the connection open: it shows that hosts of this role still exist
 
 
-def _ended(result: JobResult, role: str, adopted: str) -> dict[str, Any]:
+def _explained(result: JobResult, role: str, adopted: str) -> dict[str, Any]:
     """Return the result of a role for a message; ``adopted`` is the reason that came from another role, if one did."""
     replica = result.cause.replica if result.cause else max(0, result.replica)
     reason = result.reason[: messages.MAX_ERROR]
     if result.reason != adopted:
         reason = f"{role}/{replica} failed: {reason}; {_RESTART_NOTE}"
-    return dataclasses.asdict(_Ended(result.code, reason, result.stopped))
+    return {"code": result.code, "reason": reason, "stopped": result.stopped}
 
 
-def _failure(ended: _Ended) -> StopRequested:
+def _failure(ended: JobResult) -> StopRequested:
     """Return the event that ends this role with the result of another one."""
-    result = JobResult(ended.code or 1, ended.reason, stopped=ended.stopped, consequence=True, replica=0)
-    return StopRequested(0, result)
+    return StopRequested(0, dataclasses.replace(ended, code=ended.code or 1, cause=None, consequence=True, replica=0))

@@ -35,7 +35,7 @@ from torchx_monarch.controller.host_messages import BeginRun, FinishRun, HostErr
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rank_queries import SampleRecorder
-from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError, Serve
+from torchx_monarch.controller.rendezvous import Peer, Rendezvous, RendezvousError, Serve
 from torchx_monarch.controller.session import Session
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.host_facts import Registration
@@ -274,10 +274,6 @@ class RunQueue(Session):
             self._users -= 1
             self.touch()
 
-    def mesh_shut_down(self) -> None:
-        if self.ends_with_mesh:
-            self._events.post(StopRequested(0, JobResult(0, "the mesh was shut down by its client")))
-
     def _end(self, run: Run, result: JobResult, records: list[dict[str, Any]]) -> None:
         """Record the end of a run."""
         run.result, run.ended = result, time.time()
@@ -322,13 +318,13 @@ class RunQueue(Session):
     def serve(self, kind: str, handler: Serve) -> None:
         """Have a handler serve the clients' greetings of a kind."""
 
-        async def serve(greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            role = greeting.get("role")
+        async def serve(peer: Peer) -> None:
+            role = peer.greeting.get("role")
             if role and role != self.hosts.options.spec.role:
                 raise RendezvousError(
                     f"these are the hosts of role {self.hosts.options.spec.role!r}, not of {role!r:.100}"
                 )
-            await handler(greeting, reader, writer)
+            await handler(peer)
 
         self._rendezvous.clients[kind] = serve
 
@@ -400,14 +396,7 @@ class RunQueue(Session):
     def _unended(self) -> list[Run]:
         return [*([self.current] if self.current else []), *self._queue]
 
-    async def feed(
-        self,
-        run: Run,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        rank: int | None = None,
-        wait: bool = True,
-    ) -> None:
+    async def _serve_records(self, run: Run, peer: Peer, rank: int | None = None, wait: bool = True) -> None:
         """Send a run's records to a client, until the last record or until the client disconnects.
 
         Args:
@@ -419,74 +408,64 @@ class RunQueue(Session):
         """
         if why := run.why_no_rank(rank):
             raise RendezvousError(why)
-        if not await messages.send(writer, {"type": "accepted", "run": run.number}):
-            return
-        feeding = asyncio.ensure_future(self._feed(run, rank, wait, writer))
-        gone = asyncio.ensure_future(reader.read(1))
-        self._feeding.add(feeding)
-        try:
-            await asyncio.wait([feeding, gone], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._feeding.discard(feeding)
-            for task in (feeding, gone):
-                task.cancel()
+        if await peer.send({"type": "accepted", "run": run.number}):
+            feeding = asyncio.ensure_future(self._feed(run, rank, wait, peer))
+            self._feeding.add(feeding)
+            feeding.add_done_callback(self._feeding.discard)
+            await peer.while_connected(feeding)
 
-    async def _feed(self, run: Run, rank: int | None, wait: bool, writer: asyncio.StreamWriter) -> None:
+    async def _feed(self, run: Run, rank: int | None, wait: bool, peer: Peer) -> None:
         others = b'{"type":"output","rank":'
         wanted = others if rank is None else b'{"type":"output","rank":%d,' % rank
         last = b""
         with contextlib.suppress(OSError, RuntimeError):
             async for lines in run.run_log.follow(wait):
-                if why := run.why_no_rank(rank):  # the run was queued when ``feed`` checked the rank
-                    await messages.send(writer, {"type": "refused", "reason": why})
+                if why := run.why_no_rank(rank):  # the run was queued when the rank was checked before
+                    await peer.send({"type": "refused", "reason": why})
                     return
                 matching = [line for line in lines if line.startswith(wanted) or not line.startswith(others)]
                 last = matching[-1] if matching else last
-                writer.write(b"".join(matching))
-                await writer.drain()
+                peer.writer.write(b"".join(matching))
+                await peer.writer.drain()
             # The log lacks its last record if the disk was full.
             if run.last_record is not None and not last.startswith(b'{"type":"result"'):
-                await messages.send(writer, run.last_record)
+                await peer.send(run.last_record)
 
-    async def _look(self, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
-        await messages.send(writer, self.state())
+    async def _look(self, peer: Peer) -> None:
+        await peer.send(self.state())
 
-    async def _touch(self, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+    async def _touch(self, peer: Peer) -> None:
         self.touch()
-        await messages.send(writer, self.state())
+        await peer.send(self.state())
 
-    async def _stop(self, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+    async def _stop(self, peer: Peer) -> None:
         result = JobResult(0, "released by its client", stopped=True)
         self._events.post(StopRequested(0, result))
-        await messages.send(writer, self.state())
+        await peer.send(self.state())
 
-    async def _run(
-        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _run(self, peer: Peer) -> None:
         try:
-            request = RunRequest.from_message(greeting)
+            request = RunRequest.from_message(peer.greeting)
         except ValueError as error:
             raise RendezvousError(str(error)) from None
-        await self.feed(self.submit(request), reader, writer)
+        await self._serve_records(self.submit(request), peer)
 
-    async def _follow(
-        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        run, wait = self.find(greeting.get("run")), greeting.get("wait") is not False
-        rank = greeting.get("rank")
+    async def _follow(self, peer: Peer) -> None:
+        run, wait = self.find(peer.greeting.get("run")), peer.greeting.get("wait") is not False
+        rank = peer.greeting.get("rank")
         if rank is not None and type(rank) is not int:
             raise RendezvousError(f"rank={rank!r:.20} is no number")
-        await self.feed(run, reader, writer, rank, wait)
+        await self._serve_records(run, peer, rank, wait)
 
-    async def _runs(self, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+    async def _runs(self, peer: Peer) -> None:
         runs = self.runs()
         for start in range(0, len(runs), 100):  # a message has a maximum length
-            await messages.send(writer, {"type": "runs", "runs": runs[start : start + 100], "more": True})
-        await messages.send(writer, {"type": "runs", "runs": [], "more": False})
+            await peer.send({"type": "runs", "runs": runs[start : start + 100], "more": True})
+        await peer.send({"type": "runs", "runs": [], "more": False})
 
-    async def _end_run(self, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
-        run = self.find(greeting.get("run"))
-        kill = greeting.get("kill") is True
+    async def _end_run(self, peer: Peer) -> None:
+        run = self.find(peer.greeting.get("run"))
+        kill = peer.greeting.get("kill") is True
         number = signal.SIGKILL if kill else signal.SIGTERM
         result = JobResult(
             128 + number, f"run {run.number} was {'killed' if kill else 'stopped'} by its client", stopped=True
@@ -496,7 +475,7 @@ class RunQueue(Session):
             # Directly: the controller may be waiting out the grace period of an earlier stop request.
             with contextlib.suppress(Exception):
                 await self.hosts.broadcast(StopRanks(signal.SIGKILL, 0.0))
-        await messages.send(writer, {"type": "ending", "run": run.number, "state": run.state})
+        await peer.send({"type": "ending", "run": run.number, "state": run.state})
 
 
 def _append(run_log: RunLog, record: dict[str, Any]) -> None:

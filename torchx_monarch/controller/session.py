@@ -158,6 +158,3 @@ class Session:
     def in_use(self) -> AbstractContextManager[None]:
         """Return a context within which the session does not end for lack of runs."""
         return contextlib.nullcontext()
-
-    def mesh_shut_down(self) -> None:
-        """End the session, if it ends with its mesh."""

@@ -29,6 +29,7 @@ from typing import Any
 from torchx_monarch.code_sync.code_store import CodeStore, StoreError
 from torchx_monarch.code_sync.manifest import MAX_TREE, PackError, Tree, TreeError
 from torchx_monarch.controller.host_messages import FetchCode, ProbeFile
+from torchx_monarch.controller.rendezvous import Peer
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import safe_files
@@ -109,47 +110,33 @@ class HostCode:
             await _receive_frames(reader, self._store.take)
             self._newest = await _in_thread(self._store.complete)
 
-    async def serve_host(
-        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def serve_host(self, peer: Peer) -> None:
         """Send a tree to another host, after its greeting ``code``."""
         try:
-            tree = self._store.tree(str(greeting.get("tree")))
-            encoded = await asyncio.to_thread(tree.encode, self._store.find_tree(str(greeting.get("base"))))
-            await _send(writer, (encoded[at : at + FRAME] for at in range(0, len(encoded), FRAME)))
-            answer = await messages.receive(reader, _SILENCE)
+            tree = self._store.tree(str(peer.greeting.get("tree")))
+            encoded = await asyncio.to_thread(tree.encode, self._store.find_tree(str(peer.greeting.get("base"))))
+            await _send(peer.writer, (encoded[at : at + FRAME] for at in range(0, len(encoded), FRAME)))
+            answer = await peer.receive(_SILENCE)
             bits = int(str((answer or {}).get("missing")), 16)
             missing = [digest for number, digest in enumerate(tree.contents) if bits >> number & 1]
-            await _send(writer, self._store.pieces(tree, missing))
+            await _send(peer.writer, self._store.pieces(tree, missing))
         except (StoreError, ValueError) as error:
-            writer.write(_FAILED.to_bytes(4, "big"))
-            await messages.send(writer, {"type": "failed", "reason": str(error)[:8000]})
+            peer.writer.write(_FAILED.to_bytes(4, "big"))
+            await peer.send({"type": "failed", "reason": str(error)[:8000]})
 
-    async def serve_client(
-        self,
-        run_queue: RunQueue,
-        greeting: messages.Message,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    async def serve_client(self, run_queue: RunQueue, peer: Peer) -> None:
         """Answer the requests of a client after a ``sync`` handshake, until it disconnects or a request fails."""
         run_queue.touch()
-        while message := await messages.receive(reader, _SILENCE):
+        while message := await peer.receive(_SILENCE):
             try:
                 with run_queue.in_use():
-                    answer = await self._answer(run_queue, message, reader, writer)
+                    answer = await self._answer(run_queue, message, peer)
             except Exception as error:
                 answer = {"type": "failed", "reason": (str(error) or type(error).__name__)[:8000]}
-            if not await messages.send(writer, answer) or answer["type"] == "failed":
+            if not await peer.send(answer) or answer["type"] == "failed":
                 return
 
-    async def _answer(
-        self,
-        run_queue: RunQueue,
-        message: messages.Message,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> messages.Message:
+    async def _answer(self, run_queue: RunQueue, message: messages.Message, peer: Peer) -> messages.Message:
         if message.get("type") == "probe":
             probed = await run_queue.hosts.broadcast(ProbeFile(str(message["path"]), str(message["text"])))
             return {"type": "shared", "shared": all(probed)}
@@ -159,9 +146,9 @@ class HostCode:
         if self.has(tree_hash):
             await run_queue.hosts.broadcast(FetchCode(tree_hash))
             return {"type": "have", "have": True, "base": False}
-        await messages.send(writer, {"type": "have", "have": False, "base": self.has(str(message.get("base")))})
+        await peer.send({"type": "have", "have": False, "base": self.has(str(message.get("base")))})
         try:
-            await self.receive(tree_hash, reader, writer)
+            await self.receive(tree_hash, peer.reader, peer.writer)
         except SyncError as error:
             raise SyncError(f"{self._host}: {error}") from None
         await run_queue.hosts.broadcast(FetchCode(tree_hash))

@@ -86,6 +86,6 @@ class Follower:
                 return await there.greet(there.rendezvous, greeting)
 
             self._host.connector = connect
-            return await RendezvousClient.join(there, registration, left, failed, self._host.options.lease)
+            return await RendezvousClient.join(there, registration, left, failed)
 
         return await self._host.reporter.while_waiting(joining(), lambda: whom + failure)

@@ -18,7 +18,6 @@ from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError
-from torchx_monarch.transport.local_addresses import NetworkOptions
 
 
 @dataclasses.dataclass
@@ -118,11 +117,10 @@ class Host:
         if rendezvous.scheme == "insecure-tcp":
             danger = "plain TCP: any process that reaches this host's ports can run code here"
             self.reporter.line(f"INSECURE: host {options.replica}: {danger}")
-        network_options = NetworkOptions.from_spec(options)
-        if command is not None and command.options.local_addr and not network_options.advertise:
-            network_options = dataclasses.replace(network_options, advertise=command.options.local_addr)
+        if command is not None and command.options.local_addr and not options.advertise:
+            options = dataclasses.replace(options, advertise=command.options.local_addr)
         given_address = environ.get("MONARCH_HOST_ADDRESS", "")
-        advertised = local_addresses.advertised(rendezvous, is_first, network_options, given_address)
+        advertised = local_addresses.advertised(rendezvous, is_first, options, given_address)
         if interface := local_addresses.gloo_interface(advertised):
             environ.setdefault(INTERFACE, interface)
         if roles.looks_up:

@@ -35,7 +35,6 @@ from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import error_files, open_files, processes, run_dirs, safe_files
 from torchx_monarch.system.console import Console, WriterThread
-from torchx_monarch.transport.local_addresses import NetworkOptions
 
 if TYPE_CHECKING:
     from torchx_monarch.host.trace_export import TraceExport
@@ -145,10 +144,7 @@ class HostProcess:
             return self._conclude(JobResult(1, f"host {options.replica}: {failure}"))
         try:
             credentials = host.environ.get(CREDENTIALS, "")
-            network_options = NetworkOptions.from_spec(options)
-            network = HostNetwork.setup(
-                rendezvous, advertised, network_options, credentials, host.sockets, options.replica == 0
-            )
+            network = HostNetwork.setup(rendezvous, advertised, options, credentials, host.sockets)
             if not error:
                 await self._workload.connect(network)
         except ValueError as failure:
@@ -198,17 +194,18 @@ class HostProcess:
         host, options, workload = self._host, self._host.options, self._workload
         roles = host.roles
         assert roles is not None
-        self._rendezvous = rendezvous = Rendezvous(
-            network, options.replicas, options.lease, sizes.fewest, sizes.spares, host.reporter.line
-        )
-        job = JobOptions.from_spec(
+        self._rendezvous = rendezvous = Rendezvous(network, sizes.fewest, host.reporter.line)
+        job = JobOptions(
             options,
-            workload.command,
             sizes,
-            network,
-            run_id=host.run_id(workload.command),
-            first_log_attempt=workload.first_log_attempt(sizes),
-            grace=host.grace,
+            host.run_id(workload.command),
+            host.grace,
+            workload.command.options.max_restarts if workload.command else 0,
+            workload.first_log_attempt(sizes),
+            network.advertised,
+            network.bind,
+            # Over a network, the loss of a machine is noticed only after peer_timeout seconds of silence.
+            options.peer_timeout + 3.0 if network.rendezvous.networked else 1.0,
         )
         failures = HostFailures(options.exclude_after, options.exclude_window)
         gatherer = HostGatherer(sizes, rendezvous, host.reporter, failures)

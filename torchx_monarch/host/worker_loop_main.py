@@ -24,7 +24,6 @@ from typing import Any, NoReturn  # noqa: E402
 
 from torchx_monarch.system import processes  # noqa: E402
 from torchx_monarch.transport import local_addresses  # noqa: E402
-from torchx_monarch.transport.local_addresses import NetworkOptions  # noqa: E402
 
 _MAX_TEXT = 8000
 """Characters of a report: a line of ``messages`` has a limit, and JSON can use six bytes for each."""
@@ -96,8 +95,8 @@ def _addresses(spec: dict[str, Any]) -> tuple[str, str, str]:
     if spec["scheme"] == "ipc":
         client, worker = (f"ipc://{os.path.join(spec['folder'], name)}" for name in ("client", "worker"))
         return client, f"{service}@{worker}", f"{service}@{worker}"
-    options, url = NetworkOptions(**spec["network"]), f"{spec['scheme']}://{spec['advertised']}"
-    client_socket, worker_socket = local_addresses.bind_port(options), local_addresses.bind_port(options)
+    url = f"{spec['scheme']}://{spec['advertised']}"
+    client_socket, worker_socket = (local_addresses.bind_port(spec["bind"], spec["ports"]) for _ in range(2))
     address = f"{service}@{url}:{worker_socket.getsockname()[1]}"
     return f"{url}:fd{client_socket.detach()}", address, f"{service}@{url}:fd{worker_socket.detach()}"
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -111,7 +110,8 @@ class WorkerLoops:
             "folder": folder,
             "scheme": SCHEMES[network.rendezvous.scheme],
             "advertised": network.advertised,
-            "network": dataclasses.asdict(network.options),
+            "bind": host.options.bind,
+            "ports": host.options.ports,
             "tls": network.identity.files if network.identity else None,
             "lease": host.options.lease,
             "marker": host.environ.get(processes.MARKER, ""),

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import ipaddress
 import socket
 import struct
 from collections.abc import Mapping
 
-from torchx_monarch.model.host_spec import PEER_TIMEOUT, HostSpec
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.transport.address import Address
 
 _SIOCGIFADDR = 0x8915
@@ -19,29 +18,6 @@ _SIOCGIFADDR = 0x8915
 
 class NetworkError(ValueError):
     """An option names an address or interface that this machine does not have, or no port is free."""
-
-
-@dataclasses.dataclass(frozen=True)
-class NetworkOptions:
-    """The user's network options for a host. The defaults suit machines with one network.
-
-    Attributes:
-        bind: IP address or interface on which the host opens its ports; empty for all.
-        advertise: name or IP address by which other hosts dial this host; empty for the address of the route to replica
-            0.
-        ports: lowest and highest port on which Monarch may listen; None for any free port.
-        peer_timeout: seconds without an answer from a machine until it counts as lost.
-    """
-
-    bind: str = ""
-    advertise: str = ""
-    ports: tuple[int, int] | None = None
-    peer_timeout: float = PEER_TIMEOUT
-
-    @classmethod
-    def from_spec(cls, spec: HostSpec) -> NetworkOptions:
-        """Return the network options of a host."""
-        return cls(spec.bind, spec.advertise, spec.ports, spec.peer_timeout)
 
 
 def interfaces() -> dict[str, str]:
@@ -56,7 +32,7 @@ def interfaces() -> dict[str, str]:
 
 
 def address_of(bind: str) -> str:
-    """Return the IP address for a value of ``NetworkOptions.bind``; empty for an empty value.
+    """Return the IP address for a value of ``HostSpec.bind``; empty for an empty value.
 
     Raises:
         NetworkError: the value is neither an IP address nor an interface with an IPv4 address.
@@ -110,7 +86,7 @@ def _own_name() -> str:
     return name
 
 
-def advertised(rendezvous: Address, is_first: bool, options: NetworkOptions, ours: str = "") -> str:
+def advertised(rendezvous: Address, is_first: bool, options: HostSpec, ours: str = "") -> str:
     """Return the name or IP address by which the other hosts dial this one.
 
     Hosts dial replica 0 by the rendezvous address. Any other host advertises the local address of its route to replica
@@ -137,14 +113,14 @@ def advertised(rendezvous: Address, is_first: bool, options: NetworkOptions, our
     return socket.gethostname()  # no route to replica 0: joining the rendezvous reports it
 
 
-def bind_port(options: NetworkOptions) -> socket.socket:
+def bind_port(bind: str, ports: tuple[int, int] | None) -> socket.socket:
     """Return a TCP socket that is bound to a free port of the range and does not listen yet.
 
     Raises:
         NetworkError: no port of the range is free.
     """
-    address = address_of(options.bind)
-    low, high = options.ports or (0, 0)
+    address = address_of(bind)
+    low, high = ports or (0, 0)
     for port in range(low, high + 1):
         sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         try:
@@ -153,9 +129,7 @@ def bind_port(options: NetworkOptions) -> socket.socket:
         except OSError as error:
             sock.close()
             failure = error.strerror
-    what = (
-        "no port can be opened" if options.ports is None else f"none of the ports {low}-{high} (--ports) can be opened"
-    )
+    what = "no port can be opened" if ports is None else f"none of the ports {low}-{high} (--ports) can be opened"
     raise NetworkError(f"{what} on {address or 'any address'}: {failure}")
 
 
