@@ -62,7 +62,7 @@ def result_of(exits: list[RankExit], report: HostPreempted | None = None) -> Job
 
     async def run() -> JobResult:
         hosts = cast(JobHosts, ScriptedHosts(Reporter(Console(2), None, "trainer"), *exits))
-        attempts = Attempts(hosts, Mock(HostGatherer), HangWatch(hosts, hosts.reporter), None)
+        attempts = Attempts(hosts, Mock(HostGatherer), HangWatch(hosts), None)
         if report is not None:
             asyncio.get_running_loop().call_later(0.01, hosts.events.post, report)
         try:
@@ -99,7 +99,7 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
     async def run() -> None:
         reporter = Reporter(Console(2), str(recorded), "trainer")
         hosts = cast(JobHosts, ScriptedHosts(reporter, exit_of(0, 0), exit_of(1, 0)))
-        attempts = Attempts(hosts, Mock(HostGatherer), HangWatch(hosts, reporter), None)
+        attempts = Attempts(hosts, Mock(HostGatherer), HangWatch(hosts), None)
         await attempts.run([Registration(replica, "node", 1, 1) for replica in range(2)])
         attempts.hosts_changed(joined=True)
         assert attempts.number == 1

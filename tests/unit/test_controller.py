@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -57,7 +58,8 @@ class Job:
         reporter = Reporter(Console(2), None, "trainer")
         self.gatherer = HostGatherer(sizes, self.rendezvous, reporter, HostFailures(2, 60.0))
         options = JobOptions(HostSpec(replacements=replacements, lease=0.05), sizes, "id", 1.0, report_timeout=0.05)
-        self.controller = Controller(options, self.rendezvous, reporter, self.gatherer, cast(Session, self))
+        self.hosts = SimpleNamespace(options=options, reporter=reporter)
+        self.controller = Controller(self.rendezvous, self.gatherer, cast(Session, self))
         self.register(range(replicas))
 
     def register(self, replicas: Iterable[int]) -> None:

@@ -12,13 +12,16 @@ import pytest
 
 from tests.waits import WITHIN
 from torchx_monarch.controller import hang_watch
+from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import CollectivesRead, ReadCollectives, Request
 from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.insight.hangs import Hang, RankCollectives
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus
 from torchx_monarch.insight.stacks import ProcessStacks
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.system.console import Console, WriterThread
 
 
@@ -31,7 +34,9 @@ class Ranks:
         asked: the requests so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reporter: Reporter, spec: HostSpec) -> None:
+        self.reporter = reporter
+        self.options = JobOptions(spec, NodeRange(1, 1, 1.0), "id", 1.0)
         self.waited = 0.0
         self.missing: dict[int, str] = {}
         self.asked: list[Request[Any]] = []
@@ -60,8 +65,9 @@ def watched(
     steps: Callable[[Ranks, HangWatch], Any], on_hang: str = "observe", hang_after: float = 0.05
 ) -> tuple[Hang | None, Notes, Ranks]:
     async def main() -> tuple[Hang | None, Notes, Ranks]:
-        ranks, notes = Ranks(), Notes()
-        watch = HangWatch(cast(JobHosts, ranks), notes, hang_after, on_hang)
+        notes = Notes()
+        ranks = Ranks(notes, HostSpec(hang_after=hang_after, on_hang=on_hang))
+        watch = HangWatch(cast(JobHosts, ranks))
         running = asyncio.ensure_future(watch.run(0))
         await steps(ranks, watch)
         if not running.done():

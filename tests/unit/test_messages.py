@@ -96,7 +96,7 @@ def test_a_client_sends_and_receives_long_messages(address: Address) -> None:
             connection, _ = listening.accept()
             with connection, connection.makefile("rb") as file:
                 header = messages.decode(file.readline())
-                body = file.read(messages.frame_size(header))
+                body = file.read(header["frame"])
                 connection.sendall(messages.encode(messages.decode(body)) + messages.encode({"type": "end"}))
 
         thread = threading.Thread(target=echo)

@@ -14,14 +14,17 @@ from typing import Any, cast
 import pytest
 
 from torchx_monarch.command.command import parse
+from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import TakeFacts
 from torchx_monarch.controller.hosts import JobHosts
+from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.preflight import Preflight, Problem, clock_offset, compare
 from torchx_monarch.host.preflight import parse_gpus, take_facts
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.codec import decode
 from torchx_monarch.model.host_facts import HostFacts, ProgramFile, Registration
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.transport import messages
 
@@ -124,7 +127,9 @@ def test_the_offset_of_a_clock_is_the_least_that_is_certain(clock: float, taken:
 class ScriptedHosts:
     """Two hosts; the clock of the second is ahead by ``ahead`` seconds."""
 
-    def __init__(self, ahead: float = 0.0, open_files: int = GOOD.open_files) -> None:
+    def __init__(self, ahead: float = 0.0, open_files: int = GOOD.open_files, mode: str = "on") -> None:
+        self.options = JobOptions(HostSpec(preflight=mode), NodeRange(2, 2, 1.0), "id", 1.0)
+        self.reporter = Reporter(Console(2), None, "trainer")
         self.requests: list[TakeFacts] = []
         self._ahead, self._open_files = ahead, open_files
 
@@ -138,9 +143,9 @@ class ScriptedHosts:
 HOSTS = [Registration(replica, "node", 1, 1) for replica in range(2)]
 
 
-def checked(hosts: ScriptedHosts, mode: str, capfd: pytest.CaptureFixture[str], times: int = 1) -> tuple[str, str]:
+def checked(hosts: ScriptedHosts, capfd: pytest.CaptureFixture[str], times: int = 1) -> tuple[str, str]:
     """Why the run must not start, and the log."""
-    preflight = Preflight(mode, cast(JobHosts, hosts), Reporter(Console(2), None, "trainer"))
+    preflight = Preflight(cast(JobHosts, hosts))
 
     async def run() -> str:
         reasons = [await preflight.check(HOSTS) for _ in range(times)]
@@ -153,24 +158,24 @@ def checked(hosts: ScriptedHosts, mode: str, capfd: pytest.CaptureFixture[str], 
 
 def test_hosts_are_checked_once(capfd: pytest.CaptureFixture[str]) -> None:
     hosts = ScriptedHosts()
-    reason, log = checked(hosts, "on", capfd, times=2)
+    reason, log = checked(hosts, capfd, times=2)
     assert reason == ""
     assert "[monarch] pre-flight: 2 hosts are fit and alike" in log
     assert hosts.requests == [TakeFacts()]
 
 
 def test_a_difference_fails_the_run_or_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    reason, log = checked(ScriptedHosts(7.0, open_files=64), "on", capfd)
+    reason, log = checked(ScriptedHosts(7.0, open_files=64), capfd)
     assert reason.startswith("pre-flight: the clock of host 1 (node, pid 1) is 7.0 s ahead")
     assert reason.endswith("(and 2 more, see the log)")
     assert "[monarch] pre-flight: host 1 (node, pid 1) lets a rank open 64 files" in log
-    reason, log = checked(ScriptedHosts(7.0), "warn", capfd)
+    reason, log = checked(ScriptedHosts(7.0, mode="warn"), capfd)
     assert reason == "" and "is 7.0 s ahead" in log
 
 
 def test_nothing_is_asked_when_it_is_off(capfd: pytest.CaptureFixture[str]) -> None:
-    hosts = ScriptedHosts(7.0)
-    assert checked(hosts, "off", capfd) == ("", "")
+    hosts = ScriptedHosts(7.0, mode="off")
+    assert checked(hosts, capfd) == ("", "")
     assert hosts.requests == []
 
 
@@ -221,6 +226,6 @@ def test_gpus_that_others_use(visible: str | None, held: list[str]) -> None:
 
 
 def test_a_difference_names_its_host(capfd: pytest.CaptureFixture[str]) -> None:
-    preflight = Preflight("on", cast(JobHosts, ScriptedHosts(7.0)), Reporter(Console(2), None, "trainer"))
+    preflight = Preflight(cast(JobHosts, ScriptedHosts(7.0)))
     assert preflight.culprit is None
     assert asyncio.run(preflight.check(HOSTS)) and preflight.culprit is HOSTS[1]

@@ -56,7 +56,6 @@ class Attempts:
 
     Args:
         first_output: set when a rank of this host has printed something; None if that is not reported.
-        preflight: checks the hosts before the first attempt on them; None for no check.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class Attempts:
         gatherer: HostGatherer,
         hang_watch: HangWatch,
         first_output: asyncio.Event | None,
-        preflight: Preflight | None = None,
     ) -> None:
         self.number = 0
         self.exits: dict[int, RankExit] = {}
@@ -76,7 +74,7 @@ class Attempts:
         self._reporter = hosts.reporter
         self._hang_watch = hang_watch
         self._first_output = first_output
-        self._preflight = preflight
+        self._preflight = Preflight(hosts)
         self._launched = -1
         self._recorded = -1
         self._uncounted = 0
@@ -107,7 +105,7 @@ class Attempts:
             Interrupted: an event is pending; the ranks still run.
             HostRefused: a host refused a request.
         """
-        if self._preflight is not None and (reason := await self._preflight.check(hosts)):
+        if reason := await self._preflight.check(hosts):
             unfit = self._preflight.culprit
             if unfit is not None and (excluded := self._gatherer.blame(unfit, reason, unfit=True)):
                 raise Interrupted(excluded)

@@ -14,10 +14,8 @@ from torchx_monarch.controller.host_events import (
     StopRequested,
     concerns_hosts,
 )
-from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.session import Session
-from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 
@@ -25,19 +23,12 @@ from torchx_monarch.model.job_result import JobResult
 class Controller:
     """Run a job on the hosts of its role: the one consumer of ``HostEvents``."""
 
-    def __init__(
-        self,
-        options: JobOptions,
-        rendezvous: Rendezvous,
-        reporter: Reporter,
-        gatherer: HostGatherer,
-        session: Session,
-    ) -> None:
-        self._sizes = options.sizes
-        self._replacements_left = options.spec.replacements
+    def __init__(self, rendezvous: Rendezvous, gatherer: HostGatherer, session: Session) -> None:
+        self._sizes = session.hosts.options.sizes
+        self._replacements_left = session.hosts.options.spec.replacements
         self._rendezvous = rendezvous
         self._events = rendezvous.events
-        self._reporter = reporter
+        self._reporter = session.hosts.reporter
         self._gatherer = gatherer
         self._session = session
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from torchx_monarch.controller.host_messages import ReadCollectives, TakeStacks
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.insight.hangs import Hang, describe_places, diagnose
-from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.insight.stacks import rank_ranges
 
 _LOOKS = 10
@@ -31,18 +30,13 @@ _TIMEOUT = 10.0
 
 
 class HangWatch:
-    """Find ranks that hang, report them, and say whether they are to be stopped.
+    """Find ranks that hang, report them, and say whether they are to be stopped."""
 
-    Args:
-        hang_after: seconds for which ranks wait in a collective until that counts as a hang; 0 not to watch.
-        on_hang: ``observe``, ``restart`` or ``fail``.
-    """
-
-    def __init__(self, hosts: JobHosts, reporter: Reporter, hang_after: float = 0.0, on_hang: str = "observe") -> None:
+    def __init__(self, hosts: JobHosts) -> None:
         self._hosts = hosts
-        self._reporter = reporter
-        self._hang_after = hang_after
-        self._on_hang = on_hang
+        self._reporter = hosts.reporter
+        self._hang_after = hosts.options.spec.hang_after
+        self._on_hang = hosts.options.spec.on_hang
         self._rests = 0
         self._since = 0.0
         self._reported: Hang | None = None

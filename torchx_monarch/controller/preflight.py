@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from torchx_monarch.controller.host_messages import TakeFacts
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import HostFacts, Registration
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -33,15 +32,12 @@ class Preflight:
 
     Attributes:
         culprit: the host of the first problem of the last check, the last one if it has several; None for none.
-
-    Args:
-        mode: ``on`` to fail the run if something is wrong, ``warn`` to report it, ``off`` to check nothing.
     """
 
-    def __init__(self, mode: str, hosts: JobHosts, reporter: Reporter) -> None:
-        self._mode = mode
+    def __init__(self, hosts: JobHosts) -> None:
+        self._mode = hosts.options.spec.preflight
         self._hosts = hosts
-        self._reporter = reporter
+        self._reporter = hosts.reporter
         self._checked: list[Registration] = []
         self.culprit: Registration | None = None
 

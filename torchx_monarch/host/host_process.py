@@ -210,7 +210,7 @@ class HostProcess:
         failures = HostFailures(options.exclude_after, options.exclude_window)
         gatherer = HostGatherer(sizes, rendezvous, host.reporter, failures)
         session = workload.session(rendezvous, network, gatherer, job)
-        controller = Controller(job, rendezvous, host.reporter, gatherer, session)
+        controller = Controller(rendezvous, gatherer, session)
         coordinator = roles.coordinator(rendezvous, network, host.reporter)
         try:
             await rendezvous.start()

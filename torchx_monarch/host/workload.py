@@ -38,7 +38,6 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.mesh_clients import MeshClients
-from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.controller.rank_queries import HostQueries, SampleRecorder
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.session import Session
@@ -121,14 +120,13 @@ class Workload(abc.ABC):
         hosts = JobHosts(job, rendezvous.requests, rendezvous.events, reporter, self.handle)
         queries = HostQueries(hosts)
         rendezvous.clients.update(stacks=queries.stacks, samples=queries.samples)
-        hang_watch = HangWatch(hosts, reporter, job.spec.hang_after, job.spec.on_hang)
+        hang_watch = HangWatch(hosts)
         debug_command = f"torchx monarch debug {host.options.app} --role {host.options.role}"
         rendezvous.clients.update(DebugSessions(debug_command, reporter.line, hang_watch.rest).clients)
         host.connector = rendezvous.connect
 
         def new_attempts() -> Attempts:
-            preflight = Preflight(job.spec.preflight, hosts, reporter)
-            return Attempts(hosts, gatherer, hang_watch, self.first_output, preflight)
+            return Attempts(hosts, gatherer, hang_watch, self.first_output)
 
         # Only where a command finds it again: beside the events of the job.
         samples_are_stored = "MONARCH_EVENTS" in host.environ and host.log_dir

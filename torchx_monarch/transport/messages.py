@@ -56,16 +56,6 @@ def decode(line: bytes) -> Message:
     return message
 
 
-def frame_size(message: Message) -> int:
-    """Return the length in bytes of the following message if this one is a header line, else 0."""
-    if "frame" not in message:
-        return 0
-    size = message["frame"]
-    if not isinstance(size, int) or not 0 < size <= MAX_MESSAGE:
-        raise ProtocolError(f"a message of {str(size)[:20]} bytes is over the limit of {MAX_MESSAGE} bytes")
-    return size
-
-
 async def receive(reader: asyncio.StreamReader, timeout: float | None = None) -> Message | None:
     """Receive the next message; return None when the peer has closed or broken the connection.
 
@@ -76,9 +66,12 @@ async def receive(reader: asyncio.StreamReader, timeout: float | None = None) ->
         timeout: seconds for a line, and again for a message after a header line; None for no limit.
     """
     message = await _receive(reader.readline(), timeout)
-    if message is not None and (size := frame_size(message)):
-        return await _receive(reader.readexactly(size), timeout)
-    return message
+    if message is None or "frame" not in message:
+        return message
+    size = message["frame"]
+    if not isinstance(size, int) or not 0 < size <= MAX_MESSAGE:
+        raise ProtocolError(f"a message of {str(size)[:20]} bytes is over the limit of {MAX_MESSAGE} bytes")
+    return await _receive(reader.readexactly(size), timeout)
 
 
 async def _receive(reading: Coroutine[Any, Any, bytes], timeout: float | None) -> Message | None:
