@@ -61,7 +61,7 @@ class ContentStore:
         if needed > (free := status.f_bavail * status.f_frsize):
             reason = f"no space left: {free} bytes, and the code needs {needed}"
             raise OSError(errno.ENOSPC, reason, self.folder)
-        self._unpacker = Unpacker(tree.contents, missing, incoming, self.keep)
+        self._unpacker = Unpacker(missing, incoming, self.keep)
         return list(missing)
 
     def keep(self, digest: str, path: str) -> None:
@@ -69,7 +69,7 @@ class ContentStore:
         os.rename(path, self.path(digest))
 
     def take(self, piece: bytes) -> None:
-        """Unpack a piece of the archive of the expected contents.
+        """Unpack a piece of the expected contents.
 
         Raises:
             PackError: the piece does not belong to the expected contents.
@@ -126,7 +126,7 @@ class CodeStore(ContentStore):
         self._contents.add(digest)
 
     def take(self, piece: bytes) -> None:
-        """Unpack a piece of the archive of the expected contents.
+        """Unpack a piece of the expected contents.
 
         Raises:
             StoreError: the piece cannot be written.
@@ -175,7 +175,7 @@ class CodeStore(ContentStore):
         return tree
 
     def pieces(self, tree: Tree, digests: list[str]) -> Iterator[bytes]:
-        """Yield the archive of some contents of a tree, in pieces for ``take``.
+        """Yield some contents of a tree, in pieces for ``take``.
 
         Raises:
             StoreError: a content cannot be read.

@@ -35,13 +35,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NO_PATH = re.compile(r"\0|(^|/)\.{0,2}(/|\Z)")
 
 PIECE = 1 << 19
-"""Largest piece of an archive, and largest part of a file held in memory, in bytes."""
+"""Largest piece that is sent, and largest part of a file held in memory, in bytes."""
 
 _LEVEL = 1
 """The zlib level. It compresses source code to a quarter at 100 MB/s; higher levels take longer than they save."""
-
-_HEAD = 40
-"""Length of a record's header (digest and size) in bytes."""
 
 
 def is_home_or_root(folder: str) -> bool:
@@ -190,11 +187,11 @@ class ChangedError(Exception):
 
 
 class PackError(ValueError):
-    """The received data is not the expected archive; the message says why."""
+    """The received data is not what was expected; the message says why."""
 
 
 def pack(files: Iterable[tuple[str, int, str]]) -> Iterator[bytes]:
-    """Yield the archive of some files in pieces of at most ``PIECE`` bytes.
+    """Yield the contents of some files, one after the other and compressed, in pieces of at most ``PIECE`` bytes.
 
     Args:
         files: digest (hex), size in bytes and path of each file.
@@ -206,7 +203,7 @@ def pack(files: Iterable[tuple[str, int, str]]) -> Iterator[bytes]:
     packer = zlib.compressobj(_LEVEL)
     waiting = b""
     for digest, size, path in files:
-        for data in _record(digest, size, path):
+        for data in _checked(digest, size, path):
             waiting += packer.compress(data)
             while len(waiting) >= PIECE:
                 yield waiting[:PIECE]
@@ -216,11 +213,10 @@ def pack(files: Iterable[tuple[str, int, str]]) -> Iterator[bytes]:
         yield waiting[start : start + PIECE]
 
 
-def _record(digest: str, size: int, path: str) -> Iterator[bytes]:
+def _checked(digest: str, size: int, path: str) -> Iterator[bytes]:
     found, left = hashlib.sha256(), size
     try:
         with open(safe_files.open_file(path, any_owner=True), "rb", buffering=0) as file:
-            yield bytes.fromhex(digest) + size.to_bytes(8, "big")
             while left:
                 data = file.read(min(left, PIECE))
                 if not data:
@@ -235,38 +231,32 @@ def _record(digest: str, size: int, path: str) -> Iterator[bytes]:
 
 
 class Unpacker:
-    """Unpack an archive piece by piece, and check the digest of each content.
+    """Unpack what ``pack`` has made, piece by piece, and check the digest of each content.
+
+    Attributes:
+        missing: the number of contents that are not complete.
 
     Args:
-        expected: sizes in bytes of the contents that the archive may hold, by digest.
-        wanted: digests of the contents to keep. The others are skipped: an archive for all hosts may hold contents that
-            this host has already.
+        contents: sizes in bytes of the contents, by digest, in the order in which they arrive.
         folder: folder for contents that are not complete yet.
         keep: called with the digest and the path of each complete content; must move the file away.
     """
 
-    def __init__(
-        self, expected: Mapping[str, int], wanted: Iterable[str], folder: str, keep: Callable[[str, str], None]
-    ) -> None:
-        self._expected = expected
-        self._wanted = set(wanted)
+    def __init__(self, contents: Mapping[str, int], folder: str, keep: Callable[[str, str], None]) -> None:
+        self.missing = len(contents)
+        self._contents = contents
         self._folder = folder
         self._keep = keep
         self._unpacker = zlib.decompressobj()
         self._data = memoryview(b"")
-        self._contents = self._receive()
-        next(self._contents)
-
-    @property
-    def missing(self) -> int:
-        """The number of wanted contents that have not been received."""
-        return len(self._wanted)
+        self._receiving = self._receive()
+        next(self._receiving)
 
     def feed(self, piece: bytes) -> None:
-        """Unpack the next piece of the archive.
+        """Unpack the next piece.
 
         Raises:
-            PackError: the data is not zlib, or a content is not expected or has the wrong digest.
+            PackError: the data is not zlib, is more than was expected, or a content has the wrong digest.
             OSError: a content cannot be written.
         """
         while piece:
@@ -278,33 +268,21 @@ class Unpacker:
             if not data:
                 return
             self._data = memoryview(data)
-            self._contents.send(None)
+            self._receiving.send(None)
 
     def close(self) -> None:
         """Delete the content that is not complete yet, if there is one."""
-        self._contents.close()
+        self._receiving.close()
 
     def _receive(self) -> Generator[None, None, None]:
         """Store the contents, one after the other; ``yield`` waits until there is data."""
-        head = b""
-        while True:
-            while len(head) < _HEAD:
-                if not self._data:
-                    yield
-                lacks = _HEAD - len(head)
-                head, self._data = head + self._data[:lacks], self._data[lacks:]
-            digest, left = head[:32].hex(), int.from_bytes(head[32:], "big")
-            head = b""
-            if self._expected.get(digest) != left:
-                raise PackError(f"{left} bytes of the digest {digest} arrived that were not requested")
-            path = os.path.join(self._folder, f"{digest}.part") if digest in self._wanted else os.devnull
-            found = hashlib.sha256()
+        for digest, size in self._contents.items():
+            path = os.path.join(self._folder, f"{digest}.part")
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # a program may have put a FIFO or a link there
             try:
-                if path != os.devnull:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(path)  # a program may have put a FIFO or a link there
-                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-                with open(fd, "wb", buffering=0) as file:
+                with open(path, "xb", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                    found, left = hashlib.sha256(), size
                     while left:
                         if not self._data:
                             yield
@@ -314,11 +292,12 @@ class Unpacker:
                         safe_files.write_all(file.fileno(), some)
                 if found.hexdigest() != digest:
                     raise PackError(f"the file received as {digest} has another digest")
-                if path != os.devnull:
-                    self._keep(digest, path)
-                    self._wanted.discard(digest)
+                self._keep(digest, path)
+                self.missing -= 1
             except BaseException:
-                if path != os.devnull:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(path)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
                 raise
+        if not self._data:
+            yield
+        raise PackError("more contents arrived than were requested")

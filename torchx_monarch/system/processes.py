@@ -73,14 +73,6 @@ def become_subreaper() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def ignore_signals(numbers: Iterable[int]) -> None:
-    """Ignore signals from a thread that is not the main thread, where Python's ``signal.signal`` refuses."""
-    function = _libc.signal
-    function.argtypes, function.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    for number in numbers:
-        function(number, int(signal.SIG_IGN))
-
-
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent thread ends; exit now if the parent is not ``parent``."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
