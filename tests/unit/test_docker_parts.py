@@ -25,6 +25,7 @@ from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import seconds
 from torchx_monarch.backends.docker import host_results, native, request, snapshot
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot
 from torchx_monarch.model.host_result import HostResult
@@ -349,7 +350,7 @@ def test_a_damaged_label_is_named() -> None:
     ],
 )
 def test_times_of_dockerd(text: str, expected: float) -> None:
-    assert native.seconds(text) == expected
+    assert seconds(text) == expected
 
 
 def test_errors_of_the_daemon_are_for_users() -> None:

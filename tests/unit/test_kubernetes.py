@@ -35,12 +35,12 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnap
 from torchx_monarch.backends.core.state import AppStatus, count_restarts, reduce
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.kubernetes import logs, names, snapshot
+from torchx_monarch.backends.core.timed_line import seconds
+from torchx_monarch.backends.kubernetes import logs, request, snapshot
 from torchx_monarch.backends.kubernetes.backend import KubernetesBackend
 from torchx_monarch.backends.kubernetes.native import Api
-from torchx_monarch.backends.kubernetes.objects import AppObjects
 from torchx_monarch.backends.kubernetes.request import with_credentials
-from torchx_monarch.backends.kubernetes.snapshot import Attempt, JobReport
+from torchx_monarch.backends.kubernetes.snapshot import AppObjects, Attempt, JobReport
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -163,7 +163,7 @@ def test_one_job_for_each_role_and_all_names_known_before_the_start(runner: Runn
     assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
     for index, job in enumerate((first, second)):
         name = job["metadata"]["name"]
-        app_id = job["metadata"]["labels"][names.LABEL_APP]
+        app_id = job["metadata"]["labels"][request.LABEL_APP]
         assert job["spec"]["completionMode"] == "Indexed"
         assert job["spec"]["template"]["spec"]["subdomain"] == app_id
         assert f"tls:@MONARCH_REPLICA0_{index}:{20100 + index}" in container(job)["command"]
@@ -179,9 +179,9 @@ def test_one_job_for_each_role_and_all_names_known_before_the_start(runner: Runn
 @pytest.mark.parametrize("app", ["a" * 80, "-_-App.1", "1.5B", "name with blanks/and ümlauts", "___"])
 @pytest.mark.parametrize("roles", [("r",), ("x" * 70 + "a", "x" * 70 + "b"), ("A_b", "a-b"), ("--",)])
 def test_names_are_valid_and_differ(app: str, roles: tuple[str, ...]) -> None:
-    app_id = names.app_id(app)
+    app_id = request.new_app_id(app)
     assert re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", app_id), app_id
-    hosts = [f"{job}-{replica}" for job in names.job_names(app_id, roles) for replica in (0, 9999)]
+    hosts = [f"{job}-{replica}" for job in request.job_names(app_id, roles) for replica in (0, 9999)]
     assert len(set(hosts)) == len(hosts)
     for host in hosts:
         assert re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", host) and len(host) <= 63, host
@@ -228,7 +228,7 @@ def test_images_of_workspaces_are_named_as_they_will_be_pushed(runner: Runner) -
     assert info.images == {"sha256:abc": ("registry/a", "abc")}
     service, _, job = info.request.objects
     assert container(job)["image"] == "registry/a:abc"
-    described = SubmittedApp.unpack(service["metadata"]["annotations"][names.ANNOTATION_APP])
+    described = SubmittedApp.unpack(service["metadata"]["annotations"][request.ANNOTATION_APP])
     assert described.app.roles[0].image == "registry/a:abc"
 
 
@@ -267,7 +267,7 @@ def test_volcano_names_replica_0_of_each_role(runner: Runner) -> None:
         assert env.keys() >= {"MONARCH_REPLICA0_0", "MONARCH_REPLICA0_1"}
         assert env["TORCHX_RANK0_HOST"] == f"{app_id}-my-train-0-0.{app_id}"
     assert job["spec"]["queue"] == "default"
-    stored = SubmittedApp.unpack(job["metadata"]["annotations"][names.ANNOTATION_APP])
+    stored = SubmittedApp.unpack(job["metadata"]["annotations"][request.ANNOTATION_APP])
     assert [role.entrypoint for role in stored.app.roles] == ["torchrun", "torchrun"]
 
 
@@ -507,9 +507,9 @@ def test_a_pod_that_can_never_start_fails_the_app_after_a_while() -> None:
 def stored(record: str, ending: str = "", mode: str = "job", **more: Any) -> AppObjects:
     """The objects of an app; ``record`` is the packed app."""
     options = json.dumps({"grace": 7, "pull_timeout": 60})
-    annotations = {names.ANNOTATION_APP: record, names.ANNOTATION_OPTIONS: options}
+    annotations = {request.ANNOTATION_APP: record, request.ANNOTATION_OPTIONS: options}
     if ending:
-        annotations[names.ANNOTATION_ENDED] = ending
+        annotations[request.ANNOTATION_ENDED] = ending
     metadata = {"name": "a", "creationTimestamp": "2026-11-20T10:00:00Z", "annotations": annotations}
     status = more.pop("status", {})
     return AppObjects(mode, "n", {"metadata": metadata, "spec": {"queue": "q"}, "status": status}, **more)
@@ -519,7 +519,7 @@ def labelled(number: int, **more: Any) -> dict[str, Any]:
     made = pod(**more)
     made["metadata"]["name"] = f"p{number}"
     made["metadata"]["annotations"] = {"batch.kubernetes.io/job-completion-index": str(number)}
-    made["metadata"]["labels"] = {names.LABEL_ROLE: "0", "torchx.pytorch.org/role-name": "main"}
+    made["metadata"]["labels"] = {request.LABEL_ROLE: "0", "torchx.pytorch.org/role-name": "main"}
     return made
 
 
@@ -529,7 +529,7 @@ def packed(retries: int = 0) -> str:
 
 
 def test_a_snapshot_of_an_apps_objects() -> None:
-    job = {"metadata": {"uid": "u", "labels": {names.LABEL_ROLE: "0"}}, "spec": {}}
+    job = {"metadata": {"uid": "u", "labels": {request.LABEL_ROLE: "0"}}, "spec": {}}
     found = snapshot.assemble(stored(packed(), jobs=[job], pods=[labelled(0, phase="Running")]), NOW)
     assert (found.app_id, found.name, found.grace, found.ending, found.native) == ("n:a", "My App", 7.0, None, None)
     assert [one.state for one in found.replicas] == [State.RUNNING, State.PENDING]
@@ -578,16 +578,16 @@ def test_reading_sends_no_change_whatever_the_clock(
     monkeypatch: pytest.MonkeyPatch, skew: float, second: dict[str, str] | None, message: str
 ) -> None:
     """Of an image that could not be pulled 10 s ago, and of a host that has failed 1 s ago."""
-    now = snapshot.seconds("2026-11-20T10:00:10Z")
+    now = seconds("2026-11-20T10:00:10Z")
     monkeypatch.setattr(time, "time", lambda: now + skew)
     waits = {"containerStatuses": [{"name": "main", "state": {"waiting": second}}]}
     pods = [labelled(0, phase="Running"), labelled(1, **waits) if second else labelled(1, phase="Failed", **ended(1))]
-    metadata = {"name": "j", "uid": "u", "labels": {names.LABEL_ROLE: "0"}}
+    metadata = {"name": "j", "uid": "u", "labels": {request.LABEL_ROLE: "0"}}
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": {}}
     server = RecordingServer("Fri, 20 Nov 2026 10:00:10 GMT", jobs=[job], pods=pods, events=[])
     backend = KubernetesBackend()
-    backend._connected = Api(Configuration(host="http://server"), "n")
-    backend._connected._pool = cast(Any, server)
+    backend._api = Api(Configuration(host="http://server"), "n")
+    backend._api._pool = cast(Any, server)
     found = Apps(backend, "monarch_kubernetes").read("n:a")
     assert found is not None and (found[1].state, found[1].message) == (State.RUNNING, message)
     assert server.writes == []

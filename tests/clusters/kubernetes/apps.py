@@ -24,8 +24,8 @@ from torchx.specs import Resource, Role
 from tests.clusters.kubernetes.cluster import WIRE, Cluster
 from tests.contract.place import Place, left_to_others
 from tests.network.relay import Relay
-from torchx_monarch.backends.kubernetes.names import LABEL_APP
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
+from torchx_monarch.backends.kubernetes.request import LABEL_APP
 from torchx_monarch.client.target import Target
 from torchx_monarch.schedulers import monarch_kubernetes
 

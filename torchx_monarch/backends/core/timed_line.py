@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One line of a replica's log."""
+"""A line of a replica's log, and the times that Docker and Kubernetes write before lines and into their objects."""
 
 from __future__ import annotations
 
+import re
+from datetime import datetime
 from typing import NamedTuple
+
+_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
 
 
 class TimedLine(NamedTuple):
@@ -18,3 +22,21 @@ class TimedLine(NamedTuple):
     time: float
     text: str
     end: int = 0
+
+
+def nanoseconds(text: str) -> int:
+    """Convert ``2026-11-20T10:11:12.123456789Z`` to nanoseconds since the epoch; 0 for Go's zero time and other texts.
+
+    ``datetime`` has microseconds only, and Python 3.10's ``fromisoformat`` reads no ``Z``.
+    """
+    found = _TIME.fullmatch(text)
+    if found is None or text.startswith("0001-"):
+        return 0
+    whole = datetime.fromisoformat(found[1] + found[3].replace("Z", "+00:00"))
+    return int(whole.timestamp()) * 10**9 + int((found[2] or "").ljust(9, "0")[:9])
+
+
+def seconds(text: str | None) -> float:
+    """Convert such a time to seconds since the epoch; 0.0 for None and where ``nanoseconds`` is 0."""
+    whole, part = divmod(nanoseconds(text or ""), 10**9)
+    return whole + part / 1e9

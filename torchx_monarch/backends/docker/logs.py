@@ -12,8 +12,7 @@ from docker.errors import NotFound
 from torchx.schedulers.api import Stream
 
 from torchx_monarch.backends.core.backend import LogQuery
-from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.docker.native import seconds
+from torchx_monarch.backends.core.timed_line import TimedLine, seconds
 from torchx_monarch.system.line_output import LineReader
 
 if TYPE_CHECKING:

@@ -7,11 +7,9 @@ import contextlib
 import io
 import logging
 import os
-import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import docker
@@ -21,6 +19,7 @@ from docker.errors import APIError, DockerException, NotFound
 from torchx.schedulers.docker_scheduler import LABEL_APP_ID, NETWORK
 
 from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.backends.core.timed_line import seconds
 from torchx_monarch.backends.docker.request import LABEL_APP
 
 if TYPE_CHECKING:
@@ -204,16 +203,6 @@ def read_file(container: Container, path: str, since: float = 0.0) -> str:
             return file.read().decode(errors="replace") if file is not None else ""
     except (DockerException, tarfile.TarError):
         return ""
-
-
-def seconds(text: str) -> float:
-    """Convert dockerd's ``2026-11-20T10:11:12.123456789Z`` to seconds since the epoch; 0.0 for its zero time."""
-    found = re.fullmatch(r"(\d+-\d+-\d+T\d+:\d+:\d+)(\.\d+)?(Z|[+-]\d+:\d+)", text)
-    if found is None or text.startswith("0001-"):
-        return 0.0
-    zone = "+00:00" if found[3] == "Z" else found[3]
-    whole = datetime.fromisoformat(found[1] + zone).astimezone(timezone.utc).timestamp()
-    return whole + float(found[2] or 0)
 
 
 def _where() -> str:

@@ -11,8 +11,8 @@ from torchx.schedulers.docker_scheduler import LABEL_REPLICA_ID, LABEL_ROLE_NAME
 
 from torchx_monarch.backends.core.snapshot import STOP_CODES, AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import seconds
 from torchx_monarch.backends.docker import request
-from torchx_monarch.backends.docker.native import seconds
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import describe_shell_code
 from torchx_monarch.model.role_spec import RoleSpec

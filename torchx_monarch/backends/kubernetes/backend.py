@@ -6,6 +6,7 @@ The API server holds the whole state of an app, so any process on any machine ca
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.kubernetes import jobs, lifecycle, logs, names, objects, options, snapshot, volcano
+from torchx_monarch.backends.kubernetes import jobs, logs, objects, options, request, snapshot, volcano
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import KubernetesRequest, collection
@@ -28,7 +29,10 @@ from torchx_monarch.model.check_result import CheckResult, check
 _MIN_VERSION = (1, 29)
 """The oldest Kubernetes with what ``mode=job`` needs."""
 
-_RIGHTS = "create services, create secrets, patch secrets, list pods, delete pods, get pods/log"
+_MAX_ANNOTATIONS = 256 << 10
+"""Largest total size of an object's annotations in bytes; the API server refuses more."""
+
+_RIGHTS = "create services, create secrets, patch secrets, list pods, delete pods, get pods/log, create jobs"
 """The rights that both modes need; docs/how_to/set_up_security.md has all."""
 
 
@@ -43,18 +47,14 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
 
     def __init__(self) -> None:
         self.workspace = DockerWorkspaceMixin()
-        self._connected: Api | None = None
 
-    @property
+    @functools.cached_property
     def _api(self) -> Api:
-        if self._connected is None:
-            self._connected = Api.from_environment()
-        return self._connected
+        return Api.from_environment()
 
     def close(self) -> None:
-        if self._connected is not None:
-            self._connected.close()
-            self._connected = None
+        if api := self.__dict__.pop("_api", None):
+            api.close()
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
@@ -68,18 +68,15 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
             _ = self._api
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: KubernetesOpts) -> KubernetesRequest:
-        """Return the request that runs an app.
-
-        Queries the cluster for Volcano (``mode=auto``) and has it validate the objects (``validate_spec``).
-        """
+        """Ask the cluster for Volcano (``mode=auto``), and have it validate the objects (``validate_spec``)."""
         record = {
-            names.ANNOTATION_APP: submitted.pack(),
-            names.ANNOTATION_OPTIONS: json.dumps({"grace": options.grace, "pull_timeout": options.pull_timeout}),
+            request.ANNOTATION_APP: submitted.pack(),
+            request.ANNOTATION_OPTIONS: json.dumps({"grace": options.grace, "pull_timeout": options.pull_timeout}),
         }
         size = sum(len(key) + len(value) for key, value in record.items())
-        if size > names.MAX_ANNOTATIONS:
+        if size > _MAX_ANNOTATIONS:
             raise UserError(
-                f"the app takes {size} bytes when it is packed, and Kubernetes keeps {names.MAX_ANNOTATIONS} "
+                f"the app takes {size} bytes when it is packed, and Kubernetes keeps {_MAX_ANNOTATIONS} "
                 "with an object; put what is large among its arguments and environment into files"
             )
         mode = options.mode
@@ -94,19 +91,19 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
                     raise
                 namespace = "default"
         render = volcano.render if mode == "volcano" else jobs.render
-        request = render(app, submitted.roles, options, namespace, record)
-        if options.validate_spec:
-            lifecycle.validate(self._api, request)
-        return request
+        rendered = render(app, submitted.roles, options, namespace, record)
+        for resource in rendered.objects if options.validate_spec else ():
+            objects.create(self._api, resource, namespace, dry_run=True)
+        return rendered
 
     def submit(self, request: KubernetesRequest, submitted: SubmittedApp, credentials: str) -> str:
-        lifecycle.submit(self._api, request, credentials)
+        objects.submit(self._api, request, credentials)
         return f"{request.namespace}:{request.app_id}"
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> KubernetesSnapshot | None:
-        place = names.split(app_id)
+        place = request.split(app_id)
         found = objects.find(self._api, *place) if place else None
         if found is None:
             return None
@@ -114,10 +111,9 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         return snapshot.assemble(found, self._api.server_time, refusals)
 
     def snapshots(self, options: Cfg) -> list[KubernetesSnapshot]:
-        """Read the state of this scheduler's apps in one namespace. (TorchX lists all Volcano jobs of all users.)
+        """Read the apps of one namespace: that of the kubeconfig, unless the option names one.
 
-        Args:
-            options: its ``namespace`` is the namespace; without it, that of the kubeconfig's context.
+        TorchX lists all Volcano jobs of all users.
         """
         found = objects.find_all(self._api, str(options.get("namespace") or self._api.namespace))
         return read_undamaged(found, lambda objects: snapshot.assemble(objects, self._api.server_time))
@@ -125,8 +121,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
     def read_log(
         self, app: KubernetesSnapshot, role: str, replica: int, query: LogQuery[KubernetesSnapshot]
     ) -> Iterator[TimedLine]:
-        """Yield the lines of one replica's log, from all of its pods that still exist."""
-
         def attempts() -> Sequence[Attempt]:
             latest = query.latest() if query.follow else None
             return (latest or app).attempts[role, replica]
@@ -134,7 +128,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         return logs.lines(self._api, collection("v1", "Pod", app.objects.namespace), attempts, query)
 
     def native_request(self, app_id: str) -> tuple[KubernetesRequest, SubmittedApp | None] | None:
-        """Return the app's record and Jobs as the API server has them; None if the app does not exist."""
+        """Return the app's record and Jobs as the API server has them."""
         app = self.snapshot(app_id, brief=True)
         if app is None:
             return None
@@ -145,11 +139,11 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def stop(self, app: KubernetesSnapshot, outcome: Outcome, grace: float | None) -> None:
-        """Begin to end what is left of an app. The pods have their grace period, whatever ``grace`` is."""
-        lifecycle.stop(self._api, app, outcome)
+        """Give the pods their grace period, whatever ``grace`` is."""
+        objects.stop(self._api, app, outcome)
 
     def remove(self, app: KubernetesSnapshot) -> None:
-        lifecycle.remove(self._api, app)
+        objects.remove(self._api, app)
 
 
 def check_cluster(api: Api, options: KubernetesOpts | None) -> Iterator[CheckResult]:
@@ -168,16 +162,16 @@ def check_cluster(api: Api, options: KubernetesOpts | None) -> Iterator[CheckRes
     advice = "Volcano is not installed in the cluster; use -cfg mode=job"
     yield check("mode", mode, fail=advice if mode == "volcano" and not has_volcano else "")
     group = "batch.volcano.sh" if mode == "volcano" else "batch"
-    lacking = [right for right in _RIGHTS.split(", ") if not _may(api, namespace, "", right)]
-    lacking += [] if _may(api, namespace, group, "create jobs") else ["create jobs"]
+    lacking = [right for right in _RIGHTS.split(", ") if not _may(api, namespace, right, group)]
     advice = f"you lack the rights to {', '.join(lacking)}; docs/how_to/set_up_security.md has a role with all"
     yield check("namespace", namespace, fail=advice if lacking else "")
 
 
-def _may(api: Api, namespace: str, group: str, right: str) -> bool:
+def _may(api: Api, namespace: str, right: str, job_group: str) -> bool:
     """Return whether the user has a right in a namespace; True if the cluster does not tell."""
     verb, _, resource = right.partition(" ")
     name, _, part = resource.partition("/")
+    group = job_group if name == "jobs" else ""
     attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": name, "subresource": part}
     version = "authorization.k8s.io/v1"
     body = {"apiVersion": version, "kind": "SelfSubjectAccessReview", "spec": {"resourceAttributes": attributes}}

@@ -15,9 +15,9 @@ from torchx.schedulers.kubernetes_scheduler import LABEL_REPLICA_ID, pod_labels,
 from torchx.specs import AppDef, Role, macros
 from torchx.specs.overlays import get_overlay
 
-from torchx_monarch.backends.kubernetes import names, pods
+from torchx_monarch.backends.kubernetes import pods, request
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
-from torchx_monarch.backends.kubernetes.request import KubernetesRequest, Object, secret
+from torchx_monarch.backends.kubernetes.request import KubernetesRequest, Object
 from torchx_monarch.model.env_names import RANK0_HOST
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.torchx_adapter import torchx_api
@@ -32,27 +32,21 @@ _REPLICA = "<torchx-monarch:replica>"
 def render(
     app: AppDef, specs: Sequence[RoleSpec], cfg: KubernetesOpts, namespace: str, record: dict[str, str]
 ) -> KubernetesRequest:
-    """Return the request for an app.
-
-    Raises:
-        ValueError: the host name of a pod would be too long.
-    """
-    app_id = names.app_id(app.name)
-    jobs = names.job_names(app_id, [role.name for role in app.roles])
-    for role, job in zip(app.roles, jobs, strict=True):
-        names.check_host_name(f"{job}-{role.num_replicas - 1}", f"{role.name}/{role.num_replicas - 1}")
+    """Return the request for an app."""
+    app_id = request.new_app_id(app.name)
+    jobs = request.job_names(app_id, [role.name for role in app.roles])
     # The pods' subdomain is the Service's name. POD.SERVICE resolves within the namespace.
     context = pods.PodContext(app_id, namespace, cfg, [f"{job}-0.{app_id}" for job in jobs])
-    metadata: Object = {"name": app_id, "labels": {names.LABEL_APP: app_id, **(cfg.labels or {})}}
+    metadata: Object = {"name": app_id, "labels": {request.LABEL_APP: app_id, **(cfg.labels or {})}}
     service: Object = {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {**metadata, "annotations": record},
         # Hosts resolve each other's names before their pods are ready.
-        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {names.LABEL_APP: app_id}},
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {request.LABEL_APP: app_id}},
     }
     # The record first: after a submission that is killed, `torchx list` shows the app and `torchx delete` removes it.
-    objects = [service, secret(metadata)]
+    objects = [service, request.secret(metadata)]
     for index, (job, spec) in enumerate(zip(jobs, specs, strict=True)):
         objects.append(_job(job, index, spec, metadata["labels"], cfg, _template(app, index, spec.runs_hosts, context)))
     return KubernetesRequest("job", namespace, app_id, objects)
@@ -60,7 +54,7 @@ def render(
 
 def _job(name: str, index: int, spec: RoleSpec, labels: Object, cfg: KubernetesOpts, template: Object) -> Object:
     kueue = {"kueue.x-k8s.io/queue-name": cfg.kueue_queue, "kueue.x-k8s.io/priority-class": cfg.kueue_priority}
-    labels = {**labels, names.LABEL_ROLE: str(index), **{label: value for label, value in kueue.items() if value}}
+    labels = {**labels, request.LABEL_ROLE: str(index), **{label: value for label, value in kueue.items() if value}}
     job: Object = {
         "completionMode": "Indexed",
         "completions": spec.replicas,

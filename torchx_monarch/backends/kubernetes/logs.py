@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 
 from torchx_monarch.backends.core.backend import LogQuery
-from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.backends.core.timed_line import TimedLine, nanoseconds
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
-from torchx_monarch.backends.kubernetes.snapshot import Attempt, KubernetesSnapshot, nanoseconds
+from torchx_monarch.backends.kubernetes.snapshot import Attempt, KubernetesSnapshot
 
 _POLL = 0.5
 """Seconds between two polls of a followed replica that has no running pod."""

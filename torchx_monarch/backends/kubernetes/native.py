@@ -45,10 +45,11 @@ class KubernetesError(BackendError):
         is_repeated: whether the request was sent more than once, so that an earlier one may have taken effect.
     """
 
+    is_repeated = False
+
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
-        self.is_repeated = False
 
 
 class Api:
@@ -111,9 +112,7 @@ class Api:
 
     def find(self, path: str) -> Object | None:
         """Return an object, or None if it does not exist."""
-        with _missing_is_none():
-            return self.get(path)
-        return None
+        return self._if_exists("GET", path, {})
 
     def items(self, path: str, selector: str) -> list[Object]:
         """Return all objects of a collection that match a label selector."""
@@ -134,9 +133,7 @@ class Api:
 
     def patch(self, path: str, body: Object) -> Object | None:
         """Apply a JSON merge patch to an object and return the object, or None if it does not exist."""
-        with _missing_is_none():
-            return self._json("PATCH", path, {}, body, content="application/merge-patch+json")
-        return None
+        return self._if_exists("PATCH", path, {}, body, "application/merge-patch+json")
 
     def replace_status(self, path: str, body: Object) -> Object:
         """Replace an object's status. It is refused with status 409 if the object has changed since it was read."""
@@ -149,8 +146,7 @@ class Api:
             propagation: what happens to the objects that it owns: ``Background`` deletes them, ``Orphan`` keeps them.
             query: ``labelSelector``, for a collection.
         """
-        with _missing_is_none():
-            self._json("DELETE", path, {**query, "propagationPolicy": propagation})
+        self._if_exists("DELETE", path, {**query, "propagationPolicy": propagation})
 
     def lines(self, path: str, **query: str) -> Iterator[bytes]:
         """Yield the lines of an answer as they arrive, each with its line end; stop when the connection breaks."""
@@ -165,13 +161,21 @@ class Api:
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
-    def _json(self, method: str, path: str, query: dict[str, str], body: Object | None = None, **more: Any) -> Object:
-        answer = self._send(method, path, query, body, **more)
+    def _if_exists(self, *request: Any) -> Object | None:
+        """Send a request (``_send``) and return the answer's object; None if what it names does not exist."""
         try:
-            decoded: Object = json.loads(answer.data)
+            return self._json(*request)
+        except KubernetesError as error:
+            if error.status != 404:
+                raise
+            return None
+
+    def _json(self, *request: Any) -> Object:
+        try:
+            answer: Object = json.loads(self._send(*request).data)
         except ValueError as error:
-            raise KubernetesError(f"{self.host}{path} does not answer as an API server does: {error}") from None
-        return decoded
+            raise KubernetesError(f"{self.host} does not answer as an API server does: {error}") from None
+        return answer
 
     def _send(
         self,
@@ -241,12 +245,3 @@ class Api:
             f"the cluster at {self.host}, which the kubeconfig names, cannot be reached: {why}. Does it run, and is "
             "KUBECONFIG or the context the right one?"
         )
-
-
-@contextlib.contextmanager
-def _missing_is_none() -> Iterator[None]:
-    try:
-        yield
-    except KubernetesError as error:
-        if error.status != 404:
-            raise

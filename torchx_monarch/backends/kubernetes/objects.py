@@ -1,65 +1,121 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read the records, Jobs and pods of apps from the API server."""
+"""Create the objects of an app, or none of them; read them; end an app, in mode ``job`` with its logs kept; remove it.
+
+Kubernetes ends pods by deleting them together with their logs; deleting or suspending a Job does the same. So the Jobs
+are deleted with their pods orphaned, and each pod gets an ``activeDeadlineSeconds`` that has already passed. The
+kubelet then ends the pod with SIGTERM and its grace period, and the pod stays, with its log, until the app is deleted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import json
+import logging
+import time
+from collections import defaultdict
 
-from torchx_monarch.backends.kubernetes import names
+from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.kubernetes import request
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
-from torchx_monarch.backends.kubernetes.request import VOLCANO, Object, collection
+from torchx_monarch.backends.kubernetes.request import (
+    LABEL_APP,
+    VOLCANO,
+    KubernetesRequest,
+    Object,
+    collection,
+    owner,
+    path_of,
+)
+from torchx_monarch.backends.kubernetes.snapshot import DEADLINE, AppObjects, Attempt, KubernetesSnapshot
+
+_NEEDED = ("completionMode", "backoffLimitPerIndex")
+"""Fields of a Job that a server older than 1.29 silently drops."""
+
+_log = logging.getLogger("torchx_monarch")
 
 
-@dataclass(frozen=True)
-class AppObjects:
-    """The objects of one app.
+def submit(api: Api, app: KubernetesRequest, credentials: str) -> None:
+    """Create all objects of a request; remove those that exist if an object cannot be created.
 
-    Attributes:
-        mode: ``job`` or ``volcano``.
-        record: the object that carries the app's annotations: the Service, or the Volcano job.
-        jobs: the existing Jobs in mode ``job``; empty in mode ``volcano``.
-        pods: the existing pods.
+    Objects that are created after the jobs belong to them from the start; those created before are given to them last.
     """
+    objects: list[Object] = []
+    jobs: list[Object] = []
+    try:
+        for resource in request.with_credentials(app.objects, credentials):
+            if jobs and resource["kind"] != "Job":
+                resource = {**resource, "metadata": {**resource["metadata"], "ownerReferences": jobs}}
+            objects.append(resource)
+            try:
+                stored = create(api, resource, app.namespace)
+            except KubernetesError as error:
+                if 400 <= error.status < 500:
+                    objects.pop()  # it was not created, and an object of that name may belong to another app
+                raise
+            if resource["kind"] == "Job":
+                jobs.append(owner(stored))
+        # The record, created first, comes last: by it an app is found whose Secret has no owner yet.
+        for resource in reversed(objects):
+            if resource["kind"] != "Job" and "ownerReferences" not in resource["metadata"]:
+                api.patch(path_of(resource, app.namespace), {"metadata": {"ownerReferences": jobs}})
+    except BaseException:
+        for resource in reversed(objects):
+            try:
+                api.delete(path_of(resource, app.namespace))
+            except KubernetesError as error:
+                name = f"{resource['kind'].lower()} {resource['metadata']['name']} --namespace {app.namespace}"
+                _log.warning("not removed, to be done by `kubectl delete %s`: %s", name, error)
+        raise
 
-    mode: str
-    namespace: str
-    record: Object
-    jobs: Sequence[Object] = ()
-    pods: Sequence[Object] = ()
 
-    @property
-    def name(self) -> str:
-        """The app's id without the namespace."""
-        return str(self.record["metadata"]["name"])
+def create(api: Api, resource: Object, namespace: str, dry_run: bool = False) -> Object:
+    """Create an object, or have it checked alone; check that the server keeps the fields that this package needs."""
+    stored = api.create(collection(resource["apiVersion"], resource["kind"], namespace), resource, dry_run)
+    dropped = [key for key in _NEEDED if key in resource.get("spec", {}) and key not in stored.get("spec", {})]
+    if dropped:
+        raise KubernetesError(
+            f"the cluster does not know {' and '.join(dropped)} of a Job: mode=job needs Kubernetes 1.29 or later"
+        )
+    return stored
 
 
 def find(api: Api, namespace: str, name: str) -> AppObjects | None:
     """Return the objects of an app; None if this scheduler has no app of this id."""
-    mode, record = "job", api.find(f"{collection('v1', 'Service', namespace)}/{name}")
-    if record is None or not _is_record(record):
-        mode, record = "volcano", api.find(f"{collection(VOLCANO, 'Job', namespace)}/{name}")
-    if record is None or not _is_record(record):
-        return None
-    selector = f"{names.LABEL_APP}={name}"
-    jobs = api.items(collection("batch/v1", "Job", namespace), selector) if mode == "job" else []
-    return AppObjects(mode, namespace, record, jobs, api.items(collection("v1", "Pod", namespace), selector))
+    for mode, record_path in (("job", collection("v1", "Service", namespace)), ("volcano", _volcano_jobs(namespace))):
+        record = api.find(f"{record_path}/{name}")
+        if record is not None and _is_record(record):
+            selector = f"{LABEL_APP}={name}"
+            jobs = api.items(collection("batch/v1", "Job", namespace), selector) if mode == "job" else []
+            return AppObjects(mode, namespace, record, jobs, api.items(collection("v1", "Pod", namespace), selector))
+    return None
 
 
 def find_all(api: Api, namespace: str) -> list[AppObjects]:
     """Return the objects of all apps of this scheduler in a namespace, the newest app first."""
-    label = names.LABEL_APP
-    jobs = _by_app(api.items(collection("batch/v1", "Job", namespace), label))
-    pods = _by_app(api.items(collection("v1", "Pod", namespace), label))
-    records = [("job", service) for service in api.items(collection("v1", "Service", namespace), label)]
+
+    def by_app(path: str) -> dict[str, list[Object]]:
+        found = defaultdict[str, list[Object]](list)
+        for resource in api.items(path, LABEL_APP):
+            found[resource["metadata"]["labels"][LABEL_APP]].append(resource)
+        return found
+
+    jobs, pods = by_app(collection("batch/v1", "Job", namespace)), by_app(collection("v1", "Pod", namespace))
+    records = [("job", service) for service in api.items(collection("v1", "Service", namespace), LABEL_APP)]
     if has_volcano(api):
-        records += [("volcano", job) for job in api.items(collection(VOLCANO, "Job", namespace), label)]
+        records += [("volcano", job) for job in api.items(_volcano_jobs(namespace), LABEL_APP)]
     apps = []
     for mode, record in records:
         if _is_record(record):
             name = record["metadata"]["name"]
-            apps.append(AppObjects(mode, namespace, record, jobs.get(name, []), pods.get(name, [])))
+            apps.append(AppObjects(mode, namespace, record, jobs[name], pods[name]))
     return sorted(apps, key=lambda app: str(app.record["metadata"]["creationTimestamp"]), reverse=True)
+
+
+def _volcano_jobs(namespace: str) -> str:
+    return collection(VOLCANO, "Job", namespace)
+
+
+def _is_record(resource: Object) -> bool:
+    return request.ANNOTATION_APP in (resource["metadata"].get("annotations") or {})
 
 
 def has_volcano(api: Api) -> bool:
@@ -89,12 +145,65 @@ def refusals(api: Api, app: AppObjects) -> dict[str, str]:
     return found
 
 
-def _is_record(resource: Object) -> bool:
-    return names.ANNOTATION_APP in (resource["metadata"].get("annotations") or {})
+def stop(api: Api, app: KubernetesSnapshot, outcome: Outcome) -> None:
+    """Start to end the pods of an app; return without waiting for them. The call can be repeated.
+
+    Args:
+        outcome: how it ends, which is noted in its record. An earlier note takes precedence: two processes may describe
+            or cancel the app concurrently.
+    """
+    ending = app.ending or outcome
+    note = json.dumps({"state": ending.state.name, "msg": ending.message, "time": ending.time or time.time()})
+    metadata: Object = {"annotations": {request.ANNOTATION_ENDED: note}}
+    objects, record = app.objects, path_of(app.objects.record, app.objects.namespace)
+    if objects.mode == "volcano":
+        api.patch(record, {"metadata": metadata})
+        _abort(api, record)
+        return
+    jobs = app.open_jobs
+    # The record must no longer be owned by Jobs that are deleted below: Kubernetes would delete it with its last owner.
+    metadata["ownerReferences"] = [owner(job) for job in objects.jobs if job not in jobs] or None
+    api.patch(record, {"metadata": metadata})
+    for job in jobs:
+        api.delete(path_of(job, objects.namespace), "Orphan")
+    path = collection("v1", "Pod", objects.namespace)
+    for pod in api.items(path, f"{LABEL_APP}={objects.name}"):
+        attempt = Attempt(pod)
+        if attempt.is_running and not attempt.is_stopping:
+            _stop_pod(api, f"{path}/{attempt.name}", attempt.phase)
 
 
-def _by_app(objects: Iterable[Object]) -> dict[str, list[Object]]:
-    found: dict[str, list[Object]] = {}
-    for resource in objects:
-        found.setdefault(resource["metadata"]["labels"][names.LABEL_APP], []).append(resource)
-    return found
+def _stop_pod(api: Api, path: str, phase: str) -> None:
+    """End a running pod by a deadline; delete a pending pod, which has no log."""
+    if phase != "Pending":
+        try:
+            api.patch(path, {"spec": {"activeDeadlineSeconds": DEADLINE}})
+            return
+        except KubernetesError as error:
+            if error.status != 403:  # a user without the right to patch pods may have the right to delete them
+                raise
+    api.delete(path)
+
+
+def _abort(api: Api, path: str) -> None:
+    """End a Volcano job as TorchX does, by setting its phase to Aborted."""
+    while (job := api.find(path)) is not None:
+        job.setdefault("status", {}).setdefault("state", {})["phase"] = "Aborted"
+        try:
+            api.replace_status(path, job)
+            return
+        except KubernetesError as error:
+            if error.status != 409:  # Volcano changed the job in between; TorchX gives up here
+                raise
+
+
+def remove(api: Api, app: KubernetesSnapshot) -> None:
+    """Delete all objects of an app; running pods get their grace period. The call can be repeated."""
+    namespace, name = app.objects.namespace, app.objects.name
+    owners = [app.objects.record] if app.objects.mode == "volcano" else app.objects.jobs
+    for job in owners:
+        api.delete(path_of(job, namespace))
+    api.delete(collection("v1", "Pod", namespace), labelSelector=f"{LABEL_APP}={name}")
+    api.delete(f"{collection('v1', 'Secret', namespace)}/{name}")
+    if app.objects.mode == "job":  # the record last: while it exists, the app is listed and the call can be repeated
+        api.delete(path_of(app.objects.record, namespace))

@@ -10,8 +10,7 @@ from torchx.schedulers.kubernetes_scheduler import RESERVED_MEMMB, RESERVED_MILL
 from torchx.specs import InvalidRunConfigException
 
 from torchx_monarch.backends.core.options import NetworkOpts
-from torchx_monarch.backends.kubernetes import names
-from torchx_monarch.backends.kubernetes.request import Object
+from torchx_monarch.backends.kubernetes.request import Object, is_namespace
 
 _MODES = ("auto", "job", "volcano")
 
@@ -94,7 +93,7 @@ def check(cfg: KubernetesOpts) -> None:
 
     if cfg.mode not in _MODES:
         refuse("mode", f"allowed are {', '.join(_MODES)}")
-    if cfg.namespace is not None and not names.is_namespace(cfg.namespace):
+    if cfg.namespace is not None and not is_namespace(cfg.namespace):
         refuse("namespace", "a namespace is called by up to 63 lower-case letters, digits and dashes")
     try:
         for taint in cfg.tolerations or ():

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.kubernetes import options
-from torchx_monarch.backends.kubernetes.names import LABEL_APP, LABEL_ROLE
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
-from torchx_monarch.backends.kubernetes.request import SECRET_KEY, TERMINATION_VARIABLE, Object
+from torchx_monarch.backends.kubernetes.request import LABEL_APP, LABEL_ROLE, SECRET_KEY, TERMINATION_VARIABLE, Object
 from torchx_monarch.model.env_names import CREDENTIALS, RANK0_HOST, replica0_variable
 
 _HANDLE = "TORCHX_JOB_ID"

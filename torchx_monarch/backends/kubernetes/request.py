@@ -1,18 +1,35 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The request for one app: its objects, in the form that the API server accepts."""
+"""The request for one app, and how its objects are named, labelled and found. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
+from torchx.schedulers.ids import random_id
 
 Object = dict[str, Any]
 """A Kubernetes object, as decoded from JSON."""
 
 VOLCANO = "batch.volcano.sh/v1alpha1"
+
+LABEL_APP = "torchx-monarch/app"
+"""Label of every object of an app: the app's id without its namespace. Objects without it are not this scheduler's."""
+
+LABEL_ROLE = "torchx-monarch/role"
+"""Label of Jobs and pods: the index of the role in the app."""
+
+ANNOTATION_APP = "torchx-monarch/appdef"
+"""Annotation of an app's record: the app, packed by ``SubmittedApp.pack``."""
+
+ANNOTATION_OPTIONS = "torchx-monarch/options"
+"""Annotation of the record: the run options that a snapshot needs, as JSON: ``grace``, ``pull_timeout``."""
+
+ANNOTATION_ENDED = "torchx-monarch/ended"
+"""Annotation of the record: how this scheduler has begun to end the app, as JSON: ``state``, ``msg``, ``time``."""
 
 SECRET_KEY = "credentials"
 """The key of an app's Secret."""
@@ -22,6 +39,15 @@ TERMINATION_VARIABLE = "MONARCH_TERMINATION_LOG"
 
 _NO_CREDENTIALS = {SECRET_KEY: "(made when the job is submitted)"}
 """The content of the Secret until the app is submitted."""
+
+MAX_LABEL = 63
+"""Characters of a host name, DNS label or Service name."""
+
+_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+"""Pattern of a DNS label."""
+
+_MAX_APP, _MAX_ROLE = 22, 18
+# The sum is 63: app 22 + dash 1 + random 14, dash 1 + role 18 + role index 2 if names clash, dash 1 + replica 4.
 
 
 @dataclass
@@ -52,7 +78,40 @@ def secret(metadata: Object) -> Object:
 def with_credentials(objects: Iterable[Object], credentials: str) -> list[Object]:
     """Return the objects with the credentials in the app's Secret; the arguments are not changed."""
     data = {"stringData": {SECRET_KEY: credentials}}
-    return [{**resource, **data} if resource.get("stringData") == _NO_CREDENTIALS else resource for resource in objects]
+    return [{**resource, **data} if resource["kind"] == "Secret" else resource for resource in objects]
+
+
+def new_app_id(name: str) -> str:
+    """Return a new app id, without namespace: a DNS label that begins with a letter, as a Service's name must."""
+    return f"{short_app(name)}-{random_id(14)}"
+
+
+def short_app(name: str) -> str:
+    """Return the part of an app's id that comes from its name."""
+    return _safe(name).lstrip("0123456789-")[:_MAX_APP].strip("-") or "app"
+
+
+def job_names(app_id: str, roles: Sequence[str]) -> list[str]:
+    """Return the name of each role's Job. The host name of replica k is this name followed by ``-k``."""
+    short = [_safe(role)[:_MAX_ROLE].strip("-") or "role" for role in roles]
+    if len(set(short)) < len(short):
+        short = [f"{name}-{index}" for index, name in enumerate(short)]
+    return [f"{app_id}-{name}" for name in short]
+
+
+def split(app_id: str) -> tuple[str, str] | None:
+    """Split an app's id into namespace and name; return None if no app can have this id."""
+    namespace, _, name = app_id.partition(":")
+    return (namespace, name) if is_namespace(namespace) and re.fullmatch(_LABEL, name) else None
+
+
+def is_namespace(name: str) -> bool:
+    """Whether this is a valid namespace name. Only such a name may become part of a URL."""
+    return len(name) <= MAX_LABEL and re.fullmatch(_LABEL, name) is not None
+
+
+def _safe(name: str) -> str:
+    return re.sub("[^a-z0-9]+", "-", name.lower())
 
 
 def collection(api_version: str, kind: str, namespace: str) -> str:
@@ -60,14 +119,9 @@ def collection(api_version: str, kind: str, namespace: str) -> str:
     return f"/{'apis' if '/' in api_version else 'api'}/{api_version}/namespaces/{namespace}/{kind.lower()}s"
 
 
-def collection_of(resource: Object, namespace: str) -> str:
-    """Return the URL path of the collection that an object belongs to."""
-    return collection(resource["apiVersion"], resource["kind"], namespace)
-
-
 def path_of(resource: Object, namespace: str) -> str:
     """Return the URL path of an existing object."""
-    return f"{collection_of(resource, namespace)}/{resource['metadata']['name']}"
+    return f"{collection(resource['apiVersion'], resource['kind'], namespace)}/{resource['metadata']['name']}"
 
 
 def owner(resource: Object) -> Object:

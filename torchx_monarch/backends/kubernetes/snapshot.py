@@ -4,19 +4,24 @@
 from __future__ import annotations
 
 import json
-import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from torchx.schedulers.kubernetes_scheduler import JOB_STATE, LABEL_REPLICA_ID
 
 from torchx_monarch.backends.core.snapshot import STOP_CODES, AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.kubernetes import names
-from torchx_monarch.backends.kubernetes.objects import AppObjects
-from torchx_monarch.backends.kubernetes.request import TERMINATION_VARIABLE, Object
+from torchx_monarch.backends.core.timed_line import seconds
+from torchx_monarch.backends.kubernetes.request import (
+    ANNOTATION_APP,
+    ANNOTATION_ENDED,
+    ANNOTATION_OPTIONS,
+    LABEL_ROLE,
+    TERMINATION_VARIABLE,
+    Object,
+)
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import describe_shell_code
 from torchx_monarch.model.role_spec import RoleSpec
@@ -35,7 +40,28 @@ _NOT_STARTED = ("CreateContainer", "ErrImage", "Image", "InvalidImage", "Registr
 
 _MAX_LINE = 300
 
-_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
+
+@dataclass(frozen=True)
+class AppObjects:
+    """The objects of one app.
+
+    Attributes:
+        mode: ``job`` or ``volcano``.
+        record: the object that carries the app's annotations: the Service, or the Volcano job.
+        jobs: the existing Jobs in mode ``job``; empty in mode ``volcano``.
+        pods: the existing pods.
+    """
+
+    mode: str
+    namespace: str
+    record: Object
+    jobs: Sequence[Object] = ()
+    pods: Sequence[Object] = ()
+
+    @property
+    def name(self) -> str:
+        """The app's id without the namespace."""
+        return str(self.record["metadata"]["name"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +80,7 @@ class KubernetesSnapshot(AppSnapshot):
     def open_jobs(self) -> list[Object]:
         """The Jobs that may still run pods."""
         is_open = {str(index) for index, role in enumerate(self.roles) if role.is_open}
-        return [job for job in self.objects.jobs if job["metadata"]["labels"].get(names.LABEL_ROLE) in is_open]
+        return [job for job in self.objects.jobs if job["metadata"]["labels"].get(LABEL_ROLE) in is_open]
 
 
 @dataclass(frozen=True)
@@ -87,18 +113,16 @@ def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None
     Raises:
         DamagedFileError: the annotation with the app is damaged.
     """
-    metadata = objects.record["metadata"]
-    annotations = metadata["annotations"]
-    options = json.loads(annotations[names.ANNOTATION_OPTIONS])
+    annotations = objects.record["metadata"]["annotations"]
+    options = json.loads(annotations[ANNOTATION_OPTIONS])
     app_id = f"{objects.namespace}:{objects.name}"
-    source = f"the annotation {names.ANNOTATION_APP} of {app_id}"
-    submitted = SubmittedApp.unpack(annotations[names.ANNOTATION_APP], source)
+    source = f"the annotation {ANNOTATION_APP} of {app_id}"
+    submitted = SubmittedApp.unpack(annotations[ANNOTATION_APP], source)
     native = _volcano_outcome(objects.record) if objects.mode == "volcano" else None
-    jobs = {job["metadata"]["labels"].get(names.LABEL_ROLE): job for job in objects.jobs}
+    jobs = {job["metadata"]["labels"].get(LABEL_ROLE): job for job in objects.jobs}
     pods = _by_replica(objects.pods)
     roles, attempts = [], dict[tuple[str, int], Sequence[Attempt]]()
     host_suffix = f".{objects.name}.{objects.namespace}.svc"  # resolves in every namespace of the cluster
-    stuck_before = now - float(options["pull_timeout"])
     for index, spec in enumerate(submitted.roles):
         if native is not None:
             report = JobReport(not native.state.is_terminal, is_aborted=native.state is State.CANCELLED)
@@ -107,11 +131,12 @@ def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None
         replicas = []
         for number in range(spec.replicas):
             attempts[spec.name, number] = its_attempts = pods.get((index, number), [])
+            stuck_before = now - float(options["pull_timeout"])
             replicas.append(replica(spec, number, its_attempts, report, host_suffix, stuck_before))
         roles.append(RoleSnapshot(spec, replicas, report.is_active, report.finished, report.reason))
     ending = None
-    if names.ANNOTATION_ENDED in annotations:
-        note = json.loads(annotations[names.ANNOTATION_ENDED])
+    if ANNOTATION_ENDED in annotations:
+        note = json.loads(annotations[ANNOTATION_ENDED])
         ending = Outcome(State[note["state"]], note["msg"])  # without the time, so that the rest is stopped immediately
     if native is not None and native.state is State.CANCELLED and ending is not None:
         native = ending  # ``stop`` has aborted the job
@@ -122,7 +147,7 @@ def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None
         name=submitted.app.name,
         roles=roles,
         app=submitted.app,
-        created=seconds(metadata["creationTimestamp"]),
+        created=seconds(objects.record["metadata"]["creationTimestamp"]),
         started=min((pod.started for pods in attempts.values() for pod in pods if pod.started), default=0.0),
         grace=float(options["grace"]),
         native=native,
@@ -188,7 +213,7 @@ def _job_report(job: Object | None, refusals: Mapping[str, str]) -> JobReport:
         return JobReport(False)
     status = job.get("status") or {}
     conditions = _conditions(status)
-    finished, reason = None, ""
+    finished, reason = None, refusals.get(job["metadata"]["uid"], "")
     if _holds(conditions, "Complete"):
         finished = State.SUCCEEDED
     elif _holds(conditions, "Failed"):
@@ -196,8 +221,6 @@ def _job_report(job: Object | None, refusals: Mapping[str, str]) -> JobReport:
     elif job["spec"].get("suspend"):
         queue = job["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
         reason = f"waits for Kueue to admit it to the queue {queue}" if queue else "is suspended"
-    else:
-        reason = refusals.get(job["metadata"]["uid"], "")
     is_active = finished is None and "deletionTimestamp" not in job["metadata"]
     succeeded, failed = indexes(status.get("completedIndexes")), indexes(status.get("failedIndexes"))
     return JobReport(is_active, finished, succeeded, failed, reason)
@@ -206,10 +229,9 @@ def _job_report(job: Object | None, refusals: Mapping[str, str]) -> JobReport:
 def indexes(text: str | None) -> frozenset[int]:
     """Parse the index list of a Job's status, such as ``0,2-4``; None and an empty text are an empty list."""
     found: set[int] = set()
-    for part in (text or "").split(","):
+    for part in text.split(",") if text else ():
         low, _, high = part.partition("-")
-        if low:
-            found.update(range(int(low), int(high or low) + 1))
+        found.update(range(int(low), int(high or low) + 1))
     return frozenset(found)
 
 
@@ -229,35 +251,32 @@ def _volcano_outcome(job: Object) -> Outcome:
 
 def _by_replica(pods: Sequence[Object]) -> dict[tuple[int, int], list[Attempt]]:
     """Return the pods by the index of their role in the app and of their replica in the role, the oldest first."""
-    found: dict[tuple[int, int], list[Attempt]] = {}
+    found = defaultdict[tuple[int, int], list[Attempt]](list)
     for pod in pods:
         labels, annotations = pod["metadata"]["labels"], pod["metadata"].get("annotations") or {}
-        number = annotations.get(_INDEX) or labels.get(LABEL_REPLICA_ID, "")
-        place = f"{labels.get(names.LABEL_ROLE)} {number}"
-        if re.fullmatch(r"\d+ \d+", place):
-            role_index, replica_index = map(int, place.split())
-            found.setdefault((role_index, replica_index), []).append(Attempt(pod))
+        number = annotations.get(_INDEX) or labels[LABEL_REPLICA_ID]
+        found[int(labels[LABEL_ROLE]), int(number)].append(Attempt(pod))
     for attempts in found.values():
         attempts.sort(key=lambda attempt: (attempt.created, attempt.is_running))
     return found
 
 
 class Attempt:
-    """One start of a replica: one pod.
+    """One start of a replica: one pod. Times are in seconds since the epoch, 0 before.
 
     Attributes:
         container: name of the container that runs the role's command, which is the first one.
         phase: the pod's phase in Kubernetes.
+        is_running: whether the pod runs or may still start.
         host: the pod's host name; empty before the pod starts.
         address: the pod's IP address; empty unless it runs.
-        created, started, ended: times in seconds since the epoch; 0 before.
         exit_code: exit code of its container; None before its end.
-        is_deleted: whether the pod is being deleted.
         has_deadline: whether ``stop`` has ended it by a deadline.
+        is_stopping: whether the pod was asked to stop.
         was_deleted: whether it ended by the signal that the deletion of its pod has sent, and left no error file: its
             Job deletes the pods that still run when too many others have failed.
         waiting: why it cannot be scheduled or started; empty for normal progress.
-        stuck_since: seconds since the epoch from which the container could not be started; 0 if it could.
+        stuck_since: since when the container could not be started; 0 if it could.
         failure: how it failed, as a clause that follows the replica's name; empty if it has not.
         error: the error file that the host has left as its termination message, as JSON text; empty without one.
         rank_restarts: restarts of its ranks that its ended containers have reported.
@@ -265,92 +284,75 @@ class Attempt:
 
     def __init__(self, pod: Object) -> None:
         metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status") or {}
-        self._spec = spec
+        main = spec["containers"][0]  # a pod overlay may have added further ones
+        conditions = _conditions(status)
+        reported = {container["name"]: container for container in status.get("containerStatuses") or ()}
+        container: Object = reported.get(main.get("name"), {})
+        state = container.get("state") or {}
+        ended: Object = state.get("terminated") or {}
         self.name: str = metadata["name"]
-        self.container: str = spec["containers"][0].get("name", "")
+        self.container: str = main.get("name", "")
         self.phase: str = status.get("phase") or "Pending"
+        self.is_running = self.phase not in ("Succeeded", "Failed")
         self.host: str = "" if self.phase == "Pending" else spec.get("hostname") or self.name
         self.address: str = (status.get("podIP") or "") if self.phase == "Running" else ""
         self.created = seconds(metadata["creationTimestamp"])
         self.started = seconds(status.get("startTime"))
-        self.is_deleted = "deletionTimestamp" in metadata
-        self.has_deadline = spec.get("activeDeadlineSeconds") == DEADLINE
-        conditions = _conditions(status)
-        # A pod overlay may have added further containers.
-        statuses = {container["name"]: container for container in status.get("containerStatuses") or ()}
-        own_status: Object = statuses.get(self.container, {})
-        state = own_status.get("state") or {}
-        self._read_waiting(conditions.get("PodScheduled", {}), state.get("waiting") or {})
-        before = (own_status.get("lastState") or {}).get("terminated") or {}
-        self._read_end(status, conditions, state.get("terminated") or {}, before)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the pod runs or may still start."""
-        return self.phase not in ("Succeeded", "Failed")
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the pod was asked to stop."""
-        return self.has_deadline or self.is_deleted
-
-    def _read_waiting(self, scheduled: Object, waiting: Object) -> None:
-        self.waiting, self.stuck_since = "", 0.0
-        if scheduled.get("reason") == "Unschedulable":
-            self.waiting = f"no node can take it (Unschedulable): {scheduled.get('message', '')}".rstrip(": ")
-        elif waiting.get("reason", "").startswith(_NOT_STARTED):
-            self.waiting, self.stuck_since = _reason(waiting), self.started or self.created
-
-    def _read_end(self, status: Object, conditions: Mapping[str, Object], ended: Object, before: Object) -> None:
-        """Read how the pod has ended.
-
-        Args:
-            ended, before: the termination of its container, and of an earlier one; empty for none.
-        """
-        self.exit_code: int | None = ended.get("exitCode")
         self.ended = seconds(ended.get("finishedAt"))
         if not self.is_running and not self.ended:
             changes = [seconds(condition.get("lastTransitionTime")) for condition in conditions.values()]
             self.ended = max(changes, default=0.0)
-        result = self._result(ended)
-        self.rank_restarts = result.rank_restarts + self._result(before).rank_restarts
+        self.exit_code: int | None = ended.get("exitCode")
+        is_deleted = "deletionTimestamp" in metadata
+        self.has_deadline = spec.get("activeDeadlineSeconds") == DEADLINE
+        self.is_stopping = self.has_deadline or is_deleted
+
+        self.waiting, self.stuck_since = "", 0.0
+        scheduled, waiting = conditions.get("PodScheduled", {}), state.get("waiting") or {}
+        if scheduled.get("reason") == "Unschedulable":
+            self.waiting = f"no node can take it (Unschedulable): {scheduled.get('message', '')}".rstrip(": ")
+        elif waiting.get("reason", "").startswith(_NOT_STARTED):
+            self.waiting, self.stuck_since = _reason(waiting), self.started or self.created
+        # What a pod without a host leaves as its termination message is its program's: its output, or a file.
+        runs_host = any(variable["name"] == TERMINATION_VARIABLE for variable in main.get("env") or ())
+        before = (container.get("lastState") or {}).get("terminated") or {}
+        result, earlier = (HostResult.from_text(end.get("message") if runs_host else None) for end in (ended, before))
+        self.rank_restarts = result.rank_restarts + earlier.rank_restarts
         self.error = error_files.cleaned(ended["message"]) if result.names_cause else ""
-        disruption = ""
-        if status.get("reason"):  # Evicted, NodeLost, DeadlineExceeded, UnexpectedAdmissionError ...
-            disruption = f"was ended by its node ({_reason(status)})"
-        elif _holds(conditions, "DisruptionTarget"):
-            disruption = f"was taken away by Kubernetes ({_reason(conditions['DisruptionTarget'])})"
+        disruption = _disruption(status, conditions)
         has_cause = disruption or self.error or ended.get("reason") == "OOMKilled"
-        self.was_deleted = self.is_deleted and self.exit_code in STOP_CODES and not has_cause
+        self.was_deleted = is_deleted and self.exit_code in STOP_CODES and not has_cause
         self.failure = ""
         if self.phase == "Failed":
-            place = f"on node {self._spec['nodeName']} " if self._spec.get("nodeName") else ""
-            self.failure = place + (disruption or self._failure(ended))
+            place = f"on node {spec['nodeName']} " if spec.get("nodeName") else ""
+            self.failure = place + (disruption or _failure(ended, main, runs_host))
 
-    def _result(self, ended: Object) -> HostResult:
-        """Return the result that a host has left as its termination message; an empty one for a pod without a host.
 
-        The message of a pod without a host is what its program has written, its output or a file.
-        """
-        return HostResult.from_text(ended.get("message") if self._runs_host else None)
+def _disruption(status: Object, conditions: Mapping[str, Object]) -> str:
+    """Return why Kubernetes itself has ended a pod; empty if it has not."""
+    if status.get("reason"):  # Evicted, NodeLost, DeadlineExceeded, UnexpectedAdmissionError ...
+        return f"was ended by its node ({_reason(status)})"
+    if _holds(conditions, "DisruptionTarget"):
+        return f"was taken away by Kubernetes ({_reason(conditions['DisruptionTarget'])})"
+    return ""
 
-    @property
-    def _runs_host(self) -> bool:
-        variables = self._spec["containers"][0].get("env") or ()
-        return any(variable["name"] == TERMINATION_VARIABLE for variable in variables)
 
-    def _failure(self, ended: Object) -> str:
-        reason, message = ended.get("reason"), (ended.get("message") or "").strip()
-        if reason == "OOMKilled":
-            limits = (self._spec["containers"][0].get("resources") or {}).get("limits") or {}
-            limit = limits.get("memory", "no limit")
-            return f"was killed for want of memory (OOMKilled), of which it had {limit} (memMB)"
-        if reason in ("StartError", "ContainerCannotRun", "ContainerStatusUnknown"):
-            return f"could not be started ({reason}): {message}".rstrip(": ")
-        how = describe_shell_code(ended["exitCode"]) if ended else "failed"
-        if message and not (self._runs_host and message.startswith("{")):
-            how += f"; its last output: {one_line(message.splitlines()[-1], _MAX_LINE)}"
-        return how
+def _failure(ended: Object, container: Object, runs_host: bool) -> str:
+    """Return how a container has failed.
+
+    Args:
+        ended: its termination; empty for none.
+    """
+    reason, message = ended.get("reason"), (ended.get("message") or "").strip()
+    if reason == "OOMKilled":
+        limits = (container.get("resources") or {}).get("limits") or {}
+        return f"was killed for want of memory (OOMKilled), of which it had {limits.get('memory', 'no limit')} (memMB)"
+    if reason in ("StartError", "ContainerCannotRun", "ContainerStatusUnknown"):
+        return f"could not be started ({reason}): {message}".rstrip(": ")
+    how = describe_shell_code(ended["exitCode"]) if ended else "failed"
+    if message and not (runs_host and message.startswith("{")):
+        how += f"; its last output: {one_line(message.splitlines()[-1], _MAX_LINE)}"
+    return how
 
 
 def _conditions(status: Object) -> dict[str, Object]:
@@ -364,17 +366,3 @@ def _holds(conditions: Mapping[str, Object], kind: str) -> bool:
 def _reason(described: Mapping[str, Any]) -> str:
     """Return the reason and the message that Kubernetes gives for a condition, a status or a waiting container."""
     return f"{described.get('reason', '')}: {described.get('message', '')}".strip(": ")
-
-
-def nanoseconds(text: str) -> int:
-    """Convert ``2026-11-20T10:11:12.123456789Z`` to nanoseconds since the epoch; 0 for any other text."""
-    found = _TIME.fullmatch(text)
-    if found is None:
-        return 0
-    whole = datetime.fromisoformat(found[1] + found[3].replace("Z", "+00:00"))
-    return int(whole.timestamp()) * 10**9 + int((found[2] or "").ljust(9, "0")[:9])
-
-
-def seconds(text: str | None) -> float:
-    """Convert a Kubernetes time to seconds since the epoch; 0.0 for None and an empty text."""
-    return nanoseconds(text or "") / 1e9
