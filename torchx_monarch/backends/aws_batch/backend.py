@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchx.specs import AppDef
@@ -11,10 +15,9 @@ from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
 from torchx_monarch.backends.aws_batch import logs, request, snapshot
 from torchx_monarch.backends.aws_batch.container import RANK0
-from torchx_monarch.backends.aws_batch.jobs import Jobs
-from torchx_monarch.backends.aws_batch.native import Aws
+from torchx_monarch.backends.aws_batch.native import Aws, AwsError
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, check_app, check_cloud, check_options
-from torchx_monarch.backends.aws_batch.request import BatchJob, result_key
+from torchx_monarch.backends.aws_batch.request import BatchJob
 from torchx_monarch.backends.aws_batch.snapshot import BatchSnapshot, Results
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import UserError
@@ -23,6 +26,14 @@ from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.state import State
+
+_MAX_DESCRIBED = 100
+"""Jobs in one DescribeJobs request, by Batch's documentation."""
+
+_MAX_SUBMISSION = 30 << 10
+"""AWS Batch's quota for a SubmitJob request, in bytes."""
+
+_log = logging.getLogger("torchx_monarch")
 
 
 class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
@@ -47,7 +58,8 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
     def __init__(self) -> None:
         self.workspace = DockerWorkspaceMixin()
         self._aws = Aws()
-        self._jobs = Jobs(self._aws)
+        self._job_ids: dict[str, str] = {}
+        """Batch's ids of the jobs of the apps that were submitted or found here, by app id."""
 
     def close(self) -> None:
         self._aws.close()
@@ -71,23 +83,62 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         check_app(app, submitted.roles, options)
         return request.render(app, submitted.roles, options)
 
-    def submit(self, request: BatchJob, submitted: SubmittedApp, credentials: str) -> str:
-        self._jobs.submit(request, submitted, credentials)
-        return request.app_id
+    def submit(self, job: BatchJob, submitted: SubmittedApp, credentials: str) -> str:
+        if job.app_id in self._job_ids:
+            raise UserError(f"this request was submitted already, as {job.app_id}; another job needs another dry run")
+        arguments = _with_app(job.submit, submitted)
+        with contextlib.ExitStack() as undo:
+            if job.secret:
+                secret = {**job.secret, "SecretString": credentials}
+                credentials = self._aws.call("secretsmanager", "CreateSecret", **secret)["ARN"]
+                undo.callback(self._delete_secret, credentials)
+            definition = request.with_credentials(job, submitted.roles, credentials)
+            made = self._aws.call("batch", "RegisterJobDefinition", **definition)["jobDefinitionArn"]
+            undo.callback(self._quietly, "batch", "DeregisterJobDefinition", jobDefinition=made)
+            answer = self._aws.call("batch", "SubmitJob", **{**arguments, "jobDefinition": made})
+            undo.pop_all()
+        self._job_ids[job.app_id] = answer["jobId"]
+        return job.app_id
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> BatchSnapshot | None:
-        job = self._jobs.find(app_id)
+        job = self._find(app_id)
         if job is None:
             return None
-        nodes = self._jobs.nodes(job)
+        nodes = self._nodes(job)
         has_ended = snapshot.state(job).is_terminal
         return snapshot.app_snapshot(app_id, job, nodes, self._results(job, nodes) if has_ended and not brief else {})
 
+    def _find(self, app_id: str) -> Mapping[str, Any] | None:
+        """Return Batch's description of an app's job, or of its definition if Batch has forgotten the job.
+
+        None stands for an app that does not exist or was deleted.
+        """
+        queue, _, name = app_id.rpartition(":")
+        if not queue or not name:
+            return None
+        if app_id not in self._job_ids:
+            for summary in self._summaries(queue, "JOB_NAME", name):
+                if summary["jobName"] == name:  # the filter ignores case
+                    self._job_ids[app_id] = summary["jobId"]
+        if app_id not in self._job_ids:
+            return next(iter(self._definitions(app_id)), None)
+        found = self._described([self._job_ids[app_id]])
+        return found[0] if found and request.TAG_DELETED not in found[0].get("tags", {}) else None
+
+    def _nodes(self, job: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """Return Batch's description of each node of a job that Batch knows, by node index."""
+        if "jobId" not in job:
+            return {}
+        if "nodeProperties" not in job:
+            return {0: job}
+        ids = [f"{job['jobId']}#{index}" for index in range(job["nodeProperties"]["numNodes"])]
+        return {int(node["jobId"].rpartition("#")[2]): node for node in self._described(ids) if "#" in node["jobId"]}
+
     def _results(self, job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]]) -> Results:
         """Read the result of the main node's host, and of the node that failed first if the main node has none."""
-        key, results = result_key(job), dict[int, list[str]]()
+        key, results = request.result_key(job), dict[int, list[str]]()
         for index in dict.fromkeys((0, snapshot.first_failed(nodes))):
             if key and index in nodes and not any(map(any, results.values())):
                 streams = snapshot.streams(job, nodes[index])
@@ -95,19 +146,41 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         return results
 
     def snapshots(self, options: Cfg) -> list[BatchSnapshot]:
-        """Read the state of all apps of the queue in ``options``, or of all queues, without the nodes."""
-        chosen = options.get("queue")
+        """Read the apps of the queue in ``options``, or of all queues, without the nodes."""
+        if chosen := options.get("queue"):
+            queues = [request.queue_name(str(chosen))]
+        else:
+            pages = self._aws.pages("batch", "DescribeJobQueues")
+            queues = [queue["jobQueueName"] for page in pages for queue in page["jobQueues"]]
         apps = [
             snapshot.app_snapshot(f"{queue}:{job['jobName']}", job, {}, {})
-            for queue in ([request.queue_name(str(chosen))] if chosen else self._jobs.queues())
-            for job in self._jobs.in_queue(queue)
+            for queue in queues
+            for job in self._jobs_in(queue)
         ]
         return sorted(apps, key=lambda app: app.created, reverse=True)
+
+    def _jobs_in(self, queue: str) -> list[dict[str, Any]]:
+        """Return the jobs of a queue that this scheduler submitted, by their tags, which only DescribeJobs returns.
+
+        (TorchX's former scheduler examined the first hundred jobs only.)
+        """
+        ids = []
+        # Without a filter, ListJobs returns running jobs only.
+        for summary in self._summaries(queue, "AFTER_CREATED_AT", "1"):
+            # This scheduler gives each job a definition of the same name. Other jobs need no DescribeJobs.
+            own_definition = f"job-definition/{summary['jobName']}:"
+            if own_definition in summary.get("jobDefinition", own_definition):
+                ids.append(summary["jobId"])
+        tagged = [(job, job.get("tags", {})) for job in self._described(ids)]
+        return [
+            job
+            for job, tags in tagged
+            if tags.get(request.TAG_SCHEDULER) == request.SCHEDULER and request.TAG_DELETED not in tags
+        ]
 
     def read_log(
         self, app: BatchSnapshot, role: str, replica: int, query: LogQuery[BatchSnapshot]
     ) -> Iterable[TimedLine]:
-        """Return lines of a replica's log, from all of its attempts."""
         if app.is_forgotten:
             raise UserError(f"there is no log of {app.app_id}: {snapshot.FORGOTTEN}")
         index = [(node.role, node.id) for node in app.replicas].index((role, replica))
@@ -122,8 +195,65 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
 
     def stop(self, app: BatchSnapshot, outcome: Outcome, grace: float | None) -> None:
         if snapshot.state(app.job) in (State.PENDING, State.RUNNING):
-            self._jobs.end(app.job, snapshot.CANCELLED)
+            self._aws.call("batch", "TerminateJob", jobId=app.job["jobId"], reason=snapshot.CANCELLED)
 
     def remove(self, app: BatchSnapshot) -> None:
+        """End the job, deregister its definition, delete its secret and tag it as deleted.
+
+        Batch itself keeps jobs for a week. Logs stay in CloudWatch for the retention time of the log group.
+        """
         self.stop(app, Outcome(State.CANCELLED), None)
-        self._jobs.remove(app.app_id, app.job)
+        secrets = request.secrets_of(app.job)
+        for definition in self._definitions(app.app_id):
+            secrets += request.secrets_of(definition)
+            self._aws.call("batch", "DeregisterJobDefinition", jobDefinition=definition["jobDefinitionArn"])
+        if "jobArn" in app.job:
+            self._quietly("batch", "TagResource", resourceArn=app.job["jobArn"], tags={request.TAG_DELETED: "true"})
+        for secret in dict.fromkeys(secrets):
+            self._delete_secret(secret)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _summaries(self, queue: str, name: str, value: str) -> Iterator[dict[str, Any]]:
+        """Yield ListJobs' summaries of the jobs of a queue that a filter selects."""
+        filters = [{"name": name, "values": [value]}]
+        for page in self._aws.pages("batch", "ListJobs", jobQueue=queue, filters=filters):
+            yield from page["jobSummaryList"]
+
+    def _described(self, ids: Sequence[str]) -> list[dict[str, Any]]:
+        found = []
+        for start in range(0, len(ids), _MAX_DESCRIBED):
+            found += self._aws.call("batch", "DescribeJobs", jobs=list(ids[start : start + _MAX_DESCRIBED]))["jobs"]
+        return found
+
+    def _definitions(self, app_id: str) -> list[dict[str, Any]]:
+        """Return Batch's description of the job definitions of an app that was not deleted."""
+        name = app_id.rpartition(":")[2]
+        if not re.fullmatch(r"[\w-]+", name, re.ASCII):
+            return []
+        pages = self._aws.pages("batch", "DescribeJobDefinitions", jobDefinitionName=name, status="ACTIVE")
+        found = [definition for page in pages for definition in page["jobDefinitions"]]
+        return [definition for definition in found if request.TAG_VERSION in definition.get("tags", {})]
+
+    def _quietly(self, service: str, operation: str, **arguments: Any) -> None:
+        """Send a request; log a warning if it fails."""
+        try:
+            self._aws.call(service, operation, **arguments)
+        except AwsError as error:
+            _log.warning("%s", error)
+
+    def _delete_secret(self, secret: str) -> None:
+        self._quietly("secretsmanager", "DeleteSecret", SecretId=secret, ForceDeleteWithoutRecovery=True)
+
+
+def _with_app(arguments: Mapping[str, Any], submitted: SubmittedApp) -> dict[str, Any]:
+    """Return the arguments of SubmitJob with the app among the job's parameters, unless that exceeds Batch's quota."""
+    complete = {**arguments, "parameters": {**arguments.get("parameters", {}), request.APP_PARAMETER: submitted.pack()}}
+    size = len(json.dumps(complete).encode())
+    if size <= _MAX_SUBMISSION:
+        return complete
+    _log.warning(
+        f"the app is too large to travel with its job ({size} bytes; AWS Batch takes {_MAX_SUBMISSION}): `describe` "
+        "will show it as the job definition has it"
+    )
+    return dict(arguments)

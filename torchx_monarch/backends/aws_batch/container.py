@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchx.schedulers.devices import get_device_mounts
-from torchx.specs import BindMount, DeviceMount, Resource, Role, VolumeMount, macros
-from torchx.specs.named_resources_aws import K8S_ITYPE
+from torchx.specs import BindMount, DeviceMount, Role, VolumeMount, macros
 
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
 from torchx_monarch.backends.core.errors import UserError
@@ -70,12 +69,6 @@ def properties(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSB
         ],
         **{name: value for name, value in optional.items() if value},
     }
-
-
-def instance_type(resource: Resource) -> str | None:
-    """Return the instance type of a named resource (``aws_p4d.24xlarge``); None for other resources."""
-    found = resource.capabilities.get(K8S_ITYPE)
-    return str(found) if found else None
 
 
 def _device(role: Role, mount: DeviceMount) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import yaml
 from torchx import settings
 from torchx.schedulers.ids import make_unique
 from torchx.specs import AppDef, Resource, Role
+from torchx.specs.named_resources_aws import K8S_ITYPE
 
 from torchx_monarch.backends.aws_batch import container
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
@@ -131,7 +132,8 @@ def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJo
         nodes = f"{first}:{first + role.num_replicas - 1}"
         ranges.append({"targetNodes": nodes, "container": container.properties(role, words, env, cfg)})
         first += role.num_replicas
-    instance_types = [container.instance_type(role.resource) for role in app.roles]
+    # That of a named resource, such as ``aws_p4d.24xlarge``.
+    instance_types = [role.resource.capabilities.get(K8S_ITYPE) for role in app.roles]
     definition: dict[str, Any] = {"jobDefinitionName": name, "tags": tags, "retryStrategy": _retries(app, cfg)}
     if cfg.job_type == "container" or (cfg.job_type == "auto" and first == 1 and not instance_types[0]):
         properties = ranges[0]["container"]
@@ -250,22 +252,13 @@ def roles_of(job: Mapping[str, Any]) -> list[Role]:
         first, _, last = node_range["targetNodes"].partition(":")
         env = _environment(properties)
         name = env.pop(ROLE_NAME, "node")
-        # Batch may return the older fields of a container instead of its requirements.
-        amounts = {"VCPU": properties.get("vcpus", -1), "MEMORY": properties.get("memory", -1)}
-        amounts |= {needed["type"]: needed["value"] for needed in properties.get("resourceRequirements", ())}
-        cpu, gpu, memory = (int(float(amounts.get(kind, 0))) for kind in ("VCPU", "GPU", "MEMORY"))
+        env = {variable: value for variable, value in env.items() if variable not in (CREDENTIALS, KEY_VARIABLE)}
         entrypoint, *args = properties.get("command") or [""]
-        roles.append(
-            Role(
-                name,
-                image=properties.get("image", ""),
-                entrypoint=entrypoint,
-                args=args,
-                env={name: value for name, value in env.items() if name not in (CREDENTIALS, KEY_VARIABLE)},
-                num_replicas=int(last) - int(first) + 1,
-                resource=Resource(cpu, gpu, memory),
-            )
-        )
+        role = Role(name, properties.get("image", ""), entrypoint=entrypoint, args=args, env=env)
+        role.num_replicas = int(last) - int(first) + 1
+        amounts = {needed["type"]: int(needed["value"]) for needed in properties.get("resourceRequirements", ())}
+        role.resource = Resource(*(amounts.get(kind, 0) for kind in ("VCPU", "GPU", "MEMORY")))
+        roles.append(role)
     return roles
 
 
