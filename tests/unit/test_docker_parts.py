@@ -26,7 +26,8 @@ from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import seconds
-from torchx_monarch.backends.docker import host_results, native, request, snapshot
+from torchx_monarch.backends.docker import native, request, snapshot
+from torchx_monarch.backends.docker.backend import DockerBackend
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
@@ -86,11 +87,21 @@ def test_only_submitted_hosts_have_the_secret(runner: Runner) -> None:
     info = runner.dryrun(AppDef("app", [trainer(mounts=mounts, gpu=1), role]), "monarch_docker")
     shown = str(info) + json.dumps(asdict(info.request))
     assert "MONARCH_CREDENTIALS" not in shown
-    submitted = info.submitted
-    made = [request.complete(one, submitted, "record", "secret") for one in info.request.containers]
+    made: list[dict[str, Any]] = []
+
+    def create(image: str, command: list[str], **options: Any) -> SimpleNamespace:
+        made.append(options)
+        return SimpleNamespace(start=lambda: None)
+
+    def nothing(*_: Any) -> None: ...
+
+    client = SimpleNamespace(containers=SimpleNamespace(create=create))
+    backend = DockerBackend()
+    backend._daemon = cast(Any, SimpleNamespace(client=client, pull=nothing, ensure_network=nothing, cancelled=nothing))
+    backend.submit(info.request, info.submitted, "secret")
     given = [one["environment"].get("MONARCH_CREDENTIALS") for one in made]
     assert given == ["secret", "secret", None]
-    assert {one["labels"][request.LABEL_APP] for one in made} == {"record"}
+    assert {one["labels"][request.LABEL_APP] for one in made} == {info.submitted.pack()}
     assert {one["labels"][request.LABEL_GRACE] for one in made} == {"30"}
     assert str(info) + json.dumps(asdict(info.request)) == shown
 
@@ -295,13 +306,13 @@ def test_a_container_becomes_a_replica() -> None:
 
 
 def test_the_last_line_of_a_host_without_an_error_file_is_shown_as_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_results, "read_file", lambda *args: "")
+    monkeypatch.setattr(snapshot, "read_file", lambda *args: "")
     ended, killed = one("main", code=3), one("main", code=137)
     for container in (ended, killed):
         container.logs = lambda tail: b"[monarch] FAILED: \x1b[2Jhost 7\n"
-    (replica,) = host_results.add_files(build([spec("main", hosts=True)], ended)).replicas
+    (replica,) = snapshot.add_files(build([spec("main", hosts=True)], ended)).replicas
     assert replica.failure == r"replica main/0 exited with code 3; its last output: [monarch] FAILED: \x1b[2Jhost 7"
-    (replica,) = host_results.add_files(build([spec("main", hosts=True)], killed)).replicas
+    (replica,) = snapshot.add_files(build([spec("main", hosts=True)], killed)).replicas
     assert replica.failure == "replica main/0 was killed by signal 9 (SIGKILL)"
 
 
@@ -326,11 +337,11 @@ def test_marker_files_are_read_when_needed(monkeypatch: pytest.MonkeyPatch) -> N
         counted = HostResult(restarts=1)  # of a host that has not ended
         return "" if path == "/tmp/a" else (result if container.id == "failed/0" else counted).to_text()
 
-    monkeypatch.setattr(host_results, "read_file", read_file)
+    monkeypatch.setattr(snapshot, "read_file", read_file)
     restarted = one("restarted")
     restarted.attrs["RestartCount"] = 1
     found = [one("failed", code=3), restarted, one("fine"), one("runs", "running"), one("new", "created", code=127)]
-    assert host_results.read_results(cast(Any, found)) == {"failed/0": result}
+    assert snapshot.read_results(cast(Any, found)) == {"failed/0": result}
     assert sorted(reads) == ["failed/0", "failed/0", "restarted/0", "restarted/0"]
 
 
@@ -378,7 +389,7 @@ def test_without_a_daemon_a_person_is_told_what_to_do(words: list[str]) -> None:
     )
     assert done.returncode == 1
     assert "there is no Docker daemon at unix:///nonexistent" in done.stderr
-    assert "systemctl start docker" in done.stderr
+    assert "systemctl start docker" in done.stderr and "Debian's package is docker.io" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -63,13 +63,6 @@ def test_a_workspace_is_in_the_image(apps: Apps) -> None:
     assert apps.lines(handle) == ["from the workspace\n"]
 
 
-def test_a_machine_without_a_daemon(apps: Apps) -> None:
-    env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", "DOCKER_HOST": "unix:///nonexistent"}
-    done = subprocess.run([*TORCHX, "list", "-s", NAME], env=env, capture_output=True, text=True, timeout=240)
-    assert "there is no Docker daemon at unix:///nonexistent" in done.stderr
-    assert "Debian's package is docker.io" in done.stderr
-
-
 def test_ctrl_c_cancels_what_is_waited_for(apps: Apps, daemon: Daemon) -> None:
     words = ["run", "-s", NAME, "--workspace", "", "--wait", "--log", "-cfg", "grace=5", "utils.sh"]
     words += ["--image", daemon.image, "--cpu", "1", "--memMB", "256", "--mounts", daemon.mount_words()]

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from docker.errors import APIError, DockerException, NotFound
-from torchx.schedulers.docker_scheduler import LABEL_APP_ID, DockerJob
+from docker.errors import APIError, DockerException
+from torchx.schedulers.docker_scheduler import LABEL_APP_ID, LABEL_ROLE_NAME, DockerJob
 from torchx.specs import AppDef, CfgVal, Role, runopts
 from torchx.workspace import WorkspaceMixin
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
@@ -26,11 +26,11 @@ from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.docker import logs, native
-from torchx_monarch.backends.docker.host_results import add_files, read_results
 from torchx_monarch.backends.docker.native import Daemon, DaemonError, answering, map_concurrently
-from torchx_monarch.backends.docker.request import DockerOpts, complete, render
-from torchx_monarch.backends.docker.snapshot import DockerSnapshot, build, describe_removed
+from torchx_monarch.backends.docker.request import LABEL_APP, DockerOpts, render
+from torchx_monarch.backends.docker.snapshot import DockerSnapshot, add_files, build, describe_removed, read_results
 from torchx_monarch.model.check_result import CheckResult, check
+from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.state import State
 
 if TYPE_CHECKING:
@@ -85,23 +85,21 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         return [check("Docker", version, fail=advice if system != "linux" else "")]
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: DockerOpts) -> DockerJob:
-        return render(app, options, os.environ)
+        return render(app, options)
 
     @answering()
     def submit(self, request: DockerJob, submitted: SubmittedApp, credentials: str) -> str:
-        """Create all containers, then start them.
-
-        Raises:
-            SubmitError: a container could not be created or started; all are removed. (TorchX leaves those that were.)
-            DaemonError: the daemon is missing or stops answering.
-        """
+        """Create all containers, then start them. If that fails, remove all. (TorchX leaves those that were.)"""
         daemon, packed = self._daemon, submitted.pack()
         daemon.pull({container.image for container in request.containers})
+        hosts = {spec.name for spec in submitted.roles if spec.runs_hosts}
         made: list[Container] = []
         try:
             daemon.ensure_network()
             for container in request.containers:
-                options = complete(container, submitted, packed, credentials)
+                options = {**container.kwargs, "labels": {**container.kwargs["labels"], LABEL_APP: packed}}
+                if options["labels"][LABEL_ROLE_NAME] in hosts:
+                    options["environment"] = {**options["environment"], CREDENTIALS: credentials}
                 made.append(daemon.client.containers.create(container.image, list(container.command), **options))
             map_concurrently(lambda container: container.start(), made)
             if daemon.cancelled(request.app_id) and (app := self.snapshot(request.app_id, brief=True)):
@@ -126,7 +124,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
 
     @answering()
     def snapshots(self, options: Cfg) -> Sequence[DockerSnapshot]:
-        """Read the state of all apps, the newest first. (TorchX lists an app once per state of its containers.)"""
+        """Read each app once. (TorchX lists an app once per state of its containers.)"""
         apps: dict[str, list[Container]] = {}
         for container in self._daemon.containers():
             apps.setdefault(container.labels[LABEL_APP_ID], []).append(container)
@@ -137,16 +135,10 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
     def read_log(
         self, app: DockerSnapshot, role: str, replica: int, query: LogQuery[DockerSnapshot]
     ) -> Iterator[TimedLine]:
-        """Yield lines of a replica's log.
-
-        Raises:
-            UserError: its container was removed, or is not created yet.
-        """
         name = f"{role}/{replica}"
         container = app.containers.get(name)
         if container is None:
-            states = {replica.name: replica.state for replica in app.replicas}
-            gone = states[name] is State.UNKNOWN
+            gone = any(found.name == name and found.state is State.UNKNOWN for found in app.replicas)
             raise UserError(describe_removed(name) if gone else f"replica {name} has no container yet")
         with answering():
             yield from logs.lines(container, query)
@@ -162,22 +154,18 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         left = [app.containers[name] for name in names if name in app.containers]
         seconds = int((app.grace if grace is None else grace) + HOST_EXTRA)
 
-        def kill(container: Container) -> None:
-            with contextlib.suppress(APIError):  # it has ended
-                container.kill()
+        def end(container: Container) -> None:
+            with contextlib.suppress(APIError):  # it has ended, or was removed
+                container.stop(timeout=seconds) if grace != 0 else container.kill()
 
-        def stop(container: Container) -> None:
-            with contextlib.suppress(NotFound):
-                container.stop(timeout=seconds)
-
-        def stop_all() -> None:
+        def end_all() -> None:
             with contextlib.suppress(DaemonError), answering():
-                map_concurrently(stop, left)
+                map_concurrently(end, left)
 
         if grace == 0:
-            map_concurrently(kill, left)
+            map_concurrently(end, left)
         elif app.app_id not in self._stopping or not self._stopping[app.app_id].is_alive():
-            thread = self._stopping[app.app_id] = threading.Thread(target=stop_all, name="docker-stop", daemon=True)
+            thread = self._stopping[app.app_id] = threading.Thread(target=end_all, name="docker-stop", daemon=True)
             thread.start()
             thread.join(_STOP_WAIT)
 

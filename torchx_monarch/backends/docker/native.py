@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import http
 import io
 import logging
 import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import docker
 import requests
@@ -145,15 +146,11 @@ class Daemon:
 
         TorchX's ``ensure_network`` locks a file in /tmp, which only the user who created the file can open.
         """
-        if not self._networks():
-            try:
-                self.client.networks.create(NETWORK, driver="bridge", check_duplicate=True)
-            except APIError as error:
-                if "already exists" not in str(error):
-                    raise
-
-    def _networks(self) -> list[Any]:
-        return [network for network in self.client.networks.list(names=[NETWORK]) if network.name == NETWORK]
+        try:
+            self.client.networks.create(NETWORK, driver="bridge", check_duplicate=True)
+        except APIError as error:
+            if error.status_code != http.HTTPStatus.CONFLICT:
+                raise
 
     def remove(self, app_id: str, containers: Sequence[Container]) -> None:
         """Remove containers with their anonymous volumes, the mark of a cancelled app, and the network if unused."""
@@ -167,9 +164,8 @@ class Daemon:
             self.client.volumes.get(_marker(app_id)).remove()
         # Stopped containers need it for their next start.
         if not self.client.containers.list(all=True, sparse=True, limit=1, filters={"network": NETWORK}):
-            for network in self._networks():
-                with contextlib.suppress(APIError):  # a container has joined since
-                    network.remove()
+            with contextlib.suppress(APIError):  # a container has joined since, or it was removed
+                self.client.networks.get(NETWORK).remove()
 
 
 def environment(container: Container) -> dict[str, str]:

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The run options of the Docker backend, and an app as containers: those that TorchX would create, adapted.
-
-Pure, except for listing this machine's GPUs.
-"""
+"""The run options of the Docker backend, and the containers that run an app."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,10 +21,9 @@ from torchx.schedulers.docker_scheduler import (
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core.options import NetworkOpts
-from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.backends.local.render import safe_name
-from torchx_monarch.model.env_names import CREDENTIALS, JOB_VARIABLES, RANK0_HOST, replica0_variable
+from torchx_monarch.model.env_names import JOB_VARIABLES, RANK0_HOST, replica0_variable
 from torchx_monarch.torchx_adapter import torchx_api
 
 LABEL_APP = "torchx-monarch/app"
@@ -54,67 +51,42 @@ class DockerOpts(NetworkOpts, Opts):  # type: ignore[misc]
     daemon lacks it."""
 
 
-def render(app: AppDef, options: DockerOpts, environ: Mapping[str, str]) -> DockerJob:
-    """Return the containers that run an app.
-
-    Args:
-        environ: the submitter's environment, which limits the GPUs that replicas may use.
-    """
+def render(app: AppDef, options: DockerOpts) -> DockerJob:
+    """Return the containers that run an app: those that TorchX would create, adapted."""
     # TorchX uses the name unchanged, but a slash would end the app's handle, and dockerd refuses it for a volume.
     named = dataclasses.replace(app, name=safe_name(app.name))
     # Not submit_dryrun: it calls each role's pre_proc, which the scheduler around this backend does.
     job: DockerJob = torchx_api.render(DockerScheduler("torchx"), named, options).request
-    _adapt(job, app, options, environ)
-    return job
-
-
-def complete(container: DockerContainer, submitted: SubmittedApp, packed: str, credentials: str) -> dict[str, Any]:
-    """Return the options of a container, with the app's record, and with the credentials if it runs a host.
-
-    Args:
-        packed: the result of its ``pack``.
-    """
-    kwargs: dict[str, Any] = {**container.kwargs}
-    kwargs["labels"] = {**kwargs["labels"], LABEL_APP: packed}
-    if kwargs["labels"][LABEL_ROLE_NAME] in {spec.name for spec in submitted.roles if spec.runs_hosts}:
-        kwargs["environment"] = {**kwargs["environment"], CREDENTIALS: credentials}
-    return kwargs
-
-
-def _adapt(job: DockerJob, app: AppDef, options: DockerOpts, environ: Mapping[str, str]) -> None:
-    """Adapt TorchX's request in place."""
     names = host_names(job.app_id, {role.name: role.num_replicas for role in app.roles})
-    given = {role.name: role.env for role in app.roles}
-    retried = {role.name: role.max_retries > 0 for role in app.roles}
+    first_hosts = [names[role.name][0] for role in app.roles]
+    roles = {role.name: role for role in app.roles}
+    _give_gpus(job.containers, app)
     for container in job.containers:
-        kwargs: dict[str, object] = container.kwargs
-        labels: dict[str, str] = kwargs["labels"]  # type: ignore[assignment]
-        role = labels[LABEL_ROLE_NAME]
-        name = names[role][int(labels[LABEL_REPLICA_ID])]
+        kwargs: dict[str, Any] = container.kwargs
+        labels, env = kwargs["labels"], kwargs["environment"]
+        role = roles[labels[LABEL_ROLE_NAME]]
+        name = names[role.name][int(labels[LABEL_REPLICA_ID])]
         # TorchX's names can have 66 characters, with which no container starts, and be the same for two roles.
         kwargs["name"] = kwargs["hostname"] = name
         # TorchX runs the command itself as process 1, to which the kernel delivers no signal without a handler:
         # `docker stop` of a shell, or of a Python that is still importing, then takes the whole grace period.
         kwargs["init"] = options.init
         labels[LABEL_GRACE] = str(options.grace)
-        env: dict[str, str] = kwargs["environment"]  # type: ignore[assignment]
         for variable in JOB_VARIABLES:
-            if variable not in given[role]:
+            if variable not in role.env:
                 env.pop(variable, None)  # set by copy_env, if submitted from within another job
-        env[RANK0_HOST] = names[app.roles[0].name][0]
-        env |= {replica0_variable(index): names[app_role.name][0] for index, app_role in enumerate(app.roles)}
+        env[RANK0_HOST] = first_hosts[0]
+        env |= {replica0_variable(index): host for index, host in enumerate(first_hosts)}
         # The name keeps replicas apart even if they all mount one folder of this machine as their /tmp.
         env.setdefault("MONARCH_LOG_DIR", f"/tmp/torchx-monarch/{name}")
         env.setdefault(EVENTS, f"{env['MONARCH_LOG_DIR']}/events.jsonl")
         env.setdefault(ERROR_FILE, f"/tmp/{name}.error.json")
-        if retried[role]:
+        if role.max_retries > 0:
             env.setdefault(STARTS, f"/tmp/{name}.starts.json:/var/tmp/{name}.starts.json")
-    _give_gpus(job.containers, app, environ)
-    for container in job.containers:
         # TorchX uses docker-py's subclasses of dict here, with which `torchx run --dryrun --json` fails.
-        for key in ("mounts", "device_requests"):
-            if key in container.kwargs:
-                container.kwargs[key] = [dict(entry) for entry in container.kwargs[key]]
+        for key in kwargs.keys() & {"mounts", "device_requests"}:
+            kwargs[key] = [dict(entry) for entry in kwargs[key]]
+    return job
 
 
 def host_names(app_id: str, roles: Mapping[str, int]) -> dict[str, list[str]]:
@@ -138,7 +110,7 @@ def host_names(app_id: str, roles: Mapping[str, int]) -> dict[str, list[str]]:
     return {role: [name(short[role], replica) for replica in range(count)] for role, count in roles.items()}
 
 
-def _give_gpus(containers: Sequence[DockerContainer], app: AppDef, environ: Mapping[str, str]) -> None:
+def _give_gpus(containers: Sequence[DockerContainer], app: AppDef) -> None:
     """Assign distinct GPUs to each replica, if this machine has as many as the app asks for.
 
     TorchX requests a number of GPUs, and dockerd gives the same first ones to every container (torchx#104).
@@ -146,7 +118,7 @@ def _give_gpus(containers: Sequence[DockerContainer], app: AppDef, environ: Mapp
     wanted = [(role.num_replicas, role.resource.gpu) for role in app.roles]
     if sum(replicas for replicas, gpu_count in wanted if gpu_count > 0) < 2:
         return
-    assigned = gpus.assign(wanted, gpus.devices(environ)) or []
+    assigned = gpus.assign(wanted, gpus.devices(os.environ)) or []
     for container, devices in zip(containers, (devices for role in assigned for devices in role), strict=False):
         if devices is not None:
             request = DeviceRequest(device_ids=devices.split(","), capabilities=[["compute", "utility"]])
