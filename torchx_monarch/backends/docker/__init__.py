@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run apps as containers of one Docker daemon: TorchX's ``local_docker`` with its defects fixed.
-
-No process of this package runs beside the containers: dockerd restarts failed containers and stores the app's state.
-"""
+"""Run apps as containers of one Docker daemon: TorchX's ``local_docker`` with its defects fixed."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http
 import io
 import logging
@@ -71,15 +72,12 @@ def explained(error: DockerException) -> str:
 
 
 def map_concurrently(action: Callable[[T], R], arguments: Sequence[T]) -> list[R]:
-    """Return the results of ``action``, in order; raise the first error, in that order, after all calls have ended.
+    """Return the results of ``action``, in order, or raise the first error, when the calls that have begun have ended.
 
     dockerd takes as long for one container as for many in parallel.
     """
-    if not arguments:
-        return []
-    with ThreadPoolExecutor(min(len(arguments), _MAX_THREADS), thread_name_prefix="docker") as pool:
-        futures = [pool.submit(action, argument) for argument in arguments]
-    return [future.result() for future in futures]
+    with ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="docker") as pool:
+        return list(pool.map(action, arguments))
 
 
 class Daemon:
@@ -88,28 +86,22 @@ class Daemon:
     All methods may raise ``DaemonError``: the daemon cannot be reached.
     """
 
-    def __init__(self) -> None:
-        self._client: DockerClient | None = None
-
-    @property
+    @functools.cached_property
     def client(self) -> DockerClient:
         """The client of the daemon."""
-        if self._client is None:
-            try:
-                self._client = docker.from_env()
-            except DockerException as error:
-                raise DaemonError(
-                    f"there is no Docker daemon at {_where()} ({error}). Start it (systemctl start docker; Debian's "
-                    "package is docker.io), name another in DOCKER_HOST, or have yourself put into the group that may "
-                    "use it"
-                ) from None
-        return self._client
+        try:
+            return docker.from_env()
+        except DockerException as error:
+            raise DaemonError(
+                f"there is no Docker daemon at {_where()} ({error}). Start it (systemctl start docker; Debian's "
+                "package is docker.io), name another in DOCKER_HOST, or have yourself put into the group that may "
+                "use it"
+            ) from None
 
     def close(self) -> None:
         """Close the connections."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        if client := self.__dict__.pop("client", None):
+            client.close()
 
     def containers(self, app_id: str = "") -> list[Container]:
         """Return the containers of an app; those of all apps without an id."""

@@ -53,6 +53,9 @@ class WrappedRequest(NamedTuple):
     cfg: Mapping[str, Any]
     text: str
 
+    def __str__(self) -> str:
+        return self.text
+
 
 class _InnerWorkspace(WorkspaceMixin[None]):  # type: ignore[misc]
     """Builds workspaces as the wrapped scheduler does, which pushes its images itself when it submits."""
@@ -62,7 +65,6 @@ class _InnerWorkspace(WorkspaceMixin[None]):  # type: ignore[misc]
         self._inner = inner
 
     def build_workspaces(self, roles: list[Role], cfg: Cfg) -> None:
-        """Build the workspaces of an app's roles."""
         self._inner.build_workspaces(roles, cfg)
 
 
@@ -101,7 +103,10 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
 
     @contextlib.contextmanager
     def _asking(self, what: str, kind: type[BackendError] = BackendError) -> Iterator[None]:
-        """Turn an error of the other scheduler into one line that names it; a missing method stays TorchX's error."""
+        """Turn an error of the other scheduler into one line that names it: UserError for a ValueError, else ``kind``.
+
+        A missing method stays TorchX's error.
+        """
         try:
             yield
         except (TorchXMonarchError, InvalidRunConfigException, NotImplementedError):
@@ -112,13 +117,11 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
             raise raised(f"{self._name}: {type(self.inner).__name__} cannot {what}: {reason}") from error
 
     def close(self) -> None:
-        """Close the other scheduler."""
         self.inner.close()
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def run_opts(self) -> runopts:
-        """Return this package's options and those of the other scheduler and its workspaces."""
         options = run_options(NetworkOpts)
         options.update(self.inner.run_opts())
         return options
@@ -132,12 +135,6 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         return "@" if role else f"@{macros.rank0_env}"
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: NetworkOpts) -> WrappedRequest:
-        """Return the app, and the other scheduler's request for it as text.
-
-        Raises:
-            UserError: hosts could not meet, or the other scheduler refuses the app.
-            BackendError: the other scheduler fails.
-        """
         main, *others = submitted.roles
         for role in others if not main.runs_hosts else ():
             if role.runs_hosts and role.replicas > 1:
@@ -151,16 +148,8 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
             torchx_api.validate(self.inner, app, cfg)
             return WrappedRequest(app, cfg, str(self.inner.submit_dryrun(copy.deepcopy(app), cfg)))
 
-    def show(self, request: WrappedRequest) -> str:
-        """Return the other scheduler's request."""
-        return request.text
-
     def submit(self, request: WrappedRequest, submitted: SubmittedApp, credentials: str) -> str:
-        """Have the other scheduler submit the app, with the credentials in the environment of its hosts.
-
-        Raises:
-            UserError, SubmitError: the other scheduler refuses the app, or fails.
-        """
+        """Have the other scheduler submit the app, with the credentials in the environment of its hosts."""
         app, key = copy.deepcopy(request.app), secrets.token_hex()
         # A scheduler that passes the submitter's environment on must not pass on that of a job around the submitter.
         outer = {name: "" for name in FOR_HOSTS if name in os.environ}
@@ -178,11 +167,7 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> AppSnapshot | None:
-        """Return what the other scheduler tells of an app; UNKNOWN if it does not know one that has a record.
-
-        Raises:
-            BackendError: the other scheduler fails.
-        """
+        """Return what the other scheduler tells of an app; UNKNOWN if it does not know one that has a record."""
         record = self.records.load(app_id)
         with self._asking(f"describe {app_id}"):
             response = self.inner.describe(app_id)
@@ -191,11 +176,7 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         return self._snapshot(app_id, record, response, brief)
 
     def snapshots(self, options: Cfg) -> list[AppSnapshot]:
-        """Return the apps with a record that the other scheduler lists; all with a record if it cannot list.
-
-        Raises:
-            BackendError: the other scheduler fails.
-        """
+        """Return the apps with a record that the other scheduler lists; all with a record if it cannot list."""
         records = {app_id: record for app_id in self.records.app_ids() if (record := self.records.load(app_id))}
         wanted = {name: options[name] for name, _ in self.inner.run_opts() if name in options}
         try:
@@ -232,13 +213,6 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         return found
 
     def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
-        """Yield the lines of a log, of which no times are known.
-
-        Raises:
-            UserError: the other scheduler does not have this stream.
-            BackendError: the other scheduler fails.
-            NotImplementedError: it reads no logs.
-        """
         with self._asking(f"read the log of {app.app_id}"):
             for line in logs.lines(self.inner, app.app_id, role, replica, query):
                 yield TimedLine(0.0, line)
@@ -246,11 +220,7 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def stop(self, app: AppSnapshot, outcome: Outcome, grace: float | None) -> None:
-        """Have the other scheduler cancel the app, with the grace period that it has.
-
-        Raises:
-            BackendError: it does not know the app, or fails.
-        """
+        """Have the other scheduler cancel the app, with the grace period that it has."""
         with self._asking(f"cancel {app.app_id}"):
             if not self.inner.exists(app.app_id):  # its `cancel` would do nothing, and say nothing
                 raise BackendError(
@@ -262,11 +232,7 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
             self.inner.cancel(app.app_id)
 
     def remove(self, app: AppSnapshot) -> None:
-        """Have the other scheduler delete the app, or only end it if it has no way to delete; remove the record.
-
-        Raises:
-            BackendError: the other scheduler fails.
-        """
+        """Have the other scheduler delete the app, or only end it if it has no way to delete."""
         ended = app.native is not None and app.native.state.is_terminal
         if not ended or torchx_api.deletes(self.inner):
             with self._asking(f"delete {app.app_id}"):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -17,8 +17,8 @@ from torchx_monarch.backends.core.backend import LogQuery
 _log = logging.getLogger("torchx_monarch")
 
 
-def lines(inner: Scheduler[Any], app_id: str, role: str, replica: int, query: LogQuery[Any]) -> Iterable[str]:
-    """Return the lines of a log; none if there is no log yet, which TorchX's schedulers say by a ``RuntimeError``.
+def lines(inner: Scheduler[Any], app_id: str, role: str, replica: int, query: LogQuery[Any]) -> Iterator[str]:
+    """Yield the lines of a log; none if there is no log yet, which TorchX's schedulers say by a ``RuntimeError``.
 
     Args:
         query: which lines. Of a scheduler that cannot show both streams as one, those of stdout come first unless the
@@ -29,34 +29,22 @@ def lines(inner: Scheduler[Any], app_id: str, role: str, replica: int, query: Lo
         NotImplementedError: it reads no logs.
     """
 
-    def ask(stream: Stream) -> Iterable[str]:
-        with _missing_is_empty():
-            tail = query.follow
-            return _existing(inner.log_iter(app_id, role, replica, None, query.since, query.until, tail, stream))
-        return ()
+    def read(stream: Stream) -> Iterator[str]:
+        try:
+            yield from inner.log_iter(app_id, role, replica, None, query.since, query.until, query.follow, stream)
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:
+            _log.debug("no log: %s", error)
 
-    if query.stream is not None:
-        return ask(query.stream)
     try:
-        return ask(Stream.COMBINED)
-    except ValueError:  # TorchX's scheduler for Slurm has two files, and shows stderr alone unless it is told which
-        both = [ask(stream) for stream in (Stream.STDOUT, Stream.STDERR)]
-    return _together(both) if query.follow else (line for found in both for line in found)
-
-
-def _existing(found: Iterable[str]) -> Iterator[str]:
-    with _missing_is_empty():
-        yield from found
-
-
-@contextlib.contextmanager
-def _missing_is_empty() -> Iterator[None]:
-    try:
-        yield
-    except NotImplementedError:
-        raise
-    except RuntimeError as error:
-        _log.debug("no log: %s", error)
+        yield from read(query.stream or Stream.COMBINED)
+    except ValueError:
+        if query.stream is not None:
+            raise
+        # TorchX's scheduler for Slurm has two files, and shows stderr alone unless it is told which.
+        both = [read(stream) for stream in (Stream.STDOUT, Stream.STDERR)]
+        yield from _together(both) if query.follow else itertools.chain(*both)
 
 
 def _together(sources: Sequence[Iterable[str]]) -> Iterator[str]:
