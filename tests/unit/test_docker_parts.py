@@ -97,7 +97,7 @@ def test_only_submitted_hosts_have_the_secret(runner: Runner) -> None:
 
     client = SimpleNamespace(containers=SimpleNamespace(create=create))
     backend = DockerBackend()
-    backend._daemon = cast(Any, SimpleNamespace(client=client, pull=nothing, ensure_network=nothing, cancelled=nothing))
+    backend._daemon = cast(Any, SimpleNamespace(client=client, pull=nothing, ensure_network=nothing, cancelled=dict))
     backend.submit(info.request, info.submitted, "secret")
     given = [one["environment"].get("MONARCH_CREDENTIALS") for one in made]
     assert given == ["secret", "secret", None]

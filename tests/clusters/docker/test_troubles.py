@@ -46,24 +46,6 @@ def test_a_container_that_is_removed_fails_its_job(apps: Apps, daemon: Daemon, e
         apps.lines(handle, 0)
 
 
-def test_an_elastic_job_succeeds_without_a_container(apps: Apps, daemon: Daemon, eventually: Eventually) -> None:
-    go = apps.folder / "go"
-    path = apps.program(f"""
-        import os, time
-        print("rank", os.environ["RANK"], flush=True)
-        while not os.path.exists({str(go)!r}):
-            time.sleep(0.1)
-    """)
-    role = apps.torchrun(path, nproc=1, min_replicas=1)
-    role.args[role.args.index("--nnodes") + 1] = "1:2"
-    handle = apps.run(role)
-    eventually(lambda: apps.log(handle).count("]:rank") == 2, "the ranks")
-    daemon.kill(apps.hostname(handle, 1))
-    go.touch()
-    assert apps.wait(handle).state is AppState.SUCCEEDED, apps.log(handle)
-    assert apps.states(handle) == {"trainer/0": AppState.SUCCEEDED, "trainer/1": AppState.FAILED}
-
-
 @pytest.mark.parametrize(
     ("path", "code", "words"),
     [

@@ -102,7 +102,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
                     options["environment"] = {**options["environment"], CREDENTIALS: credentials}
                 made.append(daemon.client.containers.create(container.image, list(container.command), **options))
             map_concurrently(lambda container: container.start(), made)
-            if daemon.cancelled(request.app_id) and (app := self.snapshot(request.app_id, brief=True)):
+            if request.app_id in daemon.cancelled() and (app := self.snapshot(request.app_id, brief=True)):
                 self.stop(app, Outcome(State.CANCELLED), None)  # cancelled while containers were created
         except BaseException as error:
             daemon.remove(request.app_id, made)
@@ -119,7 +119,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         containers = self._daemon.containers(app_id)
         if not containers:
             return None
-        app = build(app_id, containers, self._daemon.cancelled(app_id), read_results(containers))
+        app = build(app_id, containers, self._daemon.cancelled(), read_results(containers))
         return app if brief else add_files(app)
 
     @answering()

@@ -57,9 +57,9 @@ def answering() -> Iterator[None]:
     """
     try:
         yield
-    except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, DockerException) as error:
-        if isinstance(error, DockerException):
-            raise DaemonError(f"the Docker daemon at {_where()} refuses a request: {explained(error)}") from None
+    except DockerException as error:
+        raise DaemonError(f"the Docker daemon at {_where()} refuses a request: {explained(error)}") from None
+    except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError) as error:
         raise DaemonError(
             f"the Docker daemon at {_where()} does not answer any more ({error}). What runs there may go on: ask again "
             "when it is back"
@@ -109,14 +109,9 @@ class Daemon:
         found: list[Container] = self.client.containers.list(all=True, filters={"label": label}, ignore_removed=True)
         return found
 
-    def cancelled(self, app_id: str = "") -> dict[str, float]:
-        """Return when each cancelled app was cancelled, in seconds since the epoch, by app id.
-
-        Args:
-            app_id: id of the only app to return; empty for all apps.
-        """
-        label = f"{LABEL_CANCELLED}={app_id}" if app_id else LABEL_CANCELLED
-        volumes = self.client.volumes.list(filters={"label": label})
+    def cancelled(self) -> dict[str, float]:
+        """Return when each cancelled app was cancelled, in seconds since the epoch, by app id."""
+        volumes = self.client.volumes.list(filters={"label": LABEL_CANCELLED})
         return {volume.attrs["Labels"][LABEL_CANCELLED]: seconds(volume.attrs["CreatedAt"]) for volume in volumes}
 
     def mark_cancelled(self, app_id: str) -> None:
