@@ -51,7 +51,7 @@ def change(root: Path, number: int) -> None:
 def port_of(handle: str) -> str:
     """Where replica 0 of an app listens that runs elsewhere."""
     scheduler, _, app_id = handle.partition("://")[0], *handle.rpartition("/")[1:]
-    _, kept = client_credentials.load(scheduler, app_id)
+    kept = client_credentials.load(scheduler, app_id).rendezvous
     return next(iter(kept.values())).rpartition(":")[2]
 
 

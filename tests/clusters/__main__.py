@@ -35,7 +35,7 @@ def _record(name: str) -> Path:
 
 def _holder(name: str) -> processes.ProcessIdentity | None:
     """The process that holds a cluster; None when there is none."""
-    record = state_files.read_json(str(_record(name))) or {}
+    record = state_files.load_undamaged(dict, str(_record(name))) or {}
     if not record:
         return None
     wanted = processes.ProcessIdentity(record["pid"], record["start"])

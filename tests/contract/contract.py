@@ -440,7 +440,7 @@ class Contract:
         place.until(lambda: place.log(handle).count("up") == 2, "the ranks", handle)
         if not seconds:
             place.wait(handle, AppState.SUCCEEDED)
-        client = Path(client_credentials.path(place.name, handle.rpartition("/")[2]))
+        client = Path(client_credentials.files(place.name).path(handle.rpartition("/")[2]))
         if place.backend.has_network:
             assert ClientCredentials.from_text(json.loads(client.read_text())["credentials"])
         with Runner("torchx", place.schedulers) as runner:

@@ -72,7 +72,7 @@ def test_roles_meet_are_cancelled_and_deleted(local: LocalCwdPlace) -> None:
     local.runner.cancel(handle)
     assert local.wait(handle).state is AppState.CANCELLED
     assert set(local.states(handle).values()) == {AppState.CANCELLED} and "saved" in local.log(handle)
-    certificate = Path(client_credentials.path(local.name, handle.rpartition("/")[2]))
+    certificate = Path(client_credentials.files(local.name).path(handle.rpartition("/")[2]))
     assert record(local, handle).stat().st_mode & 0o777 == 0o600 and certificate.exists()
     local.runner.delete(handle)
     assert not record(local, handle).exists() and not certificate.exists()

@@ -90,7 +90,7 @@ class Detached:
 
     def record(self, app_id: str) -> dict[str, Any]:
         """The status file."""
-        record = state_files.read_json(self.paths(app_id).status)
+        record = state_files.load_undamaged(dict, self.paths(app_id).status)
         assert record is not None
         return record
 

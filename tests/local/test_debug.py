@@ -75,7 +75,8 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(
     """)
     where = f"tls:127.0.0.1:{free_port()}"
     for_hosts, for_client = (each.to_text() for each in credentials.create())
-    client_credentials.keep("monarch_slurm", "app", for_client, {"trainer": where})
+    stored = client_credentials.StoredCredentials(for_client, {"trainer": where})
+    client_credentials.files("monarch_slurm").store("app", stored)
     environ = {"MONARCH_RENDEZVOUS": where, env_names.CREDENTIALS: for_hosts}
     hosts = Hosts(folder, torchrun(path, nproc=1, nnodes=2), 2, ("--grace", "5", "--hang-after", "2"), environ).start()
     ended.append(hosts)

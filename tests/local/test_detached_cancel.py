@@ -16,7 +16,9 @@ from torchx.specs import AppState
 
 from tests.local.detached import Detached, fresh, lives, pid_in, py, sh
 from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.local import state
+from torchx_monarch.model.state import State
 
 Eventually = Callable[..., object]
 
@@ -57,7 +59,7 @@ def test_cancel_while_the_supervisor_starts(apps: Detached, monkeypatch: pytest.
 
     def start_and_cancel(command: list[str], **more: Any) -> subprocess.Popen[bytes]:
         process = start(command, **more)
-        state.request_stop(state_files.AppPaths(command[6]), None)
+        state.request_stop(state_files.AppPaths(command[5]), Outcome(State.CANCELLED), None)
         return process
 
     with monkeypatch.context() as within:

@@ -67,7 +67,7 @@ def test_environment_of_a_replica(apps: Detached, monkeypatch: pytest.MonkeyPatc
     assert first["MONARCH_RENDEZVOUS"] == f"unix:{paths.run}/0.sock"
     assert second["MONARCH_RENDEZVOUS"] == f"unix:{paths.run}/1.sock"
     assert first["MONARCH_RUN_DIR"] == paths.run
-    assert first["MONARCH_EVENTS"] == paths.events == str(apps.scheduler.inner.events_path(app_id))
+    assert first["MONARCH_EVENTS"] == paths.events
     assert second["MONARCH_LOG_DIR"] == f"{paths.logs}/second/1"
     assert second["TORCHELASTIC_ERROR_FILE"] == f"{paths.logs}/second/1/error.json"
     assert first["MONARCH_RESTART"] == "0"

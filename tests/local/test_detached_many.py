@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -34,7 +35,7 @@ def old_app(name: str, ended: float, state: State = State.SUCCEEDED) -> None:
     os.makedirs(paths.root)
     record = AppRecord(name, "old", created=ended - 10, state=state, ended=ended)
     record.roles = [RoleRecord("r", [ReplicaRecord(k, state=state, exit_code=0) for k in range(4)])]
-    state_files.write_json(paths.status, record.to_json())
+    state_files.write_json(paths.status, asdict(record))
 
 
 def test_twenty_submissions_at_once(apps: Detached) -> None:

@@ -165,10 +165,11 @@ def make_unended(apps: Detached, eventually: Eventually, hostname: str = "") -> 
     record, paths = apps.record(app_id), apps.paths(app_id)
     record.update(state="RUNNING", ended=None)
     record["roles"][0]["replicas"][0].update(state="RUNNING", ended=None, exit_code=None)
+    record["hostname"] = hostname or record["hostname"]
     state_files.write_json(paths.status, record)
     if hostname:
         state_files.write_json(
-            paths.supervisor, {**(state_files.read_json(paths.supervisor) or {}), "hostname": hostname}
+            paths.supervisor, {**(state_files.load_undamaged(dict, paths.supervisor) or {}), "hostname": hostname}
         )
     return app_id
 
@@ -219,7 +220,7 @@ def test_a_reader_on_another_machine_leaves_a_job_alone(apps: Detached, family: 
 def test_pids_that_are_used_again(apps: Detached, eventually: Eventually) -> None:
     app_id = make_unended(apps, eventually)
     path = apps.paths(app_id).supervisor
-    data = state_files.read_json(path)
+    data = state_files.load_undamaged(dict, path)
     assert data is not None
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         data["supervisor"]["pid"] = other.pid

@@ -131,7 +131,7 @@ class Job:
         app = AppDef("a", [Role("r", image="", entrypoint=command[0], args=command[1:], num_replicas=2, **role)])
         self.handle: str = self._runner.run(app, "monarch_local", cfg={"preload": "none", "grace": grace})
         self.paths = state_files.app_paths(self.handle.rpartition("/")[2])
-        self.marker = str((state_files.read_json(self.paths.request) or {})["job"])
+        self.marker = str((state_files.load_undamaged(dict, self.paths.request) or {})["job"])
 
     @property
     def scheduler(self) -> MonarchScheduler:
@@ -145,7 +145,7 @@ class Job:
 
     def pid(self, replica: int) -> int:
         """Of a host."""
-        record = state_files.read_json(self.paths.status) or {}
+        record = state_files.load_undamaged(dict, self.paths.status) or {}
         return int(record["roles"][0]["replicas"][replica]["pid"])
 
     def cancel(self) -> None:

@@ -122,7 +122,7 @@ class Job:
     def note_run_dir(self) -> None:
         """Read ``run_dir`` once there is a request; it is not known any more when the app's folder is removed."""
         if not self.run_dir and self.app_id:
-            self.run_dir = str((state_files.read_json(self.paths.request) or {}).get("run_dir", ""))
+            self.run_dir = str((state_files.load_undamaged(dict, self.paths.request) or {}).get("run_dir", ""))
 
     def processes(self) -> list[int]:
         """The living processes of it, the ``torchx run`` and what that has started among them."""

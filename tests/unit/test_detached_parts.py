@@ -90,21 +90,6 @@ def test_fields_of_a_newer_torchx_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "available", "dealt"),
-    [
-        ([(2, 2)], 8, [["0,1", "2,3"]]),
-        ([(3, 4)], 8, None),
-        ([(1, 2), (3, 1)], 8, [["0,1"], ["2", "3", "4"]]),
-        ([(1, 0), (2, 1), (1, -1)], 2, [[None], ["0", "1"], [None]]),
-        ([(2, 4)], 8, [["0,1,2,3", "4,5,6,7"]]),
-        ([(1, 1)], 0, None),
-    ],
-)
-def test_dealing_out_gpus(wanted: list[tuple[int, int]], available: int, dealt: object) -> None:
-    assert gpus.assign(wanted, [str(n) for n in range(available)]) == dealt
-
-
-@pytest.mark.parametrize(
     ("visible", "found"),
     [("0,1", ["0", "1"]), ("3, GPU-ab", ["3", "GPU-ab"]), ("", []), ("-1", []), ("0,-1,2", ["0"]), ("NoDevFiles", [])],
 )
@@ -214,12 +199,12 @@ def test_this_process() -> None:
 def test_json_files_are_replaced_whole(tmp_path: Path) -> None:
     path = str(tmp_path / "f.json")
     state_files.write_json(path, {"a": 1, "s": "\udcff\u00e9"})
-    assert state_files.read_json(path) == {"a": 1, "s": "\udcff\u00e9"}
+    assert state_files.load_undamaged(dict, path) == {"a": 1, "s": "\udcff\u00e9"}
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert os.listdir(tmp_path) == ["f.json"]
     for damaged in ("", "[1]", '{"a'):
         (tmp_path / "f.json").write_text(damaged)
-        assert state_files.read_json(path) is None
+        assert state_files.load_undamaged(dict, path) is None
     with pytest.raises(OSError):
         state_files.write_json(str(tmp_path / "no" / "f.json"), {})
 
@@ -235,7 +220,7 @@ def test_the_last_word_uses_the_reserve(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(state_files, "write_json", full)
         state_files.write_last_json(status, {"state": "FAILED"}, reserve)
-    assert state_files.read_json(status) == {"state": "FAILED"}
+    assert state_files.load_undamaged(dict, status) == {"state": "FAILED"}
     assert not os.path.exists(reserve)
 
 

@@ -41,7 +41,7 @@ class Plain:
     def read(self, app_id: str) -> None:
         return None
 
-    def events_path(self, app_id: str) -> None:
+    def folder(self, app_id: str) -> None:
         return None
 
 

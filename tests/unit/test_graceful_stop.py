@@ -64,7 +64,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_a_host_has_some_time_more(clock: Clock) -> None:
     program, host = Replica(1), Replica(2)
-    GracefulStop(clock, [program, host], GRACE)  # type: ignore[list-item]
+    GracefulStop(clock.at, [program, host], GRACE)  # type: ignore[list-item]
     assert program.told and host.told
     clock.move(GRACE - 0.1)
     assert program.alive and host.alive
@@ -78,7 +78,7 @@ def test_a_host_has_some_time_more(clock: Clock) -> None:
 
 def test_a_second_request_shortens_the_stop(clock: Clock) -> None:
     program, host = Replica(1), Replica(2)
-    stop = GracefulStop(clock, [program, host], GRACE)  # type: ignore[list-item]
+    stop = GracefulStop(clock.at, [program, host], GRACE)  # type: ignore[list-item]
     stop.shorten(2 * GRACE)
     clock.move(1.0)
     stop.shorten(2.0)

@@ -31,12 +31,18 @@ def apps() -> None:
         file.parent.mkdir(parents=True, mode=0o700)
         file.touch()
         os.utime(file, (now - age, now - age))
-    client_credentials.keep("monarch_slurm", "4711", "secret", {}, "pretrain")
-    os.utime(client_credentials.path("monarch_slurm", "4711"), (now - 20, now - 20))
-    client_credentials.keep("monarch_slurm", "eval-a\x1b[31m", "secret", {})
-    os.utime(client_credentials.path("monarch_slurm", "eval-a\x1b[31m"), (now - 30, now - 30))
-    client_credentials.keep("monarch_kubernetes", "default:bert-b9z", "secret", {}, "")
-    os.utime(client_credentials.path("monarch_kubernetes", "default:bert-b9z"), (now - 60, now - 60))
+    client_credentials.files("monarch_slurm").store(
+        "4711", client_credentials.StoredCredentials("secret", {}, "pretrain")
+    )
+    os.utime(client_credentials.files("monarch_slurm").path("4711"), (now - 20, now - 20))
+    client_credentials.files("monarch_slurm").store(
+        "eval-a\x1b[31m", client_credentials.StoredCredentials("secret", {})
+    )
+    os.utime(client_credentials.files("monarch_slurm").path("eval-a\x1b[31m"), (now - 30, now - 30))
+    client_credentials.files("monarch_kubernetes").store(
+        "default:bert-b9z", client_credentials.StoredCredentials("secret", {}, "")
+    )
+    os.utime(client_credentials.files("monarch_kubernetes").path("default:bert-b9z"), (now - 60, now - 60))
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,14 @@ from torchx.specs import AppDef, InvalidRunConfigException, Resource, RetryPolic
 from torchx.specs.finder import ComponentValidationException
 
 from tests.contract.place import tree
-from torchx_monarch.backends.batch.folder import JobFolder, TaskRecord
+from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.backends.batch.task import substitute
-from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core import state_files, stop_request
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local.status import RoleRecord
+from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.backends.slurm import commands, render
 from torchx_monarch.backends.slurm.backend import SlurmBackend
 from torchx_monarch.backends.slurm.batch_step import BatchRecord, BatchStep, first_node, load_record, record_path
@@ -274,11 +274,11 @@ def job() -> JobFolder:
 
 def write(folder: JobFolder, state: State, code: int | None = None, message: str = "") -> None:
     """Write the record of the replica."""
-    record = TaskRecord("7", "app", 1.0, state=state, msg=message, started=1.0, hostname="n1")
+    record = AppRecord("7", "app", 1.0, state=state, msg=message, started=1.0, hostname="n1")
     record.roles = [RoleRecord("r", [ReplicaRecord(0, state, exit_code=code, started=1.0)])]
     paths = folder.replica("r", 0)
     os.makedirs(paths.root, exist_ok=True)
-    state_files.write_json(paths.status, record.to_json())
+    state_files.write_json(paths.status, asdict(record))
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_state_of_a_job(
     if record is not None:
         state_files.write_json(record_path(job), asdict(record))
     if cancelled:
-        job.request_stop(Outcome(State.CANCELLED, "cancelled"), None, 5.0)
+        stop_request.write(job, Outcome(State.CANCELLED, "cancelled"), None)
     before = tree(state_files.state_dir())
     app = SlurmBackend().snapshot("7")
     assert app is not None
@@ -334,11 +334,16 @@ def test_a_job_is_found_by_the_link_or_by_the_comment_of_ones_own_job(
     job: JobFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = SlurmBackend()
-    assert backend.folders() == {"7": job} and backend.folder("7") == job
+
+    def found(app_id: str) -> str:
+        folder = backend.folder(app_id)
+        return folder.root if folder else ""
+
+    assert list(backend.folders()) == ["7"] and found("7") == job.root
     os.unlink(os.path.join(backend._ids, "7"))
     comment = f"mine {render.MARK}{job.root}"
     monkeypatch.setattr(commands, "listed_jobs", lambda *_: {"7": SlurmJob("7", "RUNNING", "None", comment)})
-    assert backend.folders() == {} and backend.folder("7") == job and backend.folder("8") is None
+    assert (backend.folders(), found("7"), found("8")) == ({}, job.root, "")
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -397,9 +402,9 @@ def test_a_job_that_is_queued_again_after_a_failure_runs(
     monkeypatch.setattr("torchx_monarch.backends.slurm.batch_step._run", lambda *_: None)
     write(job, State.FAILED, 3, "replica r/0 exited with code 3")
     batch_step._conclude()
-    job.request_stop(Outcome(State.FAILED, "replica r/0 exited with code 3"), None, 30.0)  # a sibling ran on
+    stop_request.write(job, Outcome(State.FAILED, "replica r/0 exited with code 3"), None)  # a sibling ran on
     assert BatchStep(job, batch_step._request).run() == 0
-    assert (stop := job.load_stop()) is None or stop.outcome is None
+    assert stop_request.load_outcome(job) is None
 
 
 def test_a_removed_folder_and_a_full_disk_do_not_end_the_batch_step(batch_step: BatchStep, job: JobFolder) -> None:

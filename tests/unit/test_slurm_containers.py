@@ -42,7 +42,7 @@ def request(image: object, *mounts: object, entrypoint: str = "torchrun", **cfg:
 
 def test_a_step_runs_the_task_with_the_images_python() -> None:
     found = request("me/image", container="pyxis")
-    start = ["python", "-I", "-m", "torchx_monarch.backends.batch.entrypoint", "batch.task"]
+    start = ["python", "-I", "-m", "torchx_monarch.backends.entrypoint", "batch.task"]
     assert found.step(0)[-8:] == [*start, found.folder, "0", "SLURM_PROCID-0"]
     assert found.roles[0].command[:3] == ["python", "-m", "torchx_monarch.host"]
     assert "--container-image=me/image" in SlurmBackend().show(found)

@@ -33,7 +33,7 @@ from torchx_monarch.backends.ssh import native, workspace
 from torchx_monarch.backends.ssh.backend import SshBackend
 from torchx_monarch.backends.ssh.in_job import entry, replicas
 from torchx_monarch.backends.ssh.in_job.replicas import Code
-from torchx_monarch.backends.ssh.in_job.wire import Ending, FoundReplica, Layout, Place, folder_name
+from torchx_monarch.backends.ssh.in_job.wire import FoundReplica, Layout, Place, folder_name
 from torchx_monarch.backends.ssh.native import MachineConnection, RefusedOrderError, SshError, at_once
 from torchx_monarch.backends.ssh.options import parse_hosts, ssh_arguments
 from torchx_monarch.backends.ssh.request import SshRequest
@@ -315,17 +315,15 @@ def test_a_workspace_of_several_folders(tmp_path: Path, monkeypatch: pytest.Monk
 # -- the state
 
 
-def found(
-    replica: int, state: State, submitted: SubmittedApp, ending: Ending | None = None, **more: Any
-) -> FoundReplica:
+def found(replica: int, state: State, submitted: SubmittedApp, **more: Any) -> FoundReplica:
     """Return what a machine answers."""
     place = Place("app-1@a", 0, replica, 100.0, 5.0, Layout([["a", "b"]], "python3"), submitted.pack())
     one = ReplicaRecord(id=replica, state=state, started=101.0, ended=102.0 if state.is_terminal else None)
     record = AppRecord(folder_name("app-1@a", 0, replica), "app", 100.0, state, roles=[RoleRecord("trainer", [one])])
-    record.ended = one.ended
+    record.ended, record.hostname = one.ended, "ab"[replica]
     for name, value in more.items():
         setattr(record, name, value)
-    return FoundReplica(place, record, ending, "ab"[replica])
+    return FoundReplica(place, record, None)
 
 
 def two_hosts(**more: Any) -> SubmittedApp:
@@ -349,7 +347,7 @@ def test_a_machine_that_does_not_answer(more: dict[str, Any], other: State, expe
     assert "b" in status.message and "timed out" in status.message
 
 
-@pytest.mark.parametrize("damaged", ["place.json", "ending.json", "status.json"])
+@pytest.mark.parametrize("damaged", ["place.json", "status.json"])
 def test_a_damaged_file_of_a_replica_is_named_and_costs_no_other_app(
     damaged: str,
     runner: Runner,
@@ -377,7 +375,7 @@ def test_a_damaged_file_of_a_replica_is_named_and_costs_no_other_app(
         place = Place(app_id, 0, 0, 100.0, 5.0, Layout([["a"]]), submitted.pack())
         state_files.write_json(f"{paths.root}/place.json", asdict(place))
         role = RoleRecord("trainer", [ReplicaRecord(0, State.RUNNING)])
-        state_files.write_json(paths.status, AppRecord("", "app", time.time(), State.RUNNING, roles=[role]).to_json())
+        state_files.write_json(paths.status, asdict(AppRecord("", "app", time.time(), State.RUNNING, roles=[role])))
     Path(paths.root, damaged).write_text("{")
     says = f": {paths.root}/{damaged} is damaged: "
     assert [each.app_id for each in runner.list("monarch_ssh")] == ["sound-1@a"]

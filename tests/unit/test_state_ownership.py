@@ -7,6 +7,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def app(name: str, state: State = State.SUCCEEDED, ended: float | None = None) -
     record = status.load(paths)
     assert record is not None
     record.state, record.ended = state, ended or time.time()
-    state_files.write_json(paths.status, record.to_json())
+    state_files.write_json(paths.status, asdict(record))
     return paths
 
 
@@ -95,7 +96,7 @@ def test_a_link_in_an_app_is_not_followed(tmp_path: Path, linked: str) -> None:
     record = status.load(dead)
     assert record is not None
     record.created = 0.0
-    state_files.write_json(dead.status, record.to_json())
+    state_files.write_json(dead.status, asdict(record))
     precious = tmp_path / "precious"
     precious.write_text("mine\n")
     logs = Path(dead.replica_logs("r", 0))
@@ -142,7 +143,7 @@ def test_another_users_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StateDirError, match="belongs to .*MONARCH_STATE_DIR"):
         submit.submit(request, submitted.to_json())
     with pytest.raises(OSError, match="belongs to"):
-        client_credentials.keep("monarch_slurm", "1", "secret", {})
+        client_credentials.files("monarch_slurm").store("1", client_credentials.StoredCredentials("secret", {}))
 
 
 def test_an_unreadable_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +163,7 @@ def test_names_and_messages_do_not_reach_the_terminal_as_codes() -> None:
     assert record is not None
     record.state, record.name, record.msg = State.FAILED, "\x1b]0;owned\x07", "one\ntwo \x1b[31mred\r"
     record.roles[0].replicas[0].error = record.error = '{"message": "a\\u001b[2J", "errorCode": 1}'
-    state_files.write_json(paths.status, record.to_json())
+    state_files.write_json(paths.status, asdict(record))
     scheduler = monarch_local("torchx")
     assert [each.name for each in scheduler.list()] == ["\\x1b]0;owned\\x07"]
     found = scheduler.describe(paths.app_id)
@@ -294,7 +295,7 @@ def test_a_read_only_state_directory_keeps_the_app(
 @pytest.mark.usefixtures("forgetful_slurm")
 def test_a_job_folder_elsewhere_is_used(tmp_path: Path) -> None:
     job = slurm_job(str(tmp_path / "jobs"))
-    assert SlurmBackend().folders() == {"7": job}
+    assert SlurmBackend().folders()["7"].root == job.root
     monarch_slurm("torchx").delete("7")
     assert SlurmBackend().folders() == {} and content(tmp_path / "jobs") == []
 

@@ -156,7 +156,7 @@ def recorded_apps() -> list[RecordedApp]:
         for app_id in state_files.app_ids():
             found.append(_app(LOCAL, app_id, state_files.app_paths(app_id).app))
     for scheduler, app_id in client_credentials.stored_apps():
-        found.append(_app(scheduler, app_id, client_credentials.path(scheduler, app_id)))
+        found.append(_app(scheduler, app_id, client_credentials.files(scheduler).path(app_id)))
     return sorted(found, key=lambda app: (app.submitted, app.app_id), reverse=True)
 
 
@@ -165,7 +165,7 @@ def _app(scheduler: str, app_id: str, file: str) -> RecordedApp:
     submitted = 0.0
     with contextlib.suppress(OSError):
         submitted = os.lstat(file).st_mtime
-    name = "" if scheduler == LOCAL else client_credentials.name_of(scheduler, app_id)
+    name = "" if scheduler == LOCAL else client_credentials.load(scheduler, app_id).name
     if not name:  # TorchX makes most ids of the name and a random suffix (torchx.schedulers.ids.make_unique)
         name = app_id.rpartition("-")[0].rpartition(":")[2]
     return RecordedApp(scheduler, app_id, name, submitted)

@@ -156,8 +156,8 @@ class Hosts:
         names = [spec.name for spec in roles if spec.workload is WorkloadKind.SESSION]
         if self._role not in ("", *names) or not names:
             raise AllocationError(f"{self.handle} {self.end_reason}; it was no live allocation of such a role")
-        folder: Path | None = apps.backend.log_folder(app_id, self._role or names[0], 0)
-        return folder
+        folder = apps.backend.folder(app_id)
+        return Path(folder.replica_logs(self._role or names[0], 0)) if folder else None
 
     def roles(self) -> list[str]:
         """Return the names of the roles of the app that have hosts; that of this object first."""

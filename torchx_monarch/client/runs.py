@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """List and follow the runs of a live allocation: from its hosts, or from the run logs that are kept after their end.
 
-The backend says where the logs are (``Backend.log_folder``). All functions raise ``AllocationError`` if the hosts have
+The backend says where the logs are (``Backend.folder``). All functions raise ``AllocationError`` if the hosts have
 ended and no run is kept, or did not start in time, ``UnreachableError`` if they cannot be reached, and ``RefusedError``
 if there is no such run.
 """

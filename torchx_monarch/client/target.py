@@ -55,7 +55,8 @@ class Target:
         from torchx.specs import parse_app_handle
 
         scheduler, _, app_id = parse_app_handle(handle)
-        credentials, addresses = client_credentials.load(scheduler, app_id)
+        stored = client_credentials.load(scheduler, app_id)
+        credentials, addresses = stored.credentials, stored.rendezvous
         if address:
             return cls(_given(address, addresses, role), role, credentials, given=True)
         if not addresses:
@@ -64,7 +65,7 @@ class Target:
         if role not in addresses:
             roles = ", ".join(addresses)
             raise UnreachableError(f"{handle} has no role {role!r} with hosts of ours; it has {roles}", final=True)
-        there = _parsed(addresses[role], f"the address in {client_credentials.path(scheduler, app_id)}")
+        there = _parsed(addresses[role], f"the address in {client_credentials.files(scheduler).path(app_id)}")
         where = Address(there.scheme, _host(handle, app_id, role, there.host, runner), there.port)
         return cls(where, role, credentials)
 
@@ -104,7 +105,7 @@ def recorded_roles(scheduler: str, app_id: str) -> list[str]:
     Raises:
         UnreachableError: the record is damaged.
     """
-    if addresses := client_credentials.load(scheduler, app_id)[1]:
+    if addresses := client_credentials.load(scheduler, app_id).rendezvous:
         return list(addresses)
     request = _request(app_id)
     return [role.name for role in request.roles if role.spec.runs_hosts] if request is not None else []

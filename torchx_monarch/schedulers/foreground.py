@@ -176,10 +176,10 @@ class Foreground:
                 summary_of(self._handle(app_id), *found, self._submitted[app_id], time.time()).write(sys.stderr)
 
     def _show(self, app_id: str) -> None:
-        path = self._apps.backend.events_path(app_id)
-        if path is None:
+        folder = self._apps.backend.folder(app_id)
+        if folder is None:
             return
-        found, offset = events.read(path, self._offsets.get(app_id, 0), below=path.parent)
+        found, offset = events.read(folder.events, self._offsets.get(app_id, 0), below=folder.trusted)
         self._offsets[app_id] = offset
         for event in found:
             seconds = f" ({event['seconds']:.2f} s)" if event.get("seconds") is not None else ""

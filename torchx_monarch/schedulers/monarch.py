@@ -213,8 +213,9 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             on_submitted(app_id)
             if client:
                 rendezvous = {role.name: role.rendezvous for role in submitted.roles if role.rendezvous}
+                stored = client_credentials.StoredCredentials(client, rendezvous, submitted.app.name)
                 try:
-                    client_credentials.keep(self.backend, app_id, client, rendezvous, submitted.app.name)
+                    client_credentials.files(self.backend).store(app_id, stored)
                 except OSError as error:
                     _log.warning("The job runs, but the certificate to reach it with could not be kept: %s", error)
         return app_id
@@ -252,8 +253,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def read_events(self, app_id: str) -> Sequence[events.Event]:
         """Return the events of an app, the oldest first; none if this machine does not have them."""
-        path = self.inner.events_path(app_id)
-        return events.read(path, below=path.parent)[0] if path is not None else []
+        folder = self.inner.folder(app_id)
+        return events.read(folder.events, below=folder.trusted)[0] if folder else []
 
     def _similar(self, app_id: str) -> str:
         """Return a suggestion to append to the message about an app that does not exist; empty if no name is near."""
@@ -311,7 +312,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def _delete_existing(self, app_id: str) -> None:
         self.apps.delete(app_id)
-        client_credentials.forget(self.backend, app_id)
+        client_credentials.files(self.backend).remove(app_id)
 
     def close(self) -> None:
         """Close the backend's connections. If a signal has ended a waiting ``torchx run``, cancel its apps first.

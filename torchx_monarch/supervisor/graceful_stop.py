@@ -5,29 +5,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.supervisor.replica import Replica
 from torchx_monarch.system import processes
 
 
-class Timers(Protocol):
-    """An event loop that calls functions at a later time."""
-
-    def at(self, when: float, call: Callable[[], None]) -> None:
-        """Call the function when ``time.monotonic()`` reaches ``when``."""
-
-
 class GracefulStop:
     """One graceful stop of a set of replicas, which begins at once.
 
     Args:
+        call_at: calls a function when ``time.monotonic()`` reaches a time.
         grace: seconds from SIGTERM to SIGKILL; 0 for SIGKILL without SIGTERM.
     """
 
-    def __init__(self, timers: Timers, replicas: Collection[Replica], grace: float) -> None:
-        self._timers = timers
+    def __init__(
+        self, call_at: Callable[[float, Callable[[], None]], None], replicas: Collection[Replica], grace: float
+    ) -> None:
+        self._call_at = call_at
         self._replicas = replicas
         self._grace = grace
         self._with_host: list[Replica] = []
@@ -54,8 +49,8 @@ class GracefulStop:
     def _set_deadline(self) -> None:
         now = time.monotonic()
         without_host = [replica for replica in self._replicas if replica not in self._with_host]
-        self._timers.at(now + self._grace, lambda: self._kill(without_host))
-        self._timers.at(now + self._grace + HOST_EXTRA, lambda: self._kill(self._replicas))
+        self._call_at(now + self._grace, lambda: self._kill(without_host))
+        self._call_at(now + self._grace + HOST_EXTRA, lambda: self._kill(self._replicas))
 
     def _kill(self, replicas: Collection[Replica]) -> None:
         for replica in replicas:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from torchx_monarch.backends.core.snapshot import ReplicaSnapshot
 from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.state import State
 
@@ -47,3 +49,13 @@ class ReplicaRecord:
     error: str | None = None
     started: Seconds | None = None
     ended: Seconds | None = None
+
+    def snapshot(self, role: str, **more: Any) -> ReplicaSnapshot:
+        """Return the snapshot of a replica.
+
+        Args:
+            more: further fields, and fields that differ from the record's.
+        """
+        times = {"started": self.started or 0.0, "ended": self.ended or 0.0}
+        fields = {"exit_code": self.exit_code, "restarts": self.restarts, "state": self.state}
+        return ReplicaSnapshot(role, self.id, **{**fields, **times, **more})

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 
-from torchx_monarch.backends.core.snapshot import ReplicaSnapshot
 from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.host_result import HostResult, no_retry_reason
 from torchx_monarch.model.job_result import describe_code
@@ -82,25 +81,6 @@ class Replica:
     @property
     def succeeded(self) -> bool:
         return self.record.state is State.SUCCEEDED
-
-    def snapshot(self, state: State, error: str = "", is_error_lost: bool = False) -> ReplicaSnapshot:
-        """Return its snapshot.
-
-        Args:
-            error: as in ``ReplicaSnapshot``; empty where only the state of the app is decided, and not its cause.
-            is_error_lost: as in ``ReplicaSnapshot``.
-        """
-        return ReplicaSnapshot(
-            self.spec.name,
-            self.record.id,
-            state,
-            started=self.record.started or 0.0,
-            ended=self.record.ended or 0.0,
-            restarts=self.record.restarts,
-            failure=self.failure,
-            error=error,
-            is_error_lost=is_error_lost,
-        )
 
     @property
     def _stop_file(self) -> str:

@@ -43,12 +43,9 @@ def find_program(name: str, path: str, cwd: str) -> str:
     Raises:
         SpawnError: the program does not exist, or is not executable.
     """
-    if "/" in name:
-        candidates = [os.path.join(cwd, name)]
-    else:
-        candidates = [os.path.join(cwd, folder or ".", name) for folder in path.split(os.pathsep)]
-        candidates.append(os.path.join(cwd, name))
-    present = [c for c in candidates if os.path.isfile(c)]
+    folders = [] if "/" in name else [folder or "." for folder in path.split(os.pathsep)]
+    candidates = [os.path.join(cwd, folder, name) for folder in (*folders, "")]
+    present = [candidate for candidate in candidates if os.path.isfile(candidate)]
     for candidate in present:
         if os.access(candidate, os.X_OK):
             return candidate

@@ -120,7 +120,7 @@ class Apps(Place):
 
     def paths(self, handle: str) -> JobFolder:
         """Return the folder of an app's job."""
-        folder = self.backend.folder(handle.rpartition("/")[2])  # type: ignore[attr-defined]
+        folder = self.backend.folder(handle.rpartition("/")[2])
         assert isinstance(folder, JobFolder)
         return folder
 

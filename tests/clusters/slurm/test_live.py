@@ -21,7 +21,7 @@ def test_takes_two_nodes_and_runs_on_them(apps: Apps, cluster: SlurmCluster) -> 
     apps.until(lambda: apps.status(taken.handle).state is AppState.RUNNING, "the job", taken.handle)
     # Slurm says which node it is; this machine knows it by its address alone.
     node = Target.from_handle(taken.handle, runner=apps.runner).address.host
-    _, kept = client_credentials.load(NAME, taken.handle.rpartition("/")[2])
+    kept = client_credentials.load(NAME, taken.handle.rpartition("/")[2]).rendezvous
     port = kept["trainer"].rpartition(":")[2]
     address = f"{cluster.address(int(node.removeprefix('n')))}:{port}"
     job = SPMDJob.attach(taken.handle, address=address, runner=apps.runner)

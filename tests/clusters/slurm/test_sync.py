@@ -37,7 +37,7 @@ def test_nodes_get_changed_code_before_a_run(apps: Apps, cluster: SlurmCluster, 
     taken = serve(app, NAME, cfg, runner=apps.runner, idle_timeout=300)
     apps.adopt(taken.handle)
     # Slurm says which node it is; this machine knows it by its address alone.
-    port = client_credentials.load(NAME, taken.handle.rpartition("/")[2])[1]["trainer"].rpartition(":")[2]
+    port = client_credentials.load(NAME, taken.handle.rpartition("/")[2]).rendezvous["trainer"].rpartition(":")[2]
     address = f"{cluster.address(1)}:{port}"
     with Allocation(taken.handle, address=address, runner=apps.runner, workspace=str(root)) as job:
         job.wait_ready(120)

@@ -5,6 +5,5 @@ backend     submit, read and end apps; a batch system adds how to submit, to rea
 folder      the folder of an app, and the request in it
 snapshot    the state of replicas, by records and by the batch system
 task        what a job runs: one replica under the supervisor's loop
-entrypoint  the script that starts a task
 sge         Grid Engine
 """

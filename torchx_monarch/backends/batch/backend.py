@@ -14,18 +14,18 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torchx.specs import AppDef, Role
 
-from torchx_monarch.backends.batch import commands, entrypoint
+from torchx_monarch.backends import entrypoint
+from torchx_monarch.backends.batch import commands
 from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole, JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob, has_ended, read_replica
-from torchx_monarch.backends.core import state_files, submitted_app
+from torchx_monarch.backends.core import state_files, stop_request, submitted_app
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import (
     BackendError,
@@ -46,7 +46,6 @@ from torchx_monarch.model.env_names import JOB_VARIABLES
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_reader
-from torchx_monarch.system import safe_files
 
 _QUEUE_INTERVAL = 5.0
 """Seconds between two questions to the batch system while waiting for an app to end: all users share it."""
@@ -108,7 +107,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
     job_id: ClassVar[str] = r"(\d+)"
     unknown_job: ClassVar[str] = r"(?i)not exist|unknown|invalid job|not found|finished"
     install: ClassVar[str] = ""
-    request_type: ClassVar[type[BatchRequest]] = BatchRequest
+    request_type: type[BatchRequest] = BatchRequest
 
     def __init__(self) -> None:
         self._asked: dict[str, float] = {}
@@ -156,13 +155,11 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
                     raise
 
     def checks(self, options: O | None) -> Iterable[CheckResult]:
-        """Check that the batch system answers."""
         yield check(self.name, f"{len(self.queued())} of your jobs wait or run")
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def check_options(self, options: O) -> None:
-        """Check the run options that do not depend on the app."""
         words = getattr(options, "submit_args", "")
         try:
             shlex.split(words)
@@ -291,33 +288,26 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def folder(self, app_id: str) -> JobFolder | None:
-        """Return the folder of an app; None if there is none. Errors as for ``folders``."""
-        if not state_files.is_app_id(app_id):
-            return None
-        try:
-            os.close(safe_files.open_folder(self.root, below=state_files.state_dir()))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise StateAccessError.from_os_error(error, self.root) from None
-        folder = JobFolder(os.path.join(self.root, app_id))
-        return folder if os.path.exists(folder.app) else None
+        return self.folders([app_id]).get(app_id)
 
-    def folders(self) -> dict[str, JobFolder]:
-        """Return the folders of all apps by id.
+    def folders(self, app_ids: Collection[str] = ()) -> dict[str, JobFolder]:
+        """Return the folders of apps by id.
+
+        Args:
+            app_ids: the ids; empty for all.
 
         Raises:
             StateAccessError: another user owns the state directory, or it cannot be read.
         """
         try:
-            names = filter(state_files.is_app_id, state_files.names_in(self.root))
+            names = state_files.names_in(self.root)
         except OSError as error:
             raise StateAccessError.from_os_error(error, self.root) from None
-        folders = (JobFolder(os.path.join(self.root, name)) for name in names)
+        chosen = [name for name in names if state_files.is_app_id(name) and (not app_ids or name in app_ids)]
+        folders = (JobFolder(os.path.join(self.root, name)) for name in chosen)
         return {folder.app_id: folder for folder in folders if os.path.exists(folder.app)}
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> AppSnapshot | None:
-        """Read the state of an app; return None if the app does not exist."""
         folder = self.folder(app_id)
         if folder is None:
             return None
@@ -325,7 +315,6 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         return self.read(app_id, folder, queued, brief=brief)
 
     def snapshots(self, options: Cfg) -> Sequence[AppSnapshot]:
-        """Read the states of all apps, the newest first."""
         folders = self.folders()
         queued = self.report(folders)
         found = read_undamaged(folders, lambda app_id: self.read(app_id, folders[app_id], queued, brief=True))
@@ -339,7 +328,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         """Return whether the files of an app say that it has ended, so that the queue need not be read."""
         stored = submitted_app.load(folder.app, folder.trusted)
         specs = stored.roles if stored else ()
-        ending = folder.load_ending()
+        ending = stop_request.load_outcome(folder)
         return all(has_ended(folder, spec.name, k, ending) for spec in specs for k in range(spec.replicas))
 
     def read(
@@ -355,9 +344,9 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         if content is None:
             return None
         stored = submitted_app.parse(content, folder.app)
-        request = state_files.read_json(folder.request, folder.trusted) or {}
+        request = state_files.load_undamaged(dict, folder.request, folder.trusted) or {}
         jobs = self.task_ids(stored.roles, content["jobs"])
-        ending = folder.load_ending()
+        ending = stop_request.load_outcome(folder)
         happened = [] if brief else events.read(folder.events, below=folder.trusted)[0]
         roles = []
         for spec, ids in zip(stored.roles, jobs, strict=True):
@@ -404,22 +393,6 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
             raise UserError(f"app {app.app_id} was removed")
         yield from log_reader.query_lines(folder.replica_logs(role, replica), query, folder.trusted)
 
-    def native_request(self, app_id: str) -> tuple[BatchRequest, SubmittedApp | None] | None:
-        """Return the request as submitted; None if the app does not exist."""
-        folder = self.folder(app_id)
-        request = state_files.load(self.request_type, folder.request, folder.trusted) if folder else None
-        return (request, submitted_app.load(folder.app, folder.trusted)) if folder and request else None
-
-    def events_path(self, app_id: str) -> Path | None:
-        """Return the path of the app's events file."""
-        folder = self.folder(app_id)
-        return Path(folder.events) if folder else None
-
-    def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
-        """Return the folder of a replica's logs."""
-        folder = self.folder(app_id)
-        return Path(folder.replica_logs(role, replica)) if folder else None
-
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def stop(self, app: AppSnapshot, outcome: Outcome, grace: float | None) -> None:
@@ -429,10 +402,10 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
             return
         self._asked.pop(app.app_id, None)
         try:
-            folder.request_stop(outcome, grace, app.grace)
+            stop_request.write(folder, outcome, grace)
         except OSError:  # a full disk: the tasks cannot be asked, so that the batch system must end them
             grace = 0
-        content = state_files.read_json(folder.app, folder.trusted)
+        content = state_files.load_undamaged(dict, folder.app, folder.trusted)
         if content is None:  # removed meanwhile
             return
         ids = self.task_ids([role.spec for role in app.roles], content["jobs"])
@@ -451,7 +424,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         if folder is None:
             return
         if any(replica.is_alive for replica in app.replicas):
-            self.cancel((state_files.read_json(folder.app, folder.trusted) or {"jobs": ()})["jobs"])
+            self.cancel((state_files.load_undamaged(dict, folder.app, folder.trusted) or {"jobs": ()})["jobs"])
         try:
             shutil.rmtree(folder.root)
         except FileNotFoundError:

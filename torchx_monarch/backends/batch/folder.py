@@ -9,18 +9,14 @@ request to stop it, ``job.log`` what the batch system and the tasks have to say,
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.local.status import AppRecord
-from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.role_spec import RoleSpec
-from torchx_monarch.model.state import State
 
 R = TypeVar("R", bound="BatchRequest")
 
@@ -82,63 +78,17 @@ class BatchRequest:
         return replace(self, roles=roles)
 
 
-@dataclass
-class StopRequest:
-    """The content of cancel.json: why and how an app is to end.
-
-    Attributes:
-        state: its final state; PENDING if it goes back into the queue.
-        message: the reason, for users.
-        time: when it was first asked to stop, in seconds since the epoch.
-        grace: seconds from SIGTERM to SIGKILL; None for the run option.
-    """
-
-    state: State
-    message: str
-    time: Seconds
-    grace: float | None = None
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """How the app ends; None if it goes back into the queue."""
-        return Outcome(self.state, self.message, time=self.time) if self.state.is_terminal else None
-
-
-@dataclass
-class TaskRecord(AppRecord):
-    """The record of a task, in which the supervisor's loop keeps its one replica.
-
-    Attributes:
-        hostname: the name by which the other replicas reach it; empty once the batch system has taken its node away.
-    """
-
-    hostname: str = ""
-
-
 class JobFolder(state_files.AppPaths):
-    """The folder of an app."""
+    """The folder of an app, below which everything belongs to the caller."""
 
-    @property
-    def trusted(self) -> str:
-        """The folder below which everything belongs to the caller and is no symbolic link (``safe_files``)."""
-        return self.root
-
-    @property
-    def job_log(self) -> str:
-        return os.path.join(self.root, "job.log")
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.trusted = root
+        self.job_log = os.path.join(root, "job.log")
 
     def replica(self, role: str, replica: int) -> ReplicaFolder:
         """Return the folder of one replica."""
         return ReplicaFolder(self.replica_logs(role, replica))
-
-    def load_stop(self) -> StopRequest | None:
-        """Read the request to stop the app; return None if there is none."""
-        return state_files.load_undamaged(StopRequest, self.cancel, self.trusted)
-
-    def load_ending(self) -> Outcome | None:
-        """Read how the app was asked to end; return None if it was not, or goes back into the queue."""
-        stop = self.load_stop()
-        return stop.outcome if stop else None
 
     def clear(self, roles: Sequence[BatchRole]) -> None:
         """Write files without content that others look for again and again.
@@ -151,51 +101,26 @@ class JobFolder(state_files.AppPaths):
             os.makedirs(paths.root, mode=0o700, exist_ok=True)
             state_files.write_json(paths.status, {})
 
-    def request_stop(self, outcome: Outcome, grace: float | None, default: float) -> None:
-        """Ask the tasks of the app to stop. The first outcome counts, and the shortest grace period.
-
-        Args:
-            grace: seconds from SIGTERM to SIGKILL; None for the run option.
-            default: the run option.
-        """
-        asked = self.load_stop()
-        if asked is None or not asked.state.is_terminal:
-            asked = StopRequest(outcome.state, outcome.message, outcome.time or time.time(), grace)
-        elif grace is not None and grace < (default if asked.grace is None else asked.grace):
-            asked = replace(asked, grace=grace)
-        else:
-            return
-        state_files.write_json(self.cancel, asdict(asked), below=self.trusted)
-
 
 class ReplicaFolder(state_files.AppPaths):
-    """The folder of one replica, with the paths that the supervisor's loop uses: some are those of the whole app."""
+    """The folder of one replica, with the paths that the supervisor's loop uses: some are those of the whole app.
 
-    @property
-    def job(self) -> JobFolder:
-        """The folder of its app."""
-        return JobFolder(os.path.dirname(os.path.dirname(os.path.dirname(self.root))))
+    Attributes:
+        job: the folder of its app.
+        events: the app's events for a replica 0, else a file of its own: network file systems do not order appends.
+    """
 
-    @property
-    def trusted(self) -> str:
-        return self.job.root
-
-    @property
-    def request(self) -> str:
-        return self.job.request
-
-    @property
-    def status(self) -> str:
-        return os.path.join(self.root, "replica.json")
-
-    @property
-    def events(self) -> str:
-        """The app's events for a replica 0, else a file of its own: network file systems do not order appends."""
-        return self.job.events if os.path.basename(self.root) == "0" else os.path.join(self.root, "events.jsonl")
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.job = JobFolder(os.path.dirname(os.path.dirname(os.path.dirname(root))))
+        self.trusted, self.request, self.cancel = self.job.root, self.job.request, self.job.cancel
+        self.status = os.path.join(root, "replica.json")
+        if self.app_id == "0":
+            self.events = self.job.events
 
     def replica_logs(self, role: str, replica: int) -> str:
         return self.root
 
-    def load_record(self) -> TaskRecord | None:
+    def load_record(self) -> AppRecord | None:
         """Read the record of the replica; return None if its task has written none, or is just replacing it (NFS)."""
-        return state_files.load_undamaged(TaskRecord, self.status, self.trusted)
+        return state_files.load_undamaged(AppRecord, self.status, self.trusted)

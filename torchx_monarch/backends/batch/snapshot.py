@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
-from torchx_monarch.backends.batch.folder import JobFolder, TaskRecord
+from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.core.snapshot import Outcome, ReplicaSnapshot
+from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 
@@ -36,63 +37,56 @@ def read_replica(
         ending: how the app was asked to end.
     """
     record = folder.replica(spec.name, k).load_record()
+    queued = None if job is None or job.state.is_terminal else job
+    reason = job.reason if job else ""
     if record is None:
-        return _without_record(spec.name, k, job, ending)
+        if queued is not None:
+            return _waiting(ReplicaSnapshot(spec.name, k, State.PENDING), queued, ending)
+        if ending is not None:
+            return ReplicaSnapshot(spec.name, k, State.CANCELLED)
+        failure = f"replica {spec.name}/{k} has not started: {reason or 'it was removed from the queue'}"
+        return ReplicaSnapshot(spec.name, k, State.FAILED, failure=failure)
     latest = record.roles[0].replicas[0]
-    more: dict[str, Any] = {"hostname": record.hostname, "started": latest.started or 0.0, "restarts": record.restarts}
+    found = ReplicaSnapshot(
+        spec.name, k, State.RUNNING, record.hostname, started=latest.started or 0.0, restarts=record.restarts
+    )
     is_preempted = _was_preempted(record, ending)
-    if job is not None and not job.state.is_terminal and (is_preempted or job.state is State.PENDING):
-        return _waiting(spec.name, k, job, ending, job.reason or ("was preempted" if is_preempted else ""), more)
-    more["ended"] = latest.ended or record.ended or 0.0
-    if record.terminal:
-        return _ended(spec.name, k, record, job, more)
-    if job is not None and not job.state.is_terminal:
-        state = State.PENDING if latest.state is State.PENDING else State.RUNNING
-        return ReplicaSnapshot(spec.name, k, state, is_stopping=ending is not None, **more)
-    reason = (job.reason if job else "") or "it was killed by the batch system, or its node was lost"
-    failure = f"replica {spec.name}/{k} on {record.hostname}: {reason}"
-    return ReplicaSnapshot(spec.name, k, State.FAILED, failure=failure, was_stopped=ending is not None, **more)
-
-
-def _without_record(role: str, k: int, job: QueuedJob | None, ending: Outcome | None) -> ReplicaSnapshot:
-    """Return a replica whose task has not begun."""
-    if job is not None and not job.state.is_terminal:
-        return _waiting(role, k, job, ending, job.reason, {})
-    if ending is not None:
-        return ReplicaSnapshot(role, k, State.CANCELLED)
-    reason = (job.reason if job else "") or "it was removed from the queue"
-    return ReplicaSnapshot(role, k, State.FAILED, failure=f"replica {role}/{k} has not started: {reason}")
-
-
-def _waiting(
-    role: str, k: int, job: QueuedJob, ending: Outcome | None, reason: str, more: Mapping[str, Any]
-) -> ReplicaSnapshot:
-    """Return a replica whose job waits, or whose task is about to begin."""
-    is_stopping = ending is not None and job.state is State.RUNNING
-    return ReplicaSnapshot(
-        role, k, State.PENDING, waiting=reason, is_stuck=job.is_stuck, is_stopping=is_stopping, **more
-    )
-
-
-def _ended(role: str, k: int, record: TaskRecord, job: QueuedJob | None, more: Mapping[str, Any]) -> ReplicaSnapshot:
-    """Return a replica whose record says that it has ended."""
-    latest = record.roles[0].replicas[0]
+    if queued is not None and (is_preempted or queued.state is State.PENDING):
+        return _waiting(found, queued, ending, "was preempted" if is_preempted else "")
+    found = replace(found, ended=latest.ended or record.ended or 0.0)
     if record.state is State.SUCCEEDED:
-        return ReplicaSnapshot(role, k, State.SUCCEEDED, exit_code=0, **more)
-    stopped = record.state is State.CANCELLED
-    return ReplicaSnapshot(
-        role,
-        k,
-        State.CANCELLED if stopped else State.FAILED,
-        failure=(job.reason if job else "") or record.msg,
-        error=latest.error or "",
-        exit_code=latest.exit_code,
-        was_stopped=stopped,
-        **more,
+        return replace(found, state=State.SUCCEEDED, exit_code=0)
+    if record.terminal:
+        is_stopped = record.state is State.CANCELLED
+        return replace(
+            found,
+            state=State.CANCELLED if is_stopped else State.FAILED,
+            failure=reason or record.msg,
+            error=latest.error or "",
+            exit_code=latest.exit_code,
+            was_stopped=is_stopped,
+        )
+    if queued is not None:
+        state = State.PENDING if latest.state is State.PENDING else State.RUNNING
+        return replace(found, state=state, is_stopping=ending is not None)
+    reason = reason or "it was killed by the batch system, or its node was lost"
+    failure = f"replica {spec.name}/{k} on {record.hostname}: {reason}"
+    return replace(found, state=State.FAILED, failure=failure, was_stopped=ending is not None)
+
+
+def _waiting(found: ReplicaSnapshot, job: QueuedJob, ending: Outcome | None, reason: str = "") -> ReplicaSnapshot:
+    """Return a replica whose job waits, or whose task is about to begin.
+
+    Args:
+        reason: why it waits, if the batch system does not say.
+    """
+    is_stopping = ending is not None and job.state is State.RUNNING
+    return replace(
+        found, state=State.PENDING, waiting=job.reason or reason, is_stuck=job.is_stuck, is_stopping=is_stopping
     )
 
 
-def _was_preempted(record: TaskRecord, ending: Outcome | None) -> bool:
+def _was_preempted(record: AppRecord, ending: Outcome | None) -> bool:
     """Return whether the batch system, and no request, has stopped a replica."""
     return record.state is State.CANCELLED and ending is None
 

@@ -14,12 +14,14 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from string import Template
 
-from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder, ReplicaFolder, StopRequest, TaskRecord
-from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import cancel_request, status
+from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder, ReplicaFolder
+from torchx_monarch.backends.core import state_files, stop_request
+from torchx_monarch.backends.local import status
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
+from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
 from torchx_monarch.model.env_names import RANK0_HOST, replica0_variable
@@ -32,27 +34,14 @@ from torchx_monarch.system import processes, run_dirs, safe_files
 APP_ID = "MONARCH_APP_ID"
 """The variable with the app's id, for batch systems whose apps are named by their jobs; otherwise the folder's name."""
 
-_POLL_INTERVAL = 1.0
-"""Seconds between two looks into the folder, which may be on a network file system."""
+_POLL_INTERVAL = 0.25
+"""Seconds between two looks for the first replicas, on what may be a network file system."""
 
 
 class _TaskLoop(SupervisorLoop):
     """The loop of one replica, which the app's folder may ask to stop."""
 
-    def __init__(self, paths: ReplicaFolder, request: LocalRequest, record: TaskRecord) -> None:
-        super().__init__(paths, request, record)
-        self._job = paths.job
-        self._asked: StopRequest | None = None
-
-    def poll_stop(self) -> None:
-        """Check now and then whether the app was asked to stop, or to stop sooner."""
-        asked = self._job.load_stop()
-        if asked is not None and asked != self._asked:
-            self._asked = asked
-            cancel_request.write(self._paths, cancel_request.CancelRequest(asked.grace))
-            self._on_cancel()
-        if not self._done:
-            self.at(time.monotonic() + _POLL_INTERVAL, self.poll_stop)
+    folder_interval = 1.0
 
     def _on_signals(self, numbers: bytes) -> None:
         # Some batch systems signal all processes of a job at once: a replica that ended by that has not failed.
@@ -87,16 +76,9 @@ def main(folder: str, role: str, number: str) -> int:
     record = _new_record(paths, request, node)
     with contextlib.suppress(OSError):  # a full disk
         safe_files.make_reserve(paths.reserve, status.reserve_bytes(record))
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(paths.cancel)  # of a start before the job was queued again
-    state_files.write_json(paths.status, record.to_json())
+    state_files.write_json(paths.status, asdict(record))
     hosts = _await_replica0_hosts(job, stored)
-    if hosts is None:
-        record.state, record.ended = State.CANCELLED, time.time()
-        run_dirs.remove_tree(request.run_dir)
-        status.save_last(paths, record)
-        return 128 + signal.SIGTERM
-    if int(role) == replica == 0:
+    if int(role) == replica == 0 and stop_request.load(job) is None:
         events.append(job.events, "job_started", f"the app runs; its first replica is on {node}")
     (only,) = request.roles[0].replicas
     # The nodes need not see the submitter's state directory, where monarch_local keeps what is learned.
@@ -105,11 +87,10 @@ def main(folder: str, role: str, number: str) -> int:
     spawn.raise_file_limit()
     for signum in (signal.SIGUSR1, signal.SIGUSR2):  # for the ranks, if a batch system signals all processes of a job
         signal.signal(signum, lambda *_: None)
-    loop = _TaskLoop(paths, request, record)
-    loop.run(loop.poll_stop)
-    if record.state is State.CANCELLED and cancel_request.load(paths) is None:
+    _TaskLoop(paths, request, record).run()
+    if record.state is State.CANCELLED and stop_request.load(job) is None:
         record.hostname = ""  # preempted: the next start may be elsewhere
-        state_files.write_json(paths.status, record.to_json())
+        state_files.write_json(paths.status, asdict(record))
     code = record.roles[0].replicas[0].exit_code
     return 1 if code is None else shell_code(code)
 
@@ -136,30 +117,29 @@ def substitute(
     return [command[0], *map(fill, command[1:])], {name: fill(value) for name, value in env.items()}
 
 
-def _new_record(paths: ReplicaFolder, request: LocalRequest, node: str) -> TaskRecord:
+def _new_record(paths: ReplicaFolder, request: LocalRequest, node: str) -> AppRecord:
     """Return the record of a start, which counts earlier ones: the batch system may start a job again."""
     before, counted = paths.load_record(), int(os.environ.pop("MONARCH_RESTART", "0"))
     restarts = before.restarts + 1 if before else counted
-    record = TaskRecord(request.app_id, request.name, time.time(), restarts=restarts, hostname=node)
+    record = AppRecord(request.app_id, request.name, time.time(), restarts=restarts, hostname=node)
     record.roles = status.new_roles(request)
     record.roles[0].replicas[0].restarts = restarts
     return record
 
 
-def _await_replica0_hosts(job: JobFolder, stored: BatchRequest) -> dict[str, str] | None:
-    """Wait until all replicas 0 have started; return the variables with their hosts, None after a request to stop.
+def _await_replica0_hosts(job: JobFolder, stored: BatchRequest) -> dict[str, str]:
+    """Wait until all replicas 0 have started, or the app is to stop; return the variables with their hosts.
 
     A batch system that knows the nodes beforehand has set the variables itself.
     """
     names = {replica0_variable(index): role.spec.name for index, role in enumerate(stored.roles)}
     hosts = {variable: os.environ[variable] for variable in names if variable in os.environ}
-    while True:
+    while stop_request.load(job) is None:
         for variable in names.keys() - hosts.keys():
             record = job.replica(names[variable], 0).load_record()
             if record is not None and record.hostname:
                 hosts[variable] = record.hostname
         if len(hosts) == len(names):
             return {RANK0_HOST: hosts[replica0_variable(0)], **hosts}
-        if job.load_stop() is not None:
-            return None
-        time.sleep(_POLL_INTERVAL / 4)
+        time.sleep(_POLL_INTERVAL)
+    return hosts

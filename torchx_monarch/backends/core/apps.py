@@ -15,7 +15,7 @@ from torchx.schedulers.api import Stream
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.backend import Backend, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, UserError
-from torchx_monarch.backends.core.options import check_replica, matching
+from torchx_monarch.backends.core.options import matching
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, AppStatus, reduce
 from torchx_monarch.backends.core.timed_line import TimedLine
@@ -116,9 +116,11 @@ class Apps(Generic[S]):
         if found is None:
             raise UserError(f"there is no app {app_id!r} of {self._scheduler}")
         app, status = found
-        check_replica(
-            app_id, {role_snapshot.spec.name: len(role_snapshot.replicas) for role_snapshot in app.roles}, role, replica
-        )
+        sizes = {role_snapshot.spec.name: len(role_snapshot.replicas) for role_snapshot in app.roles}
+        if role not in sizes:
+            raise UserError(f"app {app_id} has no role {role!r}; its roles are {', '.join(sizes)}")
+        if not 0 <= replica < sizes[role]:
+            raise UserError(f"role {role} of app {app_id} has no replica {replica}; it has 0 to {sizes[role] - 1}")
         follow = follow and not status.state.is_terminal
         query = self._query(app_id, since=since, until=until, stream=stream, follow=follow)
         return matching((line.text for line in self.backend.read_log(app, role, replica, query)), regex)

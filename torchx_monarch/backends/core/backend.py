@@ -13,17 +13,16 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torchx.schedulers.api import Stream
 from torchx.specs import AppDef, CfgVal, runopts
 from torchx.workspace import WorkspaceMixin
 
+from torchx_monarch.backends.core import state_files, submitted_app
 from torchx_monarch.backends.core.errors import StateAccessError
 from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_options
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
-from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.model.check_result import CheckResult
@@ -49,7 +48,7 @@ def read_undamaged(items: Iterable[T], read: Callable[[T], U | None]) -> list[U]
     for item in items:
         try:
             result = read(item)
-        except (DamagedFileError, StateAccessError) as error:
+        except (state_files.DamagedFileError, StateAccessError) as error:
             _log.warning("%s", error)
             continue
         if result is not None:
@@ -115,6 +114,7 @@ class Backend(abc.ABC, Generic[O, R, S]):
 
     Attributes:
         options: its run options; ``NetworkOpts`` among its bases if hosts reach each other over a network.
+        request_type: its request, if ``folder`` has it.
         capabilities: what it can do.
         poll: seconds between two checks while waiting for an app's end.
         config_section: TorchX's scheduler for the same place, whose section of ``.torchxconfig`` sets defaults for the
@@ -124,6 +124,7 @@ class Backend(abc.ABC, Generic[O, R, S]):
     """
 
     options: type[O]
+    request_type: type[R]
     capabilities: ClassVar[Capabilities] = Capabilities()
     poll: ClassVar[float] = 1.0
     config_section: ClassVar[str] = ""
@@ -229,14 +230,12 @@ class Backend(abc.ABC, Generic[O, R, S]):
 
     def native_request(self, app_id: str) -> tuple[R, SubmittedApp | None] | None:
         """Return the request of a submitted app; None if the app does not exist or the backend does not keep it."""
-        return None
+        folder = self.folder(app_id)
+        request = state_files.load(self.request_type, folder.request, folder.trusted) if folder else None
+        return (request, submitted_app.load(folder.app, folder.trusted)) if folder and request else None
 
-    def events_path(self, app_id: str) -> Path | None:
-        """Return the path of an app's events file (``insight.events``); None if this machine does not have it."""
-        return None
-
-    def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
-        """Return the folder of a replica's logs, also after its end; None if this machine does not have it."""
+    def folder(self, app_id: str) -> state_files.AppPaths | None:
+        """Return the folder of an app with its request, events and logs; None if this machine does not have it."""
         return None
 
     def still_runs(self, app: S) -> bool:

@@ -8,7 +8,6 @@ Each app has one file of mode 0600 below the state directory (``state_files``):
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torchx_monarch.backends.core.stored_apps import StoredApps
@@ -19,67 +18,41 @@ _log = logging.getLogger("torchx_monarch")
 _FOLDER = "clients"
 
 
-@dataclass
-class _StoredCredentials:
-    """The content of the file: the arguments of ``keep`` with the same names."""
+@dataclass(frozen=True)
+class StoredCredentials:
+    """What a client needs to reach an app.
 
-    name: str = ""
-    credentials: str = ""
-    rendezvous: dict[str, str] = field(default_factory=dict)
-
-
-def _files(scheduler: str) -> StoredApps[_StoredCredentials]:
-    return StoredApps(_StoredCredentials, _FOLDER, scheduler)
-
-
-def path(scheduler: str, app_id: str) -> str:
-    """Return the path of an app's file."""
-    return _files(scheduler).path(app_id)
-
-
-def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str, str], name: str = "") -> None:
-    """Store what a client needs to reach an app.
-
-    Args:
+    Attributes:
         credentials: the text of its ``credentials.ClientCredentials``.
         rendezvous: the address of replica 0 of each role, by the role's name; the host may be ``@NAME``, which only the
             hosts can resolve.
         name: name of the app; empty if it is not known.
-
-    Raises:
-        OSError: the file cannot be written.
     """
-    _files(scheduler).store(app_id, _StoredCredentials(name, credentials, dict(rendezvous)))
+
+    credentials: str = ""
+    rendezvous: dict[str, str] = field(default_factory=dict)
+    name: str = ""
 
 
-def load(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
-    """Return the credentials and addresses that ``keep`` has stored; empty if nothing usable is stored."""
-    found = _files(scheduler).load(app_id)
-    return (found.credentials, found.rendezvous) if found else ("", {})
+def files(scheduler: str) -> StoredApps[StoredCredentials]:
+    """Return the files of the apps of a scheduler."""
+    return StoredApps(StoredCredentials, _FOLDER, scheduler)
 
 
-def name_of(scheduler: str, app_id: str) -> str:
-    """Return the name of a stored app; empty if it is not known."""
-    found = _files(scheduler).load(app_id)
-    return found.name if found else ""
+def load(scheduler: str, app_id: str) -> StoredCredentials:
+    """Return what is stored of an app; empty if nothing usable is stored."""
+    return files(scheduler).load(app_id) or StoredCredentials()
 
 
 def stored_apps() -> list[tuple[str, str]]:
     """List all stored apps as pairs of scheduler and app id; warn of folders that belong to another user."""
-    found = []
-    for scheduler in _ids_in(StoredApps(_StoredCredentials, _FOLDER)):
-        found += [(scheduler, app_id) for app_id in _ids_in(_files(scheduler))]
-    return found
+    schedulers = _ids_in(StoredApps(StoredCredentials, _FOLDER))
+    return [(scheduler, app_id) for scheduler in schedulers for app_id in _ids_in(files(scheduler))]
 
 
-def _ids_in(files: StoredApps[_StoredCredentials]) -> list[str]:
+def _ids_in(stored: StoredApps[StoredCredentials]) -> list[str]:
     try:
-        return files.app_ids()
+        return stored.app_ids()
     except TorchXMonarchError as error:
         _log.warning("%s", error)
         return []
-
-
-def forget(scheduler: str, app_id: str) -> None:
-    """Remove the file of an app, if it exists."""
-    _files(scheduler).remove(app_id)

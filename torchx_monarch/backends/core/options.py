@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,18 +164,6 @@ def check_images(app: AppDef, specs: Sequence[RoleSpec]) -> None:
             "all runs in .torchxconfig ([component:monarch.spmd] image = my/image). To build one, in the repository of "
             "torchx-monarch: docker build -f docker/Dockerfile -t my/image ."
         )
-
-
-def check_replica(app_id: str, sizes: Mapping[str, int], role: str, replica: int) -> None:
-    """Check that an app has a replica.
-
-    Raises:
-        UserError: the app has no such role, or the role no such replica.
-    """
-    if role not in sizes:
-        raise UserError(f"app {app_id} has no role {role!r}; its roles are {', '.join(sizes)}")
-    if not 0 <= replica < sizes[role]:
-        raise UserError(f"role {role} of app {app_id} has no replica {replica}; it has 0 to {sizes[role] - 1}")
 
 
 def matching(lines: Iterable[str], regex: str | None) -> Iterable[str]:

@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 from torchx_monarch.model import codec
 from torchx_monarch.system import safe_files
@@ -72,23 +72,41 @@ def is_app_id(app_id: str) -> bool:
     return bool(app_id) and not app_id.startswith(".") and path_name(app_id) == app_id
 
 
-class AppPaths(NamedTuple):
+class AppPaths:
     """All paths below one app's folder.
 
     Attributes:
         root: the app's folder.
+        app_id: id of the app.
+        trusted: the state directory: all below it belongs to the caller and is no symbolic link (``safe_files``).
+        app: the AppDef and the run options as submitted, and when.
+        request: the replicas to start: commands, environments, working directories.
+        lock: a file that the app's supervisor has locked while it lives.
+        supervisor: the process that runs the app, and its machine.
+        supervisor_log: output of the supervisor itself.
+        status: the record of the app.
+        cancel: the request to end the app (``core.stop_request``).
+        events: its events (``insight.events``).
+        reserve: disk space that is reserved for the final status.
+        run: the folder for sockets while the app runs, unless its path is too long for a socket.
+        logs: the folders of the replicas.
     """
 
-    root: str
-
-    @property
-    def app_id(self) -> str:
-        return os.path.basename(self.root)
-
-    @property
-    def trusted(self) -> str:
-        """The state directory: everything below it belongs to the caller and is no symbolic link (``safe_files``)."""
-        return os.path.dirname(os.path.dirname(self.root))
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.app_id = os.path.basename(root)
+        self.trusted = os.path.dirname(os.path.dirname(root))
+        self.app = os.path.join(root, "app.json")
+        self.request = os.path.join(root, "request.json")
+        self.lock = os.path.join(root, "lock")
+        self.supervisor = os.path.join(root, "supervisor.json")
+        self.supervisor_log = os.path.join(root, "supervisor.log")
+        self.status = os.path.join(root, "status.json")
+        self.cancel = os.path.join(root, "cancel.json")
+        self.events = os.path.join(root, "events.jsonl")
+        self.reserve = os.path.join(root, "reserve")
+        self.run = os.path.join(root, "run")
+        self.logs = os.path.join(root, "logs")
 
     def check_owner(self) -> None:
         """Check that the app's folder belongs to the caller.
@@ -98,58 +116,6 @@ class AppPaths(NamedTuple):
             OSError: the folder does not exist, or may not be entered.
         """
         os.close(safe_files.open_folder(self.root, below=self.trusted))
-
-    @property
-    def app(self) -> str:
-        """The AppDef and the run options as submitted, and when."""
-        return os.path.join(self.root, "app.json")
-
-    @property
-    def request(self) -> str:
-        """The replicas to start: commands, environments, working directories."""
-        return os.path.join(self.root, "request.json")
-
-    @property
-    def lock(self) -> str:
-        """A file that the app's supervisor has locked while it lives."""
-        return os.path.join(self.root, "lock")
-
-    @property
-    def supervisor(self) -> str:
-        """The process that runs the app, and its machine."""
-        return os.path.join(self.root, "supervisor.json")
-
-    @property
-    def supervisor_log(self) -> str:
-        """Output of the supervisor itself."""
-        return os.path.join(self.root, "supervisor.log")
-
-    @property
-    def status(self) -> str:
-        return os.path.join(self.root, "status.json")
-
-    @property
-    def cancel(self) -> str:
-        """The request to end the app: ``{"grace": seconds}``, null for the app's own run option."""
-        return os.path.join(self.root, "cancel.json")
-
-    @property
-    def events(self) -> str:
-        return os.path.join(self.root, "events.jsonl")
-
-    @property
-    def reserve(self) -> str:
-        """Disk space that is reserved for the final status."""
-        return os.path.join(self.root, "reserve")
-
-    @property
-    def run(self) -> str:
-        """The folder for sockets while the app runs, unless its path is too long for a socket."""
-        return os.path.join(self.root, "run")
-
-    @property
-    def logs(self) -> str:
-        return os.path.join(self.root, "logs")
 
     def replica_logs(self, role: str, replica: int) -> str:
         """Return the folder of one replica's logs."""
@@ -228,7 +194,7 @@ def write_json(path: str, value: object, *, durable: bool = False, below: str | 
         path: the file.
         value: the content; objects that JSON does not support are written as their ``str``.
         durable: whether to sync the file to disk, after readers can see it.
-        below: as for ``read_json``.
+        below: as for ``load``.
 
     Raises:
         safe_files.UnsafeFileError: a folder between ``below`` and the file is a link or belongs to another user.
@@ -277,27 +243,13 @@ def write_last_json(path: str, value: object, reserve: str) -> None:
             os.unlink(reserve)
 
 
-def read_json(path: str, below: str | None = None) -> dict[str, Any] | None:
-    """Read the JSON object in a file; return None if the file is missing, damaged, or not the caller's.
-
-    Args:
-        path: the file.
-        below: a folder of the caller inside which no link is followed (``safe_files.open_file``); None for no check.
-    """
-    try:
-        value = safe_files.read_json(path, limit=MAX_FILE_BYTES, below=below)
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def load(cls: type[T], path: str, below: str | None = None) -> T | None:
     """Read a file of the state directory into a data class; return None if the file does not exist.
 
     Args:
         cls: the class that was written with ``write_json``.
         path: the file.
-        below: as for ``read_json``.
+        below: a folder of the caller inside which no link is followed (``safe_files.open_file``); None for no check.
 
     Raises:
         DamagedFileError: the file cannot be read, or does not hold a ``cls``.

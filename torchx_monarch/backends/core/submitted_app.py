@@ -97,7 +97,7 @@ def load(path: str, below: str | None = None) -> SubmittedApp | None:
 
     Args:
         path: path of app.json.
-        below: as for ``state_files.read_json``.
+        below: as for ``state_files.load``.
 
     Raises:
         DamagedFileError: the file holds no app.

@@ -115,11 +115,10 @@ def _give_gpus(containers: Sequence[DockerContainer], app: AppDef) -> None:
 
     TorchX requests a number of GPUs, and dockerd gives the same first ones to every container (torchx#104).
     """
-    wanted = [(role.num_replicas, role.resource.gpu) for role in app.roles]
-    if sum(replicas for replicas, gpu_count in wanted if gpu_count > 0) < 2:
+    counts = [max(0, role.resource.gpu) for role in app.roles for _ in range(role.num_replicas)]
+    if sum(map(bool, counts)) < 2:
         return
-    assigned = gpus.assign(wanted, gpus.devices(os.environ)) or []
-    for container, devices in zip(containers, (devices for role in assigned for devices in role), strict=False):
-        if devices is not None:
-            request = DeviceRequest(device_ids=devices.split(","), capabilities=[["compute", "utility"]])
+    for container, devices in zip(containers, gpus.assign(counts, gpus.devices(os.environ)), strict=False):
+        if devices:
+            request = DeviceRequest(device_ids=devices, capabilities=[["compute", "utility"]])
             container.kwargs["device_requests"] = [request]

@@ -5,7 +5,6 @@
     submit           write an app's folder and start its supervisor
     render           AppDef -> request: macros, environments, GPUs
     request          what the supervisor runs (request.json)
-    cancel_request   the request to end it (cancel.json)
     gpus             assign GPUs to replicas
     folder           make and remove an app's folder as a whole; remove old apps
     status           the record of a running or ended app (status.json)

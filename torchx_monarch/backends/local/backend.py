@@ -20,7 +20,7 @@ from torchx_monarch.backends.core import state_files, submitted_app
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import BackendError, RemoveError, StateAccessError
 from torchx_monarch.backends.core.options import MonarchOpts
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.local import render, request, state, submit
@@ -49,6 +49,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
     """
 
     options = LocalOpts
+    request_type = LocalRequest
     capabilities = Capabilities(separates_roles=True, waits_for_cancel=True, shares_interpreter=True)
     poll = 0.02
 
@@ -87,13 +88,11 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             return AppSnapshot(app_id, app_id, (), is_supervised=True, native=Outcome(state_by_lock, str(error)))
         if record is None:
             return None
-        owner = state.load_owner(paths)
-        hostname = owner.hostname if owner else os.uname().nodename
         grace = float(LocalOpts.grace)
         with contextlib.suppress(state_files.DamagedFileError):
             rendered = request.load(paths)
             grace = rendered.grace if rendered else grace
-        app = _snapshot(app_id, record, hostname, submitted)
+        app = _snapshot(app_id, record, submitted)
         # Each restart of ranks within one start of their hosts is an event.
         happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
         ranks = sum(event["kind"] == "rank_restart" for event in happened)
@@ -108,7 +107,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         def read(app_id: str) -> AppSnapshot | None:
             paths = state_files.app_paths(app_id)
             record = _read_record(paths)
-            return _snapshot(app_id, record, "", submitted_app.load(paths.app, paths.trusted)) if record else None
+            return _snapshot(app_id, record, submitted_app.load(paths.app, paths.trusted)) if record else None
 
         return sorted(read_undamaged(app_ids, read), key=lambda app: app.created, reverse=True)
 
@@ -116,16 +115,8 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         paths = state_files.app_paths(app.app_id)
         return log_reader.query_lines(paths.replica_logs(role, replica), query, paths.trusted)
 
-    def native_request(self, app_id: str) -> tuple[LocalRequest, SubmittedApp | None] | None:
-        paths = state_files.app_paths(app_id)
-        rendered = request.load(paths) if state_files.is_app_id(app_id) else None
-        return (rendered, submitted_app.load(paths.app, paths.trusted)) if rendered else None
-
-    def events_path(self, app_id: str) -> Path:
-        return Path(state_files.app_paths(app_id).events)
-
-    def log_folder(self, app_id: str, role: str, replica: int) -> Path:
-        return Path(state_files.app_paths(app_id).replica_logs(role, replica))
+    def folder(self, app_id: str) -> state_files.AppPaths | None:
+        return state_files.app_paths(app_id) if state_files.is_app_id(app_id) else None
 
     def still_runs(self, app: AppSnapshot) -> bool:
         paths = state_files.app_paths(app.app_id)
@@ -150,7 +141,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
                 f"machine is gone for good, remove {paths.root}"
             )
         try:
-            state.request_stop(paths, grace)
+            state.request_stop(paths, outcome, grace)
         except OSError as error:
             raise BackendError(f"app {app.app_id} cannot be cancelled: {error}") from None
 
@@ -178,7 +169,7 @@ def _read_record(paths: state_files.AppPaths) -> AppRecord | None:
         raise StateAccessError.from_os_error(error, paths.root) from None
 
 
-def _snapshot(app_id: str, record: AppRecord, hostname: str, submitted: SubmittedApp | None) -> AppSnapshot:
+def _snapshot(app_id: str, record: AppRecord, submitted: SubmittedApp | None) -> AppSnapshot:
     """Convert the record of an app, whose state its supervisor has decided.
 
     Args:
@@ -188,7 +179,7 @@ def _snapshot(app_id: str, record: AppRecord, hostname: str, submitted: Submitte
     return AppSnapshot(
         app_id=app_id,
         name=record.name,
-        roles=[_role(role, specs.get(role.name), hostname) for role in record.roles],
+        roles=[_role(role, specs.get(role.name), record.hostname) for role in record.roles],
         app=submitted.app if submitted else None,
         created=record.created,
         started=record.started or 0.0,
@@ -199,18 +190,5 @@ def _snapshot(app_id: str, record: AppRecord, hostname: str, submitted: Submitte
 
 
 def _role(role: RoleRecord, spec: RoleSpec | None, hostname: str) -> RoleSnapshot:
-    replicas = [
-        ReplicaSnapshot(
-            role.name,
-            replica.id,
-            replica.state,
-            hostname=hostname,
-            started=replica.started or 0.0,
-            ended=replica.ended or 0.0,
-            exit_code=replica.exit_code,
-            restarts=replica.restarts,
-            error=replica.error or "",
-        )
-        for replica in role.replicas
-    ]
+    replicas = [replica.snapshot(role.name, hostname=hostname, error=replica.error or "") for replica in role.replicas]
     return RoleSnapshot(spec or RoleSpec(role.name, len(replicas)), replicas)

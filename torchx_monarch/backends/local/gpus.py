@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Assign GPUs to replicas: values of CUDA_VISIBLE_DEVICES, in the order of roles and replicas."""
+"""The GPUs of this machine, by the names that CUDA_VISIBLE_DEVICES takes."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ _log = logging.getLogger("torchx_monarch")
 
 
 def devices(environ: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes.
+    """Return the GPUs that this process may use.
 
     If CUDA_VISIBLE_DEVICES is set, they are its entries (as CUDA does, up to the first one that is no device), else the
     GPUs that nvidia-smi lists.
@@ -33,20 +34,9 @@ def devices(environ: Mapping[str, str]) -> list[str]:
     return [str(i) for i, line in enumerate(line for line in listed.stdout.splitlines() if line.startswith("GPU "))]
 
 
-def assign(roles: Sequence[tuple[int, int]], available: Sequence[str]) -> list[list[str | None]] | None:
-    """Divide the devices between replicas.
-
-    Args:
-        roles: for each role, its number of replicas and the GPUs that each of them requests.
-
-    Returns:
-        For each role and replica the value of CUDA_VISIBLE_DEVICES, None if the role requests no GPU. None instead of
-        the list if there are fewer devices than requested.
-    """
-    if sum(replicas * max(gpus, 0) for replicas, gpus in roles) > len(available):
-        return None
+def assign(counts: Sequence[int], available: Sequence[str]) -> list[list[str]]:
+    """Return the GPUs of each replica, by the numbers that the replicas ask for; an empty list if there are too few."""
+    if sum(counts) > len(available):
+        return []
     rest = iter(available)
-    return [
-        [",".join(next(rest) for _ in range(gpus)) if gpus > 0 else None for _ in range(replicas)]
-        for replicas, gpus in roles
-    ]
+    return [list(itertools.islice(rest, count)) for count in counts]

@@ -12,7 +12,7 @@ from torchx.specs import AppDef, Role, macros
 
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
-from torchx_monarch.model.env_names import JOB_VARIABLES, RANK0_HOST
+from torchx_monarch.model.env_names import RANK0_HOST
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.supervisor.records import ReplicaRequest
 
@@ -72,38 +72,25 @@ def _role(role: Role, spec: RoleSpec, app_id: str) -> RoleRequest:
 
 
 def _give_gpus(app: AppDef, roles: list[RoleRequest], assign_gpus: bool, environ: Mapping[str, str]) -> None:
-    wanted = [(role.num_replicas, role.resource.gpu) for role in app.roles]
-    total = sum(replicas * max(gpu_count, 0) for replicas, gpu_count in wanted)
-    if total == 0:
+    """Divide the GPUs between the replicas, in the order of roles and replicas; warn where that is not done."""
+    counts = [max(0, role.resource.gpu) for role in app.roles for _ in range(role.num_replicas)]
+    if not any(counts):
         return
     if not assign_gpus:
-        if sum(replicas for replicas, gpu_count in wanted if gpu_count > 0) > 1:
+        if sum(map(bool, counts)) > 1:
             _log.warning(
                 "several replicas of this app ask for GPUs, and all of them will see all GPUs of this machine. "
                 "Set the run option auto_set_cuda_visible_devices=True to divide the GPUs between them."
             )
         return
     available = gpus.devices(environ)
-    assigned = gpus.assign(wanted, available)
-    if assigned is None:
+    assigned = gpus.assign(counts, available)
+    if not assigned:
         _log.warning(
             "CUDA_VISIBLE_DEVICES is not set for this app: it asks for %d GPUs, and this machine has %d.",
-            total,
+            sum(counts),
             len(available),
         )
-        return
-    for role, values in zip(roles, assigned, strict=True):
-        for replica, value in zip(role.replicas, values, strict=True):
-            if value is not None:
-                replica.env[gpus.CUDA_VISIBLE_DEVICES] = value
-
-
-def submitter_env(environ: Mapping[str, str], job: str) -> dict[str, str]:
-    """Return the environment to start an app's supervisor with, on which its replicas' environments are based.
-
-    An app may be submitted from inside a replica of another app: the variables that describe that app are left out.
-
-    Args:
-        job: the app's marker (``LocalRequest.job``).
-    """
-    return {**{name: value for name, value in environ.items() if name not in JOB_VARIABLES}, "MONARCH_JOB": job}
+    for replica, devices in zip((replica for role in roles for replica in role.replicas), assigned, strict=False):
+        if devices:
+            replica.env[gpus.CUDA_VISIBLE_DEVICES] = ",".join(devices)

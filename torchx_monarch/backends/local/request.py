@@ -7,10 +7,11 @@ it, so that secrets in the user's shell (tokens, passwords) are not written to d
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import json
+from dataclasses import asdict, dataclass
 
 from torchx_monarch.backends.core import state_files
+from torchx_monarch.model import codec
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.supervisor.records import ReplicaRequest
 
@@ -61,23 +62,11 @@ class LocalRequest:
     networked: bool = False
 
     def renamed(self, app_id: str) -> LocalRequest:
-        """Return the same request under another id.
+        """Return the same request under another id, which its commands and environments may hold as well.
 
-        The id also occurs in commands and environments (the macro ``${app_id}``). It ends in a random suffix, so every
-        occurrence of its text is the id and can be replaced.
+        The id ends in a random suffix, so every occurrence of its text is the id and can be replaced.
         """
-
-        def new(text: str) -> str:
-            return text.replace(self.app_id, app_id)
-
-        def replica(old: ReplicaRequest) -> ReplicaRequest:
-            return replace(old, args=[new(a) for a in old.args], env={k: new(v) for k, v in old.env.items()})
-
-        roles = [replace(role, replicas=[replica(r) for r in role.replicas]) for role in self.roles]
-        return replace(self, app_id=app_id, roles=roles)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return codec.decode(LocalRequest, json.loads(json.dumps(asdict(self)).replace(self.app_id, app_id)))
 
 
 def load(paths: state_files.AppPaths) -> LocalRequest | None:

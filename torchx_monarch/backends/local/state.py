@@ -11,9 +11,9 @@ import signal
 import time
 from dataclasses import dataclass
 
-from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import cancel_request, folder, status
-from torchx_monarch.backends.local.cancel_request import CancelRequest
+from torchx_monarch.backends.core import state_files, stop_request
+from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.local import folder, status
 from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.system import processes, safe_files
 from torchx_monarch.system.processes import ProcessIdentity
@@ -22,15 +22,11 @@ _ENDING_TIME = 5.0
 """Maximum seconds that the supervisor of an ended app has to end by itself."""
 
 
-def request_stop(paths: state_files.AppPaths, grace: float | None) -> None:
+def request_stop(paths: state_files.AppPaths, outcome: Outcome, grace: float | None) -> None:
     """Ask the app's supervisor to end the app; without a supervisor, kill what is left of the app here.
 
     A supervisor that is still starting, or that runs where it cannot be signalled from here, reads the request from
-    disk.
-
-    Args:
-        paths: paths of the app.
-        grace: seconds from SIGTERM to SIGKILL; None for the app's own run option.
+    disk. Arguments as for ``Backend.stop``.
 
     Raises:
         OSError: the request could not be written, and no supervisor can be signalled.
@@ -38,7 +34,7 @@ def request_stop(paths: state_files.AppPaths, grace: float | None) -> None:
     owner = load_owner(paths)
     runs_here = owner is not None and processes.identity(owner.supervisor.pid) == owner.supervisor
     try:
-        cancel_request.write(paths, CancelRequest(grace))
+        stop_request.write(paths, outcome, grace)
     except OSError:  # a full disk, or a folder of that name: a supervisor of this machine ends the app nevertheless
         if not runs_here and is_supervised(paths):
             raise

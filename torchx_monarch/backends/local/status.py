@@ -7,7 +7,6 @@ Only the supervisor writes it. If that dies, readers derive the end from its loc
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local.request import LocalRequest
@@ -47,6 +46,8 @@ class AppRecord:
         started: when its first replica was first started, in seconds since the epoch; None before.
         ended: seconds since the epoch; None before the end.
         roles: its roles.
+        hostname: the name of the machine that runs it, by which other hosts reach that; empty once a batch system has
+            taken the node away.
     """
 
     app_id: str
@@ -59,13 +60,11 @@ class AppRecord:
     started: Seconds | None = None
     ended: Seconds | None = None
     roles: list[RoleRecord] = field(default_factory=list)
+    hostname: str = ""
 
     @property
     def terminal(self) -> bool:
         return self.state.is_terminal
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def new_roles(request: LocalRequest) -> list[RoleRecord]:
@@ -106,10 +105,10 @@ def save_last(paths: state_files.AppPaths, record: AppRecord) -> None:
         OSError: it could not be written either.
     """
     try:
-        state_files.write_last_json(paths.status, record.to_json(), paths.reserve)
+        state_files.write_last_json(paths.status, asdict(record), paths.reserve)
     except OSError:
         record.msg, record.error = record.msg[:_MAX_RESERVED_TEXT], None
         for role in record.roles:
             for replica in role.replicas:
                 replica.error = None
-        state_files.write_last_json(paths.status, record.to_json(), paths.reserve)
+        state_files.write_last_json(paths.status, asdict(record), paths.reserve)

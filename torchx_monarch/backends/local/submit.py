@@ -11,33 +11,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
+from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import StateDirError, SubmitError
+from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.local import folder, render, state, status
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.insight import events
+from torchx_monarch.model.env_names import JOB_VARIABLES
+from torchx_monarch.model.state import State
 from torchx_monarch.system import processes, safe_files
 
 #: Seconds in which a supervisor must report that it runs; it takes a few hundredths of one.
 _START_TIMEOUT = 60.0
 _READY = b"ok"
-
-_SUPERVISE = """
-import sys
-sys.path.append(sys.argv[1])  # after the standard library: nothing installed beside this package shadows a part of it
-from torchx_monarch.backends.local import supervisor
-supervisor.main(*sys.argv[2:])
-"""
-"""What the supervisor's interpreter runs, with ``python -I -S``. It sees neither the user's PYTHON* variables nor the
-current folder nor site-packages: a ``json.py`` beside the user's script cannot break the supervisor, and nothing slows
-its start."""
-
-_PACKAGES = str(Path(__file__).parents[3])
-"""The folder in which this package is installed."""
 
 
 def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], None] = lambda folder: None) -> str:
@@ -72,7 +62,7 @@ def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], 
         raise
     except BaseException:
         # Ctrl-C: the caller never gets the app's id, so the app must not continue.
-        state.request_stop(paths, grace=0)
+        state.request_stop(paths, Outcome(State.CANCELLED), 0.0)
         raise
     finally:
         os.close(lock)
@@ -105,9 +95,11 @@ def _publish(
 
 def _fill(paths: state_files.AppPaths, request: LocalRequest, app: Mapping[str, Any], created: float) -> None:
     state_files.write_json(paths.app, {"created": created, **app})
-    state_files.write_json(paths.request, request.to_json())
-    record = status.AppRecord(request.app_id, request.name, created, roles=status.new_roles(request))
-    state_files.write_json(paths.status, record.to_json())
+    state_files.write_json(paths.request, asdict(request))
+    record = status.AppRecord(
+        request.app_id, request.name, created, roles=status.new_roles(request), hostname=os.uname().nodename
+    )
+    state_files.write_json(paths.status, asdict(record))
     safe_files.make_reserve(paths.reserve, status.reserve_bytes(record))
 
 
@@ -134,13 +126,16 @@ def start_supervisor(paths: state_files.AppPaths, request: LocalRequest, lock: i
         raise SubmitError(
             "this Python does not know its own executable (sys.executable), so no supervisor can be started"
         )
-    with open(paths.supervisor_log, "ab", opener=_private) as log, _blocked(signal.SIGTERM):
+    # An app may be submitted from inside a replica of another app, which these variables describe.
+    environ = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
+    environ[processes.MARKER] = request.job
+    with open(paths.supervisor_log, "ab", opener=safe_files.open_file) as log, _blocked(signal.SIGTERM):
         first = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _SUPERVISE, _PACKAGES, paths.root, str(lock)],
+            [sys.executable, "-I", "-S", entrypoint.__file__, "local.supervisor", paths.root, str(lock)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=render.submitter_env(os.environ, request.job),
+            env=environ,
             cwd="/",
             start_new_session=True,
             pass_fds=(lock,),
@@ -163,10 +158,6 @@ def _blocked(number: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _private(path: str, flags: int) -> int:
-    return safe_files.open_file(path, flags)
 
 
 def _tail(path: str, size: int = 4000) -> str:

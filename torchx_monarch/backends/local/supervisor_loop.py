@@ -23,11 +23,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from typing import ClassVar
 
-from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core import state_files, stop_request
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.state import MAX_HOST_DELAY, SETTLE, count_restarts, reduce, root_cause
-from torchx_monarch.backends.local import cancel_request, folder, status
+from torchx_monarch.backends.local import folder, status
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.insight import events
@@ -42,14 +44,20 @@ from torchx_monarch.supervisor.stopped_hosts import StoppedHosts
 from torchx_monarch.system import processes
 
 _CHECK_EVERY = 3.0
-"""Seconds between two checks whether the app's folder still exists, and whether a host is stopped."""
+"""Seconds between two checks whether a host is stopped."""
 
 _MAX_WAIT = 3600.0
 """The most seconds of one wait for events; epoll counts milliseconds in 32 bits, and a grace period has no limit."""
 
 
 class SupervisorLoop:
-    """Run one app from its request to its final status."""
+    """Run one app from its request to its final status.
+
+    Attributes:
+        folder_interval: seconds between two checks of the app's folder.
+    """
+
+    folder_interval: ClassVar = 3.0
 
     def __init__(self, paths: state_files.AppPaths, request: LocalRequest, record: AppRecord) -> None:
         self._paths = paths
@@ -105,7 +113,7 @@ class SupervisorLoop:
 
     # --- event loop
 
-    def run(self, on_ready: Callable[[], None]) -> None:
+    def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Run the app to its end.
 
         Args:
@@ -116,7 +124,7 @@ class SupervisorLoop:
         for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
             signal.signal(signum, signal.SIG_IGN)
         self._selector.register(wake, selectors.EVENT_READ, None)
-        if cancel_request.load(self._paths) is not None:
+        if stop_request.load(self._paths) is not None:
             self._end(Outcome(State.CANCELLED, "cancelled before it started"), grace=0)
         else:
             self._start(self._replicas)
@@ -160,16 +168,16 @@ class SupervisorLoop:
         if self._is_changed and not self._done:
             # A full disk costs intermediate states only: the next or the final state is written again.
             with contextlib.suppress(OSError):
-                state_files.write_json(self._paths.status, self._record.to_json())
+                state_files.write_json(self._paths.status, asdict(self._record))
             self._is_changed = False
 
     def _check_folder(self) -> None:
         """End an app whose folder was removed, or whose cancellation was requested by a process that cannot signal."""
-        if os.path.lexists(self._paths.cancel):
+        if stop_request.load(self._paths) is not None:
             self._on_cancel()
         elif self._outcome is None and self._is_removed():
             self._end(Outcome(State.CANCELLED, f"its folder {self._paths.root} was removed"))
-        self.at(time.monotonic() + _CHECK_EVERY, self._check_folder)
+        self.at(time.monotonic() + self.folder_interval, self._check_folder)
 
     def _check_stopped_hosts(self) -> None:
         """Kill hosts that have been stopped for too long, and count that as their failure."""
@@ -313,7 +321,7 @@ class SupervisorLoop:
         siblings = [r for r in self._roles[first.role_index] if is_late or r.record.restarts]
         living = self._living(siblings)
         late = [living[pid] for pid, hosts in processes.hosts(living).items() if hosts]
-        GracefulStop(self, late, self._request.grace)
+        GracefulStop(self.at, late, self._request.grace)
 
     # --- end of the app
 
@@ -332,7 +340,8 @@ class SupervisorLoop:
                 is_late = replica.record.state is State.CANCELLED or (is_over and not replica.alive)
                 state = State.SUCCEEDED if is_late else replica.record.state
                 error = (replica.read_error() or "") if errors and state is State.FAILED else ""
-                snapshots.append(replica.snapshot(state, error, is_error_lost))
+                more = {"state": state, "failure": replica.failure, "error": error, "is_error_lost": is_error_lost}
+                snapshots.append(replica.record.snapshot(role.name, **more))
             roles.append(RoleSnapshot(role.spec, snapshots))
         return AppSnapshot(self._request.app_id, self._request.name, roles, grace=self._request.grace)
 
@@ -366,10 +375,10 @@ class SupervisorLoop:
 
     def _stop_all(self, grace: float | None = None) -> None:
         if self._stop is None:
-            self._stop = GracefulStop(self, self._replicas, self._request.grace if grace is None else grace)
+            self._stop = GracefulStop(self.at, self._replicas, self._request.grace if grace is None else grace)
 
     def _on_cancel(self) -> None:
-        asked = cancel_request.load(self._paths)
+        asked = stop_request.load(self._paths)
         grace = self._request.grace if asked is None or asked.grace is None else max(0.0, asked.grace)
         if grace <= 0:
             self._leftovers = iter(())
@@ -415,7 +424,7 @@ class SupervisorLoop:
             try:
                 status.save_last(self._paths, self._record)
             except OSError as e:
-                print(f"the final status {self._record.to_json()} could not be written: {e}", file=sys.stderr)
+                print(f"the final status {asdict(self._record)} could not be written: {e}", file=sys.stderr)
         self._done = True
 
     def _cause(self, message: str) -> tuple[str, str | None]:

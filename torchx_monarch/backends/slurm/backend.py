@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torchx.specs import AppDef, Role
@@ -20,7 +20,7 @@ from torchx.workspace.dir_workspace import DirWorkspaceMixin
 from torchx_monarch.backends.batch.backend import BatchBackend, Job
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob
-from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core import state_files, stop_request
 from torchx_monarch.backends.core.errors import StateAccessError, StateDirError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -55,7 +55,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     job_id = r"(\d+)(?:;\S+)?\s*$"  # with several clusters, --parsable prints ID;CLUSTER
     poll = 0.1
     config_section = "slurm"
-    request_type = SlurmRequest
+    request_type: type[BatchRequest] = SlurmRequest
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     # -- commands ------------------------------------------------------------------------------------------------------
 
     def environ(self) -> dict[str, str]:
-        """Return the environment for Slurm's commands."""
         return commands.environ()
 
     def submit_command(self, job: Job, options: SlurmOpts) -> Sequence[str]:
@@ -76,25 +75,20 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         return {job_id: job.queued for job_id, job in commands.listed_jobs().items()}
 
     def cancel_command(self, jobs: Sequence[str]) -> Sequence[str]:
-        """Return the scancel command of jobs."""
         return ["scancel", *jobs]
 
     def checks(self, options: SlurmOpts | None) -> Iterable[CheckResult]:
-        """Check Slurm's commands, its controller, the partition and the folder of jobs."""
         return check_slurm(options)
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def check_options(self, options: SlurmOpts) -> None:
-        """Check the run options that do not depend on the app."""
         render.check_options(options)
 
     def runs_images(self, options: SlurmOpts) -> bool:
-        """Return whether replicas run in containers."""
         return options.container is not None
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: SlurmOpts) -> BatchRequest:
-        """Return the request that runs an app."""
         parent = os.path.abspath(options.job_dir) if options.job_dir else self.root
         return render.render(app, submitted, options, self.new_folder(app.name, parent))
 
@@ -109,7 +103,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         return "\n".join(lines)
 
     def submit(self, request: BatchRequest, submitted: SubmittedApp, credentials: str) -> str:
-        """Submit the job and return its id; errors as for the base."""
         assert isinstance(request, SlurmRequest)
         if any(role.image_name for role in request.roles):
             check_pyxis()
@@ -120,7 +113,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         return super().submit(request, submitted, credentials)
 
     def fill_folder(self, folder: JobFolder, request: BatchRequest) -> None:
-        """Write the request and the batch script."""
         assert isinstance(request, SlurmRequest)
         super().fill_folder(folder, request)
         with open(os.path.join(folder.root, "job.sh"), "x") as file:
@@ -142,7 +134,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
                 state_files.remove_file(link)
 
     def task_ids(self, roles: Sequence[RoleSpec], jobs: Sequence[str]) -> list[list[str]]:
-        """Return the job's id for each replica."""
         return [[jobs[0]] * spec.replicas for spec in roles]
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -155,26 +146,14 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         """Return the folder of a job: the one that was submitted here, or that of the comment of this user's job."""
         if not (app_id.isascii() and app_id.isdigit()):
             return None
-        found = self._links([app_id]).get(app_id)
+        found = super().folder(app_id)
         if found is None:
             job = commands.listed_jobs(app_id).get(app_id)
             _, mark, path = (job.comment if job else "").partition(render.MARK)
             found = JobFolder(path) if mark and os.path.exists(JobFolder(path).app) else None
         return found
 
-    def folders(self) -> dict[str, JobFolder]:
-        """Return the folders of all jobs that were submitted with this state directory, by id."""
-        return self._links()
-
-    def _links(self, app_ids: Sequence[str] = ()) -> dict[str, JobFolder]:
-        """Return the folders to which ids are linked.
-
-        Args:
-            app_ids: the ids; empty for all.
-
-        Raises:
-            StateAccessError: another user owns the state directory, or it cannot be read.
-        """
+    def folders(self, app_ids: Collection[str] = ()) -> dict[str, JobFolder]:
         found = {}
         try:
             fd = safe_files.open_folder(self._ids, below=state_files.state_dir())
@@ -228,7 +207,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def remove(self, app: AppSnapshot) -> None:
-        """Remove the folder and the link to it."""
         super().remove(app)
         state_files.remove_file(os.path.join(self._ids, app.app_id))
 
@@ -248,9 +226,9 @@ def _outcome(job: QueuedJob | None, record: BatchRecord | None, folder: JobFolde
         return Outcome(job.state, job.reason) if job.state is State.PENDING else None
     if job.state is State.SUCCEEDED:
         return Outcome(State.SUCCEEDED)
-    stop = folder.load_stop()
-    if stop is not None and stop.state is State.CANCELLED:
-        return stop.outcome
+    ending = stop_request.load_outcome(folder)
+    if ending is not None and ending.state is State.CANCELLED:
+        return ending
     if job.reason:
         return Outcome(job.state, job.reason)
     if record is None:

@@ -22,7 +22,7 @@ from typing import Any
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob, read_replica
 from torchx_monarch.backends.batch.task import APP_ID
-from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core import state_files, stop_request
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, AppStatus, reduce
 from torchx_monarch.backends.slurm.request import SlurmRequest
@@ -134,7 +134,7 @@ class BatchStep:
         with contextlib.suppress(OSError):  # a full disk
             safe_files.make_reserve(self._folder.reserve, _RESERVE)
         self._write()
-        if (stop := self._folder.load_stop()) is not None and stop.state is State.CANCELLED:
+        if (stop := stop_request.load(self._folder)) is not None and stop.state is State.CANCELLED:
             return self._conclude()  # the job was cancelled while Slurm requeued it
         if self._is_queued_again:  # the folder of a new job is clear, and may have a request to stop by now
             with contextlib.suppress(OSError):  # a full disk
@@ -195,7 +195,7 @@ class BatchStep:
     # -- decisions -----------------------------------------------------------------------------------------------------
 
     def _status(self) -> AppStatus:
-        ending = self._folder.load_ending()
+        ending = stop_request.load_outcome(self._folder)
         running = set(self._steps.values())
         roles = []
         for index, role in enumerate(self._request.roles):
@@ -217,7 +217,7 @@ class BatchStep:
         """Ask the tasks that are left to stop, some seconds after the app is decided."""
         if self._is_stopping:
             return
-        if (stop := self._folder.load_stop()) is not None:
+        if (stop := stop_request.load(self._folder)) is not None:
             grace = self._request.grace if stop.grace is None else stop.grace
             self._kill_at = min(self._kill_at, time.monotonic() + grace + _STOP_EXTRA)
             return
@@ -235,12 +235,12 @@ class BatchStep:
         message = outcome.message or str(outcome.state)
         self._event("stop", f"{message}; what still runs has {self._request.grace:g} s to end")
         with contextlib.suppress(OSError):
-            self._folder.request_stop(outcome, None, self._request.grace)
+            stop_request.write(self._folder, outcome, None)
         self._kill_at = time.monotonic() + self._request.grace + _STOP_EXTRA
 
     def _conclude(self) -> int:
         """Record how the job has ended, or queue it again; return its exit code."""
-        status, stop = self._status(), self._folder.load_stop()
+        status, stop = self._status(), stop_request.load(self._folder)
         if status.outcome is not None and status.outcome.state is State.SUCCEEDED:
             return self._finish(State.SUCCEEDED, "", 0)
         if stop is not None and stop.state is State.CANCELLED:

@@ -11,10 +11,10 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from torchx_monarch.backends.batch import entrypoint
+from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole
 
-_ENTRYPOINT = "torchx_monarch.backends.batch.entrypoint"
+_ENTRYPOINT = "torchx_monarch.backends.entrypoint"
 
 
 @dataclass

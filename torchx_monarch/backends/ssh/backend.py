@@ -21,7 +21,7 @@ from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.ssh import workspace
-from torchx_monarch.backends.ssh.in_job.wire import Ending, FoundReplica, Layout, Place, folder_name
+from torchx_monarch.backends.ssh.in_job.wire import FoundReplica, Layout, Place, folder_name
 from torchx_monarch.backends.ssh.native import (
     MachineConnection,
     RefusedOrderError,
@@ -127,15 +127,10 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
     ) -> None:
         answers, _ = at_once(lambda name: connections[name].ask("hello"), connections, needs_all=True)
         first = answers[request.machines[0][0]]["address"]  # all roles begin there
-        hashes: list[str] = []
-        for index, projects in enumerate(request.workspaces):
-            before = request.workspaces.index(projects)
-            if before == index:
-                roles = zip(request.workspaces, request.machines, strict=True)
-                names = {name for other, names in roles if other == projects for name in names}
-                hashes.append(workspace.send(projects, {name: connections[name] for name in names}))
-            else:
-                hashes.append(hashes[before])
+        hashes = [
+            workspace.send(projects, {name: connections[name] for name in names})
+            for projects, names in zip(request.workspaces, request.machines, strict=True)
+        ]
         app, layout = submitted.to_json(), request.layout
         place = Place(request.app_id, 0, 0, time.time(), request.grace, layout, submitted.pack())
 
@@ -144,7 +139,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
                 folder = folder_name(request.app_id, role, k)
                 replica = {
                     "name": folder,
-                    "request": request.of_replica(role, k, folder, first, credentials).to_json(),
+                    "request": asdict(request.of_replica(role, k, folder, first, credentials)),
                     "place": asdict(replace(place, role=role, replica=k)),
                     "gpu_count": request.gpus[role],
                     "workspace": hashes[role],
@@ -258,8 +253,8 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         Raises:
             SshError: no machine could be reached.
         """
-        ending = Ending(outcome.state, outcome.message, outcome.time or time.time())
-        self._order(app.app_id, app.layout, "stop", ending=asdict(ending), grace=grace)
+        outcome = replace(outcome, time=outcome.time or time.time())
+        self._order(app.app_id, app.layout, "stop", outcome=asdict(outcome), grace=grace)
 
     def remove(self, app: SshSnapshot) -> None:
         """Remove the folders of all replicas.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.ssh.in_job.wire import FoundReplica, Layout
 from torchx_monarch.backends.ssh.native import SshError
@@ -34,9 +34,9 @@ def build(app_id: str, answers: Iterable[FoundReplica], lost: Mapping[str, SshEr
     found = {(replica.place.role, replica.place.replica): replica for replica in answers}
     first = next(iter(found.values()))
     place = first.place
-    submitted = SubmittedApp.unpack(place.packed, f"the place.json of {app_id} on {first.hostname}")
+    submitted = SubmittedApp.unpack(place.packed, f"the place.json of {app_id} on {first.record.hostname}")
     living = any(not replica.record.terminal for replica in found.values())
-    endings = sorted((replica.ending for replica in found.values() if replica.ending), key=lambda ending: ending.time)
+    endings = [replica.ending for replica in found.values() if replica.ending]
     return SshSnapshot(
         app_id=app_id,
         name=submitted.app.name,
@@ -56,38 +56,32 @@ def build(app_id: str, answers: Iterable[FoundReplica], lost: Mapping[str, SshEr
         created=place.created,
         started=min((replica.record.started for replica in found.values() if replica.record.started), default=0.0),
         grace=place.grace,
-        ending=Outcome(endings[0].state, endings[0].message, time=endings[0].time) if endings else None,
+        ending=min(endings, key=lambda ending: ending.time, default=None),
         notes=[str(lost[machine]) for machine in place.layout.replicas if machine in lost],
         layout=place.layout,
     )
 
 
 def _replica(role: str, k: int, found: FoundReplica) -> ReplicaSnapshot:
-    app = found.record
-    record = app.roles[0].replicas[0]
-    replica = ReplicaSnapshot(
-        role,
-        k,
-        State.PENDING if record.state is State.PENDING else State.RUNNING,
-        hostname=found.hostname,
-        address=found.place.address if not app.terminal else "",
-        started=record.started or 0.0,
-        restarts=app.restarts,
-        rank_restarts=found.rank_restarts,
+    app, record = found.record, found.record.roles[0].replicas[0]
+    snapshot = record.snapshot(
+        role, hostname=found.record.hostname, restarts=app.restarts, rank_restarts=found.rank_restarts, ended=0.0
     )
     if not app.terminal:
-        return replace(replica, is_stopping=found.ending is not None)
-    replica = replace(replica, ended=record.ended or app.ended or 0.0)
+        state = State.PENDING if record.state is State.PENDING else State.RUNNING
+        return replace(
+            snapshot, state=state, address=found.place.address, is_stopping=found.ending is not None, exit_code=None
+        )
+    snapshot = replace(snapshot, ended=record.ended or app.ended or 0.0)
     if app.state is State.CANCELLED and not record.started:
-        return replace(replica, state=State.CANCELLED)
+        return replace(snapshot, state=State.CANCELLED)
     if State.SUCCEEDED in (app.state, record.state):
-        return replace(replica, state=State.SUCCEEDED, exit_code=0)
+        return replace(snapshot, state=State.SUCCEEDED, exit_code=0)
     # Without a code its supervisor was killed, which knows no other machine.
-    where = f"replica {role}/{k} on {found.hostname}: " if record.exit_code is None else ""
+    where = f"replica {role}/{k} on {found.record.hostname}: " if record.exit_code is None else ""
     return replace(
-        replica,
+        snapshot,
         state=State.FAILED,
-        exit_code=record.exit_code,
         failure=where + app.msg,
         error=record.error or "",
         was_stopped=app.state is State.CANCELLED,

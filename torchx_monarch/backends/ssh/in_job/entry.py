@@ -18,10 +18,12 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
+from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.ssh.in_job import replicas
 from torchx_monarch.backends.ssh.in_job.wire import READY
+from torchx_monarch.model import codec
 from torchx_monarch.supervisor import log_reader
 
 _MAX_LINES = 500
@@ -76,10 +78,10 @@ class OrderServer:
                 damaged.append(str(error))
         return {"replicas": found, "damaged": damaged}
 
-    def stop(self, names: list[str], ending: Any, grace: float | None) -> Any:
+    def stop(self, names: list[str], outcome: Any, grace: float | None) -> Any:
         """Begin to end replicas."""
         for name in names:
-            replicas.stop(name, ending, grace)
+            replicas.stop(name, codec.decode(Outcome, outcome), grace)
 
     def remove(self, names: list[str]) -> Any:
         """End replicas that still run, and remove what is stored of them."""

@@ -13,23 +13,23 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core import state_files, stop_request
+from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.local import gpus, state
 from torchx_monarch.backends.local.request import LocalRequest
-from torchx_monarch.backends.ssh.in_job.wire import PYTHON_FILE, Ending, FoundReplica, Place
+from torchx_monarch.backends.ssh.in_job.wire import PYTHON_FILE, FoundReplica, Place
 from torchx_monarch.code_sync.code_store import ContentStore
 from torchx_monarch.code_sync.manifest import Tree
 from torchx_monarch.code_sync.work_folder import WorkFolder
 from torchx_monarch.insight import events
 from torchx_monarch.model import codec
+from torchx_monarch.model.state import State
 from torchx_monarch.system import run_dirs, safe_files
 
 _GONE_WITHIN = 60.0
 
 _WORKSPACE = "workspace"
 """The copy of the workspace in which a replica runs, in the replica's folder."""
-
-_ENDING = "ending.json"
 
 
 def paths_of(name: str) -> state_files.AppPaths:
@@ -148,44 +148,26 @@ def find(name: str, brief: bool = True) -> FoundReplica | None:
     if paths is None:
         return None
     place = state_files.load(Place, _place_file(paths), paths.trusted)
-    ending = state_files.load(Ending, os.path.join(paths.root, _ENDING), paths.trusted)
     record = state.current_state(paths)
     happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
     ranks = sum(event["kind"] == "rank_restart" for event in happened)
-    return FoundReplica(place, record, ending, os.uname().nodename, ranks) if place and record else None
+    return FoundReplica(place, record, stop_request.load_outcome(paths), ranks) if place and record else None
 
 
-def stop(name: str, ending: Any, grace: float | None) -> None:
-    """Begin to end a replica, and record why, unless that is recorded."""
-    paths = _existing(name)
-    if paths is None:
-        return
-    path = os.path.join(paths.root, _ENDING)
-    if not os.path.exists(path):
-        with contextlib.suppress(OSError):
-            state_files.write_json(path, ending)
-    _request_stop(paths, grace)
+def stop(name: str, outcome: Outcome, grace: float | None) -> None:
+    """Begin to end a replica; arguments as for ``Backend.stop``."""
+    if paths := _existing(name):
+        state.request_stop(paths, outcome, grace)
 
 
 def remove(name: str) -> None:
     """Kill what runs of a replica, and remove its folder."""
-    paths = _existing(name)
-    if paths is None:
-        return
-    until = time.monotonic() + _GONE_WITHIN
-    if _request_stop(paths, 0.0):
+    if paths := _existing(name):
+        state.request_stop(paths, Outcome(State.CANCELLED), 0.0)
+        until = time.monotonic() + _GONE_WITHIN
         while (record := state.current_state(paths)) and not record.terminal and time.monotonic() < until:
             time.sleep(0.02)
-    state.remove_ended(paths)
-
-
-def _request_stop(paths: state_files.AppPaths, grace: float | None) -> bool:
-    """Ask a replica to end; return whether it runs."""
-    record = state.current_state(paths)
-    runs = record is not None and not record.terminal
-    if runs:
-        state.request_stop(paths, grace)
-    return runs
+        state.remove_ended(paths)
 
 
 class Code(ContentStore):

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.model.codec import Seconds
-from torchx_monarch.model.state import State
 
 READY = "torchx-monarch ssh 1"
 """The line that the entry writes first, behind what the shell's own files may have written."""
@@ -68,15 +68,6 @@ class Place:
 
 
 @dataclass
-class Ending:
-    """How an app was asked to end: the content of ending.json in a replica's folder."""
-
-    state: State
-    message: str = ""
-    time: Seconds = 0.0
-
-
-@dataclass
 class FoundReplica:
     """One replica as its machine answers.
 
@@ -84,14 +75,12 @@ class FoundReplica:
         place: where it runs.
         record: its record.
         ending: how the app was asked to end; None if it was not.
-        hostname: the name of its machine.
         rank_restarts: how often its host has restarted ranks.
     """
 
     place: Place
     record: AppRecord
-    ending: Ending | None
-    hostname: str
+    ending: Outcome | None
     rank_restarts: int = 0
 
 

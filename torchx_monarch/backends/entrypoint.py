@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Start what runs in a job: ``python -I -S entrypoint.py MODULE ...``, with a module below ``torchx_monarch.backends``.
+"""Start a supervisor or a task: ``python -I -S entrypoint.py MODULE ...``, MODULE below ``torchx_monarch.backends``.
 
 -S skips site-packages: the number of packages installed there costs start-up time on every node. -I keeps the user's
-modules, such as a ``json.py``, out of the import path.
+modules, such as a ``json.py``, out of the import path, and PYTHON* variables out of the interpreter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 def main() -> None:
     root = os.path.abspath(__file__)
-    for _ in range(4):
+    for _ in range(3):
         root = os.path.dirname(root)
     # After the standard library, so that a package installed beside this one cannot shadow a standard module.
     sys.path.append(root)
