@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.waits import WITHIN
-from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
 from torchx_monarch.supervisor import log_reader, log_writer
 from torchx_monarch.system import safe_files
 
@@ -47,11 +48,12 @@ def read_timed(
     return list(
         log_reader.lines(
             str(folder),
-            stream,
-            since=None if since is None else datetime.fromtimestamp(since),
-            until=None if until is None else datetime.fromtimestamp(until),
-            tail=tail,
-            ended=lambda: True,
+            LogQuery[AppSnapshot](
+                since=None if since is None else datetime.fromtimestamp(since),
+                until=None if until is None else datetime.fromtimestamp(until),
+                stream=stream,
+                tail=tail,
+            ),
         )
     )
 

@@ -58,6 +58,7 @@ _READ_LOGS = """if True:
     import argparse, contextlib, resource, sys
     from types import SimpleNamespace
     from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
+    from torchx_monarch.backends.core.timed_line import LogQuery
     from torchx_monarch.cli import logs
     from torchx_monarch.model.role_spec import RoleSpec
     from torchx_monarch.model.state import State
@@ -71,7 +72,7 @@ _READ_LOGS = """if True:
     found = app, SimpleNamespace(state=State.SUCCEEDED)
 
     def lines(app, role, replica, **_):
-        return log_reader.lines(".", "combined", ended=lambda: True)
+        return log_reader.lines(".", LogQuery())
 
     scheduler = monarch_local("torchx")
     scheduler.apps = SimpleNamespace(read=lambda _: found, recent=lambda _: found, replica_log=lines)

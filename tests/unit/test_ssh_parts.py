@@ -31,8 +31,8 @@ from torchx_monarch.backends.local import gpus, state
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.backends.ssh import native, workspace
 from torchx_monarch.backends.ssh.backend import SshBackend
-from torchx_monarch.backends.ssh.in_job import entry, replicas
-from torchx_monarch.backends.ssh.in_job.replicas import Code
+from torchx_monarch.backends.ssh.in_job import entry
+from torchx_monarch.backends.ssh.in_job.code import Code
 from torchx_monarch.backends.ssh.in_job.wire import FoundReplica, Layout, Place, folder_name
 from torchx_monarch.backends.ssh.native import MachineConnection, RefusedOrderError, SshError, at_once
 from torchx_monarch.backends.ssh.options import parse_hosts, ssh_arguments
@@ -273,13 +273,13 @@ def test_a_living_replica_keeps_its_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     """None of its supervisors runs here; that is not asked."""
     monkeypatch.setattr(gpus, "devices", lambda environ: ["0", "1", "2"])
     monkeypatch.setattr(state, "current_state", lambda paths: AppRecord("x.0.0", "x", 0.0))
-    paths = replicas.paths_of("x.0.0")
+    paths = entry.paths_of("x.0.0")
     os.makedirs(paths.root)
     place = Place("x", 0, 0, 0.0, 5.0, Layout([["a"]]), "", gpus=["1", "2"])
     state_files.write_json(f"{paths.root}/place.json", asdict(place))
-    assert replicas._free_gpus(1, "") == ["0"]
+    assert entry.free_gpus(1, "") == ["0"]
     with pytest.raises(SubmitError, match="asks for 2 of this machine's 3 GPUs, and 1 are free"):
-        replicas._free_gpus(2, "")
+        entry.free_gpus(2, "")
 
 
 def test_the_home_folder_is_no_workspace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runner: Runner) -> None:
@@ -387,7 +387,7 @@ def test_a_damaged_file_of_a_replica_is_named_and_costs_no_other_app(
 def test_a_followed_log_loses_nothing_when_its_connection_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a progress bar, which is shown in pieces while it is drawn, and is one line later; with only the last line."""
     monkeypatch.setattr(log_reader, "_POLL", 0.0)
-    folder = Path(replicas.paths_of("x.0.0").replica_logs("trainer", 0))
+    folder = Path(entry.paths_of("x.0.0").replica_logs("trainer", 0))
     folder.mkdir(parents=True)
     log = folder / "combined.log"
     log.write_text("early\nlast\n")

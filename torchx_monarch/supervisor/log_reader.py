@@ -8,19 +8,16 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
 from torchx_monarch.supervisor import log_writer
 from torchx_monarch.supervisor.log_writer import RECORD
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.line_output import LineReader
 from torchx_monarch.system.open_files import hint
-
-if TYPE_CHECKING:  # it imports TorchX
-    from torchx_monarch.backends.core.backend import LogQuery
 
 #: Seconds between two reads of a log that is followed.
 _POLL = 0.05
@@ -34,44 +31,30 @@ _LATEST = 1e11
 """The latest time of a sound record, in the year 5138: ``datetime`` has none after the year 9999."""
 
 
-def lines(
-    log_dir: str,
-    stream: str,
-    *,
-    since: datetime | None = None,
-    until: datetime | None = None,
-    tail: int = 0,
-    start: int = 0,
-    ended: Callable[[], bool],
-    follow: bool = False,
-    below: str | None = None,
-) -> Iterator[TimedLine]:
-    """Yield the lines of one log. Bytes that are not UTF-8 are replaced.
+def lines(log_dir: str, query: LogQuery[Any], below: str | None = None, start: int = 0) -> Iterator[TimedLine]:
+    """Yield the lines of one log that a query asks for.
 
-    A line longer than ``line_output.MAX_LINE_BYTES`` is split. While a log is followed, text after a carriage return is
-    yielded as it stands, without a line end: TorchX prints it over the text before it.
+    Bytes that are not UTF-8 are replaced. A line longer than ``line_output.MAX_LINE_BYTES`` is split. While a log is
+    followed, text after a carriage return is yielded as it stands, without a line end: TorchX prints it over the text
+    before it.
 
     Args:
         log_dir: the folder of the replica's logs.
-        since: leave out lines written before; a time without zone is local time. None for the beginning.
-        until: leave out lines written at this time or later. None for the end.
-        tail: start no earlier than this number of lines before the present end of the log; 0 for no such limit.
-        start: where to go on, the ``end`` of a line that was read before; ``since`` and ``tail`` do not count then.
-        ended: returns whether the app has ended; it may be slow.
-        follow: wait for more until the app has ended (or ``until`` has passed).
         below: a folder of the caller inside which no link is followed (``safe_files.open_file``). A log that is refused
             yields one line with the reason.
+        start: where to go on, the ``end`` of a line that was read before; ``since`` and ``tail`` do not count then.
     """
+    stream, since, until = query.stream or log_writer.COMBINED, query.since, query.until
     path = os.path.join(log_dir, log_writer.log_name(stream))
     with contextlib.closing(TimeIndex(os.path.join(log_dir, log_writer.index_name(stream)), below)) as index:
-        begin = start or _last_lines(path, tail, below)
+        begin = start or _last_lines(path, query.tail, below)
         position = begin if since is None or start else None
         latest = math.inf if until is None else until.timestamp() + 2 * log_writer.RESOLUTION
         reader = LineReader()
         passes = 0
         while True:
             # Check for the end before reading, so that text that was written just before the end is read, too.
-            last = not follow or time.time() > latest or (passes % _READS_PER_CHECK == 0 and ended())
+            last = not query.follow or time.time() > latest or (passes % _READS_PER_CHECK == 0 and query.has_ended())
             passes += 1
             index.refresh()
             if position is None and (found := index.offset_of(since)) is not None:
@@ -94,20 +77,6 @@ def lines(
             if pending_progress := reader.pending_progress():
                 yield TimedLine(index.time_of(at), pending_progress.decode(errors="replace"), begin + reader.position)
             time.sleep(_POLL)
-
-
-def query_lines(log_dir: str, query: LogQuery[Any], below: str) -> Iterator[TimedLine]:
-    """Yield the lines of one log that a query asks for, of both streams together if it names none; see ``lines``."""
-    return lines(
-        log_dir,
-        query.stream.value if query.stream else "combined",
-        since=query.since,
-        until=query.until,
-        tail=query.tail,
-        ended=query.has_ended,
-        follow=query.follow,
-        below=below,
-    )
 
 
 def _last_lines(path: str, count: int, below: str | None) -> int:

@@ -391,7 +391,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         folder = self.folder(app.app_id)
         if folder is None:
             raise UserError(f"app {app.app_id} was removed")
-        yield from log_reader.query_lines(folder.replica_logs(role, replica), query, folder.trusted)
+        yield from log_reader.lines(folder.replica_logs(role, replica), query, folder.trusted)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

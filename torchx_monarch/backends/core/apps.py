@@ -122,7 +122,7 @@ class Apps(Generic[S]):
         if not 0 <= replica < sizes[role]:
             raise UserError(f"role {role} of app {app_id} has no replica {replica}; it has 0 to {sizes[role] - 1}")
         follow = follow and not status.state.is_terminal
-        query = self._query(app_id, since=since, until=until, stream=stream, follow=follow)
+        query = self._query(app_id, since=since, until=until, stream=stream.value if stream else "", follow=follow)
         return matching((line.text for line in self.backend.read_log(app, role, replica, query)), regex)
 
     def replica_log(

@@ -11,11 +11,9 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from torchx.schedulers.api import Stream
 from torchx.specs import AppDef, CfgVal, runopts
 from torchx.workspace import WorkspaceMixin
 
@@ -24,6 +22,7 @@ from torchx_monarch.backends.core.errors import StateAccessError
 from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_options
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import LogQuery as LogQuery
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.env_names import replica0_variable
@@ -81,30 +80,6 @@ class Capabilities:
     separate_streams: bool = True
     shares_interpreter: bool = False
     needs_image: bool = False
-
-
-@dataclass(frozen=True)
-class LogQuery(Generic[S]):
-    """Which lines of a replica's log to return.
-
-    Attributes:
-        since: skip lines written before it; a time without zone is local time; None for no limit.
-        until: skip lines written after it; None for no limit.
-        stream: stdout or stderr alone; None for both.
-        tail: return at least the last ``tail`` of these lines, and the ones that follow; 0 for all of them. A backend
-            may return more, or ignore it: it saves reading a long log.
-        follow: whether to wait for more lines until the app has ended.
-        latest: returns the app's current snapshot; None if the app was removed.
-        has_ended: returns whether the app has ended or was removed.
-    """
-
-    since: datetime | None = None
-    until: datetime | None = None
-    stream: Stream | None = None
-    tail: int = 0
-    follow: bool = False
-    latest: Callable[[], S | None] = field(default=lambda: None)
-    has_ended: Callable[[], bool] = field(default=lambda: True)
 
 
 class Backend(abc.ABC, Generic[O, R, S]):

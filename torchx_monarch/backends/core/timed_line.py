@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A line of a replica's log, and the times that Docker and Kubernetes write before lines and into their objects."""
+"""Lines of a replica's log, which of them are asked for, and the times that Docker and Kubernetes write before lines
+and into their objects."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+
+from torchx_monarch.backends.core.snapshot import AppSnapshot
+
+S = TypeVar("S", bound=AppSnapshot)
 
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
 
@@ -22,6 +29,30 @@ class TimedLine(NamedTuple):
     time: float
     text: str
     end: int = 0
+
+
+@dataclass(frozen=True)
+class LogQuery(Generic[S]):
+    """Which lines of a replica's log to return.
+
+    Attributes:
+        since: skip lines written before it; a time without zone is local time; None for no limit.
+        until: skip lines written after it; None for no limit.
+        stream: ``stdout`` or ``stderr`` alone; empty for both together.
+        tail: return at least the last ``tail`` of these lines, and the ones that follow; 0 for all of them. A backend
+            may return more, or ignore it: it saves reading a long log.
+        follow: whether to wait for more lines until the app has ended.
+        latest: returns the app's current snapshot; None if the app was removed.
+        has_ended: returns whether the app has ended or was removed.
+    """
+
+    since: datetime | None = None
+    until: datetime | None = None
+    stream: str = ""
+    tail: int = 0
+    follow: bool = False
+    latest: Callable[[], S | None] = field(default=lambda: None)
+    has_ended: Callable[[], bool] = field(default=lambda: True)
 
 
 def nanoseconds(text: str) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from docker.errors import NotFound
-from torchx.schedulers.api import Stream
 
 from torchx_monarch.backends.core.backend import LogQuery
 from torchx_monarch.backends.core.timed_line import TimedLine, seconds
@@ -37,7 +36,7 @@ def lines(container: Container, query: LogQuery[Any]) -> Iterator[TimedLine]:
     start = query.since.timestamp() if query.since is not None else 0.0
     stop = query.until.timestamp() if query.until is not None else None
     tail: int | str = query.tail or "all"
-    streams = {"stdout": query.stream is not Stream.STDERR, "stderr": query.stream is not Stream.STDOUT}
+    streams = {"stdout": query.stream != "stderr", "stderr": query.stream != "stdout"}
     while True:
         # Ask before the read: output written just before the app's end is then read, too.
         last = not query.follow or query.has_ended() or (stop is not None and time.time() > stop)

@@ -113,7 +113,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
 
     def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
         paths = state_files.app_paths(app.app_id)
-        return log_reader.query_lines(paths.replica_logs(role, replica), query, paths.trusted)
+        return log_reader.lines(paths.replica_logs(role, replica), query, paths.trusted)
 
     def folder(self, app_id: str) -> state_files.AppPaths | None:
         return state_files.app_paths(app_id) if state_files.is_app_id(app_id) else None

@@ -144,7 +144,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
                     "gpu_count": request.gpus[role],
                     "workspace": hashes[role],
                 }
-                connections[name].ask("start", may_reconnect=False, replica=replica, app=app)
+                connections[name].ask("start", may_reconnect=False, **replica, app=app)
 
         at_once(start, connections, needs_all=True)
 
@@ -220,7 +220,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             "name": folder_name(app.app_id, index, replica),
             "role": role,
             "replica": replica,
-            "stream": query.stream.value if query.stream else "combined",
+            "stream": query.stream,
             "since": query.since.timestamp() if query.since else None,
             "until": query.until.timestamp() if query.until else None,
             "tail": query.tail,

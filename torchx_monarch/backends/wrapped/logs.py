@@ -38,9 +38,9 @@ def lines(inner: Scheduler[Any], app_id: str, role: str, replica: int, query: Lo
             _log.debug("no log: %s", error)
 
     try:
-        yield from read(query.stream or Stream.COMBINED)
+        yield from read(Stream(query.stream) if query.stream else Stream.COMBINED)
     except ValueError:
-        if query.stream is not None:
+        if query.stream:
             raise
         # TorchX's scheduler for Slurm has two files, and shows stderr alone unless it is told which.
         both = [read(stream) for stream in (Stream.STDOUT, Stream.STDERR)]

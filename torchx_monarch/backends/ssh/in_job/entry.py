@@ -8,6 +8,8 @@ well, so a submission that is killed leaves nothing.
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -18,28 +20,116 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
-from torchx_monarch.backends.core.snapshot import Outcome
-from torchx_monarch.backends.core.state_files import DamagedFileError
-from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.ssh.in_job import replicas
-from torchx_monarch.backends.ssh.in_job.wire import READY
+from torchx_monarch.backends.core import state_files, stop_request
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
+from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
+from torchx_monarch.backends.local import gpus, state
+from torchx_monarch.backends.local.request import LocalRequest
+from torchx_monarch.backends.ssh.in_job.code import Code
+from torchx_monarch.backends.ssh.in_job.wire import PYTHON_FILE, READY, FoundReplica, Place
+from torchx_monarch.insight import events
 from torchx_monarch.model import codec
+from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_reader
+from torchx_monarch.system import safe_files
 
 _MAX_LINES = 500
 """Lines of a log in one answer."""
 
+_GONE_WITHIN = 60.0
+
+_WORKSPACE = "workspace"
+"""The copy of the workspace in which a replica runs, in the replica's folder."""
+
+
+def paths_of(name: str) -> state_files.AppPaths:
+    """Return the paths of a replica.
+
+    Raises:
+        ValueError: the name is none of a folder.
+    """
+    if not state_files.is_app_id(name):
+        raise ValueError(f"{name!r} is no id")
+    return state_files.app_paths(name)
+
+
+def _existing(name: str) -> state_files.AppPaths | None:
+    """Return the paths of a replica if its folder exists, is this user's and no link."""
+    paths = paths_of(name)
+    try:
+        paths.check_owner()
+    except OSError:
+        return None
+    return paths
+
+
+def _place_file(paths: state_files.AppPaths) -> str:
+    return os.path.join(paths.root, "place.json")
+
+
+def _names() -> list[str]:
+    """Return the names of all replicas on this machine."""
+    every = (state_files.app_paths(name) for name in state_files.app_ids())
+    return [paths.app_id for paths in every if os.path.exists(_place_file(paths))]
+
+
+def _address() -> str:
+    """Return the address by which the client has reached this machine; its name where it is the client's own."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    own = words[2] if len(words) == 4 else ""
+    return own if own and not own.startswith("127.") and own != "::1" else os.uname().nodename
+
+
+def free_gpus(count: int, path: str) -> list[str]:
+    """Return GPUs that no living replica has; empty on a machine without any.
+
+    Raises:
+        SubmitError: there are too few.
+    """
+    from torchx_monarch.backends.core.errors import SubmitError
+
+    every = gpus.devices({**os.environ, "PATH": path})
+    if not every:
+        return []
+    living = [replica for name in _names() if (replica := _find(name)) and not replica.record.terminal]
+    free = [gpu for gpu in every if not any(gpu in replica.place.gpus for replica in living)]
+    if len(free) < count:
+        raise SubmitError(
+            f"the replica asks for {count} of this machine's {len(every)} GPUs, and {len(free)} are free; other jobs "
+            "have the rest"
+        )
+    return free[:count]
+
+
+def _find(name: str, brief: bool = True) -> FoundReplica | None:
+    """Return a replica, and unless ``brief`` its restarts of ranks; None if it does not exist.
+
+    Args:
+        name: its folder.
+
+    Raises:
+        DamagedFileError: one of its files is damaged.
+    """
+    paths = _existing(name)
+    if paths is None:
+        return None
+    place = state_files.load(Place, _place_file(paths), paths.trusted)
+    record = state.current_state(paths)
+    happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
+    ranks = sum(event["kind"] == "rank_restart" for event in happened)
+    return FoundReplica(place, record, stop_request.load_outcome(paths), ranks) if place and record else None
+
 
 class OrderServer:
-    """The orders, each a method of the same name."""
+    """The orders, each a method of the same name. A replica's name is that of its folder."""
 
     def __init__(self) -> None:
         self._unconfirmed: list[str] = []
-        self._code = replicas.Code()
+        self._code = Code()
 
     def hello(self) -> Any:
         """Describe the machine."""
-        return {"hostname": os.uname().nodename, "address": replicas.address(), "python": sys.executable}
+        return {"hostname": os.uname().nodename, "address": _address(), "python": sys.executable}
 
     def expect_code(self, tree: str) -> Any:
         """Prepare to receive a workspace; return which contents are not here."""
@@ -49,10 +139,49 @@ class OrderServer:
         """Receive a piece of the archive of these contents."""
         self._code.take(base64.b64decode(piece))
 
-    def start(self, replica: dict[str, Any], app: Any) -> Any:
-        """Start a replica; ``confirm`` keeps it."""
-        self._unconfirmed.append(replica["name"])
-        replicas.start(**replica, app=app, code=self._code)
+    def start(self, name: str, request: Any, place: Any, gpu_count: int, workspace: str, app: Any) -> Any:
+        """Write a replica's folder and start its supervisor; ``confirm`` keeps it.
+
+        Args:
+            request: its ``LocalRequest``. Its command may begin with ``python``: this interpreter.
+            place: its ``Place``.
+            workspace: the hash of the one in which the replica runs; empty without one.
+
+        Raises:
+            SubmitError: it could not be started, or this machine has too few free GPUs; nothing is left.
+        """
+        from torchx_monarch.backends.local import submit  # imports TorchX, which the other orders do without
+
+        self._unconfirmed.append(name)
+        decoded = codec.decode(LocalRequest, request)
+        where = codec.decode(Place, place)
+        where.address = _address()
+        (replica,) = decoded.roles[0].replicas
+        if workspace:
+            replica.cwd = os.path.join(paths_of(name).root, _WORKSPACE)
+        else:
+            replica.cwd = next((path for path in (replica.cwd, os.path.expanduser("~")) if os.path.isdir(path)), "/")
+        if replica.args[0] == "python":
+            replica.args[0] = sys.executable
+        replica.env.setdefault("PATH", f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}")
+
+        def fill(root: str) -> None:
+            state_files.write_json(_place_file(state_files.AppPaths(root)), asdict(where))
+            if workspace:
+                self._code.check_out(workspace, os.path.join(root, _WORKSPACE))
+
+        lock = os.open(state_files.make_folder("apps"), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one client at a time chooses GPUs, which it notes in the folder
+            if gpu_count > 0 and gpus.CUDA_VISIBLE_DEVICES not in replica.env:
+                where.gpus = free_gpus(gpu_count, replica.env["PATH"])
+                if where.gpus:
+                    replica.env[gpus.CUDA_VISIBLE_DEVICES] = ",".join(where.gpus)
+            submit.submit(decoded, app, fill)
+        finally:
+            os.close(lock)
+        with contextlib.suppress(OSError):  # for clients that have no more than a handle
+            safe_files.replace_file(os.path.join(state_files.state_dir(), PYTHON_FILE), os.fsencode(sys.executable))
 
     def confirm(self) -> Any:
         """Keep what was started. The client may keep the connection, so what only it needs goes now."""
@@ -66,55 +195,54 @@ class OrderServer:
 
     def read(self, names: list[str], brief: bool) -> Any:
         """Return what replicas exist of some."""
-        return [asdict(found) for name in names if (found := replicas.find(name, brief))]
+        return [asdict(found) for name in names if (found := _find(name, brief))]
 
     def read_all(self) -> Any:
         """Return all replicas on this machine, and which files are damaged."""
         found, damaged = [], []
-        for name in replicas.names():
+        for name in _names():
             try:
                 found += self.read([name], True)
-            except DamagedFileError as error:
+            except state_files.DamagedFileError as error:
                 damaged.append(str(error))
         return {"replicas": found, "damaged": damaged}
 
     def stop(self, names: list[str], outcome: Any, grace: float | None) -> Any:
         """Begin to end replicas."""
-        for name in names:
-            replicas.stop(name, codec.decode(Outcome, outcome), grace)
+        for paths in filter(None, map(_existing, names)):
+            state.request_stop(paths, codec.decode(Outcome, outcome), grace)
 
     def remove(self, names: list[str]) -> Any:
         """End replicas that still run, and remove what is stored of them."""
-        for name in names:
-            replicas.remove(name)
+        for paths in filter(None, map(_existing, names)):
+            state.request_stop(paths, Outcome(State.CANCELLED), 0.0)
+            until = time.monotonic() + _GONE_WITHIN
+            while (record := state.current_state(paths)) and not record.terminal and time.monotonic() < until:
+                time.sleep(0.02)
+            state.remove_ended(paths)
 
-    def log(self, name: str, role: str, replica: int, stream: str, start: int, wait: float, **query: Any) -> Any:
+    def log(self, name: str, role: str, replica: int, start: int, wait: float, **query: Any) -> Any:
         """Return the next lines of a replica's log, and whether these are all.
 
         Args:
             start: where they begin, the ``end`` of a line that was read before; 0 for the first ones of the query.
             wait: seconds to wait for a line; more may then come.
+            query: ``stream``, ``tail``, ``since`` and ``until`` of a ``LogQuery``; times in seconds since the epoch.
         """
-        paths = replicas.paths_of(name)
+        paths = paths_of(name)
         batch: list[TimedLine] = []
-        until = time.monotonic() + wait
+        deadline = time.monotonic() + wait
 
         def pause() -> bool:
-            if batch or time.monotonic() > until:
+            if batch or time.monotonic() > deadline:
                 raise _PauseError
             return False
 
-        lines = log_reader.lines(
-            paths.replica_logs(role, replica),
-            stream,
-            since=_time(query["since"]),
-            until=_time(query["until"]),
-            tail=query["tail"],
-            start=start,
-            ended=pause,
-            follow=wait > 0,
-            below=paths.trusted,
-        )
+        for limit in ("since", "until"):
+            if query[limit] is not None:
+                query[limit] = datetime.fromtimestamp(query[limit], timezone.utc)
+        asked = LogQuery[AppSnapshot](**query, follow=wait > 0, has_ended=pause)
+        lines = log_reader.lines(paths.replica_logs(role, replica), asked, paths.trusted, start)
         try:
             for line in itertools.islice(lines, _MAX_LINES):
                 batch.append(line)
@@ -125,10 +253,6 @@ class OrderServer:
 
 class _PauseError(Exception):
     """Raised to leave a log that may have more lines later."""
-
-
-def _time(value: float | None) -> datetime | None:
-    return None if value is None else datetime.fromtimestamp(value, timezone.utc)
 
 
 def main() -> None:
