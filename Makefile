@@ -21,7 +21,10 @@
 
 VENV ?= .venv
 BIN := $(CURDIR)/$(VENV)/bin
-STAMP := $(VENV)/.installed
+# What is installed: first the package and its examples, then also what the tests need.
+RUN := $(VENV)/.installed
+STAMP := $(VENV)/.installed-tests
+TEST_EXTRAS := docker,kubernetes,aws,otel,examples,test,docs,dev
 # The first supported interpreter that answers (a pyenv shim may stand on PATH and still refuse), by its full path and
 # never one of a virtual environment, which the rules below may be about to replace.
 ifndef PYTHON
@@ -54,20 +57,28 @@ CLUSTERS := $(patsubst tests/clusters/%/by_hand.py,%,$(wildcard tests/clusters/*
 help:
 	@sed -n 's/^#   //p' Makefile
 
-venv: $(STAMP)
+venv: $(RUN)
+
+# pip says nothing unless it fails.
+install = said=$$("$(BIN)/python" -m pip install -q -c constraints.txt $(1) 2>&1) || { echo "$$said"; exit 1; }
 
 # Debian packs ensurepip apart from Python (python3-venv); where it is missing, the system's pip fills the environment.
-$(STAMP): setup.cfg pyproject.toml constraints.txt
+$(RUN): setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python 3.10 to 3.13 on PATH. Install one, or name it: make PYTHON=/path/to/python"; exit 1; }
-	@echo "Installing torch, Monarch, TorchX and what the tests need into $(VENV): some minutes, the first time."
+	@echo "Installing torch, Monarch and TorchX into $(VENV): some minutes, the first time."
 	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then \
 		"$(PYTHON)" -m venv --clear "$(VENV)"; \
 	else \
 		"$(PYTHON)" -m venv --clear --without-pip "$(VENV)" && \
 		"$(PYTHON)" -m pip --python "$(BIN)/python" install -q -c constraints.txt pip; \
 	fi
-	"$(BIN)/python" -m pip install -q -c constraints.txt pip setuptools
-	"$(BIN)/python" -m pip install -c constraints.txt -e '.[docker,kubernetes,aws,otel,examples,test,docs,dev]'
+	@$(call install,pip setuptools)
+	@$(call install,-e '.[examples]')
+	@touch $@
+
+$(STAMP): $(RUN)
+	@echo "Installing what the tests need into $(VENV)."
+	@$(call install,-e '.[$(TEST_EXTRAS)]')
 	@touch $@
 
 # Where they are missing and may not be installed, the tests that need them skip and say why.
@@ -89,12 +100,12 @@ test-newest: system
 test-gpu: $(STAMP)
 	python -m pytest tests/gpu $(PYTESTFLAGS)
 
-demo: $(STAMP)
+demo: $(RUN)
 	@echo "A training on 4 ranks. It first waits some seconds for the import of torch, once for all ranks."
 	torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 --name digits examples/digits.py --fresh
 	@echo
 	@echo "Three things to try next, after  . $(VENV)/bin/activate"
-	@echo "  torchx list -s monarch_local"
+	@echo "  torchx monarch report last -o digits.html"
 	@echo "  torchx run -s monarch_local --wait --log -cfg timestamps=True monarch.spmd -j 2x2 examples/digits.py --fresh"
 	@echo "  torchx run -s monarch_local monarch.hosts -j 1x4    # then, with its handle, as often as you like:"
 	@echo "  torchx monarch exec HANDLE -- torchrun --nproc-per-node 4 examples/digits.py --fresh"
