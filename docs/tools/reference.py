@@ -49,8 +49,8 @@ def options_page() -> str:
         "# Run options",
         _paragraph(
             "Give them with `-cfg NAME=VALUE,NAME=VALUE`, in the scheduler's section of `.torchxconfig`, or as "
-            "`scheduler_cfg` in Python. `torchx runopts monarch_slurm` prints those of one backend. Unknown names are "
-            "refused."
+            "`scheduler_cfg` in Python: a list as `A;B`, a dictionary as `NAME:VALUE;NAME:VALUE`. `torchx runopts "
+            "monarch_slurm` prints those of one backend. Unknown names are refused."
         ),
     ]
     for title, (kind, base) in _OPTIONS.items():
@@ -58,14 +58,13 @@ def options_page() -> str:
         rows = [
             (
                 f"`{name}`",
-                _text(re.sub(r"^<class '(.*)'>$|^typing\.", r"\1", str(option.opt_type))),
                 "required" if option.is_required else _value(option.default),
                 _text(option.help),
             )
             for name, option in run_options(kind)
             if name not in known
         ]
-        parts += [f"## {title}", _table(("option", "type", "default", "meaning"), rows)]
+        parts += [f"## {title}", _table(("option", "default", "meaning"), rows)]
     return _page(parts)
 
 
