@@ -14,7 +14,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import components
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
@@ -26,6 +26,8 @@ from torchx_monarch.backends.local.backend import LocalOpts
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.ssh.options import SshOpts
 from torchx_monarch.cli import main
+
+_Row = TypeVar("_Row", bound=tuple[str, ...])
 
 FOLDER = Path(__file__).resolve().parents[1] / "reference"
 
@@ -127,7 +129,7 @@ _EXAMPLES = {
 """An example of each sub-command of ``torchx monarch``."""
 
 
-def _shared(tables: Iterable[Sequence[tuple[str, str, str]]], least: int) -> list[tuple[str, str, str]]:
+def _shared(tables: Iterable[Sequence[_Row]], least: int) -> list[_Row]:
     """Return the rows that at least ``least`` tables have."""
     counted = Counter(row for table in tables for row in table)
     return [row for row, count in counted.items() if count >= least]
@@ -142,8 +144,8 @@ def commands_page() -> str:
         "# Commands",
         _paragraph(
             "`torchx monarch` adds these to TorchX's `run`, `status`, `log`, `list`, `describe`, `cancel` and "
-            "`delete`, which work for every job. `torchx monarch COMMAND --help` prints the same. [Exit codes]"
-            "(exit_codes.md) and [JSON](json.md) are the same on all backends."
+            "`delete`, which work for every job. `torchx monarch COMMAND --help` prints the same. Every command has "
+            "`--json` ([fields](json.md)). [Exit codes](exit_codes.md) are the same on all backends."
         ),
         "These arguments are the same for all commands that have them:",
         _table(_HEAD, shared),
@@ -158,22 +160,24 @@ def commands_page() -> str:
     return _page(parts)
 
 
-_HEAD = ("argument", "default", "meaning")
+_HEAD = ("argument", "meaning")
 
 
-def _arguments(command: str) -> list[tuple[str, str, str]]:
-    """Return the rows of the arguments of a command."""
+def _arguments(command: str) -> list[tuple[str, str]]:
+    """Return the rows of the arguments of a command but ``--json``, which all have."""
     parser = argparse.ArgumentParser(add_help=False)
     main.load(command).add_arguments(parser)
     return [
-        (
-            _argument(action),
-            _value(action.default) if action.option_strings and action.nargs != 0 else "",
-            _text(action.help).replace(", see docs/reference/json.md", " ([fields](json.md))"),
-        )
+        (_argument(action), _text(action.help) + _default(action))
         for action in parser._actions
-        if action.help != argparse.SUPPRESS
+        if action.help != argparse.SUPPRESS and action.dest != "json"
     ]
+
+
+def _default(action: argparse.Action) -> str:
+    """Return the default of an option; empty where there is none, or its help says it."""
+    value = _value(action.default) if action.option_strings and action.nargs != 0 else ""
+    return f" (default: {value})" if value and "(default" not in (action.help or "") else ""
 
 
 PAGES: dict[str, Callable[[], str]] = {

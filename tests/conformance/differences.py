@@ -2,7 +2,7 @@
 """Everything in which a program or its caller can tell us from torchrun, each with its reason.
 
 A difference that is not here fails a test, and a test shows each one that is. ``docs/explanation/differences.md``
-holds the table that ``render`` makes; ``python -m tests.conformance.differences`` prints it.
+holds the table that ``render`` makes, without the reasons; ``python -m tests.conformance.differences`` prints it.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Difference(Enum):
         "has effect",
         "has none where torch is preloaded, and rank 0 says so. `OMP_NUM_THREADS`, `MKL_NUM_THREADS`, "
         "`OPENBLAS_NUM_THREADS`, the processors that the script chooses, `TORCH_LOGS` and "
-        "`TORCH_DISTRIBUTED_DEBUG` have effect in any case",
-        "torch has been imported ahead; set it where the job is submitted (`--env`), or use `-cfg preload=none` or "
-        "`-cfg ranks=fresh`",
+        "`TORCH_DISTRIBUTED_DEBUG` have effect in any case. Set others where the job is submitted (`--env`), or use "
+        "`-cfg preload=none` or `-cfg ranks=fresh`",
+        "torch has been imported ahead",
     )
 
     NO_TEXT = (
@@ -146,9 +146,9 @@ class Difference(Enum):
     STACKS_SIGNAL = (
         "A rank that is about to be stopped",
         "gets SIGTERM",
-        "gets `SIGRTMAX-3` before, and SIGTERM when its stacks are written, 0.5 s later at most",
-        "`attempt_N/stacks.txt` says where it was. A C function that does not repeat an interrupted system call is "
-        "interrupted, as by any signal that has a handler",
+        "gets `SIGRTMAX-3` before, and SIGTERM when its stacks are written, 0.5 s later at most. A C function that "
+        "does not repeat an interrupted system call is interrupted, as by any signal that has a handler",
+        "`attempt_N/stacks.txt` says where it was",
     )
     BREAKPOINT = (
         "`breakpoint()` and `pdb.set_trace()`",
@@ -187,11 +187,11 @@ class Difference(Enum):
         "What the interpreters of a host's ranks share",
         "nothing",
         "addresses in memory (`id`, ASLR), the seed of string hashes, and what preloaded modules have computed "
-        "when they were imported, such as ids; with `-cfg ranks=fresh` nothing",
+        "when they were imported, such as ids; with `-cfg ranks=fresh` nothing. Made anew in each rank: random "
+        "generators, unless their module has given them a seed, `multiprocessing` keys, `tempfile` and the like",
         "they are forks of one interpreter. Hashes and addresses decide the order of sets alone, unless a program "
-        "takes them for a seed. Made anew in each rank: the random generators of all modules, unless they have a "
-        "seed of the module's, `multiprocessing` keys, `tempfile` and the like. A module that seeds the generators "
-        "of `random`, numpy or torch, or makes memory that forks share, is imported by each rank",
+        "takes them for a seed. A module that seeds the generators of `random`, numpy or torch, or makes memory that "
+        "forks share, is imported by each rank",
     )
     NEW_STORE = (
         "The job's TCPStore after a restart",
@@ -222,8 +222,9 @@ class Difference(Enum):
     LOG_DIR = (
         "Folder of a run below `--log-dir`",
         "`ID_xxxxxxxx`, a new one each time",
-        "`ID`, shared by the hosts; `filtered_*.log` of host N is `filtered_*.N.log`, except for host 0",
-        "its path is known before; give each run an `--rdzv-id` of its own or none at all",
+        "`ID`, shared by the hosts: give each run an `--rdzv-id` of its own, or none. `filtered_*.log` of host N is "
+        "`filtered_*.N.log`, except for host 0",
+        "its path is known before",
     )
     TEE = (
         "`--tee`, filtered or not, of carriage returns, bytes that are not UTF-8, a last line without an end, and "
@@ -341,8 +342,8 @@ def differs(*differences: Difference) -> Callable[[Function], Function]:
 
 
 def render() -> str:
-    """The table of the page."""
-    rows = [("What", "Under torchrun", "Here", "Why"), ("---",) * 4, *(difference.value for difference in Difference)]
+    """Return the table of the page."""
+    rows = [("What", "Under torchrun", "Here"), ("---",) * 3, *(difference.value[:3] for difference in Difference)]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
