@@ -2,7 +2,7 @@
 """Put what bench/launch.py has measured into the documentation: ``python bench/chart.py``.
 
 From bench/recorded/launch.json it draws launch.svg (seconds), launch_cpu.svg (seconds of processor time) and memory.svg
-(MB) of docs/pictures, and writes the tables of docs/explanation/benchmarks.md. A test does the same and compares. For
+(MB) of docs/pictures, and writes the table of docs/explanation/benchmarks.md. A test does the same and compares. For
 new numbers run ``make bench BENCHFLAGS="--json bench/recorded/launch.json"`` first.
 """
 
@@ -38,9 +38,9 @@ _ROWS = {
     "ours": "**`monarch_local`** through a Runner",
     "ours-cli": "**`torchx run -s monarch_local --wait`**",
 }
-"""The rows of the tables."""
+"""The rows of the table."""
 
-_TABLES = re.compile(r"(<!-- launch: begin -->\n).*?(\n<!-- launch: end -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- launch: begin -->\n).*?(\n<!-- launch: end -->)", re.DOTALL)
 
 _WIDTH, _LABEL, _ROW, _TOP, _GAP = 760, 232, 22, 56, 34
 
@@ -154,23 +154,23 @@ def pictures(measured: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def tables(measured: dict[str, Any]) -> str:
-    """Return the tables of launches in Markdown."""
-    found = []
-    for nproc, launch in measured["launches"].items():
-        lines = [f"| {nproc} ranks | total | group | x by hand | x torchrun | CPU | CPU x torchrun |", "|" + "---|" * 7]
-        for name, title in _ROWS.items():
-            of = launch["summary"][name]
-            total = "{median:.2f} ({min:.2f}–{max:.2f})".format(**of["total"])
-            medians = [of[column]["median"] for column in ("group", "x_hand", "x_torchrun", "cpu", "cpu_x_torchrun")]
-            lines.append(f"| {title} | {total} | {' | '.join(f'{value:.2f}' for value in medians)} |")
-        found.append("\n".join(lines))
-    return "\n\n".join(found)
+def table(measured: dict[str, Any]) -> str:
+    """Return the table of launches in Markdown."""
+    launches = measured["launches"]
+    lines = ["".join(f"| {cell} " for cell in ["", *(f"{nproc} ranks" for nproc in launches)]) + "|"]
+    lines.append("|" + "---|" * (len(launches) + 1))
+    for name, title in _ROWS.items():
+        of = [launch["summary"][name] for launch in launches.values()]
+        totals = ["{median:.2f} ({min:.2f}–{max:.2f})".format(**launch["total"]) for launch in of]
+        ratios = [f"{launch['x_torchrun']['median']:.2f}x" for launch in of]
+        cells = [title, *(f"{total}, {ratio}" for total, ratio in zip(totals, ratios, strict=True))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def page(text: str, measured: dict[str, Any]) -> str:
-    """Return the page of benchmarks with the tables of a measurement."""
-    return _TABLES.sub(lambda match: match[1] + tables(measured) + match[2], text)
+    """Return the page of benchmarks with the table of a measurement."""
+    return _TABLE.sub(lambda match: match[1] + table(measured) + match[2], text)
 
 
 def main() -> None:
