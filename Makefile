@@ -124,8 +124,10 @@ format: $(STAMP)
 
 # tests/unit/test_types.py checks the types, beside other tests.
 # Every cluster of the tests has a worker of its own, which mostly waits, and runs tests of the other workers at the end.
+# The first command compiles the tests once, and not once in each worker.
 test: lint system
-	python -m pytest -n 5 $(PYTESTFLAGS)
+	@python -m pytest --collect-only -qq $(PYTESTFLAGS) >/dev/null || :
+	python -m pytest -n 8 $(PYTESTFLAGS)
 
 # What costs more than it is worth for every change: the real torchrun instead of what was recorded, examples by chance.
 test-nightly: lint system

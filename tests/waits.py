@@ -15,7 +15,7 @@ the tests that fail.
 """
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = WITHIN, every: float = 0.02) -> object:
+def until(condition: Callable[..., object], what: str, seconds: float = WITHIN, every: float = 0.02) -> object:
     """Poll a condition until it holds; return its value.
 
     Args:

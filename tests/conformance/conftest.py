@@ -10,14 +10,6 @@ import pytest
 
 from tests.conformance.launchers import Launchers
 from tests.conformance.recording import Recording
-from tests.fork_server import ForkServer
-
-
-@pytest.fixture(scope="session")
-def torchrun_server() -> Iterator[ForkServer]:
-    server = ForkServer("torchrun")
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +20,6 @@ def recorded(request: pytest.FixtureRequest) -> Recording:
 
 @pytest.fixture
 def both(
-    torchrun_server: ForkServer,
     recorded: Recording,
     leaves_nothing: None,
     tmp_path: Path,
@@ -36,7 +27,7 @@ def both(
     request: pytest.FixtureRequest,
 ) -> Iterator[Launchers]:
     test = request.node.nodeid.partition("conformance/")[2]
-    launchers = Launchers(torchrun_server, recorded, test, tmp_path, monkeypatch, request.config.getoption("--ranks"))
+    launchers = Launchers(recorded, test, tmp_path, monkeypatch, request.config.getoption("--ranks"))
     failed = request.session.testsfailed
     yield launchers
     if request.session.testsfailed == failed:

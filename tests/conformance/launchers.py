@@ -22,7 +22,7 @@ import pytest
 
 from tests.conformance import recording
 from tests.conformance.recording import Places, Recording, Stored
-from tests.fork_server import Forked, ForkServer
+from tests.fork_server import Forked, server
 from tests.local.hosts import Hosts
 from tests.ports import free_port
 from tests.waits import WITHIN
@@ -138,7 +138,6 @@ class Launchers:
     """Runs commands under both.
 
     Args:
-        server: starts torchrun.
         recorded: knows what torchrun does.
         test: by which the recording knows the test's cases.
         folder: for the working folder and what is observed.
@@ -148,7 +147,6 @@ class Launchers:
 
     def __init__(
         self,
-        server: ForkServer,
         recorded: Recording,
         test: str,
         folder: Path,
@@ -156,7 +154,6 @@ class Launchers:
         ranks: str,
     ) -> None:
         self.ranks = ranks
-        self._server = server
         self._recorded = recorded
         self._test = test
         self._cases = 0
@@ -272,7 +269,7 @@ class Launchers:
             out.touch()
             err.touch()
             streams = str(self._stdin), str(out), str(err)
-            processes.append(self._server.start(args, os.environ, os.getcwd(), *streams))
+            processes.append(server("torchrun").start(args, os.environ, os.getcwd(), *streams))
         try:
             if during:
                 during(Job([process.pid for process in processes], self._work, "torchrun", notes))

@@ -23,6 +23,9 @@ with open(os.path.join(os.environ["OBSERVED"], os.environ["RANK"]), "w") as file
 }
 
 
+PRELOADS = [pytest.param("none", marks=pytest.mark.nightly("ranks import torch as under torchrun")), "torch"]
+
+
 @differs(Difference.STARTUP_FILES)
 @pytest.mark.parametrize("preload", ["none", "json"], ids=["", "json"])
 def test_startup_files(preload: str, both: Launchers) -> None:
@@ -64,7 +67,7 @@ SETS = {
 }
 
 
-@pytest.mark.parametrize("preload", ["none", "torch"], ids=["", "torch"])
+@pytest.mark.parametrize("preload", PRELOADS, ids=["", "torch"])
 @pytest.mark.parametrize("what", SETS)
 def test_variables_that_are_set_before_torch_is_imported(what: str, preload: str, both: Launchers) -> None:
     theirs, ours = both.script(SETS[what], *LOGS, environ={"OMP_NUM_THREADS": "1"}, preload=preload)
@@ -74,7 +77,7 @@ def test_variables_that_are_set_before_torch_is_imported(what: str, preload: str
         assert ours.log(rank, "stderr.log") == theirs.log(rank, "stderr.log") == b""
 
 
-@pytest.mark.parametrize("preload", ["none", "torch"], ids=["", "torch"])
+@pytest.mark.parametrize("preload", PRELOADS, ids=["", "torch"])
 def test_processors_that_are_chosen_before_torch_is_imported(preload: str, both: Launchers) -> None:
     body = """
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -86,7 +89,7 @@ def test_processors_that_are_chosen_before_torch_is_imported(preload: str, both:
 
 
 @differs(Difference.EARLY_VARIABLES)
-@pytest.mark.parametrize("preload", ["none", "torch"], ids=["", "torch"])
+@pytest.mark.parametrize("preload", PRELOADS, ids=["", "torch"])
 def test_a_variable_that_only_an_import_of_torch_reads(preload: str, both: Launchers) -> None:
     body = """
         os.environ["PYTORCH_JIT"] = "0"
@@ -114,7 +117,7 @@ TQDM = """
 """
 
 
-@pytest.mark.parametrize("preload", ["none", "torch"], ids=["", "torch"])
+@pytest.mark.parametrize("preload", PRELOADS, ids=["", "torch"])
 def test_a_module_that_torch_imports(preload: str, both: Launchers) -> None:
     body = """
         os.environ["TQDM_DISABLE"] = "1"

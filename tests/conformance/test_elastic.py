@@ -20,10 +20,9 @@ import pytest
 from tests.conformance.differences import Difference, differs
 from tests.local.hosts import Hosts
 from tests.ports import free_port
+from tests.waits import until
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.target import Target
-
-Eventually = Callable[..., object]
 
 START = """
 import os, sys, time
@@ -137,7 +136,7 @@ def marks() -> list[str]:
 
 
 @differs(Difference.LAST_CALL, Difference.RESTARTS_BEFORE)
-def test_growth(start: Start, request: pytest.FixtureRequest, eventually: Eventually) -> None:
+def test_growth(start: Start, request: pytest.FixtureRequest) -> None:
     here = request.node.callspec.id == "here"
     body = """
         mark(f"rank {rank} of {size}, restart {count}")
@@ -148,15 +147,15 @@ def test_growth(start: Start, request: pytest.FixtureRequest, eventually: Eventu
             time.sleep(0.05)
     """
     nodes = start(body, "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=10", nodes=3)
-    eventually(lambda: "rank 0 of 1, restart 1" in marks() and marks()[-1].startswith("pid "), "the restart")
+    until(lambda: "rank 0 of 1, restart 1" in marks() and marks()[-1].startswith("pid "), "the restart")
     nodes.start(1)
     if isinstance(nodes, HostNodes):
-        eventually(lambda: 1 in nodes.registered(), "the newcomer's registration")
+        until(lambda: 1 in nodes.registered(), "the newcomer's registration")
         count = len(marks())
-        eventually(lambda: len(marks()) > count, "a mark after it")
+        until(lambda: len(marks()) > count, "a mark after it")
     else:
         pid = int(marks()[-1].split()[1])
-        eventually(lambda: not psutil.pid_exists(pid), "the end of the rank")
+        until(lambda: not psutil.pid_exists(pid), "the end of the rank")
     assert not any(" of 2" in mark for mark in marks())
     assert [nodes.wait(0), nodes.wait(1)] == [0, 0]
     said = [line for line in marks() if line.startswith("rank")]
@@ -168,7 +167,7 @@ def test_growth(start: Start, request: pytest.FixtureRequest, eventually: Eventu
 
 
 @differs(Difference.LOST_HOST)
-def test_loss(start: Start, request: pytest.FixtureRequest, eventually: Eventually) -> None:
+def test_loss(start: Start, request: pytest.FixtureRequest) -> None:
     body = """
         with open(f"pid-{rank}", "w") as file:
             file.write(f"{os.getpid()} {os.getppid()}")
@@ -184,7 +183,7 @@ def test_loss(start: Start, request: pytest.FixtureRequest, eventually: Eventual
     """
     nodes = start(body, "--rdzv-conf", "last_call_timeout=60", nodes=2)
     nodes.start(1)
-    eventually(lambda: len(marks()) == 2, "the ranks")
+    until(lambda: len(marks()) == 2, "the ranks")
     nodes.kill(1)
     if request.node.callspec.id == "here":
         assert nodes.wait(0) == 0

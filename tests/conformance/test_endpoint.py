@@ -30,7 +30,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["address and port", "static endpoint", pytest.param("port", marks=pytest.mark.nightly("the first has it"))]
+)
 def test_program_that_meets_at_the_named_port(way: str, both: Launchers) -> None:
     port = both.port()
     theirs, ours = both.script(MEET, *(word.replace("{port}", port) for word in WAYS[way]), args=[port])

@@ -23,7 +23,7 @@ DIFFERENT = {
 }
 """Variables with another value, or that torchrun does not set."""
 
-PRELOADED = ("defaults", "virtual local rank of devices", "what another launcher left", "Python's own", "odd ones")
+PRELOADED = ("defaults", "odd ones")
 """Cases in which ranks get their environment in an interpreter that has imported torch: all others in a fresh one."""
 
 Environ = dict[str, str | None]

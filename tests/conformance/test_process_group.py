@@ -123,6 +123,7 @@ def test_process_group(name: str, both: Launchers) -> None:
         assert ours[rank][name] == theirs[rank][name]
 
 
+@pytest.mark.nightly("8 s of processor time; test_endpoint.py forms a group without preload every time")
 def test_process_group_without_preload(both: Launchers) -> None:
     theirs, ours = observe(
         both, ["is launched by torchelastic", "env://", "sum", "objects", "destroyed", "threads"], preload=""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -62,7 +61,7 @@ FAILS = """
 
 
 @differs(Difference.OTHER_HOSTS, Difference.EXIT_CODE)
-def test_rank_that_fails_on_the_second_host(both: Launchers, eventually: Callable[..., object]) -> None:
+def test_rank_that_fails_on_the_second_host(both: Launchers) -> None:
     """torchrun's second agent stops its own ranks and ends; the first is told by nobody, and by a signal here."""
 
     def during(job: Job) -> None:

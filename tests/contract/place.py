@@ -19,7 +19,7 @@ import pytest
 from torchx.runner import Runner
 from torchx.specs import NULL_RESOURCE, AppDef, AppState, AppStatus, BindMount, Role
 
-from tests.torchx_server import run_torchx
+from tests.fork_server import run_torchx
 from tests.waits import WITHIN
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.core.backend import Backend
@@ -64,7 +64,7 @@ class Place(abc.ABC):
         plugins_source: how the torchx command finds the scheduler: TorchX's TORCHX_PLUGINS_SOURCE. 1, by the namespace
             package ``torchx_plugins``, does not depend on which version of this package is installed; a package that
             registers entry points needs 2.
-        wire: how real the test system is: a key of ``scenarios.WIRES``.
+        wire: how real the test system is: a key of ``table.WIRES``.
         wires: the same for single scenarios that differ from ``wire``.
         cannot: why the backend, or its test system, cannot do a scenario, by the scenario or by the test's name. The
             tests are skipped with that reason.

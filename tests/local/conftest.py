@@ -9,6 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.local.detached import Detached
+
+
+@pytest.fixture
+def apps(leaves_nothing: None) -> Detached:
+    """Apps on monarch_local, in the test's own state folder."""
+    return Detached()
+
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[[str], str]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, AppStatus, Role
 
@@ -87,6 +88,14 @@ class Detached:
         owner = state.load_owner(self.paths(app_id))
         assert owner is not None
         return owner
+
+    def host(self, app_id: str, replica: int) -> int:
+        """Return the pid of a replica's host."""
+        for child in psutil.Process(self.owner(app_id).supervisor.pid).children():
+            words = child.cmdline()
+            if words[words.index("--replica") + 1] == str(replica):
+                return child.pid
+        raise LookupError(replica)
 
     def record(self, app_id: str) -> dict[str, Any]:
         """The status file."""

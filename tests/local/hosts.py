@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
 import os
 import subprocess
@@ -12,15 +10,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.fork_server import Forked, ForkServer
+from tests.fork_server import Forked, ForkServer, server
 from tests.waits import WITHIN
+from torchx_monarch.client import hosts as client_hosts
+
+NO_PRELOAD = ("--grace", "5", "--preload", "")
+"""Options for programs without torch: to import it is most of a launch."""
 
 
-@functools.cache
-def _host_server() -> ForkServer:
-    server = ForkServer("host")
-    atexit.register(server.close)
-    return server
+def torchrun(*words: str, nproc: int = 2, nnodes: int = 1, restarts: int = 0) -> list[str]:
+    """Return a command of ranks, each of whose lines tells which it is of."""
+    sizes = ["--nproc-per-node", str(nproc), "--nnodes", str(nnodes), "--max-restarts", str(restarts)]
+    return ["torchrun", *sizes, "--role", "trainer", "--tee", "3", *words]
 
 
 class Hosts:
@@ -75,7 +76,7 @@ class Hosts:
             with open(logs / "out", "ab") as out, open(logs / "err", "ab") as err:
                 if not before and ForkServer.fits(env):
                     streams = os.devnull, out.name, err.name
-                    self.processes[replica] = _host_server().start(words, env, os.getcwd(), *streams)
+                    self.processes[replica] = server("host").start(words, env, os.getcwd(), *streams)
                     continue
                 self.processes[replica] = subprocess.Popen(
                     [*before, sys.executable, "-m", "torchx_monarch.host", *words],
@@ -93,6 +94,17 @@ class Hosts:
             self.processes[replica].kill()
         for replica in which:
             self.processes[replica].wait(WITHIN)
+
+    def stop(self) -> list[int]:
+        """Send all of them SIGTERM; exit codes of the replicas, by id."""
+        for process in self.processes.values():
+            process.terminate()
+        return self.wait()
+
+    @property
+    def client(self) -> client_hosts.Hosts:
+        """They, as a client asks them."""
+        return client_hosts.Hosts("monarch_local://torchx/app", address=f"unix:{self.folder}/r.sock")
 
     def wait(self, timeout: float = WITHIN) -> list[int]:
         """Exit codes of the replicas that were started, by id."""

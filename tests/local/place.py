@@ -9,12 +9,12 @@ import signal
 import threading
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from tests.contract.place import Place, left_to_others
+from tests.local.detached import Detached
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import state, submit
+from torchx_monarch.backends.local import submit
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.schedulers import monarch_local
 
@@ -36,24 +36,13 @@ class LocalPlace(Place):
         training=False,
     )
 
-    def _host(self, handle: str, replica: int) -> int:
-        """Return the pid of a replica's host."""
-        owning = state.load_owner(state_files.app_paths(handle.rpartition("/")[2]))
-        assert owning is not None
-        (host,) = [
-            one.pid
-            for one in psutil.Process(owning.supervisor.pid).children()
-            if one.cmdline()[one.cmdline().index("--replica") + 1] == str(replica)
-        ]
-        return host
-
     def lose(self, handle: str, replica: int) -> None:
         """Kill the host."""
-        os.kill(self._host(handle, replica), signal.SIGKILL)
+        os.kill(Detached().host(handle.rpartition("/")[2], replica), signal.SIGKILL)
 
     def preempt(self, handle: str, replica: int) -> None:
         """Send the host SIGTERM, as a machine does that shuts down."""
-        os.kill(self._host(handle, replica), signal.SIGTERM)
+        os.kill(Detached().host(handle.rpartition("/")[2], replica), signal.SIGTERM)
 
     @contextlib.contextmanager
     def pending(self) -> Iterator[str]:

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.local.hosts import Hosts
-
-Eventually = Callable[..., object]
+from tests.waits import until
 
 AGAIN = ("sh", "-c", 'for start in 0 1 2; do "$@" && exit 0; code=$?; done; exit $code', "again")
 """Two retries."""
@@ -115,16 +114,14 @@ def test_all_begin_again_when_one_role_has_failed_and_none_before_the_others_are
     assert all(each.err().count("FAILED") == 1 for each in (trainer, reader))
 
 
-def test_a_lost_replica_0_is_a_failure_of_its_role(
-    folder: Path, roles: Callable[..., tuple[Hosts, Hosts]], eventually: Eventually
-) -> None:
+def test_a_lost_replica_0_is_a_failure_of_its_role(folder: Path, roles: Callable[..., tuple[Hosts, Hosts]]) -> None:
     trainer, reader = roles("""
         if start == 1:
             time.sleep(1000)
     """)
     trainer.start()
     reader.start()
-    eventually(lambda: [len(start) for start in starts(folder)] == [4], "all ranks")
+    until(lambda: [len(start) for start in starts(folder)] == [4], "all ranks")
     (host,) = Path(f"/proc/{reader.processes[0].pid}/task/{reader.processes[0].pid}/children").read_text().split()
     os.kill(int(host), signal.SIGKILL)
     logs = trainer.wait(), reader.wait(), trainer.err(), reader.err()
@@ -168,7 +165,7 @@ def test_a_first_role_that_has_succeeded_disturbs_nobody(
 
 
 def test_a_first_role_waits_for_those_that_it_is_to_await(
-    folder: Path, roles: Callable[..., tuple[Hosts, Hosts]], eventually: Eventually
+    folder: Path, roles: Callable[..., tuple[Hosts, Hosts]]
 ) -> None:
     """As on AWS Batch, where the end of its replica 0 is the end of all."""
     then = f"""
@@ -182,9 +179,9 @@ def test_a_first_role_waits_for_those_that_it_is_to_await(
     trainer, reader = roles(then, wrapper=(), more=("--await-role", "reader"))
     trainer.start()
     reader.start()
-    eventually(lambda: all((folder / f"over{rank}").exists() for rank in (0, 1)), "the first role's ranks")
+    until(lambda: all((folder / f"over{rank}").exists() for rank in (0, 1)), "the first role's ranks")
     # The program's end is a moment before the host's, were it to end now.
-    eventually(lambda: "waiting for the end of role reader" in trainer.err(), "the wait")
+    until(lambda: "waiting for the end of role reader" in trainer.err(), "the wait")
     assert all(process.poll() is None for process in trainer.processes.values())
     (folder / "go").touch()
     assert (reader.wait(), trainer.wait()) == ([7, 7], [7, 7]), trainer.err() + reader.err()
@@ -201,20 +198,18 @@ def test_a_role_that_never_comes_is_not_awaited_for_ever(
     assert "replica 0 of role reader has not arrived in 5 s (--host-timeout)" in trainer.err()
 
 
-def test_all_that_are_told_to_stop_stop_at_once(
-    folder: Path, roles: Callable[..., tuple[Hosts, Hosts]], eventually: Eventually
-) -> None:
+def test_all_that_are_told_to_stop_stop_at_once(folder: Path, roles: Callable[..., tuple[Hosts, Hosts]]) -> None:
     """As by a cancel, which tells every host; and as by one who takes a machine away."""
     trainer, reader = roles("time.sleep(1000)", wrapper=(), grace=1000)
     trainer.start()
     reader.start()
-    eventually(lambda: [len(start) for start in starts(folder)] == [4], "all ranks")
+    until(lambda: [len(start) for start in starts(folder)] == [4], "all ranks")
     reader.processes[1].send_signal(signal.SIGTERM)
     assert (trainer.wait(), reader.wait()) == ([143, 143], [143, 143]), trainer.err() + reader.err()
     assert "STOPPED: reader/1 failed: preempted" in trainer.err()
     trainer.start()
     reader.start()
-    eventually(lambda: len(starts(folder)) == 2 and len(starts(folder)[1]) == 4, "all ranks again")
+    until(lambda: len(starts(folder)) == 2 and len(starts(folder)[1]) == 4, "all ranks again")
     for process in [*trainer.processes.values(), *reader.processes.values()]:
         process.send_signal(signal.SIGTERM)
     assert (trainer.wait(), reader.wait()) == ([143, 143], [143, 143]), trainer.err() + reader.err()

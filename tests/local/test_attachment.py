@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waits import until
 from torchx_monarch.host import worker_loop_main as worker_loop
 from torchx_monarch.model.env_names import keep_monarch_log_private
 
@@ -61,16 +62,16 @@ def start(folder: Path) -> Iterator[Start]:
         process.wait()
 
 
-def test_a_request_that_comes_back_is_sent_again(folder: Path, start: Start, eventually: Callable[..., object]) -> None:
+def test_a_request_that_comes_back_is_sent_again(folder: Path, start: Start) -> None:
     # A worker loop with another id sends requests back, as one that cannot deliver them yet.
     start(_WORKER, f"{worker_loop.new_service_id()}@ipc://{folder}/worker")
     wanted, ready = worker_loop.new_service_id(), f"{worker_loop.new_service_id()}@ipc://{folder}/ready"
     start(_WORKER, f"{wanted}@ipc://{folder}/wanted")
     start(_WORKER, ready)
     for each in ("worker", "wanted", "ready"):
-        eventually((folder / each).exists, f"the worker loop {each}")
+        until((folder / each).exists, f"the worker loop {each}")
     client = start(_CLIENT, "60", f"{wanted}@ipc://{folder}/worker", ready)
-    eventually(lambda: (folder / "err3").read_text().count("undeliverable_message") > 1, "the returned requests")
+    until(lambda: (folder / "err3").read_text().count("undeliverable_message") > 1, "the returned requests")
     # The other worker loop lives on: Monarch would send to its successor what it has not acknowledged.
     (folder / "wanted").rename(folder / "worker")
     assert client.wait(60) == 0

@@ -8,15 +8,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.local.terminal import Terminal
+from tests.waits import until
 from torchx_monarch.backends.core import state_files
-
-Eventually = Callable[..., object]
 
 _SHELLS = {
     "bash": (["bash", "--norc", "-i"], 'PS1="ready> "; eval "$(torchx monarch completion bash)"'),
@@ -53,12 +52,12 @@ def clear(typed: Terminal) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
 @pytest.mark.parametrize("name", _SHELLS)
-def test_commands_options_and_handles_are_completed(name: str, tmp_path: Path, eventually: Eventually) -> None:
+def test_commands_options_and_handles_are_completed(name: str, tmp_path: Path) -> None:
     if shutil.which(name) is None and "CI" not in os.environ:
         pytest.skip(f"there is no {name} here")
     Path(state_files.app_paths("digits-c2jz0w1r").root).mkdir(parents=True)
     with shell(name, tmp_path) as typed:
-        eventually(lambda: typed.shows("set up"), "the shell")
+        until(lambda: typed.shows("set up"), "the shell")
         for before, after in [
             ("torchx monarch stat\t", "torchx monarch status"),
             ("torchx monarch logs --time\t", "--timestamps"),
@@ -67,4 +66,4 @@ def test_commands_options_and_handles_are_completed(name: str, tmp_path: Path, e
         ]:
             clear(typed)
             typed.type(before)
-            eventually(lambda wanted=after: typed.shows(wanted), f"{after!r} after {before!r}")
+            until(lambda wanted=after: typed.shows(wanted), f"{after!r} after {before!r}")

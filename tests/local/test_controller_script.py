@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.local.hosts import Hosts
@@ -29,10 +28,10 @@ def test_a_script_is_stopped_with_its_host(folder: Path, tmp_path: Path) -> None
     assert "preempted" in hosts.err()
 
 
-def test_a_script_that_is_not_there_is_said_to_be_missing(folder: Path, eventually: Callable[..., object]) -> None:
+def test_a_script_that_is_not_there_is_said_to_be_missing(folder: Path) -> None:
     hosts = Hosts(folder, [*COMMAND, "nosuch.py"], replicas=2).start(1)
     # Those that come late are told for a moment only (see tests/unit/test_rendezvous.py).
-    eventually(lambda: any(folder.glob("h*/attach")), "the host to look for replica 0")
+    until(lambda: any(folder.glob("h*/attach")), "the host to look for replica 0")
     hosts.start(0)
     assert hosts.wait() == [2, 2]
     assert "nosuch.py': No such file or directory" in hosts.err()

@@ -13,24 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.hosts import Hosts
+from tests.local.hosts import Hosts, torchrun
 from tests.local.terminal import Terminal
 from tests.ports import free_port
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.model import env_names
 from torchx_monarch.transport import credentials
 
-Eventually = Callable[..., object]
 Script = Callable[[str], str]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
 
 STREAMS = "print('streams', sys.stdin is sys.__stdin__, sys.stdout.isatty(), os.isatty(0), os.isatty(1), flush=True)"
-
-
-def torchrun(path: str, nproc: int = 2, nnodes: int = 1) -> list[str]:
-    return ["torchrun", "--nproc-per-node", str(nproc), "--nnodes", str(nnodes), "--tee", "3", path]
 
 
 def command(hosts: Hosts, *words: str) -> list[str]:
@@ -54,9 +49,7 @@ def ended(folder: Path) -> Iterator[list[Hosts]]:
             one.wait()
 
 
-def test_a_rank_of_another_host_is_debugged_on_this_terminal(
-    folder: Path, script: Script, ended: list[Hosts], eventually: Eventually
-) -> None:
+def test_a_rank_of_another_host_is_debugged_on_this_terminal(folder: Path, script: Script, ended: list[Hosts]) -> None:
     path = script(f"""
         import torch.distributed as dist
         dist.init_process_group("gloo")
@@ -80,17 +73,17 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(
     environ = {"MONARCH_RENDEZVOUS": where, env_names.CREDENTIALS: for_hosts}
     hosts = Hosts(folder, torchrun(path, nproc=1, nnodes=2), 2, ("--grace", "5", "--hang-after", "2"), environ).start()
     ended.append(hosts)
-    eventually(lambda: "rank 1 waits at " in hosts.err(), "the breakpoint")
+    until(lambda: "rank 1 waits at " in hosts.err(), "the breakpoint")
     assert "Debug it: torchx monarch debug app --role trainer --rank 1" in hosts.err()
     terminal = debugger(hosts)  # rank 1 is the only one that waits
-    eventually(lambda: terminal.shows("-> double(21)") and terminal.shows("(Pdb) "), "pdb")
+    until(lambda: terminal.shows("-> double(21)") and terminal.shows("(Pdb) "), "pdb")
 
     def types(keys: str, shown: str, then: str = "(Pdb) ") -> None:
         """Type keys at a prompt, and wait for the next one: keys that are typed ahead are no keys of readline's."""
         terminal.forget()
         terminal.type(keys)
         wanted = lambda: terminal.shows(shown) and terminal.plain.endswith(then)  # noqa: E731
-        eventually(wanted, f"{shown!r} after {keys!r}")
+        until(wanted, f"{shown!r} after {keys!r}")
 
     types("s\r", "double()")
     types("n\r", "answer = 2")
@@ -102,7 +95,7 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(
     assert "rank_main" not in terminal.plain and "zygote" not in terminal.plain
     types("p 'a\x03", "--KeyboardInterrupt--")
     second = debugger(hosts, "--rank", "1")
-    eventually(lambda: second.shows("rank 1 is being debugged by another client"), "the refusal of the second")
+    until(lambda: second.shows("rank 1 is being debugged by another client"), "the refusal of the second")
     assert second.wait() == 69
     listed = subprocess.run(command(hosts, "--json"), check=True, stdout=subprocess.PIPE, timeout=WITHIN)
     (found,) = json.loads(listed.stdout)["breakpoints"]
@@ -117,9 +110,7 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(
     assert "rank 1 goes on: its debugger was detached" in hosts.err() and "hang" not in hosts.err()
 
 
-def test_ranks_go_on_when_their_debuggers_are_gone(
-    folder: Path, script: Script, ended: list[Hosts], eventually: Eventually
-) -> None:
+def test_ranks_go_on_when_their_debuggers_are_gone(folder: Path, script: Script, ended: list[Hosts]) -> None:
     path = script(f"""
         if rank != 1:
             breakpoint()
@@ -134,33 +125,33 @@ def test_ranks_go_on_when_their_debuggers_are_gone(
     options = ("--grace", "5", "--preload", "", "--ranks", "fresh")
     hosts = Hosts(folder, torchrun(path, nproc=3), options=options).start()
     ended.append(hosts)
-    eventually(lambda: hosts.err().count("waits at ") == 3, "the breakpoints")
+    until(lambda: hosts.err().count("waits at ") == 3, "the breakpoints")
     terminals = [debugger(hosts, "--rank", str(rank)) for rank in range(3)]
     for terminal in terminals:
-        eventually(lambda shown=terminal: shown.shows("(Pdb) "), "pdb")
+        until(lambda shown=terminal: shown.shows("(Pdb) "), "pdb")
         assert terminal.is_raw
     assert "hello" in terminals[1].plain
     terminals[0].type("import os; os._ex")  # what is typed by half is not executed
     terminals[0].kill()
     terminals[1].type("\x1d")
-    eventually(lambda: not terminals[1].is_raw, "the terminal to be as before")
+    until(lambda: not terminals[1].is_raw, "the terminal to be as before")
     assert terminals[1].wait() == 0
     terminals[2].type("c\r")
-    eventually(lambda: terminals[2].shows("(Pdb) c\r\n"), "the program to go on")
+    until(lambda: terminals[2].shows("(Pdb) c\r\n"), "the program to go on")
     os.kill(terminals[2].pid, signal.SIGTERM)
-    eventually(lambda: not terminals[2].is_raw, "the terminal to be as before")
+    until(lambda: not terminals[2].is_raw, "the terminal to be as before")
     assert terminals[2].wait() == 128 + signal.SIGTERM
     broken = "goes on: the connection of its debugger broke"
-    eventually(lambda: all(f"rank {rank} {broken}" in hosts.err() for rank in (0, 2)), "the loss of the debuggers")
+    until(lambda: all(f"rank {rank} {broken}" in hosts.err() for rank in (0, 2)), "the loss of the debuggers")
     (folder / "go").touch()
-    eventually(lambda: hosts.out().count("streams True False False False") == 3, "all to go on")
+    until(lambda: hosts.out().count("streams True False False False") == 3, "all to go on")
     assert "rank 1 goes on: its debugger was detached" in hosts.err()
-    eventually(lambda: hosts.err().count("waits at ") == 6, "the next breakpoints")
+    until(lambda: hosts.err().count("waits at ") == 6, "the next breakpoints")
     both = debugger(hosts)
-    eventually(lambda: both.shows("name one of them"), "the list")
+    until(lambda: both.shows("name one of them"), "the list")
     assert both.wait() == 64 and "<module>" in both.plain
     quits = debugger(hosts, "--rank", "0")
-    eventually(lambda: quits.shows("(Pdb) "), "pdb")
+    until(lambda: quits.shows("(Pdb) "), "pdb")
     quits.type("q\r")
     assert quits.wait() == 0
     assert hosts.wait() == [1]

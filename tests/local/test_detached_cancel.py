@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ import pytest
 from torchx.specs import AppState
 
 from tests.local.detached import Detached, fresh, lives, pid_in, py, sh
+from tests.waits import until
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.local import state
 from torchx_monarch.model.state import State
-
-Eventually = Callable[..., object]
 
 NEVER = 1000
 """A grace period in seconds that no test waits for."""
@@ -44,11 +42,6 @@ while True:
 """
 
 
-@pytest.fixture
-def apps() -> Detached:
-    return Detached()
-
-
 def got(folder: Path, name: str) -> list[str]:
     path = folder / f"got-{pid_in(folder / name)}"
     return path.read_text().split() if path.exists() else []
@@ -68,9 +61,9 @@ def test_cancel_while_the_supervisor_starts(apps: Detached, monkeypatch: pytest.
     assert apps.wait(app_id).state is AppState.CANCELLED
 
 
-def test_a_program_that_will_not_end(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+def test_a_program_that_will_not_end(apps: Detached, tmp_path: Path) -> None:
     app_id = apps.run(py(STUBBORN, str(tmp_path), "fork"), grace=1)
-    eventually(lambda: pid_in(tmp_path / "main") and pid_in(tmp_path / "child"), "the start")
+    until(lambda: pid_in(tmp_path / "main") and pid_in(tmp_path / "child"), "the start")
     fresh(f"runner.cancel(handle({app_id!r}))")
     assert apps.wait(app_id).state is AppState.CANCELLED
     assert got(tmp_path, "main") == ["15"] and got(tmp_path, "child") == ["15"], "each is told once"
@@ -79,33 +72,31 @@ def test_a_program_that_will_not_end(apps: Detached, tmp_path: Path, eventually:
     assert apps.states(app_id) == {"r/0": AppState.CANCELLED}
 
 
-def test_replicas_are_stopped_side_by_side(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+def test_replicas_are_stopped_side_by_side(apps: Detached, tmp_path: Path) -> None:
     # Each ends when all of them have been told.
-    until = f"while ! test $(wc -c < {tmp_path}/told) = 8; do sleep 0.05; done; exit 0"
-    trap = f"trap 'echo x >> {tmp_path}/told; {until}' TERM"
+    ends = f"while ! test $(wc -c < {tmp_path}/told) = 8; do sleep 0.05; done; exit 0"
+    trap = f"trap 'echo x >> {tmp_path}/told; {ends}' TERM"
     command = f"{trap}; echo x >> {tmp_path}/up; while true; do sleep 0.05; done"
     app_id = apps.run(sh(command, replicas=4), grace=NEVER)
-    eventually(lambda: (tmp_path / "up").exists() and len((tmp_path / "up").read_text()) == 8, "the start")
+    until(lambda: (tmp_path / "up").exists() and len((tmp_path / "up").read_text()) == 8, "the start")
     apps.scheduler.cancel(app_id)
     assert apps.wait(app_id).state is AppState.CANCELLED
 
 
-def test_killing_now(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+def test_killing_now(apps: Detached, tmp_path: Path) -> None:
     app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=NEVER)
-    eventually(lambda: pid_in(tmp_path / "main"), "the start")
+    until(lambda: pid_in(tmp_path / "main"), "the start")
     apps.scheduler.apps.cancel(app_id, 0)
     assert apps.wait(app_id).state is AppState.CANCELLED
     assert got(tmp_path, "main") == []
 
 
-def test_a_second_cancel_is_harmless_and_a_shorter_grace_counts(
-    apps: Detached, tmp_path: Path, eventually: Eventually
-) -> None:
+def test_a_second_cancel_is_harmless_and_a_shorter_grace_counts(apps: Detached, tmp_path: Path) -> None:
     app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=NEVER)
-    eventually(lambda: pid_in(tmp_path / "main"), "the start")
+    until(lambda: pid_in(tmp_path / "main"), "the start")
     for seconds in (None, 1e300, None):
         apps.scheduler.apps.cancel(app_id, seconds)
-    eventually(lambda: got(tmp_path, "main"), "the signal")
+    until(lambda: got(tmp_path, "main"), "the signal")
     assert not apps.scheduler.apps.wait(app_id, 0.3)
     assert got(tmp_path, "main") == ["15"]
     apps.scheduler.apps.cancel(app_id, 0.5)
@@ -121,16 +112,16 @@ def fake_host(folder: Path) -> list[str]:
     return [sys.executable, "-X", "faulthandler", "-m", "torchx_monarch.host", str(folder)]
 
 
-def test_only_the_host_is_told(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+def test_only_the_host_is_told(apps: Detached, tmp_path: Path) -> None:
     # A set-up script, or a `bash -c` as dist.ddp has it: the host is not the replica's own process.
     shell = sh('"$@"; echo done')
     shell.args += ["sh", *fake_host(tmp_path), "fork"]
     shell.image = str(tmp_path)
     app_id = apps.run(shell, grace=NEVER)
-    eventually(lambda: pid_in(tmp_path / "main") and pid_in(tmp_path / "child"), "the start")
+    until(lambda: pid_in(tmp_path / "main") and pid_in(tmp_path / "child"), "the start")
     assert pid_in(tmp_path / "main") != apps.record(app_id)["roles"][0]["replicas"][0]["pid"]
     apps.scheduler.apps.cancel(app_id, None)
-    eventually(lambda: got(tmp_path, "main"), "the signal")
+    until(lambda: got(tmp_path, "main"), "the signal")
     assert not apps.scheduler.apps.wait(app_id, 0.3)
     assert got(tmp_path, "child") == []
     apps.scheduler.apps.cancel(app_id, 0)
@@ -145,18 +136,18 @@ def test_a_supervisor_that_was_stopped(apps: Detached) -> None:
     assert apps.wait(app_id).state is AppState.CANCELLED
 
 
-@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
-def test_signals_of_a_terminal_are_ignored(apps: Detached, signum: int) -> None:
+def test_signals_of_a_terminal_are_ignored(apps: Detached) -> None:
     app_id = apps.run(sh("sleep 1000"))
-    os.kill(apps.owner(app_id).supervisor.pid, signum)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        os.kill(apps.owner(app_id).supervisor.pid, number)
     assert not apps.scheduler.apps.wait(app_id, 0.2)
     apps.scheduler.apps.cancel(app_id, 0)
     apps.wait(app_id)
 
 
-def test_the_machine_shuts_down(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+def test_the_machine_shuts_down(apps: Detached, tmp_path: Path) -> None:
     app_id = apps.run(sh(f"trap 'echo bye; exit 0' TERM; touch {tmp_path}/up; while true; do sleep 0.05; done"))
-    eventually(lambda: (tmp_path / "up").exists(), "the start")
+    until(lambda: (tmp_path / "up").exists(), "the start")
     os.kill(apps.owner(app_id).supervisor.pid, signal.SIGTERM)
     status = apps.wait(app_id)
     assert status.state is AppState.CANCELLED

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,6 @@ from torchx.specs import AppState, Role
 from tests.local.detached import Detached, py, sh
 from tests.waits import WITHIN, until
 from torchx_monarch.backends.core.errors import StateDirError
-
-Eventually = Callable[..., object]
-
-
-@pytest.fixture
-def apps() -> Detached:
-    return Detached()
 
 
 def mount(folder: Path, options: str) -> None:
@@ -78,9 +71,7 @@ def test_the_disk_is_full_when_a_job_ends(apps: Detached, small: Path, tmp_path:
     assert apps.record(app_id)["roles"][0]["replicas"][0]["exit_code"] == 5
 
 
-def test_the_replica_that_says_why_is_the_cause_on_a_full_disk(
-    apps: Detached, small: Path, tmp_path: Path, eventually: Eventually
-) -> None:
+def test_the_replica_that_says_why_is_the_cause_on_a_full_disk(apps: Detached, small: Path, tmp_path: Path) -> None:
     # Replica 0 ends first, and there was no room for its error file.
     code = """
 import json, os, sys, time
@@ -102,7 +93,7 @@ if replica == "1":
 sys.exit(5 if replica == "1" else 7)
 """
     app_id = apps.run(py(code, str(tmp_path), "${replica_id}", replicas=2))
-    eventually(lambda: (tmp_path / "pid0").exists() and (tmp_path / "pid1").exists(), "the start")
+    until(lambda: (tmp_path / "pid0").exists() and (tmp_path / "pid1").exists(), "the start")
     fill(small)
     (tmp_path / "full").touch()
     status = apps.wait(app_id)
@@ -117,7 +108,6 @@ def test_a_rank_fails_on_a_full_disk(
     apps: Detached,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    eventually: Eventually,
     lacking: str,
     recorded: bool,
 ) -> None:
@@ -142,7 +132,7 @@ main()
 """)
     try:
         app_id = apps.run(Role("r", image="", entrypoint="torchrun", args=["--nproc-per-node", "2", str(script)]))
-        eventually(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), "the ranks")
+        until(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), "the ranks")
         if lacking == "space":
             fill(folder)
         else:
@@ -159,7 +149,7 @@ main()
         unmount(folder)
 
 
-def test_the_disk_has_room_again(apps: Detached, small: Path, tmp_path: Path, eventually: Eventually) -> None:
+def test_the_disk_has_room_again(apps: Detached, small: Path, tmp_path: Path) -> None:
     command = (
         f"while ! test -e {tmp_path}/full; do sleep 0.02; done;"
         # More than a pipe holds: by its end, the supervisor has read some of it, and could not write it.
@@ -169,7 +159,7 @@ def test_the_disk_has_room_again(apps: Detached, small: Path, tmp_path: Path, ev
     app_id = apps.run(sh(command))
     fill(small)
     (tmp_path / "full").touch()
-    eventually(lambda: (tmp_path / "wrote").exists(), "the job, which a full disk must not hold up")
+    until(lambda: (tmp_path / "wrote").exists(), "the job, which a full disk must not hold up")
     (small / "ballast").unlink()
     (tmp_path / "room").touch()
     status = apps.wait(app_id)

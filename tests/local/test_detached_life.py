@@ -7,28 +7,21 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from torchx.specs import AppState, Role, macros
 
 from tests.local.detached import NAME, Detached, py, sh
-
-Eventually = Callable[..., object]
-
-
-@pytest.fixture
-def apps() -> Detached:
-    return Detached()
+from tests.waits import until
 
 
-def test_everything_is_private(apps: Detached, eventually: Eventually) -> None:
+def test_everything_is_private(apps: Detached) -> None:
     app_id = apps.run(sh("echo x > /dev/null"), name="hello")
     apps.wait(app_id)
     root = Path(apps.paths(app_id).root)
     # It goes a moment after the final status can be read.
-    eventually(lambda: not Path(apps.paths(app_id).reserve).exists(), "the reserve to go")
+    until(lambda: not Path(apps.paths(app_id).reserve).exists(), "the reserve to go")
     for path in [root, *root.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
@@ -117,7 +110,6 @@ def test_where_a_program_is_looked_for(apps: Detached, tmp_path: Path) -> None:
     ("entrypoint", "says"),
     [
         ("no-such-program", "the program 'no-such-program' is neither on the PATH"),
-        ("./no-such-program", "does not exist"),
         ("./plain", "plain is not executable"),
         ("./headless", "cannot be executed: Exec format error"),
     ],
@@ -168,15 +160,7 @@ def test_roles_of_one_name_are_refused(apps: Detached) -> None:
         apps.run(sh("true"), sh("true"))
 
 
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        ("echo no json >", "it is not JSON"),
-        ("head -c 200000 /dev/zero | tr '\\0' '[' >", "it is not JSON"),
-        ("mkfifo", "it is a FIFO"),
-        ("ln -s /dev/zero", "it is a symbolic link"),
-    ],
-)
+@pytest.mark.parametrize(("make", "why"), [("echo no json >", "it is not JSON"), ("mkfifo", "it is a FIFO")])
 def test_unreadable_error_files(apps: Detached, make: str, why: str) -> None:
     app_id = apps.run(sh(f"{make} $TORCHELASTIC_ERROR_FILE; exit 3"))
     status = apps.wait(app_id)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -12,13 +11,7 @@ from torchx.schedulers.api import Stream
 from torchx.specs import AppState, Role
 
 from tests.local.detached import Detached, py, sh
-
-Eventually = Callable[..., object]
-
-
-@pytest.fixture
-def apps() -> Detached:
-    return Detached()
+from tests.waits import until
 
 
 @pytest.mark.parametrize("command", ["echo loss", "torchrun --no-python echo loss"])
@@ -50,22 +43,22 @@ def test_following_a_role_that_starts_late(apps: Detached) -> None:
     assert apps.log(app_id, should_tail=True) == []
 
 
-def test_following_until_a_time(apps: Detached, eventually: Eventually) -> None:
+def test_following_until_a_time(apps: Detached) -> None:
     app_id = apps.run(sh("while true; do echo x; sleep 0.1; done"))
-    eventually(lambda: apps.log(app_id), "the first line")
+    until(lambda: apps.log(app_id), "the first line")
     assert "x\n" in apps.log(app_id, should_tail=True, until=datetime.now() + timedelta(seconds=1))
     assert apps.status(app_id).state is AppState.RUNNING
     apps.scheduler.apps.cancel(app_id, 0)
     apps.wait(app_id)
 
 
-def test_output_of_orphans_is_kept_while_the_app_runs(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+def test_output_of_orphans_is_kept_while_the_app_runs(apps: Detached, tmp_path: Path) -> None:
     (tmp_path / "orphan.sh").write_text(f"while ! test -e {tmp_path}/late; do sleep 0.02; done; echo late")
     role = sh(f"sh {tmp_path}/orphan.sh & exit 0", name="side")
     app_id = apps.run(sh(f"while ! test -e {tmp_path}/end; do sleep 0.02; done", name="main"), role)
-    eventually(lambda: apps.states(app_id)["side/0"] is AppState.SUCCEEDED, "the end of the role")
+    until(lambda: apps.states(app_id)["side/0"] is AppState.SUCCEEDED, "the end of the role")
     (tmp_path / "late").touch()
-    eventually(lambda: apps.log(app_id, "side") == ["late\n"], "what its child prints after it")
+    until(lambda: apps.log(app_id, "side") == ["late\n"], "what its child prints after it")
     (tmp_path / "end").touch()
     assert apps.wait(app_id).state is AppState.SUCCEEDED
     assert apps.log(app_id, "side") == ["late\n"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -15,19 +14,13 @@ import pytest
 from torchx.specs import AppDef, AppState
 
 from tests.local.detached import NAME, Detached, sh
+from tests.waits import until
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import state
 from torchx_monarch.backends.local.folder import prune
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.records import ReplicaRecord
-
-Eventually = Callable[..., object]
-
-
-@pytest.fixture
-def apps() -> Detached:
-    return Detached()
 
 
 def old_app(name: str, ended: float, state: State = State.SUCCEEDED) -> None:
@@ -59,7 +52,7 @@ def test_one_dry_run_submitted_many_times(apps: Detached) -> None:
         assert apps.log(app_id) == [f"{app_id}\n"]
 
 
-def test_pruning(apps: Detached, eventually: Eventually, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pruning(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
     now, day = time.time(), 86400
     old_app("old-kept", now - 13 * day)
     old_app("old-gone", now - 15 * day)
@@ -72,9 +65,9 @@ def test_pruning(apps: Detached, eventually: Eventually, monkeypatch: pytest.Mon
     (Path(state_files.apps_dir(), "note.txt")).touch()
     app_id = apps.run(sh("true"))
     apps.wait(app_id)
-    eventually(lambda: not Path(state_files.app_paths("old-gone").root).exists(), "the old app to go")
+    until(lambda: not Path(state_files.app_paths("old-gone").root).exists(), "the old app to go")
     kept = {"old-kept", "old-running", ".new-1", "note.txt", app_id}
-    eventually(lambda: {path.name for path in Path(state_files.apps_dir()).iterdir()} == kept, "the rest to go")
+    until(lambda: {path.name for path in Path(state_files.apps_dir()).iterdir()} == kept, "the rest to go")
     monkeypatch.setenv("MONARCH_KEEP_DAYS", "1")
     assert prune(state_files.apps_dir()) == ["old-kept"]
     monkeypatch.setenv("MONARCH_KEEP_DAYS", "many")

@@ -4,27 +4,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from torchx.specs import AppDef, AppState, RetryPolicy, Role
 
 from tests.local.detached import Detached, lives, pid_in, sh
+from tests.waits import until
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.backend import LocalOpts
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 
-Eventually = Callable[..., object]
-
 S, F, C = AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED
 #: Ends when the file is there.
 UNTIL = "while ! test -e {folder}/{name}; do sleep 0.05; done;"
-
-
-@pytest.fixture
-def apps() -> Detached:
-    return Detached()
 
 
 def starts(folder: Path, name: str) -> list[str]:
@@ -47,14 +40,12 @@ def test_a_program_asks_for_no_retry_by_what_retry_on_names(
 
 
 @pytest.mark.parametrize("policy", list(RetryPolicy))
-def test_a_program_that_fails_is_started_again_alone(
-    apps: Detached, tmp_path: Path, eventually: Eventually, policy: RetryPolicy
-) -> None:
+def test_a_program_that_fails_is_started_again_alone(apps: Detached, tmp_path: Path, policy: RetryPolicy) -> None:
     main = f"echo $MONARCH_RESTART >> {tmp_path}/main$0; test $0$MONARCH_RESTART = 10 && exit 1;"
     role = sh(main + UNTIL.format(folder=tmp_path, name="go"), replicas=2, max_retries=1, retry_policy=policy)
     role.args.append("${replica_id}")
     app_id = apps.run(role, sh(f"echo $MONARCH_RESTART >> {tmp_path}/other", name="other"))
-    eventually(lambda: starts(tmp_path, "main1") == ["0", "1"], "the restart")
+    until(lambda: starts(tmp_path, "main1") == ["0", "1"], "the restart")
     (tmp_path / "go").touch()
     status = apps.wait(app_id)
     assert (status.state, status.num_restarts) == (S, 1)
@@ -98,7 +89,7 @@ def test_hosts_end_and_begin_again_together(apps: Detached, tmp_path: Path, poli
     assert [len(starts(tmp_path, name)) for name in ("main0", "main1", "other0")] == [2, 2, others]
 
 
-def test_nothing_of_a_failed_start_lives_on(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+def test_nothing_of_a_failed_start_lives_on(apps: Detached, tmp_path: Path) -> None:
     command = (
         "if test $MONARCH_RESTART = 0; then"
         f" setsid sh -c 'echo $$$$ > {tmp_path}/stray; sleep 1000' &"
@@ -106,7 +97,7 @@ def test_nothing_of_a_failed_start_lives_on(apps: Detached, tmp_path: Path, even
         " exit 1; fi; sleep 1000"
     )
     app_id = apps.run(sh(command, max_retries=1, retry_policy=RetryPolicy.REPLICA))
-    eventually(lambda: apps.record(app_id)["roles"][0]["replicas"][0]["restarts"] == 1, "the restart")
+    until(lambda: apps.record(app_id)["roles"][0]["replicas"][0]["restarts"] == 1, "the restart")
     stray = pid_in(tmp_path / "stray")
     assert stray and not lives(stray)
     apps.scheduler.apps.cancel(app_id, 0)
@@ -122,7 +113,7 @@ def test_an_old_error_file_is_not_taken_for_a_new_one(apps: Detached) -> None:
 
 
 def test_a_host_that_is_killed_after_its_role_has_succeeded_is_not_started_again(
-    apps: Detached, tmp_path: Path, eventually: Eventually
+    apps: Detached, tmp_path: Path
 ) -> None:
     # It would wait for the hosts that have ended. A shell script stands in for the hosts.
     command = f"test ${{replica_id}} = 1 && exit 0; {UNTIL.format(folder=tmp_path, name='go')} kill -9 $$$$"
@@ -130,7 +121,7 @@ def test_a_host_that_is_killed_after_its_role_has_succeeded_is_not_started_again
     submitted = SubmittedApp(app, [RoleSpec.from_role(app.roles[0], WorkloadKind.RANKS)])
     backend = apps.scheduler.inner
     app_id = backend.submit(backend.render(app, submitted, LocalOpts(grace=5)), submitted, "")
-    eventually(lambda: apps.states(app_id)["r/1"] is S, "the end of the other host")
+    until(lambda: apps.states(app_id)["r/1"] is S, "the end of the other host")
     (tmp_path / "go").touch()
     status = apps.wait(app_id)
     assert (status.state, status.num_restarts) == (S, 0)
@@ -138,7 +129,7 @@ def test_a_host_that_is_killed_after_its_role_has_succeeded_is_not_started_again
 
 
 def test_a_host_that_replaces_another_ends_when_its_role_has_succeeded_meanwhile(
-    apps: Detached, tmp_path: Path, eventually: Eventually
+    apps: Detached, tmp_path: Path
 ) -> None:
     # Replica 0 may be killed between the announcement of the result and the exit of the host that has read it.
     host = f"{sys.executable} -m torchx_monarch.host --app a --role r --replicas 2 -- python -c pass"
@@ -152,7 +143,7 @@ def test_a_host_that_replaces_another_ends_when_its_role_has_succeeded_meanwhile
     assert (status.state, status.num_restarts) == (S, 1)
 
 
-def test_sidecars_end_with_the_others(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+def test_sidecars_end_with_the_others(apps: Detached, tmp_path: Path) -> None:
     side = f"trap 'touch {tmp_path}/told; exit 9' TERM; touch {tmp_path}/up; while true; do sleep 0.05; done"
     main = UNTIL.format(folder=tmp_path, name="up")
     sidecar = sh(side, name="side", metadata={"monarch": {"sidecar": True}})
@@ -163,12 +154,10 @@ def test_sidecars_end_with_the_others(apps: Detached, tmp_path: Path, eventually
     assert (tmp_path / "told").exists()
 
 
-def test_roles_may_end_before_another_whatever_their_order(
-    apps: Detached, tmp_path: Path, eventually: Eventually
-) -> None:
+def test_roles_may_end_before_another_whatever_their_order(apps: Detached, tmp_path: Path) -> None:
     main = sh(UNTIL.format(folder=tmp_path, name="go"), name="main")
     app_id = apps.run(sh("true", name="first"), main, sh("true", name="last"))
-    eventually(lambda: [apps.states(app_id)[name] for name in ("first/0", "last/0")] == [S, S], "both roles to end")
+    until(lambda: [apps.states(app_id)[name] for name in ("first/0", "last/0")] == [S, S], "both roles to end")
     assert apps.states(app_id)["main/0"] is apps.status(app_id).state is AppState.RUNNING
     (tmp_path / "go").touch()
     assert apps.wait(app_id).state is S

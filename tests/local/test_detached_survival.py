@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ import pytest
 from torchx.specs import AppState
 
 from tests.contract.place import TORCHX, tree
+from tests.fork_server import run_torchx
 from tests.local.detached import Detached, all_fresh, lives, pid_in, py, sh, start_fresh
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import BackendError, SubmitError
 from torchx_monarch.backends.local import folder, request, submit
-
-Eventually = Callable[..., object]
 
 #: A program with a child, and a grandchild that has left session and family; each writes its pid down.
 FAMILY = """
@@ -50,19 +48,14 @@ endure()
 """
 
 
-@pytest.fixture
-def apps() -> Detached:
-    return Detached()
-
-
 class Family:
     """A running app of FAMILY."""
 
-    def __init__(self, apps: Detached, folder: Path, eventually: Eventually, **more: Any) -> None:
+    def __init__(self, apps: Detached, folder: Path, **more: Any) -> None:
         self.folder = folder
         self.app_id = apps.run(py(FAMILY, str(folder)), **more)
         for name in ("main", "child", "orphan"):
-            eventually(lambda name=name: pid_in(folder / name), name)
+            until(lambda name=name: pid_in(folder / name), name)
 
     @property
     def alive(self) -> list[str]:
@@ -70,12 +63,12 @@ class Family:
 
 
 @pytest.fixture
-def family(apps: Detached, tmp_path: Path, eventually: Eventually) -> Family:
-    return Family(apps, tmp_path, eventually)
+def family(apps: Detached, tmp_path: Path) -> Family:
+    return Family(apps, tmp_path)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_submitter_dies(apps: Detached, tmp_path: Path, eventually: Eventually, signum: int) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGKILL])
+def test_the_submitter_dies(apps: Detached, tmp_path: Path, signum: int) -> None:
     code = f"""
 import time
 from torchx.specs import AppDef, Role
@@ -117,11 +110,11 @@ def test_an_app_that_was_given_up_is_not_started(apps: Detached) -> None:
     assert [e["kind"] for e in apps.events(app_id)].count("supervised") == 1
 
 
-def test_the_supervisor_is_killed(apps: Detached, family: Family, eventually: Eventually) -> None:
+def test_the_supervisor_is_killed(apps: Detached, family: Family) -> None:
     supervisor = apps.owner(family.app_id).supervisor.pid
     os.kill(supervisor, signal.SIGKILL)
     killed = [supervisor, pid_in(family.folder / "main")]
-    eventually(lambda: not any(map(lives, killed)), "the kernel to kill it and the replica")
+    until(lambda: not any(map(lives, killed)), "the kernel to kill it and the replica")
     before = tree(apps.paths(family.app_id).root)
     code = f"print(runner.status(handle({family.app_id!r})).state)"
     assert all_fresh([code] * 3) == ["FAILED"] * 3
@@ -145,23 +138,23 @@ def test_a_cancel_kills_what_has_survived_the_supervisor(apps: Detached, family:
     assert family.alive == []
 
 
-def test_orphans_end_with_the_app(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+def test_orphans_end_with_the_app(apps: Detached, tmp_path: Path) -> None:
     code = FAMILY.replace(
         'note("main")\nendure()', 'note("main")\nwhile not os.path.exists(f"{folder}/go"): time.sleep(0.02)'
     )
     app_id = apps.run(py(code, str(tmp_path)))
     for name in ("main", "child", "orphan"):
-        eventually(lambda name=name: pid_in(tmp_path / name), name)
+        until(lambda name=name: pid_in(tmp_path / name), name)
     (tmp_path / "go").touch()
     assert apps.wait(app_id).state is AppState.SUCCEEDED
     assert not lives(pid_in(tmp_path / "child")) and not lives(pid_in(tmp_path / "orphan"))
 
 
-def make_unended(apps: Detached, eventually: Eventually, hostname: str = "") -> str:
+def make_unended(apps: Detached, hostname: str = "") -> str:
     """An app that has ended, with a status file that does not know it; as if it had run on that machine."""
     app_id = apps.run(sh("true"))
     apps.wait(app_id)
-    eventually(lambda: not lives(apps.owner(app_id).supervisor.pid), "the supervisor to leave")
+    until(lambda: not lives(apps.owner(app_id).supervisor.pid), "the supervisor to leave")
     record, paths = apps.record(app_id), apps.paths(app_id)
     record.update(state="RUNNING", ended=None)
     record["roles"][0]["replicas"][0].update(state="RUNNING", ended=None, exit_code=None)
@@ -174,15 +167,15 @@ def make_unended(apps: Detached, eventually: Eventually, hostname: str = "") -> 
     return app_id
 
 
-def test_a_reboot(apps: Detached, eventually: Eventually) -> None:
-    app_id = make_unended(apps, eventually)
+def test_a_reboot(apps: Detached) -> None:
+    app_id = make_unended(apps)
     assert [str(a.state) for a in apps.scheduler.list()] == ["FAILED"]
     assert apps.status(app_id).msg.endswith(f"it was killed, or {os.uname().nodename} was rebooted")
     assert folder.prune(state_files.apps_dir(), newest=0) == [app_id]
 
 
-def test_another_machine_whose_locks_are_not_seen(apps: Detached, eventually: Eventually) -> None:
-    app_id = make_unended(apps, eventually, "elsewhere")
+def test_another_machine_whose_locks_are_not_seen(apps: Detached) -> None:
+    app_id = make_unended(apps, "elsewhere")
     status = apps.status(app_id)
     assert status.state is AppState.RUNNING
     assert status.msg == "runs on elsewhere, or has ended: that cannot be seen from here"
@@ -207,9 +200,7 @@ def test_a_reader_on_another_machine_leaves_a_job_alone(apps: Detached, family: 
 
     handle, root = apps.handle(family.app_id), apps.paths(family.app_id).root
     before = tree(root)
-    assert "RUNNING" in there("list", "-s", "monarch_local")
     assert f"runs on {os.uname().nodename}" in there("status", handle)
-    there("log", f"{handle}/r/0")
     assert tree(root) == before
     assert len(family.alive) == 3
     there("cancel", handle)
@@ -217,8 +208,8 @@ def test_a_reader_on_another_machine_leaves_a_job_alone(apps: Detached, family: 
     assert family.alive == []
 
 
-def test_pids_that_are_used_again(apps: Detached, eventually: Eventually) -> None:
-    app_id = make_unended(apps, eventually)
+def test_pids_that_are_used_again(apps: Detached) -> None:
+    app_id = make_unended(apps)
     path = apps.paths(app_id).supervisor
     data = state_files.load_undamaged(dict, path)
     assert data is not None
@@ -232,8 +223,8 @@ def test_pids_that_are_used_again(apps: Detached, eventually: Eventually) -> Non
         assert other.returncode == 0
 
 
-def test_a_submission_that_was_interrupted(apps: Detached, eventually: Eventually) -> None:
-    app_id = make_unended(apps, eventually)
+def test_a_submission_that_was_interrupted(apps: Detached) -> None:
+    app_id = make_unended(apps)
     os.unlink(apps.paths(app_id).supervisor)
     with open(apps.paths(app_id).lock) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -261,7 +252,7 @@ def test_a_running_app_with_a_damaged_file_can_be_cancelled_and_deleted(apps: De
     app_id = apps.run(sh("sleep 300"))
     Path(getattr(apps.paths(app_id), name)).write_text("{")
     for word in ("cancel", "delete"):
-        done = subprocess.run([*TORCHX, word, apps.handle(app_id)], capture_output=True, text=True, timeout=WITHIN)
+        done = run_torchx(word, apps.handle(app_id))
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert not Path(apps.paths(app_id).root).exists()
 
@@ -299,7 +290,10 @@ def test_a_supervisor_that_cannot_start(apps: Detached, monkeypatch: pytest.Monk
 
 
 def test_ctrl_c_while_submitting(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
     def interrupt(process: subprocess.Popen[bytes], timeout: float) -> bytes:
+        started.append(process)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess.Popen, "communicate", interrupt)
@@ -307,6 +301,7 @@ def test_ctrl_c_while_submitting(apps: Detached, monkeypatch: pytest.MonkeyPatch
         apps.run(sh("sleep 1000"))
     (listed,) = apps.scheduler.list()
     assert apps.wait(listed.app_id).state is AppState.CANCELLED
+    started[0].wait(WITHIN)  # or its end is a warning
 
 
 def test_a_submitter_that_ignores_its_children(apps: Detached) -> None:

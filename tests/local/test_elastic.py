@@ -5,15 +5,11 @@ from __future__ import annotations
 
 import signal
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.local.hosts import Hosts
-
-Eventually = Callable[..., object]
-
-NO_PRELOAD = ("--grace", "5", "--preload", "")
+from tests.local.hosts import NO_PRELOAD, Hosts
+from tests.waits import until
 
 
 class Job:
@@ -73,17 +69,17 @@ def conf(join: int = 60, last_call: int = 1) -> tuple[str, str]:
     return "--rdzv-conf", f"join_timeout={join},last_call_timeout={last_call}"
 
 
-def test_starts_with_the_fewest_after_the_last_call_and_grows(folder: Path, eventually: Eventually) -> None:
+def test_starts_with_the_fewest_after_the_last_call_and_grows(folder: Path) -> None:
     job = Job(folder, *conf(last_call=2), fewest=2)
     job.hosts.start(0, 2)
-    eventually(lambda: job.attempt(2, 0) == ranks(2, 1), "the ranks of replica 2, the second of two hosts")
-    eventually(lambda: job.attempt(0, 0) == ranks(2, 0), "those of replica 0")
+    until(lambda: job.attempt(2, 0) == ranks(2, 1), "the ranks of replica 2, the second of two hosts")
+    until(lambda: job.attempt(0, 0) == ranks(2, 0), "those of replica 0")
     assert "[monarch] hosts 2/3 (elastic, 2 to 3) (" in job.hosts.err()
     assert [len(event["hosts"]) for event in job.events("hosts")] == [2]
     job.hosts.start(1)
     # Membership changes do not count as restarts, as in torchrun.
     for replica in range(3):
-        eventually(lambda r=replica: job.attempt(r, 1) == ranks(3, r), f"the new ranks of replica {replica}")
+        until(lambda r=replica: job.attempt(r, 1) == ranks(3, r), f"the new ranks of replica {replica}")
     assert job.finish() == [0, 0, 0]
     assert "size changed from 2 to 3 hosts: replica 1 came" in job.hosts.err()
     assert job.resizes() == [(2, 3)]
@@ -93,26 +89,26 @@ def test_starts_with_the_fewest_after_the_last_call_and_grows(folder: Path, even
     assert {path.name for path in job.hosts.logs(0).glob("attempt_*")} == {"attempt_0", "attempt_1", "attempt_2"}
 
 
-def test_all_hosts_do_not_wait_and_a_lost_one_is_not_the_end(folder: Path, eventually: Eventually) -> None:
+def test_all_hosts_do_not_wait_and_a_lost_one_is_not_the_end(folder: Path) -> None:
     job = Job(folder, *conf(last_call=600), "--max-restarts", "1")
     job.hosts.start()
-    eventually(lambda: len(job.attempt(2, 0)) == 2 and job.events("output"), "the ranks")
+    until(lambda: len(job.attempt(2, 0)) == 2 and job.events("output"), "the ranks")
     job.kill(1)
     for replica, group in ((0, 0), (2, 1)):
-        eventually(lambda r=replica, g=group: job.attempt(r, 1) == ranks(2, g, restarts=1), f"ranks of {replica}")
+        until(lambda r=replica, g=group: job.attempt(r, 1) == ranks(2, g, restarts=1), f"ranks of {replica}")
     assert job.resizes() == [(3, 2)]
     (folder / "fail").touch()  # the budget has not been spent
-    eventually(lambda: job.attempt(0, 2) == ranks(2, 0, restarts=2), "the restart")
+    until(lambda: job.attempt(0, 2) == ranks(2, 0, restarts=2), "the restart")
     assert job.finish() == [0, -9, 0]
     assert "restart 1 of 1 after: rank 0" in job.hosts.err()
 
 
-def test_fewer_than_the_fewest_fail(folder: Path, eventually: Eventually) -> None:
+def test_fewer_than_the_fewest_fail(folder: Path) -> None:
     job = Job(folder, *conf(last_call=600), fewest=2)
     job.hosts.start()
-    eventually(lambda: job.events("output"), "the ranks")
+    until(lambda: job.events("output"), "the ranks")
     job.kill(1)
-    eventually(lambda: job.resizes() == [(3, 2)], "the smaller size")
+    until(lambda: job.resizes() == [(3, 2)], "the smaller size")
     job.kill(2)
     assert job.hosts.wait() == [1, -9, -9]
     last = job.hosts.err().splitlines()[-1]
@@ -128,35 +124,35 @@ def test_the_fewest_have_the_join_timeout(folder: Path) -> None:
     assert said in job.hosts.err().splitlines()[-1]
 
 
-def test_a_replacement_that_comes_in_the_last_call_keeps_the_size(folder: Path, eventually: Eventually) -> None:
+def test_a_replacement_that_comes_in_the_last_call_keeps_the_size(folder: Path) -> None:
     job = Job(folder, *conf(last_call=60), options=("--replacements", "1"))
     job.hosts.start()
     for attempt in range(2):  # no replacement is spent where the fewest are left
-        eventually(lambda n=attempt + 1: len(job.events("ranks")) == n, "the ranks")
+        until(lambda n=attempt + 1: len(job.events("ranks")) == n, "the ranks")
         job.kill(1)
         job.hosts.start(1)
-    eventually(lambda: job.attempt(2, 2) == ranks(3, 2, restarts=2), "the last attempt")
+    until(lambda: job.attempt(2, 2) == ranks(3, 2, restarts=2), "the last attempt")
     assert job.finish() == [0, 0, 0]
     assert job.resizes() == [] and job.events("replacement") == []
 
 
-def test_below_the_fewest_waits_for_a_replacement(folder: Path, eventually: Eventually) -> None:
+def test_below_the_fewest_waits_for_a_replacement(folder: Path) -> None:
     job = Job(folder, *conf(), fewest=2, options=("--replacements", "1"))
     job.hosts.start(0, 1)
-    eventually(lambda: job.events("ranks"), "the ranks")
+    until(lambda: job.events("ranks"), "the ranks")
     job.kill(1)
-    eventually(lambda: job.events("replacement"), "the wish for a replacement")
+    until(lambda: job.events("replacement"), "the wish for a replacement")
     job.hosts.start(1)
-    eventually(lambda: job.attempt(0, 1) == ranks(2, 0, restarts=1), "the next attempt")
+    until(lambda: job.attempt(0, 1) == ranks(2, 0, restarts=1), "the next attempt")
     assert job.finish() == [0, 0]
 
 
-def test_a_host_that_is_told_to_stop_leaves_alone(folder: Path, eventually: Eventually) -> None:
+def test_a_host_that_is_told_to_stop_leaves_alone(folder: Path) -> None:
     job = Job(folder, *conf(last_call=600))
     job.hosts.start()
-    eventually(lambda: job.events("output"), "the ranks")
+    until(lambda: job.events("output"), "the ranks")
     job.hosts.processes[2].terminate()
-    eventually(lambda: job.attempt(1, 1) == ranks(2, 1, restarts=1), "the smaller size")
+    until(lambda: job.attempt(1, 1) == ranks(2, 1, restarts=1), "the smaller size")
     assert job.hosts.processes[2].wait(60) == 143
     for process in job.hosts.processes.values():  # as a backend stops a job
         process.send_signal(signal.SIGTERM)
@@ -164,10 +160,10 @@ def test_a_host_that_is_told_to_stop_leaves_alone(folder: Path, eventually: Even
     assert "STOPPED: preempted or cancelled: host 0" in job.hosts.err().splitlines()[-1]
 
 
-def test_a_host_that_cannot_start_does_not_disturb_those_that_run(folder: Path, eventually: Eventually) -> None:
+def test_a_host_that_cannot_start_does_not_disturb_those_that_run(folder: Path) -> None:
     job = Job(folder, *conf(), fewest=2)
     job.hosts.start(0, 1)
-    eventually(lambda: job.events("output"), "the ranks")
+    until(lambda: job.events("output"), "the ranks")
     job.hosts.environ["PYTHON_EXEC"] = "/no/such/python"
     job.hosts.start(2)
     assert job.hosts.processes[2].wait(60) == 1
@@ -176,20 +172,20 @@ def test_a_host_that_cannot_start_does_not_disturb_those_that_run(folder: Path, 
     assert len(job.events("ranks")) == 1
 
 
-def test_a_replaced_replica_0_gathers_those_that_are_left(folder: Path, eventually: Eventually) -> None:
+def test_a_replaced_replica_0_gathers_those_that_are_left(folder: Path) -> None:
     job = Job(folder, *conf(last_call=2), fewest=2, options=("--replacements", "1"))
     job.hosts.start(0, 2)
-    eventually(lambda: job.events("output"), "the ranks")
+    until(lambda: job.events("output"), "the ranks")
     job.kill(0)
     job.hosts.environ["MONARCH_RESTART"] = "1"
     job.hosts.start(0)
     # The numbers of log folders leave room for what the first start of replica 0 may have had.
     for replica, group in ((0, 0), (2, 1)):
-        eventually(lambda r=replica, g=group: job.attempt(r, 3) == ranks(2, g, restarts=1), f"ranks of {replica}")
+        until(lambda r=replica, g=group: job.attempt(r, 3) == ranks(2, g, restarts=1), f"ranks of {replica}")
     assert job.finish() == [0, 0]
 
 
-def test_ranks_that_miss_a_lost_host_are_not_to_blame(folder: Path, eventually: Eventually) -> None:
+def test_ranks_that_miss_a_lost_host_are_not_to_blame(folder: Path) -> None:
     # They fail of its loss while the controller hears of it, without a budget for failures.
     program = folder / "ddp.py"
     program.write_text(
@@ -209,7 +205,7 @@ def test_ranks_that_miss_a_lost_host_are_not_to_blame(folder: Path, eventually: 
     )
     command = ["torchrun", "--nnodes", "1:3", "--nproc-per-node", "1", str(program)]
     hosts = Hosts(folder, command, replicas=3, options=("--grace", "5")).start()
-    eventually(lambda: all("sum 3" in hosts.out(each) for each in range(3)), "the sum of three")
+    until(lambda: all("sum 3" in hosts.out(each) for each in range(3)), "the sum of three")
     hosts.processes[1].kill()
     assert hosts.wait(60) == [0, -9, 0], hosts.err()
     assert "sum 2" in hosts.out(0) and "sum 2" in hosts.out(2)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.hosts import Hosts
-from tests.local.test_stacks import stop, torchrun, wait_for
+from tests.local.hosts import Hosts, torchrun
+from tests.local.test_stacks import wait_for
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.rank_recorder import FAILURE, GROUPS, HEAD, MAX_RECENT
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus
@@ -52,7 +52,7 @@ def test_the_analyser_names_the_rank_that_others_wait_for(folder: Path, script: 
     """)
     hosts = Hosts(folder, torchrun(path, nnodes=2), replicas=2, options=("--grace", "5")).start()
     wait_for(hosts, "ready", 4)
-    stop(hosts)
+    hosts.stop()
     said = analysed(hosts)
     assert "missing ranks: {3}" in said and "collective: gloo:all_reduce" in said and "input sizes: [[7]]" in said
 

@@ -7,38 +7,88 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.local.hang_programs import HANGS, allocation, run
-from tests.local.hosts import Hosts
-from tests.local.test_stacks import torchrun
+from tests.local.hosts import Hosts, torchrun
+from tests.local.live import Live
 from tests.waits import until
 from torchx_monarch.model.host_result import HostResult
+
+HANG_AFTER = 3.0
+"""Seconds; a busy machine may keep a rank of a healthy program from running for nearly as long."""
+
+PROGRAM = """
+import ctypes, os, signal, sys, time
+import torch, torch.distributed as dist
+rank, how, hang_after = int(os.environ["RANK"]), sys.argv[1], float(sys.argv[2])
+
+def all_reduce(group=None):
+    dist.all_reduce(torch.ones(7), group=group)
+
+dist.init_process_group("gloo")
+halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+for _ in range(3):
+    all_reduce()
+if how == "operations":
+    calls = [all_reduce, lambda: dist.broadcast(torch.ones(7), 0)]
+    for call in reversed(calls) if rank == 3 else calls:
+        call()
+elif how == "chain":
+    if rank == 3:
+        time.sleep(1000)
+    elif rank == 2:
+        all_reduce(halves[1])
+    all_reduce()
+elif how == "gil":
+    if rank == 3:
+        ctypes.PyDLL(None).usleep(1_000_000_000)
+    all_reduce()
+elif how == "stopped":
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    all_reduce()
+elif how == "uneven":
+    for step in range(18):  # together longer than it takes to be a hang
+        time.sleep((rank + step) % 4 * 0.05 * hang_after)
+        all_reduce(halves[rank // 2])
+        all_reduce()
+dist.destroy_process_group()
+"""
+"""Four ranks that hang in various ways; ``uneven`` only seems to."""
+
+HANGS = {
+    "chain": "rank 3 has not called gloo:all_reduce, number ",
+    "operations": "rank 3 has called gloo:broadcast [7] as number 4 of group 0, the others gloo:all_reduce [7]; ",
+    "gil": "rank 3 does not answer, and has not called gloo:all_reduce, number 4 of group 0, in which ranks 0-2",
+    "stopped": "rank 3 does not answer, and has not called gloo:all_reduce, number 4 of group 0, in which ranks 0-2",
+}
+"""What is said of the programs that hang."""
 
 
 def hangs(hosts: Hosts) -> list[dict[str, Any]]:
     return [event for event in hosts.events() if event["kind"] == "hang"]
 
 
-def test_runs_that_hang_fail_with_the_rank_that_others_wait_for(folder: Path) -> None:
-    hosts, path = allocation(folder)
+def test_runs_that_hang_fail_with_the_rank_that_others_wait_for(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "hang.py"
+    path.write_text(PROGRAM)
+    options = ("--grace", "1", "--hang-after", str(HANG_AFTER), "--on-hang", "fail")
+    hosts = Live(folder, torchrun(str(path), nnodes=2), replicas=2, idle_timeout=300, options=options)
     try:
         hosts.ready()
-        for how in ("skips", "operations", "first", "chain", "gil", "stopped"):
-            result, _ = run(hosts, path, how)
-            assert HANGS[how] in result.reason and result.exit_code == 1, how
+        for how, why in HANGS.items():
+            result = hosts.run(str(path), how, str(HANG_AFTER))
+            assert why in result.reason and result.exit_code == 1, how
             assert result.reason.startswith("hang: rank 3 ") and "(local rank 1 on " in result.reason
         count = len(hangs(hosts))
-        result, _ = run(hosts, path, "uneven")
-        assert (result.exit_code, len(hangs(hosts))) == (0, count)
+        assert (hosts.run(str(path), "uneven", str(HANG_AFTER)).exit_code, len(hangs(hosts))) == (0, count)
         hosts.end()
     finally:
         hosts.kill()
-    first, *_, stopped = hangs(hosts)
-    assert (first["ranks"], first["waiting"], first["group"], first["number"]) == ([3], [0, 1, 2], "0", 4)
-    assert (first["operation"], first["fault"], stopped["fault"]) == ("gloo:all_reduce", "missing", "silent")
-    assert "is at /" in first["place"] and first["place"].endswith("in hangs")
+    *_, stopped = hangs(hosts)
+    assert (stopped["ranks"], stopped["waiting"], stopped["group"], stopped["number"]) == ([3], [0, 1, 2], "0", 4)
+    assert (stopped["operation"], stopped["fault"]) == ("gloo:all_reduce", "silent")
     assert stopped["place"].endswith(": stopped (SIGSTOP)")
     stacks = (hosts.logs(1) / "run_1" / "attempt_0" / "stacks.txt").read_text()
-    assert "while ranks hang" in stacks and "before SIGTERM" in stacks and "in hangs" in stacks
+    assert "while ranks hang" in stacks and "before SIGTERM" in stacks and "hang.py" in stacks
 
 
 def test_a_hang_is_observed_until_it_is_over_and_ranks_are_restarted_if_asked_for(
@@ -65,6 +115,9 @@ def test_a_hang_is_observed_until_it_is_over_and_ranks_are_restarted_if_asked_fo
     (folder / "go").touch()
     assert observed.wait() == [0]
     assert "hang: rank 1 has not called gloo:all_reduce, number 1 of group 0" in observed.err()
+    hang = hangs(observed)[0]
+    assert (hang["ranks"], hang["waiting"], hang["fault"]) == ([1], [0], "missing")
+    assert "is at /" in hang["place"] and hang["place"].endswith("in <module>")
 
     (folder / "go").unlink()
     (folder / "events.jsonl").unlink()

@@ -14,15 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.local.hosts import Hosts
-from tests.waits import WITHIN
+from tests.local.hosts import NO_PRELOAD, Hosts, torchrun
+from tests.waits import WITHIN, until
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.system.run_dirs import MAX_RUN_DIR
-
-Eventually = Callable[..., object]
-
-
-def torchrun(*words: str, nproc: int = 2) -> list[str]:
-    return ["torchrun", "--nproc-per-node", str(nproc), "--role", "trainer", "--tee", "3", *words]
 
 
 @pytest.mark.parametrize(
@@ -34,11 +29,10 @@ def torchrun(*words: str, nproc: int = 2) -> list[str]:
         (("--grace", "nan"), "--grace nan"),
     ],
 )
-def test_senseless_options_are_refused(options: tuple[str, ...], said: str) -> None:
-    command = [sys.executable, "-m", "torchx_monarch.host", "--app", "a", "--role", "r", *options, "--", "python", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 2
-    assert said in done.stderr
+def test_senseless_options_are_refused(options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        HostSpec.from_argv(["--app", "a", "--role", "r", *options, "--", "python", "x"], "")
+    assert said in capsys.readouterr().err
 
 
 def test_modules_in_the_working_folder_do_not_reach_the_host(tmp_path: Path) -> None:
@@ -49,13 +43,11 @@ def test_modules_in_the_working_folder_do_not_reach_the_host(tmp_path: Path) -> 
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# No torch: the programs of these tests do not use it, and importing it is most of a launch.
-NO_PRELOAD = ("--grace", "5", "--preload", "")
-
-
 def test_every_host_has_its_own_file_of_filtered_lines(folder: Path, script: Callable[[str], str]) -> None:
-    options = ("--nnodes", "2", "--log-dir", str(folder / "shared"), "--duplicate-stdout-filters", "of rank")
-    hosts = Hosts(folder, torchrun(*options, script("print('line of rank', rank); print('x')")), 2, NO_PRELOAD).start()
+    options = ("--log-dir", str(folder / "shared"), "--duplicate-stdout-filters", "of rank")
+    hosts = Hosts(
+        folder, torchrun(*options, script("print('line of rank', rank); print('x')"), nnodes=2), 2, NO_PRELOAD
+    ).start()
     assert hosts.wait() == [0, 0], hosts.err()
     files = {path.name: sorted(path.read_text().splitlines()) for path in folder.glob("shared/*/attempt_0/filtered*")}
     assert files == {
@@ -76,9 +68,10 @@ while True:
 """
 
 
-@pytest.mark.parametrize("ranks", ["fork", "fresh"])
-@pytest.mark.parametrize("session", [False, True])
-@pytest.mark.parametrize("has_stream", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "session", "has_stream"),
+    [("fork", True, False), ("fork", False, True), ("fresh", True, True), ("fresh", False, False)],
+)
 def test_process_that_a_rank_leaves_behind_has_time_to_end(
     folder: Path, script: Callable[[str], str], ranks: str, session: bool, has_stream: bool
 ) -> None:
@@ -120,23 +113,20 @@ def test_longest_folder_for_sockets_that_a_backend_gives(folder: Path, script: C
     assert hosts.wait() == [0], hosts.err()
 
 
-def sleepers(folder: Path, script: Callable[[str], str], eventually: Eventually, replicas: int = 2) -> Hosts:
+def sleepers(folder: Path, script: Callable[[str], str], replicas: int = 2) -> Hosts:
     path = script("print('pid', os.getpid(), flush=True)\ntime.sleep(1000)\n")
-    words = ("--nnodes", str(replicas), path)
     # A process that is killed is noticed at once, one that hangs with the lease: longer than the test waits.
     options = (*NO_PRELOAD, "--lease", "1000")
-    hosts = Hosts(folder, torchrun(*words), replicas=replicas, options=options).start()
-    eventually(lambda: len(hosts.rank_pids()) == 2 * replicas, "the ranks' first output")
+    hosts = Hosts(folder, torchrun(path, nnodes=replicas), replicas=replicas, options=options).start()
+    until(lambda: len(hosts.rank_pids()) == 2 * replicas, "the ranks' first output")
     # The controller must be watching: output comes a moment before it knows that the ranks run.
-    eventually(lambda: any(event["kind"] == "output" for event in hosts.events()), "the controller's report of it")
+    until(lambda: any(event["kind"] == "output" for event in hosts.events()), "the controller's report of it")
     return hosts
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-def test_killed_host_ends_the_job(
-    folder: Path, script: Callable[[str], str], eventually: Eventually, replica: int
-) -> None:
-    hosts = sleepers(folder, script, eventually)
+def test_killed_host_ends_the_job(folder: Path, script: Callable[[str], str], replica: int) -> None:
+    hosts = sleepers(folder, script)
     pid = hosts.processes[replica].pid
     os.kill(pid, signal.SIGKILL)
     assert hosts.wait() == ([-9, 1] if replica == 0 else [1, -9])
@@ -149,11 +139,9 @@ def test_killed_host_ends_the_job(
         assert f"pid {pid}) was lost: its connection broke" in hosts.err(0).splitlines()[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signal_to_one_host_stops_the_job(
-    folder: Path, script: Callable[[str], str], eventually: Eventually, number: signal.Signals
-) -> None:
-    hosts = sleepers(folder, script, eventually)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_to_one_host_stops_the_job(folder: Path, script: Callable[[str], str], number: signal.Signals) -> None:
+    hosts = sleepers(folder, script)
     hosts.processes[1].send_signal(number)
     assert hosts.wait() == [128 + number] * 2
     said = f"host 1 was told to stop by signal {int(number)} ({number.name})"
@@ -162,9 +150,7 @@ def test_signal_to_one_host_stops_the_job(
     assert said in hosts.err(0).splitlines()[-1]
 
 
-def test_signals_to_handle_end_the_job_with_that_signal(
-    folder: Path, script: Callable[[str], str], eventually: Eventually
-) -> None:
+def test_signals_to_handle_end_the_job_with_that_signal(folder: Path, script: Callable[[str], str]) -> None:
     path = script("""
         def stop(*_):
             os.write(1, b"saved\\n")  # print is not reentrant: that of "ready" may not have returned
@@ -174,7 +160,7 @@ def test_signals_to_handle_end_the_job_with_that_signal(
         time.sleep(1000)
     """)
     hosts = Hosts(folder, torchrun("--signals-to-handle", "SIGTERM,SIGUSR2", path), options=NO_PRELOAD).start()
-    eventually(lambda: hosts.out().count("ready") == 2, "the ranks")
+    until(lambda: hosts.out().count("ready") == 2, "the ranks")
     hosts.processes[0].send_signal(signal.SIGUSR2)
     assert hosts.wait() == [128 + signal.SIGUSR2]
     assert hosts.out().count("saved") == 2
@@ -182,14 +168,14 @@ def test_signals_to_handle_end_the_job_with_that_signal(
 
 def test_host_that_never_arrives_is_named(folder: Path, script: Callable[[str], str]) -> None:
     options = ("--grace", "1", "--preload", "", "--host-timeout", "2")
-    hosts = Hosts(folder, torchrun("--nnodes", "3", script("")), replicas=3, options=options).start(0, 1)
+    hosts = Hosts(folder, torchrun(script(""), nnodes=3), replicas=3, options=options).start(0, 1)
     assert hosts.wait() == [1, 1]
     assert "replica 2 did not arrive within 2 s (--host-timeout)" in hosts.err(0).splitlines()[-1]
 
 
 def test_missing_replica_0_is_named(folder: Path, script: Callable[[str], str]) -> None:
     options = ("--grace", "1", "--preload", "", "--host-timeout", "1")
-    hosts = Hosts(folder, torchrun("--nnodes", "2", script("")), replicas=2, options=options).start(1)
+    hosts = Hosts(folder, torchrun(script(""), nnodes=2), replicas=2, options=options).start(1)
     assert hosts.wait() == [1]
     assert "replica 0 was not reached in 1 s" in hosts.err(1)
 
@@ -224,14 +210,12 @@ def test_too_few_open_files_are_named(folder: Path, script: Callable[[str], str]
     assert said in hosts.err().splitlines()[-1]
 
 
-def test_failure_to_start_on_another_host_is_reported_by_replica_0(
-    folder: Path, tmp_path: Path, eventually: Eventually
-) -> None:
+def test_failure_to_start_on_another_host_is_reported_by_replica_0(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "only_here.py"
     path.write_text("")
-    command = torchrun("--nnodes", "2", str(path))
+    command = torchrun(str(path), nnodes=2)
     hosts = Hosts(folder, command, replicas=2, options=NO_PRELOAD).start(0)
-    eventually(lambda: (folder / "r.sock").exists(), "replica 0")
+    until(lambda: (folder / "r.sock").exists(), "replica 0")
     path.unlink()
     hosts.start(1)
     assert hosts.wait() == [2, 2]
@@ -252,7 +236,7 @@ def test_bad_variables_are_named(folder: Path, script: Callable[[str], str], var
 
 def test_a_bad_rendezvous_address_is_named(folder: Path, script: Callable[[str], str]) -> None:
     environ = {"MONARCH_RENDEZVOUS": "pigeon:1"}
-    command = torchrun("--nnodes", "2", script(""))
+    command = torchrun(script(""), nnodes=2)
     hosts = Hosts(folder, command, replicas=2, options=NO_PRELOAD, environ=environ).start()
     assert hosts.wait() == [1, 1]
     assert all("MONARCH_RENDEZVOUS='pigeon:1' is not of the form" in hosts.err(replica) for replica in (0, 1))
@@ -292,12 +276,10 @@ def test_no_secret_and_nothing_of_monarch_in_a_ranks_environment(folder: Path, s
     assert f"TMPDIR={folder}" not in names
 
 
-def test_no_tcp_port_is_opened_but_the_store_of_rank_0(
-    folder: Path, script: Callable[[str], str], eventually: Eventually
-) -> None:
+def test_no_tcp_port_is_opened_but_the_store_of_rank_0(folder: Path, script: Callable[[str], str]) -> None:
     path = script("print('pid', os.getpid(), os.environ['MASTER_PORT'], flush=True)\ntime.sleep(1000)")
     hosts = Hosts(folder, torchrun(path)).start()
-    eventually(lambda: len(hosts.rank_pids()) == 2, "the ranks")
+    until(lambda: len(hosts.rank_pids()) == 2, "the ranks")
     port = hosts.out().split()[2]
     host = psutil.Process(hosts.processes[0].pid)
     connections = [each for one in [host, *host.children(recursive=True)] for each in one.net_connections("tcp")]
@@ -306,7 +288,7 @@ def test_no_tcp_port_is_opened_but_the_store_of_rank_0(
     assert hosts.wait() == [143]
 
 
-def test_runs_as_pid_1(folder: Path, script: Callable[[str], str], eventually: Eventually) -> None:
+def test_runs_as_pid_1(folder: Path, script: Callable[[str], str]) -> None:
     path = script("""
         import subprocess
         subprocess.run(["sh", "-c", "sleep 0.2 &"])  # an orphan, which PID 1 has to reap
@@ -317,7 +299,7 @@ def test_runs_as_pid_1(folder: Path, script: Callable[[str], str], eventually: E
     if subprocess.run([*unshare, "true"], capture_output=True, timeout=WITHIN).returncode:
         pytest.skip("this machine does not allow new pid namespaces")
     hosts = Hosts(folder, torchrun(path, nproc=1), options=NO_PRELOAD, wrapper=unshare).start()
-    eventually(lambda: "ppid 1\n" in hosts.out(), "the rank, a child of PID 1")
+    until(lambda: "ppid 1\n" in hosts.out(), "the rank, a child of PID 1")
     [inside] = psutil.Process(hosts.processes[0].pid).children()
     inside.terminate()  # ignored by default for PID 1
     assert hosts.wait() == [143]

@@ -9,16 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.hosts import Hosts
+from tests.local.hosts import NO_PRELOAD, Hosts, torchrun
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.system import safe_files
-
-NO_PRELOAD = ("--grace", "5", "--preload", "")
-
-
-def torchrun(*words: str, nproc: int = 2) -> list[str]:
-    return ["torchrun", "--nproc-per-node", str(nproc), "--role", "trainer", "--tee", "3", *words]
-
 
 UNREADABLE = {
     "a FIFO": ("os.mkfifo(path)", "it is a FIFO"),
@@ -66,7 +59,7 @@ if "attempt_0" in log:
 print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
 os._exit(3)
 """)
-    command = torchrun("--max-restarts", "1", str(folder / "prog.py"), nproc=1)
+    command = torchrun(str(folder / "prog.py"), nproc=1, restarts=1)
     hosts = Hosts(folder, command, options=NO_PRELOAD).start()
     assert hosts.wait() == [3]
     assert re.search(r"FAILED: rank 0 \(.*\) exited with code 3;", hosts.err())

@@ -10,8 +10,7 @@ import asyncio
 import json
 import os
 import re
-import subprocess
-import sys
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from torchx.specs import AppState, Role
 from tests.local.detached import Detached
 from tests.local.hosts import Hosts
 from tests.local.live import Live
-from tests.waits import WITHIN
+from tests.waits import until
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.command.command import parse
 from torchx_monarch.host.ranks.learned_preload import LearnedPreload
@@ -29,8 +28,6 @@ from torchx_monarch.host.ranks.rank_starter import RankStarter
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.zygote import Zygotes
 from torchx_monarch.model.learned_modules import LearnedModules, files_in
-
-Eventually = Callable[..., object]
 
 OPTIONS = ("--grace", "5", "--preload", "auto")
 
@@ -49,7 +46,7 @@ IMPORTS = f"""
 @pytest.fixture
 def python(tmp_path: Path) -> str:
     """The interpreter of a new virtual environment, with the packages ``pack`` and ``other``."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=WITHIN)
+    venv.create(tmp_path / "venv", symlinks=True)
     install(tmp_path, "pack/__init__.py", "")
     install(tmp_path, "pack/part.py", "")
     install(tmp_path, "other.py", "")
@@ -91,11 +88,11 @@ def prepared(live: Live, times: int = 1) -> bool:
 
 
 def test_the_second_run_finds_what_the_first_has_imported(
-    live: Live, python: str, script: Callable[[str], str], eventually: Eventually
+    live: Live, python: str, script: Callable[[str], str]
 ) -> None:
     command = torchrun(python, script(IMPORTS))
     assert printed(live, *command) == {"ahead:"}
-    eventually(lambda: prepared(live), "the import")
+    until(lambda: prepared(live), "the import")
     assert "learned preload: imported ahead for the next run of the program: other, pack\n" in live.err()
     for _ in range(2):
         assert printed(live, *command) == {"ahead: pack pack.part other"}
@@ -104,16 +101,16 @@ def test_the_second_run_finds_what_the_first_has_imported(
 
 
 def test_what_another_program_has_imported_is_not_imported_for_this_one(
-    live: Live, python: str, script: Callable[[str], str], tmp_path: Path, eventually: Eventually
+    live: Live, python: str, script: Callable[[str], str], tmp_path: Path
 ) -> None:
     printed(live, *torchrun(python, script(IMPORTS)))
-    eventually(lambda: prepared(live), "the import")
+    until(lambda: prepared(live), "the import")
     (tmp_path / "another.py").write_text("import os, pack\nprint(pack.pid == os.getpid())")
     assert printed(live, *torchrun(python, str(tmp_path / "another.py"))) == {"True"}
 
 
 def test_modules_of_the_user_are_never_imported_ahead(
-    live: Live, python: str, script: Callable[[str], str], tmp_path: Path, eventually: Eventually
+    live: Live, python: str, script: Callable[[str], str], tmp_path: Path
 ) -> None:
     """A tree in PYTHONPATH, one that an installed file leads to, and a package that imports the user's."""
     [place] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
@@ -133,38 +130,38 @@ def test_modules_of_the_user_are_never_imported_ahead(
     )
     env = {"PYTHONPATH": str(tmp_path / "path")}
     assert printed(live, *command, env=env) == {""}
-    eventually(lambda: prepared(live), "the import")
+    until(lambda: prepared(live), "the import")
     assert f"uses is not imported ahead any more: it imports {tmp_path}/tree/in_tree.py, which is not" in live.err()
     assert printed(live, *command, env=env) == {"pack"}
 
 
 def test_a_module_that_the_user_has_added_beside_the_program_is_the_user_s(
-    live: Live, python: str, script: Callable[[str], str], tmp_path: Path, eventually: Eventually
+    live: Live, python: str, script: Callable[[str], str], tmp_path: Path
 ) -> None:
     command = torchrun(python, script("import other\nprint(other.__file__, flush=True)"))
     printed(live, *command)
-    eventually(lambda: prepared(live), "the import")
+    until(lambda: prepared(live), "the import")
     (tmp_path / "other.py").write_text("")
     assert printed(live, *command) == {str(tmp_path / "other.py")}
 
 
 def test_a_package_that_is_installed_again_is_imported_again(
-    live: Live, python: str, script: Callable[[str], str], tmp_path: Path, eventually: Eventually
+    live: Live, python: str, script: Callable[[str], str], tmp_path: Path
 ) -> None:
     install(tmp_path, "pack/__init__.py", "version = 1")
     command = torchrun(python, script("import pack\nprint(pack.pid != os.getpid())\nprint(pack.version, flush=True)"))
     assert printed(live, *command) == {"False", "1"}
-    eventually(lambda: prepared(live), "the import")
+    until(lambda: prepared(live), "the import")
     assert printed(live, *command) == {"True", "1"}
     install(tmp_path, "pack/__init__.py", "version = 22")
     install(tmp_path, "pack-22.dist-info/METADATA", "")
     assert printed(live, *command) == {"False", "22"}
-    eventually(lambda: prepared(live, 2), "the import")
+    until(lambda: prepared(live, 2), "the import")
     assert printed(live, *command) == {"True", "22"}
 
 
 def test_a_module_that_reads_what_the_program_sets_is_dropped(
-    live: Live, python: str, script: Callable[[str], str], tmp_path: Path, eventually: Eventually
+    live: Live, python: str, script: Callable[[str], str], tmp_path: Path
 ) -> None:
     install(tmp_path, "pack/__init__.py", "os.environ.setdefault('DEFAULT', '1')")
     install(tmp_path, "other.py", "home = os.environ.get('MY_HOME')")
@@ -175,7 +172,7 @@ def test_a_module_that_reads_what_the_program_sets_is_dropped(
         print(other.home, *ahead(pack, other), flush=True)
     """)
     assert printed(live, *torchrun(python, path)) == {"/a"}
-    eventually(lambda: prepared(live), "the import")
+    until(lambda: prepared(live), "the import")
     assert printed(live, *torchrun(python, path)) == {"/a pack"}
     assert "other is not imported ahead any more: it reads MY_HOME when it is imported, which the program" in live.err()
 
@@ -198,12 +195,12 @@ UNSAFE = {
 
 @pytest.mark.parametrize("what", UNSAFE)
 def test_a_module_that_ranks_cannot_share_is_dropped(
-    live: Live, python: str, script: Callable[[str], str], tmp_path: Path, eventually: Eventually, what: str
+    live: Live, python: str, script: Callable[[str], str], tmp_path: Path, what: str
 ) -> None:
     install(tmp_path, "other.py", UNSAFE[what][0])
     command = torchrun(python, script(IMPORTS))
     printed(live, *command)
-    eventually(lambda: prepared(live), "the import")
+    until(lambda: prepared(live), "the import")
     for _ in range(2):
         assert printed(live, *command) == {"ahead: pack pack.part"}
     [line] = [line for line in live.err().splitlines() if "is not imported ahead any more" in line]
@@ -231,8 +228,9 @@ def test_a_program_ends_as_it_would_and_what_it_has_imported_is_kept_for_the_nex
     assert [file["names"] for file in files] == [names] * bool(names)
 
 
-def test_a_job_on_this_machine_learns_for_the_next_of_its_name(python: str, script: Callable[[str], str]) -> None:
-    apps = Detached()
+def test_a_job_on_this_machine_learns_for_the_next_of_its_name(
+    apps: Detached, python: str, script: Callable[[str], str]
+) -> None:
     path = script("import pack\nprint('ahead' if pack.pid != os.getpid() else 'not yet', flush=True)")
     for expected in ("not yet", "ahead", "ahead"):
         role = Role("trainer", image="", entrypoint=python, args=torchrun(python, path, nproc=1)[1:])

@@ -16,13 +16,12 @@ import pytest
 
 from tests.local.live import Live
 from tests.ports import free_port
+from tests.waits import until
 from torchx_monarch.client import hosts as client_hosts
 from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.run_options import RunOptions, run_message
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
-
-Eventually = Callable[..., object]
 
 
 @pytest.fixture
@@ -198,7 +197,7 @@ def test_a_module_that_is_edited_twice_within_a_second(
 
 
 def test_one_at_a_time_unless_asked_to_wait(
-    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually, tmp_path: Path
+    live: Callable[..., Live], script: Callable[[str], str], tmp_path: Path
 ) -> None:
     path = script(f"""
         print("begun", flush=True)
@@ -223,13 +222,13 @@ def test_one_at_a_time_unless_asked_to_wait(
     (tmp_path / "go").unlink()
     # Stopped while it runs; and killed, where the ranks ignore that.
     handle = hosts.job.run_spmd_async(output="none")
-    eventually(lambda: list(hosts.job.logs()) == ["begun"] * 2, "both ranks")
+    until(lambda: list(hosts.job.logs()) == ["begun"] * 2, "both ranks")
     assert handle.cancel() and handle.cancelled() is handle.done()
     error = handle.exception(60)
     assert isinstance(error, SPMDError) and error.result.exit_code == 143 and error.result.stopped
     stubborn = ["-c", "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(1000)"]
     handle = hosts.job.run_spmd_async(["python", *stubborn], output="none", check=False)
-    eventually(lambda: list(hosts.job.logs()) == ["1"], "the rank")
+    until(lambda: list(hosts.job.logs()) == ["1"], "the rank")
     assert handle.cancel() and handle.cancel(kill=True)
     assert handle.result(60).stopped
     (tmp_path / "go").touch()
@@ -270,13 +269,11 @@ def test_a_run_outlives_its_client_and_is_found_again(
         other.follow(1)
 
 
-def test_logs_of_a_rank_that_is_not_there(
-    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
-) -> None:
+def test_logs_of_a_rank_that_is_not_there(live: Callable[..., Live], script: Callable[[str], str]) -> None:
     path = script("print('rank', rank, flush=True)\ntime.sleep(1000 if sys.argv[1:] else 0)")
     hosts = live("torchrun", "--nproc-per-node", "2", path, "wait")
     handle = hosts.job.run_spmd_async(output="none")
-    eventually(lambda: len(list(hosts.job.logs())) == 2, "the ranks")
+    until(lambda: len(list(hosts.job.logs())) == 2, "the ranks")
     assert list(hosts.job.logs(1)) == ["rank 1"]
     for rank in (2, 99, -1):
         for follow in (False, True):
@@ -304,7 +301,7 @@ def test_ends_when_nobody_comes(live: Callable[..., Live], script: Callable[[str
 
 
 def test_two_hosts_are_one_allocation_and_all_output_comes(
-    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
+    live: Callable[..., Live], script: Callable[[str], str]
 ) -> None:
     path = script("""
         for number in range(2000):
@@ -327,9 +324,7 @@ def test_two_hosts_are_one_allocation_and_all_output_comes(
 
 
 @pytest.mark.parametrize("during", ["a run", "no run"])
-def test_a_lost_host_is_replaced(
-    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually, during: str
-) -> None:
+def test_a_lost_host_is_replaced(live: Callable[..., Live], script: Callable[[str], str], during: str) -> None:
     path = script("""
         print("attempt", attempt, flush=True)
         if sys.argv[1:] and attempt == 0:
@@ -341,7 +336,7 @@ def test_a_lost_host_is_replaced(
     handle = None
     if during == "a run":
         handle = hosts.job.run_spmd_async([path, "wait"], output="store")
-        eventually(lambda: len(list(hosts.job.logs())) == 2, "both ranks")
+        until(lambda: len(list(hosts.job.logs())) == 2, "both ranks")
     hosts.lose(1)
     hosts.start(1)
     if handle is not None:
@@ -349,20 +344,20 @@ def test_a_lost_host_is_replaced(
             0: "attempt 1",
             1: "attempt 1",
         }
-    eventually(lambda: "replica 1 is to be replaced" in hosts.err(), "the loss")
+    until(lambda: "replica 1 is to be replaced" in hosts.err(), "the loss")
     hosts.wait_mesh()
     assert texts(hosts.run()) == {0: "attempt 0\n", 1: "attempt 0\n"}
     assert hosts.end() == [0, 0]
 
 
 def test_a_lost_first_host_takes_its_run_along_and_not_the_allocation(
-    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
+    live: Callable[..., Live], script: Callable[[str], str]
 ) -> None:
     path = script("print('begun', flush=True)\ntime.sleep(1000 if sys.argv[1:] else 0)")
     options = ("--grace", "5", "--preload", "", "--replacements", "1")
     hosts = live("torchrun", "--nnodes", "2", "--nproc-per-node", "1", path, replicas=2, options=options)
     handle = hosts.job.run_spmd_async([path, "wait"], output="store")
-    eventually(lambda: list(hosts.job.logs()) == ["begun"] * 2, "both ranks")
+    until(lambda: list(hosts.job.logs()) == ["begun"] * 2, "both ranks")
     hosts.processes[0].kill()
     hosts.processes[0].wait()
     hosts.start(0)
@@ -374,13 +369,11 @@ def test_a_lost_first_host_takes_its_run_along_and_not_the_allocation(
     assert hosts.end() == [0, 0]
 
 
-def test_the_end_of_the_hosts_ends_the_wait_for_a_run(
-    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
-) -> None:
+def test_the_end_of_the_hosts_ends_the_wait_for_a_run(live: Callable[..., Live], script: Callable[[str], str]) -> None:
     path = script("print('begun', flush=True)\ntime.sleep(1000)")
     hosts = live("torchrun", "--nproc-per-node", "1", path)
     handle = hosts.job.run_spmd_async(output="none")
-    eventually(lambda: list(hosts.job.logs()) == ["begun"], "the rank")
+    until(lambda: list(hosts.job.logs()) == ["begun"], "the rank")
     hosts.processes[0].terminate()
     error = handle.exception(60)
     assert isinstance(error, SPMDError) and "the hosts have ended: preempted" in str(error)
@@ -407,9 +400,7 @@ def _used(process: psutil.Process) -> tuple[int, int, int]:
     return len(children), process.num_fds(), process.num_threads()
 
 
-def test_many_runs_leave_no_trace(
-    live: Callable[..., Live], script: Callable[[str], str], tmp_path: Path, eventually: Eventually
-) -> None:
+def test_many_runs_leave_no_trace(live: Callable[..., Live], script: Callable[[str], str], tmp_path: Path) -> None:
     # The whole hundred: MONARCH_TEST_RUNS=100, as in `make soak`.
     count = int(os.environ.get("MONARCH_TEST_RUNS", "30"))
     good = script("print(rank, sys.argv[1])")
@@ -437,21 +428,19 @@ def test_many_runs_leave_no_trace(
             assert texts(result) == {rank: f"{rank} {number}\n" for rank in (0, 1)}
         assert result.run == number + 1
         if number % 10 == 8 and number >= 10:
-            eventually(lambda: hosts.job.status().warm, "the zygote")
+            until(lambda: hosts.job.status().warm, "the zygote")
             if not used:
                 children, files, threads = _used(process)
                 # asyncio starts the threads of its executor one by one, when all before are busy.
                 used.append((children, files, threads + min(32, (os.cpu_count() or 1) + 4)))
             # A connection that has just ended may not be closed at their end yet.
-            eventually(stays_within, f"no more than {used[0]} children, files and threads")
+            until(stays_within, f"no more than {used[0]} children, files and threads")
             memory.append(process.memory_info().rss)
     assert memory[-1] - memory[0] < 3e6, memory
     assert hosts.end() == [0]
 
 
-def test_ended_before_torch_is_imported(
-    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
-) -> None:
+def test_ended_before_torch_is_imported(live: Callable[..., Live], script: Callable[[str], str]) -> None:
     # What the zygote was asked for the first run must not be answered to the second.
     path = script("""
         import torch.distributed as dist

@@ -8,17 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.torchx_server import run_torchx
+from tests.fork_server import run_torchx
 from tests.unit.json_page import documented
+from tests.waits import until
 from torchx_monarch.cli import exit_codes
-
-Eventually = Callable[..., object]
 
 TORCHX = [sys.executable, "-m", "torchx.cli.main"]
 PROGRAM = """
@@ -57,13 +55,13 @@ def submit(work: Path, *words: str, program: str = PROGRAM, script: str = "prog.
     return torchx(*run, script, cwd=work).strip()
 
 
-def test_a_job_from_its_start_to_its_end(tmp_path: Path, eventually: Eventually) -> None:
+def test_a_job_from_its_start_to_its_end(tmp_path: Path) -> None:
     handle = submit(tmp_path, "--name", "trainer", "-j", "2x2", "--max_restarts", "2")
     follower = subprocess.Popen([*TORCHX, "monarch", "logs", "-f", "trainer"], stdout=subprocess.PIPE, text=True)
     watcher = subprocess.Popen(
         [*TORCHX, "monarch", "status", "--watch", "--json", "last"], stdout=subprocess.PIPE, text=True
     )
-    eventually(lambda: monarch("logs", handle).count("step 2 of attempt 1") == 4, "the second attempt")
+    until(lambda: monarch("logs", handle).count("step 2 of attempt 1") == 4, "the second attempt")
 
     status = objects("status", "trainer")
     assert (status["handle"], status["name"], status["state"], status["phase"]) == (
@@ -114,7 +112,7 @@ def test_a_job_is_cancelled_waited_for_and_deleted_by_its_name(tmp_path: Path) -
     assert "no app was submitted" in torchx("status", "last", code=exit_codes.UNKNOWN_APP)
 
 
-def test_ls_and_status_agree_on_a_restarted_job(tmp_path: Path, eventually: Eventually) -> None:
+def test_ls_and_status_agree_on_a_restarted_job(tmp_path: Path) -> None:
     program = """
 import os, time
 if not os.path.exists("failed"):
@@ -124,15 +122,13 @@ while not os.path.exists("go on"):
     time.sleep(0.1)
 """
     handle = submit(tmp_path, "--nproc", "1", "--max_retries", "1", program=program)
-    eventually(
-        lambda: [objects("status", handle)[name] for name in ("restarts", "phase")] == [1, "running"], "a restart"
-    )
+    until(lambda: [objects("status", handle)[name] for name in ("restarts", "phase")] == [1, "running"], "a restart")
     status, (listed,) = objects("status", handle), objects("ls")
     assert "ValueError: loss is nan" in status["last_failure"]["message"]
     assert "ValueError: loss is nan" in monarch("top", "--once", handle)
     assert listed["started"] == status["started"] < status["last_failure"]["time"]
     (tmp_path / "go on").touch()
-    eventually(lambda: objects("status", handle)["state"] == "SUCCEEDED", "the end")
+    until(lambda: objects("status", handle)["state"] == "SUCCEEDED", "the end")
     status, (listed,) = objects("status", handle), objects("ls")
     assert (listed["started"], listed["elapsed"]) == (status["started"], status["elapsed"])
     monarch("report", handle, "-o", str(tmp_path / "report.html"))
@@ -171,7 +167,7 @@ def test_the_logs_of_a_job(tmp_path: Path) -> None:
         )
 
 
-def test_an_interrupted_follower_leaves_the_job_running(tmp_path: Path, eventually: Eventually) -> None:
+def test_an_interrupted_follower_leaves_the_job_running(tmp_path: Path) -> None:
     handle = submit(tmp_path, "-j", "1", program="import time; time.sleep(600)")
     follower = subprocess.Popen([*TORCHX, "monarch", "logs", "-f", handle], stdout=subprocess.PIPE, text=True)
     assert follower.stdout is not None
@@ -218,7 +214,7 @@ def test_schedulers_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.M
     assert "no state LOST" in monarch("ls", "--state", "lost", code=2)
 
 
-def test_a_live_allocation(tmp_path: Path, eventually: Eventually) -> None:
+def test_a_live_allocation(tmp_path: Path) -> None:
     (tmp_path / "go on").touch()
     (tmp_path / "prog.py").write_text(PROGRAM)
     torchx("run", "-s", "monarch_local", "-cfg", "preload=none", "monarch.hosts", "-j", "1x2", cwd=tmp_path)
@@ -233,7 +229,7 @@ def test_a_live_allocation(tmp_path: Path, eventually: Eventually) -> None:
     assert again[-1] == result
     command[1:1] = ["--detach"]
     assert json.loads(monarch("exec", *command, cwd=tmp_path)) == {"type": "accepted", "handle": handle, "run": 2}
-    eventually(lambda: [run["state"] for run in objects("ps", "last")] == ["succeeded"] * 2, "the second run")
+    until(lambda: [run["state"] for run in objects("ps", "last")] == ["succeeded"] * 2, "the second run")
     (tmp_path / "print.py").write_text(r'print("[step10]: loss=10\n[rank0]: 2026-11-25T10:00:00.123Z")')
     torchrun = ["--workspace", "", "--", "torchrun", "--nproc-per-node", "1"]
     for more, lead in (((), ""), (("--tee", "3"), "[0] ")):
@@ -252,5 +248,5 @@ def test_a_live_allocation(tmp_path: Path, eventually: Eventually) -> None:
     assert objects("stop", "--run", "last") == objects("stop", "last", "--run") == {**run, "run": None}
     assert objects("stop", "last", "--run", "2") == objects("stop", "--run=2", "last") == {**run, "run": 2}
     assert objects("stop", "last") == {"handle": handle, "stopped": "allocation", "run": None}
-    eventually(lambda: objects("status", handle)["state"] != "RUNNING", "the end of the hosts")
+    until(lambda: objects("status", handle)["state"] != "RUNNING", "the end of the hosts")
     assert objects("status", handle)["live"] is None

@@ -16,11 +16,14 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.local.other_user import AS_OTHER_USER, abstract_sockets, requires_other_user
+from tests.waits import until
 from torchx_monarch.transport import credentials, local_addresses
 
 pytestmark = requires_other_user
 
 _KNOCKS = 2000
+
+_NIGHTLY = pytest.mark.nightly("as with 0.7.99")
 
 _WAITS = """
 from torchx_monarch import this_job
@@ -33,9 +36,7 @@ Start = Callable[..., Hosts]
 
 
 @pytest.fixture
-def start(
-    folder: Path, script: Callable[[str], str], eventually: Callable[..., object], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Start]:
+def start(folder: Path, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts two hosts, perhaps with a Monarch that says it is of another version; a script attaches to them, and waits
     for the file ``go`` in the folder."""
     monkeypatch.setenv("MONARCH_LOG_SUFFIX", "to-stderr" * 32)  # the intruder's Monarch leaves no log either
@@ -55,7 +56,7 @@ def start(
             environ |= {"MONARCH_RENDEZVOUS": f"tls:127.0.0.1:{port}", "MONARCH_CREDENTIALS": hosts.to_text()}
         command = ["python", "-m", "torchx_monarch.actors", "--", "python", script(_WAITS), str(folder / "go")]
         job = Hosts(folder, command, 2, ("--preload", ""), environ, wrapper).start()
-        eventually(lambda: "up" in job.out() or job.processes[0].poll() is not None, "the script")
+        until(lambda: "up" in job.out() or job.processes[0].poll() is not None, "the script")
         return job
 
     theirs = Path(os.environ["TMPDIR"], "s")
@@ -96,11 +97,9 @@ def said(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize(
     ("scheme", "monarch"),
-    [("tls", ""), ("unix", "0.7.99"), pytest.param("unix", "", marks=pytest.mark.nightly("as with 0.7.99"))],
+    [("unix", "0.7.99"), pytest.param("unix", "", marks=_NIGHTLY), pytest.param("tls", "", marks=_NIGHTLY)],
 )
-def test_other_users_are_refused_and_disturb_nothing(
-    start: Start, folder: Path, scheme: str, monarch: str, eventually: Callable[..., object]
-) -> None:
+def test_other_users_are_refused_and_disturb_nothing(start: Start, folder: Path, scheme: str, monarch: str) -> None:
     job = start(scheme, monarch=monarch)
     loop = worker_loop(job)
     names = abstract_sockets(loop.pid)
@@ -114,10 +113,10 @@ def test_other_users_are_refused_and_disturb_nothing(
     for name in names:
         assert said(play("knock", name, str(_KNOCKS))) == f"{_KNOCKS} 0"
         assert said(play("knock", name, "1", other_user=False)) == "0 1"
-    eventually(lambda: loop.num_fds() <= before, f"{before} descriptors")
+    until(lambda: loop.num_fds() <= before, f"{before} descriptors")
     answers = [said(process) for process in [play("intrude", name) for name in names]]
     assert all(answer.startswith("refused TimeoutError") for answer in answers), answers  # it tries again and again
-    eventually(lambda: sleeps(loop.pid), "the worker loop, which is busy with those that it has refused")
+    until(lambda: sleeps(loop.pid), "the worker loop, which is busy with those that it has refused")
 
     assert job.processes[0].poll() is None
     (folder / "go").touch()

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.hosts import Hosts
+from tests.local.hosts import NO_PRELOAD, Hosts
+from tests.waits import until
 
 LIMIT_MIB = 768
 ENTER = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
 
 
 @pytest.fixture
-def cgroup(leaves_nothing: None, eventually: Callable[..., object]) -> Iterator[Path]:
+def cgroup(leaves_nothing: None) -> Iterator[Path]:
     """A memory cgroup of ``LIMIT_MIB``, version 1 or 2; gone with its processes."""
     v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     top, limit = (v1, "memory.limit_in_bytes") if (v1 / "memory.limit_in_bytes").exists() else (v2, "memory.max")
@@ -29,7 +30,7 @@ def cgroup(leaves_nothing: None, eventually: Callable[..., object]) -> Iterator[
             path.rmdir()
         pytest.skip(f"no memory cgroup can be made here: {error}")
     yield path
-    eventually(lambda: not (path / "cgroup.procs").read_text(), "the end of the cgroup's processes")
+    until(lambda: not (path / "cgroup.procs").read_text(), "the end of the cgroup's processes")
     path.rmdir()
 
 
@@ -42,7 +43,7 @@ def test_a_rank_that_the_kernel_kills_for_want_of_memory(
         time.sleep(1000)
     """)
     command = ["torchrun", "--nproc-per-node", "2", path]
-    hosts = Hosts(folder, command, wrapper=("/bin/sh", "-c", ENTER, "sh", str(cgroup))).start()
+    hosts = Hosts(folder, command, options=NO_PRELOAD, wrapper=("/bin/sh", "-c", ENTER, "sh", str(cgroup))).start()
     assert hosts.wait() == [137]
     said = hosts.err()
     assert "rank 1" in said

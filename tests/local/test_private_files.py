@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, Role
 
 from tests.local.hosts import Hosts
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until
 from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.transport import credentials
 
@@ -39,9 +38,7 @@ def open_to_others(folder: Path) -> list[str]:
     return [f"{stat.filemode(mode)} {path}" for path, mode in found if mode & 0o077 and not stat.S_ISLNK(mode)]
 
 
-def test_nothing_of_a_job_is_open_to_others(
-    tmp_path: Path, eventually: Callable[..., object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_of_a_job_is_open_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     user = f"tm{uuid.uuid4().hex[:8]}"  # Monarch would log to /tmp/USER/monarch_log.log
     monkeypatch.setenv("USER", user)
     secret = credentials.create()[0].to_text()
@@ -58,7 +55,7 @@ def test_nothing_of_a_job_is_open_to_others(
             app = AppDef("app", [role])
             assert secret not in str(runner.dryrun(app, "monarch_local", cfg={"preload": "none"}))
             handle = runner.run(app, "monarch_local", cfg={"preload": "none"})
-            eventually(lambda: all(Path(f"{made}{rank}").exists() for rank in (0, 1)), "the ranks")
+            until(lambda: all(Path(f"{made}{rank}").exists() for rank in (0, 1)), "the ranks")
             assert not (during := open_to_others(state)), during
             Path(f"{made}go").touch()
             runner.wait(handle, wait_interval=0.2)

@@ -9,14 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.hosts import Hosts
-
-NO_PRELOAD = ("--grace", "5", "--preload", "")
-
-
-def torchrun(*words: str, restarts: int, nnodes: int = 1) -> list[str]:
-    options = ["--nproc-per-node", "2", "--nnodes", str(nnodes), "--role", "r", "--tee", "3"]
-    return ["torchrun", *options, "--max-restarts", str(restarts), *words]
+from tests.local.hosts import NO_PRELOAD, Hosts, torchrun
+from tests.waits import until
 
 
 def test_restarts_until_it_succeeds_and_keeps_every_attempts_logs(folder: Path, script: Callable[[str], str]) -> None:
@@ -92,27 +86,18 @@ def test_exit_codes_that_are_not_retried(
     assert reason in hosts.err() and ("no restart" in hosts.err()) == bool(reason)
 
 
-@pytest.mark.parametrize(
-    ("body", "attempts"),
-    [
-        # Twice in a row without a group.
-        ("dist.init_process_group('gloo', init_method='none://')", 2),
-        # In a group before, and destroyed.
-        ("join(); dist.init_process_group('gloo', init_method='none://')", 3),
-        # Not of forming a group.
-        ("raise RuntimeError('init_process_group')", 3),
-    ],
-)
+@pytest.mark.parametrize(("joins", "attempts"), [(False, 2), (True, 3)])
 def test_a_rank_that_fails_to_join_twice_in_a_row_is_not_started_again(
-    folder: Path, script: Callable[[str], str], body: str, attempts: int
+    folder: Path, script: Callable[[str], str], joins: bool, attempts: int
 ) -> None:
+    """But one that was in a group before, and has destroyed it, is."""
     path = script(f"""
-import torch.distributed as dist
-def join(**options):
-    dist.init_process_group("gloo", **options)
-    dist.destroy_process_group()
-{body}
-""")
+        import torch.distributed as dist
+        if {joins}:
+            dist.init_process_group("gloo")
+            dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method="none://")
+    """)
     command = ["torchrun", "--max-restarts", "2", path]
     hosts = Hosts(folder, command).start()
     assert hosts.wait() == [1]
@@ -192,15 +177,13 @@ def test_nothing_of_an_attempt_lives_on_in_the_next(folder: Path, script: Callab
     assert hosts.out().count("alive []") == 2
 
 
-def test_replacements_are_counted(
-    folder: Path, script: Callable[[str], str], eventually: Callable[..., object]
-) -> None:
+def test_replacements_are_counted(folder: Path, script: Callable[[str], str]) -> None:
     options = (*NO_PRELOAD, "--replacements", "1")
     path = script("print('pid', os.getpid(), 'attempt', attempt, flush=True)\ntime.sleep(1000)")
     hosts = Hosts(folder, torchrun(path, restarts=0, nnodes=2), replicas=2, options=options).start()
     for attempt in range(2):
-        eventually(lambda at=attempt: hosts.out(0).count(f"attempt {at}") == 2, "the ranks")
-        eventually(lambda at=attempt: sum(e["kind"] == "ranks" for e in hosts.events()) == at + 1, "the report of it")
+        until(lambda at=attempt: hosts.out(0).count(f"attempt {at}") == 2, "the ranks")
+        until(lambda at=attempt: sum(e["kind"] == "ranks" for e in hosts.events()) == at + 1, "the report of it")
         hosts.lose(1)
         if attempt == 0:
             hosts.start(1)

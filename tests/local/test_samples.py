@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.hosts import Hosts
+from tests.local.hosts import Hosts, torchrun
 from tests.local.live import Live
-from torchx_monarch.client.hosts import Hosts as Client
 from torchx_monarch.client.rank_queries import ask_samples
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
@@ -42,32 +41,18 @@ PROGRAM = """
 """
 
 
-def torchrun(path: str, nnodes: int = 2) -> list[str]:
-    return ["torchrun", "--nproc-per-node", "2", "--nnodes", str(nnodes), "--tee", "3", path]
-
-
-def client(folder: Path) -> Client:
-    return Client("monarch_local://torchx/app", address=f"unix:{folder}/r.sock")
-
-
-def wait_for(folder: Path, holds: Callable[[dict[int, RankSample]], bool]) -> dict[int, RankSample]:
+def wait_for(hosts: Hosts, holds: Callable[[dict[int, RankSample]], bool]) -> dict[int, RankSample]:
     until, samples = time.monotonic() + 90, dict[int, RankSample]()
     while not holds(samples):
         assert time.monotonic() < until, samples
         time.sleep(0.05)
         try:
-            found, missing = ask_samples(client(folder))
+            found, missing = ask_samples(hosts.client)
         except (RefusedError, UnreachableError):
             continue  # replica 0 does not listen yet, or the hosts are not together
         assert not missing
         samples = {one.rank: one for one in found}
     return samples
-
-
-def stop(hosts: Hosts) -> None:
-    for one in hosts.processes.values():
-        one.terminate()
-    hosts.wait()
 
 
 def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> None:
@@ -104,11 +89,11 @@ def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> Non
 
 
 def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) -> None:
-    hosts = Hosts(folder, torchrun(script(PROGRAM)), replicas=2, options=("--grace", "1"))
+    hosts = Hosts(folder, torchrun(script(PROGRAM), nnodes=2), replicas=2, options=("--grace", "1"))
     hosts.start()
     began = time.time()
     samples = wait_for(
-        folder,
+        hosts,
         lambda found: (
             len(found) == 4
             and found[2].state == "stopped"
@@ -134,7 +119,7 @@ def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) 
     assert samples[0].last_line.startswith("loss \\x1b[31m0 xxx") and len(samples[0].last_line) == 200
     assert (samples[0].collectives, samples[3].collectives) == (6, 5)
     assert samples[0].groups[0].ranks == "0-3"
-    stop(hosts)
+    hosts.stop()
 
 
 def test_a_rank_that_has_ended_and_the_runs_of_an_allocation(folder: Path, script: Callable[[str], str]) -> None:
@@ -144,14 +129,14 @@ def test_a_rank_that_has_ended_and_the_runs_of_an_allocation(folder: Path, scrip
         else:
             time.sleep(1000)
     """)
-    hosts = Live(folder, torchrun(path, nnodes=1)).ready()
-    assert ask_samples(client(folder)) == ([], {})
+    hosts = Live(folder, torchrun(path)).ready()
+    assert ask_samples(hosts.client) == ([], {})
     running = hosts.job.run_spmd_async(workspace=None)
-    samples = wait_for(folder, lambda found: len(found) == 2 and found[0].state == "ended")
+    samples = wait_for(hosts, lambda found: len(found) == 2 and found[0].state == "ended")
     assert samples[0].last_line == "done" and samples[0].cpu_seconds == 0
     assert samples[1].state == "running" and samples[1].last_output is None and samples[1].last_line == ""
     running.cancel()
-    stop(hosts)
+    hosts.stop()
 
 
 @pytest.mark.parametrize("how", ["--ranks=fresh", "--ranks=fork"])
@@ -166,9 +151,8 @@ def test_a_job_that_fails_again_and_again_at_one_step(folder: Path, script: Call
             sys.exit(9)
         time.sleep(1000)
     """)
-    command = [*torchrun(path, nnodes=1)[:-1], "--max-restarts", "8", path]
-    preload = ("--preload", "") if how == "--ranks=fresh" else ()
-    hosts = Hosts(folder, command, options=("--grace", "1", how, *preload, "--same-step-limit", "2")).start()
+    command = torchrun(path, restarts=8)
+    hosts = Hosts(folder, command, options=("--grace", "1", how, "--preload", "json", "--same-step-limit", "2")).start()
     assert hosts.wait() == [9]
     assert hosts.out().count("begins") == 3
     assert "no restart: 2 failures in a row at step 5, without progress (same_step_limit)" in hosts.err()

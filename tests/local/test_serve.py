@@ -15,24 +15,17 @@ from pathlib import Path
 import pytest
 from torchx.specs import AppDef, Role
 
+from tests.contract.place import TORCHX
+from tests.fork_server import run_torchx
 from tests.waits import WITHIN, until
 from torchx_monarch import SPMDError, SPMDJob, serve
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 
-Eventually = Callable[..., object]
-
-# As the torchx command does with our entry point, which this checkout may not have installed.
-TORCHX = [
-    sys.executable,
-    "-c",
-    "import sys; from torchx.cli import main; from torchx_monarch.cli.main import CmdMonarch\n"
-    "main.run_main({**main.get_sub_cmds(), 'monarch': CmdMonarch()}, sys.argv[1:])",
-]
 CFG = {"preload": "none", "grace": 3}
 
 
 def torchx(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*TORCHX, *words], capture_output=True, text=True, timeout=240, check=check)
+    return run_torchx(*words, check=check)
 
 
 @pytest.fixture
@@ -139,7 +132,7 @@ DEFAULT_SIGHUP = (
 
 
 def test_ctrl_c_and_signals_stop_the_run_and_not_the_allocation(
-    jobs: list[SPMDJob], script: Callable[[str], str], eventually: Eventually
+    jobs: list[SPMDJob], script: Callable[[str], str]
 ) -> None:
     path = script("""
         signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"told to stop\\n"))
@@ -154,9 +147,9 @@ def test_ctrl_c_and_signals_stop_the_run_and_not_the_allocation(
         # What nohup ignores would be ignored here, too.
         exec = [sys.executable, "-c", DEFAULT_SIGHUP, *TORCHX, "monarch", "exec", job.handle]
         with subprocess.Popen(exec, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shell:
-            eventually(lambda run=run: job.status().run == run and list(job.logs(run=run)) == ["begun"], "the run")
+            until(lambda run=run: job.status().run == run and list(job.logs(run=run)) == ["begun"], "the run")
             shell.send_signal(number)
-            eventually(lambda run=run: list(job.logs(run=run)) == ["begun", "told to stop"], "the rank's SIGTERM")
+            until(lambda run=run: list(job.logs(run=run)) == ["begun", "told to stop"], "the rank's SIGTERM")
             if number == signal.SIGTERM:
                 shell.send_signal(signal.SIGHUP)  # systemd sends both
             shell.send_signal(signal.SIGINT)
@@ -204,14 +197,12 @@ def test_all_requests_wait_for_the_hosts_and_say_when_they_have_ended(
     assert job.status().state == "CANCELLED"
 
 
-def test_a_run_is_lost_with_its_hosts(
-    jobs: list[SPMDJob], script: Callable[[str], str], eventually: Eventually
-) -> None:
+def test_a_run_is_lost_with_its_hosts(jobs: list[SPMDJob], script: Callable[[str], str]) -> None:
     """The whole app disappears at once: nobody is left who could tell its client."""
     path = script("print('begun', os.getpid(), os.getppid(), flush=True)\ntime.sleep(1000)")
     jobs.append(job := serve(["torchrun", path], scheduler_cfg=CFG))
     handle = job.run_spmd_async(output="none")
-    eventually(lambda: list(job.logs()), "the rank")
+    until(lambda: list(job.logs()), "the rank")
     os.kill(int(next(job.logs()).split()[2]), signal.SIGKILL)  # the host
     error = handle.exception(60)
     assert isinstance(error, UnreachableError) and f"run 1 lost its connection: {job.handle} has ended (FAILED)" in str(
@@ -269,11 +260,3 @@ def test_the_component_and_what_is_refused(jobs: list[SPMDJob], tmp_path: Path) 
         [sys.executable, "-m", "torchx_monarch.hosts"], capture_output=True, text=True, timeout=WITHIN
     )
     assert elsewhere.returncode == os.EX_CONFIG and "monarch_slurm" in elsewhere.stderr
-
-
-def test_hides_none_of_torchx_commands() -> None:
-    from torchx.cli.main import get_default_sub_cmds
-
-    shown = torchx("--help").stdout
-    listed = shown[shown.index("{") + 1 : shown.index("}")]
-    assert {name.strip() for name in listed.split(",")} == {*get_default_sub_cmds(), "monarch"}

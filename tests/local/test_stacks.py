@@ -11,31 +11,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.local.hosts import Hosts
+from tests.local.hosts import NO_PRELOAD, Hosts, torchrun
 from tests.local.live import Live
 from tests.waits import until
-from torchx_monarch.client.hosts import Hosts as Client
 from torchx_monarch.client.rank_queries import ask_stacks
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.host.ranks.rank_main import STACKS_SIGNAL
 from torchx_monarch.insight.stacks import ProcessStacks
-
-NO_PRELOAD = ("--grace", "5", "--preload", "")
 
 READY = 'ready = lambda: print("ready", flush=True)'
 """The first line of a program that says when it is where it shall be found."""
 
 SLEEPS = f"{READY}\nready()\ntime.sleep(1000)\n"
 """A program that says so and sleeps."""
-
-
-def torchrun(path: str, nproc: int = 2, nnodes: int = 1, restarts: int = 0) -> list[str]:
-    sizes = ["--nproc-per-node", str(nproc), "--nnodes", str(nnodes), "--max-restarts", str(restarts)]
-    return ["torchrun", *sizes, "--tee", "3", path]
-
-
-def client(folder: Path) -> Client:
-    return Client("monarch_local://torchx/app", address=f"unix:{folder}/r.sock")
 
 
 def wait_for(hosts: Hosts, text: str, count: int) -> None:
@@ -48,19 +36,13 @@ def wait_for(hosts: Hosts, text: str, count: int) -> None:
 
 def stacks_of(hosts: Hosts, native: bool = False) -> dict[int, ProcessStacks]:
     """The stacks of the ranks' own processes, by rank."""
-    stacks, missing = ask_stacks(client(hosts.folder), native=native)
+    stacks, missing = ask_stacks(hosts.client, native=native)
     assert not missing
     return {one.rank: one for one in stacks if not one.child}
 
 
 def functions(stacks: ProcessStacks, thread: int = 0) -> list[str]:
     return [frame.function for frame in stacks.threads[thread].frames] if stacks.threads else []
-
-
-def stop(hosts: Hosts) -> None:
-    for one in hosts.processes.values():
-        one.terminate()
-    hosts.wait()
 
 
 def test_each_rank_is_named_with_what_it_does(folder: Path, script: Callable[[str], str]) -> None:
@@ -94,7 +76,7 @@ def test_each_rank_is_named_with_what_it_does(folder: Path, script: Callable[[st
         if psutil.pid_exists(pid) and "rank 2" in " ".join(psutil.Process(pid).cmdline()):
             while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
                 time.sleep(0.01)
-    stacks, missing = ask_stacks(client(folder))
+    stacks, missing = ask_stacks(hosts.client)
     ranks = {one.rank: one for one in stacks if not one.child}
     workers = [one for one in stacks if one.child]
     assert not missing
@@ -102,9 +84,9 @@ def test_each_rank_is_named_with_what_it_does(folder: Path, script: Callable[[st
     assert ranks[2].problem == "stopped (SIGSTOP)" and not ranks[2].threads
     assert "loads" in functions(ranks[3])
     assert [one.rank for one in workers] == [3] and "__getitem__" in functions(workers[0])
-    only, _ = ask_stacks(client(folder), rank=0)
+    only, _ = ask_stacks(hosts.client, rank=0)
     assert [one.rank for one in only] == [0]
-    stop(hosts)
+    hosts.stop()
     assert "sleeps" in (hosts.logs(0) / "attempt_0" / "stacks.txt").read_text()
     written = (hosts.logs(1) / "attempt_0" / "stacks.txt").read_text()
     assert "before SIGTERM" in written and "rank 2 (host 1, pid" in written and "stopped (SIGSTOP)" in written
@@ -170,7 +152,7 @@ def test_nothing_of_it_reaches_the_programs_files(folder: Path, script: Callable
     hosts = Hosts(folder, torchrun(path, nproc=4), options=NO_PRELOAD, environ={"OPENED": str(folder / "o")}).start()
     wait_for(hosts, "ready", 4)
     for _ in range(3):
-        stacks, missing = ask_stacks(client(folder))
+        stacks, missing = ask_stacks(hosts.client)
         ranks = {one.rank: one for one in stacks if not one.child}
         assert not missing
         assert functions(ranks[0]) == ["<module>"] and not ranks[0].problem
@@ -181,7 +163,7 @@ def test_nothing_of_it_reaches_the_programs_files(folder: Path, script: Callable
         ]
         assert functions(ranks[3]) == ["<module>"]
     assert all(not (folder / f"o{n}").read_text() for n in range(64))
-    stop(hosts)
+    hosts.stop()
     assert "Thread" not in hosts.err() and "most recent call" not in hosts.err() + hosts.out()
 
 
@@ -199,16 +181,16 @@ def test_a_program_that_is_not_python_is_not_signalled(folder: Path) -> None:
     ]
     hosts = Hosts(folder, command, options=NO_PRELOAD).start()
     wait_for(hosts, "ready", 1)
-    stacks, _ = ask_stacks(client(folder))
+    stacks, _ = ask_stacks(hosts.client)
     assert [one.child for one in stacks] == ["", "sleep"]
     assert "no stacks: not a Python program" in stacks[0].problem
-    stop(hosts)
+    hosts.stop()
 
 
 def test_the_ranks_of_a_run_on_an_allocation(folder: Path, script: Callable[[str], str]) -> None:
     path = script(SLEEPS)
     hosts = Live(folder, torchrun(path, nnodes=2), replicas=2).ready()
-    assert ask_stacks(client(folder)) == ([], {})
+    assert ask_stacks(hosts.client) == ([], {})
     running = hosts.job.run_spmd_async(workspace=None)
 
     def are_there() -> bool:
@@ -217,7 +199,7 @@ def test_the_ranks_of_a_run_on_an_allocation(folder: Path, script: Callable[[str
 
     until(are_there, "four ranks in their program", every=0.1)
     running.cancel()
-    stop(hosts)
+    hosts.stop()
     for host in (0, 1):
         assert "main thread" in (hosts.logs(host) / "run_1" / "attempt_0" / "stacks.txt").read_text()
 
@@ -225,15 +207,15 @@ def test_the_ranks_of_a_run_on_an_allocation(folder: Path, script: Callable[[str
 def test_a_job_without_ranks_yet_and_one_that_has_ended(folder: Path, script: Callable[[str], str]) -> None:
     hosts = Hosts(folder, torchrun(script("pass"), nnodes=2), replicas=2, options=NO_PRELOAD)
     with pytest.raises(UnreachableError):
-        ask_stacks(client(folder))
+        ask_stacks(hosts.client)
     hosts.start(0)
     until((folder / "r.sock").exists, "replica 0 to listen")
     with pytest.raises(RefusedError, match="the hosts are not together"):
-        ask_stacks(client(folder))
+        ask_stacks(hosts.client)
     hosts.start(1)
     assert hosts.wait() == [0, 0]
     with pytest.raises(UnreachableError):
-        ask_stacks(client(folder))
+        ask_stacks(hosts.client)
 
 
 def test_native_stacks_name_c_functions(folder: Path, script: Callable[[str], str]) -> None:
@@ -246,7 +228,7 @@ def test_native_stacks_name_c_functions(folder: Path, script: Callable[[str], st
             assert "no native stacks: py-spy" in stacks.problem
         else:
             assert any("sleep" in name for name in functions(stacks)) and functions(stacks)[-1] == "<module>"
-    stop(hosts)
+    hosts.stop()
 
 
 def test_a_rank_without_stacks_is_stopped_all_the_same(folder: Path, script: Callable[[str], str]) -> None:

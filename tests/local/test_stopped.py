@@ -21,20 +21,18 @@ from tests.local.detached import Detached
 from tests.local.hosts import Hosts
 from tests.waits import WITHIN, until
 
-Eventually = Callable[..., object]
-
 SLEEPER = "print('pid', os.getpid(), flush=True)\ntime.sleep(1000)\n"
 
 
 @pytest.mark.parametrize("replica", [0, 1])
 def test_the_process_that_does_not_answer_is_the_cause(
-    folder: Path, script: Callable[[str], str], eventually: Eventually, replica: int
+    folder: Path, script: Callable[[str], str], replica: int
 ) -> None:
     options = ("--grace", "5", "--preload", "", "--lease", "6")
     command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--tee", "3", script(SLEEPER)]
     hosts = Hosts(folder, command, 2, options).start()
-    eventually(lambda: len(hosts.rank_pids()) == 4, "the ranks", seconds=60)
-    eventually(lambda: any(event["kind"] == "output" for event in hosts.events()), "the controller's report of it")
+    until(lambda: len(hosts.rank_pids()) == 4, "the ranks", seconds=60)
+    until(lambda: any(event["kind"] == "output" for event in hosts.events()), "the controller's report of it")
     host, other = hosts.processes[replica].pid, 1 - replica
     os.kill(host, signal.SIGSTOP)
     assert hosts.processes[other].wait(60) == 1
@@ -138,32 +136,27 @@ def test_output_that_is_not_taken_stops_the_rank_that_prints_and_not_its_host(
         assert hosts.wait() == [0, 0]
 
 
-@pytest.fixture
-def app(leaves_nothing: None) -> Detached:
-    return Detached()
-
-
-def run_host(app: Detached, path: str, **cfg: Any) -> tuple[str, int]:
+def run_host(apps: Detached, path: str, **cfg: Any) -> tuple[str, int]:
     """Submit an app of one host; its id and the pid of the host."""
     role = Role("r", image="", entrypoint="python", args=[path])
-    app_id = app.run(role, **{"grace": 30, "preload": "none", **cfg})
-    events = [json.loads(line) for line in Path(app.paths(app_id).events).read_text().splitlines()]
+    app_id = apps.run(role, **{"grace": 30, "preload": "none", **cfg})
+    events = [json.loads(line) for line in Path(apps.paths(app_id).events).read_text().splitlines()]
     return app_id, next(event["pid"] for event in events if event["kind"] == "replica_started")
 
 
 def test_the_only_host_of_a_job_is_ended_when_it_is_stopped_for_longer_than_the_lease(
-    app: Detached, script: Callable[[str], str], eventually: Eventually
+    apps: Detached, script: Callable[[str], str]
 ) -> None:
-    app_id, host = run_host(app, script(SLEEPER), lease=1)
-    eventually(lambda: any("pid" in line for line in app.log(app_id)), "the rank", seconds=60)
+    app_id, host = run_host(apps, script(SLEEPER), lease=1)
+    until(lambda: any("pid" in line for line in apps.log(app_id)), "the rank", seconds=60)
     os.kill(host, signal.SIGSTOP)
-    status = app.wait(app_id, 60)
+    status = apps.wait(app_id, 60)
     assert status.state == AppState.FAILED
     assert f"its host (pid {host}) does not answer: stopped (SIGSTOP) for " in status.msg
 
 
 def test_a_stopped_host_that_is_cancelled_ends_its_ranks_in_good_order(
-    app: Detached, script: Callable[[str], str], eventually: Eventually, tmp_path: Path
+    apps: Detached, script: Callable[[str], str], tmp_path: Path
 ) -> None:
     path = script(f"""
         def stop(*_):
@@ -173,9 +166,9 @@ def test_a_stopped_host_that_is_cancelled_ends_its_ranks_in_good_order(
         print("ready", flush=True)
         time.sleep(1000)
     """)
-    app_id, host = run_host(app, path)
-    eventually(lambda: any("ready" in line for line in app.log(app_id)), "the rank", seconds=60)
+    app_id, host = run_host(apps, path)
+    until(lambda: any("ready" in line for line in apps.log(app_id)), "the rank", seconds=60)
     os.kill(host, signal.SIGSTOP)
-    app.runner.cancel(app.handle(app_id))
-    assert app.wait(app_id, 60).state == AppState.CANCELLED
+    apps.runner.cancel(apps.handle(app_id))
+    assert apps.wait(app_id, 60).state == AppState.CANCELLED
     assert (tmp_path / "saved").exists()

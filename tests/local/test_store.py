@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from tests.local.hosts import Hosts
-
-Eventually = Callable[..., object]
+from tests.waits import until
 
 CLIENT = """
 import os, sys, time, datetime
@@ -71,7 +70,7 @@ def test_it_serves_until_the_last_rank_of_any_host_has_ended(folder: Path, scrip
     assert hosts.out(1) == "word\nword\n"
 
 
-def test_each_attempt_has_its_own(folder: Path, script: Callable[[str], str], eventually: Eventually) -> None:
+def test_each_attempt_has_its_own(folder: Path, script: Callable[[str], str]) -> None:
     path = script("""
         print(f"attempt {attempt} at {address} {port}: {store.add('n', 1)}", flush=True)
         while not os.path.exists(f"go{attempt}"):
@@ -87,7 +86,7 @@ def test_each_attempt_has_its_own(folder: Path, script: Callable[[str], str], ev
         )  # in a store that nobody has counted in
 
     for attempt in range(2):
-        found = eventually(lambda at=attempt: meets(at), "the rank")
+        found = until(lambda at=attempt: meets(at), "the rank")
         assert isinstance(found, re.Match)
         # Beside it there may be the store of the next attempt.
         [store] = [one for one in store_of(hosts) if int(found[1]) in ports_of(one)]
@@ -100,7 +99,7 @@ def test_each_attempt_has_its_own(folder: Path, script: Callable[[str], str], ev
 
 
 def test_it_holds_nothing_of_the_rank_and_ignores_each_signal_to_the_job(
-    folder: Path, script: Callable[[str], str], eventually: Eventually
+    folder: Path, script: Callable[[str], str]
 ) -> None:
     path = script("""
         print("pid", os.getpid(), flush=True)
@@ -109,7 +108,7 @@ def test_it_holds_nothing_of_the_rank_and_ignores_each_signal_to_the_job(
         store.set("still", "there")
     """)
     hosts = Hosts(folder, ["torchrun", path]).start()
-    eventually(lambda: len(hosts.rank_pids()) == 1, "the rank")
+    until(lambda: len(hosts.rank_pids()) == 1, "the rank")
     [store] = store_of(hosts)
     [rank] = hosts.rank_pids()
 
@@ -125,22 +124,22 @@ def test_it_holds_nothing_of_the_rank_and_ignores_each_signal_to_the_job(
     assert hosts.wait() == [0], hosts.err()
 
 
-def test_it_dies_with_its_host(folder: Path, script: Callable[[str], str], eventually: Eventually) -> None:
+def test_it_dies_with_its_host(folder: Path, script: Callable[[str], str]) -> None:
     path = script("print('pid', os.getpid(), flush=True)\ntime.sleep(1000)")
     hosts = Hosts(folder, ["torchrun", path]).start()
-    eventually(lambda: len(hosts.rank_pids()) == 1, "the rank")
+    until(lambda: len(hosts.rank_pids()) == 1, "the rank")
     [store] = store_of(hosts)
     hosts.processes[0].kill()
     assert hosts.wait() == [-9]
-    eventually(lambda: has_ended(store), "the end of the store's process")
+    until(lambda: has_ended(store), "the end of the store's process")
     for left in folder.glob("h*/"):  # a host that is killed cannot remove its sockets
         shutil.rmtree(left)
 
 
-def test_its_own_death_is_told(folder: Path, script: Callable[[str], str], eventually: Eventually) -> None:
+def test_its_own_death_is_told(folder: Path, script: Callable[[str], str]) -> None:
     path = script("print('pid', os.getpid(), flush=True)\nstore.get('what nobody sets')")
     hosts = Hosts(folder, ["torchrun", "--nproc-per-node", "2", path]).start()
-    eventually(lambda: len(hosts.rank_pids()) == 2, "the ranks")
+    until(lambda: len(hosts.rank_pids()) == 2, "the ranks")
     [store] = store_of(hosts)
     store.kill()
     assert hosts.wait() == [1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.workspace_sync import sync_workspace
 from torchx_monarch.code_sync.scan import StatCache, scan
 from torchx_monarch.exceptions import CodeError
-
-Eventually = Callable[..., object]
 
 _SHOW = """
 import os, sys, time
@@ -71,7 +69,7 @@ def hosts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def test_a_host_in_the_place_of_another_gets_the_code(
-    folder: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+    folder: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -81,7 +79,7 @@ def test_a_host_in_the_place_of_another_gets_the_code(
         live.ready()
         go = tmp_path / "go"
         running = live.job.run_spmd_async(["show.py", str(go)], output="store", workspace=str(root), sync="always")
-        eventually(lambda: len(list(live.job.logs())) == 2, "both ranks")
+        until(lambda: len(list(live.job.logs())) == 2, "both ranks")
         set_value(root, 2)
         live.processes[1].kill()
         live.processes[1].wait()

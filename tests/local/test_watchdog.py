@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.local.hosts import Hosts
+from tests.waits import until
 
 SET_UP = """
 import os, sys, time
@@ -74,14 +75,12 @@ def test_a_server_that_cannot_begin_is_named(run: Callable[..., Hosts], tmp_path
     assert "torch's timer server does not run: FileNotFoundError: " in hosts.err().splitlines()[-1]
 
 
-def test_a_server_that_is_gone_is_told_and_the_job_goes_on(
-    run: Callable[..., Hosts], tmp_path: Path, eventually: Callable[..., object]
-) -> None:
+def test_a_server_that_is_gone_is_told_and_the_job_goes_on(run: Callable[..., Hosts], tmp_path: Path) -> None:
     hosts = run(f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.1)")
-    eventually(lambda: any(event["kind"] == "ranks" for event in hosts.events()), "the ranks")
+    until(lambda: any(event["kind"] == "ranks" for event in hosts.events()), "the ranks")
     children = psutil.Process(hosts.processes[0].pid).children()
     next(one for one in children if any("timers.py" in word for word in one.cmdline())).kill()
-    eventually(lambda: "are not looked at any more: its process has ended" in hosts.err(), "the line")
+    until(lambda: "are not looked at any more: its process has ended" in hosts.err(), "the line")
     (tmp_path / "go").touch()
     assert hosts.wait() == [0], hosts.err()
 

@@ -13,15 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.local.hosts import Hosts
-
-Eventually = Callable[..., object]
+from tests.local.hosts import Hosts, torchrun
+from tests.waits import until
 
 FORKED = ("--grace", "5", "--preload", "json,random,tempfile,uuid,multiprocessing,concurrent.futures")
-
-
-def torchrun(path: str, nproc: int = 2, restarts: int = 0) -> list[str]:
-    return ["torchrun", "--tee", "3", "--nproc-per-node", str(nproc), "--max-restarts", str(restarts), path]
 
 
 def said(hosts: Hosts) -> dict[int, str]:
@@ -122,13 +117,11 @@ def test_a_killed_zygote_is_replaced(folder: Path, script: Callable[[str], str])
     assert said(hosts) == {0: "attempt 1 True"}
 
 
-def test_a_stop_while_modules_are_imported(
-    folder: Path, script: Callable[[str], str], tmp_path: Path, eventually: Eventually
-) -> None:
+def test_a_stop_while_modules_are_imported(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
     (tmp_path / "mod.py").write_text(f"import time\nopen({str(tmp_path / 'importing')!r}, 'w')\ntime.sleep(3)")
     path = script(f"open({str(tmp_path / 'ran')!r}, 'w')")
     hosts = Hosts(folder, torchrun(path), options=("--grace", "1", "--preload", "mod")).start()
-    eventually((tmp_path / "importing").exists, "the import")
+    until((tmp_path / "importing").exists, "the import")
     hosts.processes[0].send_signal(signal.SIGTERM)
     assert hosts.wait() != [0]
     assert not (tmp_path / "ran").exists()

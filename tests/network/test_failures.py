@@ -19,7 +19,7 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.ports import free_port
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import RefusedError
@@ -103,7 +103,7 @@ def test_a_host_that_replica_0_is_not_for_says_why(
     ],
 )
 def test_a_host_that_finds_nobody_says_where_it_looks(
-    start: Callable[..., Hosts], port: int, eventually: Callable[..., object], rendezvous: str, why: str
+    start: Callable[..., Hosts], port: int, rendezvous: str, why: str
 ) -> None:
     with socket.socket() as full, contextlib.ExitStack() as stack:
         full.bind(("127.0.0.1", 0))
@@ -116,7 +116,7 @@ def test_a_host_that_finds_nobody_says_where_it_looks(
         secret = credentials.create()[0].to_text()
         hosts = start(1, rendezvous=rendezvous.format(**ports), MONARCH_CREDENTIALS=secret)
         line = rf"^\[monarch\] waiting for replica 0 \(.*{why.format(**ports)}"
-        eventually(lambda: re.search(line, hosts.err(1), re.M), f"{line} in {hosts.err(1)}", seconds=_SAYS_WITHIN)
+        until(lambda: re.search(line, hosts.err(1), re.M), f"{line} in {hosts.err(1)}", seconds=_SAYS_WITHIN)
         assert hosts.err(1).count("waiting") == 1, hosts.err(1)  # the first of these lines says it, after five seconds
 
 
@@ -159,7 +159,6 @@ def test_a_client_is_told_which_worker_loop_cannot_be_reached(
     start: Callable[..., Hosts],
     port: int,
     tmp_path: Path,
-    eventually: Callable[..., object],
     options: tuple[str, ...],
     why: str,
 ) -> None:
@@ -169,7 +168,7 @@ def test_a_client_is_told_which_worker_loop_cannot_be_reached(
     first = start(0, does=waits, MONARCH_CREDENTIALS=secret.to_text())
     options = tuple(word.format(port=port) for word in options)
     second = start(1, *options, does=waits, MONARCH_CREDENTIALS=secret.to_text())
-    eventually(lambda: "ranks 2/2" in first.err(0), "the ranks")
+    until(lambda: "ranks 2/2" in first.err(0), "the ranks")
     with attaching(port, client) as link, pytest.raises(RefusedError, match=f"host 1 .*{why}"):
         link.answer(WITHIN)
     go.touch()
@@ -201,7 +200,6 @@ def test_opens_what_it_is_told_to_and_nothing_else(
     start: Callable[..., Hosts],
     port: int,
     tmp_path: Path,
-    eventually: Callable[..., object],
     bind: str,
     attaches: bool,
 ) -> None:
@@ -218,7 +216,7 @@ def test_opens_what_it_is_told_to_and_nothing_else(
         )
         for replica in (0, 1)
     ]
-    eventually(lambda: "ranks 2/2" in both[0].err(0), "the ranks")
+    until(lambda: "ranks 2/2" in both[0].err(0), "the ranks")
     with contextlib.ExitStack() as stack:
         if attaches:
             link = stack.enter_context(attaching(port, client))

@@ -15,6 +15,7 @@ from tests.local.hosts import Hosts
 from tests.network.clients import Client
 from tests.network.conftest import PORT
 from tests.network.namespaces import Network, requires_namespaces
+from tests.waits import until
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import UnreachableError
@@ -36,7 +37,6 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
     networked: Callable[..., Hosts],
     folder: Path,
     tmp_path: Path,
-    eventually: Callable[..., object],
 ) -> None:
     path = tmp_path / "prog.py"
     path.write_text("import os\nprint('rank', os.environ['RANK'], len(os.environ.get('LONG', '')))\n")
@@ -47,7 +47,7 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
     there = Target(Address("tls", machines.address(0), PORT), "trainer", text)
     client = Client(there)
     with machines.entered(2):  # neither host's machine
-        eventually(lambda: (status := client.dialled.ask_status()) and status.ready, "the mesh")
+        until(lambda: (status := client.dialled.ask_status()) and status.ready, "the mesh")
         for length in (0, 100_000):  # a request may be longer than a line
             result = client.run_spmd(output="store", env={"LONG": length * "x"})
             said = {rank: one.stdout for rank, one in result.output.items()}

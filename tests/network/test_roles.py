@@ -24,14 +24,13 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, Resource, Role
 
 from tests.network.namespaces import Network, requires_namespaces
+from tests.waits import until
 from torchx_monarch.backends.aws_batch.request import with_credentials
 from torchx_monarch.components import controller
 from torchx_monarch.schedulers import monarch_aws_batch
 from torchx_monarch.transport import credentials
 
 pytestmark = requires_namespaces
-
-Eventually = Callable[..., object]
 
 
 class Nodes:
@@ -135,7 +134,7 @@ def role(tmp_path: Path) -> Callable[..., Role]:
     return make
 
 
-def until(path: Path) -> str:
+def awaits(path: Path) -> str:
     """A rank's lines that wait for a file."""
     return f"while not os.path.exists({str(path)!r}): time.sleep(0.05)"
 
@@ -145,17 +144,16 @@ def test_each_role_meets_at_a_replica_0_of_its_own(
     submitted: Callable[..., Nodes],
     role: Callable[..., Role],
     tmp_path: Path,
-    eventually: Eventually,
     first: int,
     insecure: bool,
 ) -> None:
     """The main node's host comes last of all, though Batch would start it first."""
     go = tmp_path / "go"
-    nodes = submitted(role("a", first, until(go)), role("b", 2), role("c", 2), insecure_plain_tcp=insecure)
+    nodes = submitted(role("a", first, awaits(go)), role("b", 2), role("c", 2), insecure_plain_tcp=insecure)
     others = [first + 1, first + 3, first, first + 2]
     nodes.start(*others)
     nodes.start(*range(1, first))
-    eventually(lambda: nodes.log(first + 1).count("waiting for replica 0 ("), "a wait with its reason")
+    until(lambda: nodes.log(first + 1).count("waiting for replica 0 ("), "a wait with its reason")
     nodes.start(0)
     assert nodes.wait(*others) == [0, 0, 0, 0], "".join(map(nodes.log, others))
     go.touch()
@@ -168,15 +166,15 @@ def test_each_role_meets_at_a_replica_0_of_its_own(
 
 
 def test_a_job_that_begins_again_has_nothing_to_do_with_nodes_of_the_attempt_before(
-    submitted: Callable[..., Nodes], role: Callable[..., Role], tmp_path: Path, eventually: Eventually
+    submitted: Callable[..., Nodes], role: Callable[..., Role], tmp_path: Path
 ) -> None:
     """Its replica 0 of the second role has never found the main node, and goes on trying, at the same address."""
     go = tmp_path / "go"
-    nodes = submitted(role("a", 1, until(go)), role("b", 2), spare=1)
+    nodes = submitted(role("a", 1, awaits(go)), role("b", 2), spare=1)
     nodes.start(1)
     nodes.start(0, 2, attempt=2)
-    eventually(lambda: "is of another start of the app" in nodes.log(1), "the old replica 0")
-    eventually(lambda: "has not registered its address yet" in nodes.log(2, 2), "a wait for the new one")
+    until(lambda: "is of another start of the app" in nodes.log(1), "the old replica 0")
+    until(lambda: "has not registered its address yet" in nodes.log(2, 2), "a wait for the new one")
     assert nodes.processes[1, 1].poll() is None
     nodes.start(1, attempt=2, machine=3)
     assert nodes.wait(1, 2, attempt=2) == [0, 0], nodes.log(1, 2) + nodes.log(2, 2)
@@ -187,9 +185,7 @@ def test_a_job_that_begins_again_has_nothing_to_do_with_nodes_of_the_attempt_bef
     assert nodes.wait(1) == [143], nodes.log(1)
 
 
-def test_a_role_that_fails_ends_the_job(
-    submitted: Callable[..., Nodes], role: Callable[..., Role], eventually: Eventually
-) -> None:
+def test_a_role_that_fails_ends_the_job(submitted: Callable[..., Nodes], role: Callable[..., Role]) -> None:
     """Batch itself watches the main node alone, which also starts all of them again when there are attempts left."""
     fails = "time.sleep(1)\nif e['RANK'] == '1': sys.exit(7)\ntime.sleep(1000)"
     nodes = submitted(role("a", 1, "time.sleep(1000)"), role("b", 2, fails), role("c", 1, "time.sleep(1000)"))
@@ -199,9 +195,7 @@ def test_a_role_that_fails_ends_the_job(
     assert said in nodes.log(0) and said in nodes.log(3), nodes.log(0) + nodes.log(3)
 
 
-def test_a_controller_finds_the_hosts_of_all_roles(
-    submitted: Callable[..., Nodes], tmp_path: Path, eventually: Eventually
-) -> None:
+def test_a_controller_finds_the_hosts_of_all_roles(submitted: Callable[..., Nodes], tmp_path: Path) -> None:
     """Those of a role with one replica, too, which nobody else would have to find."""
     script = tmp_path / "main.py"
     script.write_text(

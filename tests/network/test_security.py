@@ -24,7 +24,7 @@ import pytest
 from tests.local.hosts import Hosts
 from tests.network.conftest import PORT
 from tests.network.namespaces import Network, requires_namespaces
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
 from torchx_monarch.transport import connections, credentials, messages
@@ -100,7 +100,6 @@ class Job:
 def job(
     network: Callable[[int], Network],
     networked: Callable[..., Hosts],
-    eventually: Callable[..., object],
     tmp_path: Path,
 ) -> Iterator[Job]:
     machines = network(3)
@@ -117,7 +116,7 @@ def job(
         environ={"MONARCH_CREDENTIALS": hosts_credentials.to_text()},
     ).start()
     try:
-        eventually(lambda: "ranks 4/4" in hosts.err(), "the ranks")
+        until(lambda: "ranks 4/4" in hosts.err(), "the ranks")
         yield Job(machines, hosts, hosts_credentials, client, go)
     finally:
         go.touch()
@@ -230,7 +229,7 @@ def test_nobody_without_a_certificate_of_the_job_gets_in_anywhere(job: Job, work
     job.finish()
 
 
-def test_a_client_looks_and_stops_and_does_nothing_else(job: Job, eventually: Callable[..., object]) -> None:
+def test_a_client_looks_and_stops_and_does_nothing_else(job: Job) -> None:
     me = job.client_identity()
     state = job.talk(me, {"type": "look"})
     assert state is not None and [host["replica"] for host in state["hosts"]] == [0, 1]
@@ -341,9 +340,7 @@ def attack(job: Job, victim: int, port: int, *more: str) -> tuple[dict[str, int]
 
 
 @pytest.mark.slow
-def test_thousands_of_connections_that_nobody_wants(
-    job: Job, tmp_path: Path, eventually: Callable[..., object], pytestconfig: pytest.Config
-) -> None:
+def test_thousands_of_connections_that_nobody_wants(job: Job, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """2,600, and 8,500 under ``--hypothesis-profile nightly``."""
     hundreds = 100 if pytestconfig.getoption("hypothesis_profile") == "nightly" else 30
     secret = tmp_path / "hosts"
@@ -359,16 +356,14 @@ def test_thousands_of_connections_that_nobody_wants(
 
     assert sum(done.values()) >= 85 * hundreds, done
     assert most < memory + 50, f"{memory} MB before, {most} MB at most"
-    eventually(lambda: open_files(victim) <= files + 5, "the connections to be closed")
+    until(lambda: open_files(victim) <= files + 5, "the connections to be closed")
     grown = log.stat().st_size + (job.hosts.logs(0) / "err").stat().st_size - logged
     assert grown < 20_000, log.read_text()[-3000:]
     job.finish()
 
 
 @pytest.mark.usefixtures("workers")
-def test_hundreds_of_unauthenticated_clients_on_the_ports_of_monarch(
-    job: Job, eventually: Callable[..., object]
-) -> None:
+def test_hundreds_of_unauthenticated_clients_on_the_ports_of_monarch(job: Job) -> None:
     on_host_0 = [(port, pid) for address, port, pid in job.ports if address == job.network.address(0) and port != PORT]
     ((port, victim),) = on_host_0
     memory, files = resident(victim), open_files(victim)
@@ -378,7 +373,7 @@ def test_hundreds_of_unauthenticated_clients_on_the_ports_of_monarch(
     print(f"{done}; {memory} MB before, {most} at most; log {log.stat().st_size - logged} bytes")
     assert sum(done.values()) >= 300
     assert most < memory + 50, f"{memory} MB before, {most} MB at most"
-    eventually(lambda: open_files(victim) <= files + 5, "the connections to be closed")
+    until(lambda: open_files(victim) <= files + 5, "the connections to be closed")
     assert log.stat().st_size - logged < 200_000
     job.finish()
 
@@ -392,8 +387,8 @@ def test_monarch_keeps_silent_connections(job: Job) -> None:
         for address, port, _ in job.ports:
             with job.network.entered(_STRANGER):
                 silent[socket.create_connection((address, port), timeout=_REFUSED_WITHIN)] = port
-        closed, until = set(), time.monotonic() + _LOOKED_ON
-        while (left := until - time.monotonic()) > 0 and (ended := select.select(list(silent), [], [], left)[0]):
+        closed, deadline = set(), time.monotonic() + _LOOKED_ON
+        while (left := deadline - time.monotonic()) > 0 and (ended := select.select(list(silent), [], [], left)[0]):
             for connection in ended:
                 closed.add(silent.pop(connection))
                 connection.close()

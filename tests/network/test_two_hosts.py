@@ -11,6 +11,7 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.network.namespaces import Network, requires_namespaces
+from tests.waits import until
 
 pytestmark = requires_namespaces
 
@@ -73,7 +74,6 @@ def test_goes_on_when_a_machine_is_cut_off_and_its_host_replaced(
     network: Callable[[int], Network],
     networked: Callable[..., Hosts],
     script: Callable[[str], str],
-    eventually: Callable[..., object],
     lost: int,
 ) -> None:
     path = script(WAITS_IN_THE_FIRST_ATTEMPT)
@@ -81,7 +81,7 @@ def test_goes_on_when_a_machine_is_cut_off_and_its_host_replaced(
     options = ("--grace", "5", "--preload", "", "--replacements", "1", "--rejoin-timeout", "15")
     command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--tee", "3", path]
     hosts = networked(machines, command, options=options).start()
-    eventually(lambda: all(hosts.out(replica).count("attempt 0") == 2 for replica in (0, 1)), "the first attempt")
+    until(lambda: all(hosts.out(replica).count("attempt 0") == 2 for replica in (0, 1)), "the first attempt")
     gone = hosts.processes[lost]
     machines.cut(lost)
     if lost == 0:

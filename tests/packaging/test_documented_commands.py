@@ -12,7 +12,6 @@ import configparser
 import os
 import re
 import shlex
-import subprocess
 import sys
 import textwrap
 import threading
@@ -24,7 +23,7 @@ from torchx.cli.main import create_parser, get_sub_cmds, main
 from torchx.runner import get_runner
 from torchx.specs import AppState
 
-from tests.contract.place import TORCHX
+from tests.fork_server import run_torchx
 from tests.packaging.documented_commands import ROOT, Command, commands, pages
 
 NOT_HERE = {
@@ -189,7 +188,7 @@ def test_the_jobs_of_the_readme_run(folder: Path) -> None:
     """In the order of the page; what follows a job is about it."""
 
     def torchx(words: list[str]) -> str:
-        done = subprocess.run([*TORCHX, *words[1:]], capture_output=True, text=True, timeout=240)
+        done = run_torchx(*words[1:])
         assert done.returncode == 0, f"{shlex.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout
 
