@@ -28,7 +28,6 @@ from tests.waits import WITHIN
 
 # Beside test modules, pytest shows the values in failed assertions of these.
 pytest.register_assert_rewrite("tests.clusters.live", "tests.contract.contract", "tests.contract.place")
-pytest_plugins = ["tests.contract.table"]
 
 # What collection makes stays to the end: scanning it for garbage again and again takes a third of the collection.
 gc.disable()
@@ -107,6 +106,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     And leave out how the real torchrun behaves, in a run that is not about it, and the tests of the image and nightly
     ones unless they are asked for.
     """
+    for item in items:
+        _mark_as_place_says(item)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     unwanted = set[str]()
     if config.getoption("--torchrun") != "live" and not config.getoption("--record-torchrun"):
@@ -119,6 +120,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def _mark_as_place_says(item: pytest.Item) -> None:
+    """Mark a test of the contract that its backend leaves to the nightly run or cannot pass (see ``Place``)."""
+    place: Any = getattr(getattr(item, "cls", None), "kind", None)
+    if place is None:
+        return
+    for name in (
+        *[mark.args[0] for mark in item.iter_markers("scenario")],
+        getattr(item, "originalname", ""),
+        item.name,
+    ):
+        if name in place.nightly:
+            item.add_marker(pytest.mark.nightly(place.nightly[name]))
+        if name in place.cannot:
+            item.add_marker(pytest.mark.skip(reason=place.cannot[name]))
 
 
 def pytest_collection_finish() -> None:

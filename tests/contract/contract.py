@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What every backend does, as tests: each scenario of ``scenarios.SCENARIOS``, written once.
+"""What every backend does, as tests: each scenario of ``table.SCENARIOS``, written once.
 
 A backend's test folder has a ``test_contract.py`` with a subclass of ``Contract`` that names the backend's ``Place``.
 """
