@@ -65,11 +65,9 @@ def test_restart_at_the_named_port(both: Launchers) -> None:
 
 
 def test_port_that_is_taken(both: Launchers) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        theirs, ours = both.script("mark('ran')", "--master-port", str(port), nproc=1, live=True)
+    port = both.port()
+    with socket.create_server(("127.0.0.1", int(port))):
+        theirs, ours = both.script("mark('ran')", "--master-port", port, nproc=1)
     assert theirs.code == ours.code == 1
     assert theirs.marks() == ours.marks() == []
     last = ours.err.decode().splitlines()[-1]

@@ -190,7 +190,8 @@ def test_a_rank_that_fails_ends_the_actors_of_its_own_job(tmp_path: Path, runner
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["1x1", pytest.param("2x2", marks=pytest.mark.nightly("25 s of processor time"))])
+@pytest.mark.nightly("up to 25 s of processor time; other actors are beside ranks every time")
+@pytest.mark.parametrize("shape", ["1x1", "2x2"])
 def test_the_example_trains_and_evaluates(runner: Runner, shape: str) -> None:
     """By forks of an interpreter that has imported torch, as by default."""
     words = ["-j", shape, "--env", "OMP_NUM_THREADS=1", str(EXAMPLE), "--epochs", "4"]
