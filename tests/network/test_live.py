@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.local.hosts import Hosts
-from tests.network.clients import Client
 from tests.network.conftest import PORT
 from tests.network.namespaces import Network, requires_namespaces
+from tests.network.relay import Relay
 from tests.waits import until
+from torchx_monarch.client import hosts as client_hosts
+from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import UnreachableError
@@ -25,11 +24,27 @@ from torchx_monarch.transport.address import Address
 pytestmark = requires_namespaces
 
 
-def _pump(one: socket.socket, other: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # one end hangs up before the other
-        while data := one.recv(65536):
-            other.sendall(data)
-        other.shutdown(socket.SHUT_WR)
+class Dialled(client_hosts.Hosts):
+    """Hosts of which it is known where to dial, and which no scheduler knows."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__("monarch_slurm://torchx/app")
+        self._there = target
+
+    @property
+    def target(self) -> Target:
+        return self._there
+
+    def check_alive(self) -> None:
+        """Do nothing: no scheduler knows whether they have ended."""
+
+
+class Client(Allocation):
+    """The job of such hosts."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__("monarch_slurm://torchx/app")
+        self._role_hosts = self.dialled = Dialled(target)
 
 
 def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
@@ -61,25 +76,9 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
                 ask(Target(there.address, "trainer", wrong), {"type": "runs"})
 
     # As with `ssh -L 9999:NODE:PORT`: what is dialled is this machine.
-    near = socket.create_server(("127.0.0.1", 0))
-    with machines.entered(2):
-        far = socket.create_connection((machines.address(0), PORT))
-
-    def tunnel() -> None:
-        accepted, _ = near.accept()
-        back = threading.Thread(target=_pump, args=(far, accepted))
-        back.start()
-        _pump(accepted, far)
-        back.join()
-        accepted.close()
-
-    thread = threading.Thread(target=tunnel)
-    thread.start()
-    local = Target(Address("tls", "127.0.0.1", near.getsockname()[1]), "trainer", text)
-    assert [run["state"] for run in Client(local).runs()] == ["succeeded"] * 2
-    thread.join(60)
-    near.close()
-    far.close()
+    with Relay(PORT, f"/run/netns/{machines.namespace(0)}") as tunnel:
+        local = Target(Address("tls", "127.0.0.1", tunnel.port), "trainer", text)
+        assert [run["state"] for run in Client(local).runs()] == ["succeeded"] * 2
     with machines.entered(2):
         ask(there, {"type": "stop"})
     assert hosts.wait() == [0, 0], hosts.err()
