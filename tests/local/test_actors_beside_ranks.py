@@ -125,9 +125,10 @@ def test_a_client_of_a_batch_job_spawns_actors_and_dies(tmp_path: Path, runner: 
     text = log()
     assert "a Monarch client has attached to 2 hosts" in text
     assert ("the worker loop of host 1 was shut down by its client" in text) == then.startswith("state")
-    ended = re.escape(f"{handle} has ended (FAILED)")
-    with pytest.raises(AssertionError, match=ended), client(tmp_path, handle, ""):
-        pass
+    if not then.startswith("state"):
+        ended = re.escape(f"{handle} has ended (FAILED)")
+        with pytest.raises(AssertionError, match=ended), client(tmp_path, handle, ""):
+            pass
 
 
 def test_a_live_allocation_has_actors_with_and_without_a_run(folder: Path, tmp_path: Path) -> None:

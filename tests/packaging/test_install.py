@@ -165,6 +165,7 @@ def test_the_wheel_has_every_module_and_nothing_else(wheel: Path) -> None:
     assert names == expected | {"torchx_monarch/py.typed", "torchx_monarch/insight/report.html"}
 
 
+@pytest.mark.nightly("6 s of processor time for another build")
 def test_two_builds_are_equal(dist: Path, tmp_path: Path) -> None:
     """Byte by byte: with the sources, anybody can check that a release was made of them."""
     first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (dist, build(tmp_path)))
