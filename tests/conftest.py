@@ -27,7 +27,7 @@ from tests.fork_server import ForkServer
 from tests.waits import WITHIN
 
 # Beside test modules, pytest shows the values in failed assertions of these.
-pytest.register_assert_rewrite("tests.clusters.live", "tests.contract.contract", "tests.contract.place")
+pytest.register_assert_rewrite("tests.contract.contract", "tests.contract.place")
 
 # What collection makes stays to the end: scanning it for garbage again and again takes a third of the collection.
 gc.disable()

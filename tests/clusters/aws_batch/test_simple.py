@@ -13,15 +13,6 @@ from tests.clusters.aws_batch.apps import NAME, Apps, Aws, definitions, request_
 from torchx_monarch.backends.aws_batch.request import TAG_VERSION
 
 
-@pytest.mark.scenario("status and log long after, elsewhere", wire="fake")
-def test_from_another_process(apps: Apps) -> None:
-    handle = apps.run(apps.torchrun("train.py"))
-    apps.wait(handle)
-    status = json.loads(apps.torchx("status", "--json", handle))
-    assert status["state"] == "SUCCEEDED"
-    assert apps.torchx("log", f"{handle}/trainer") == ""
-
-
 @pytest.mark.scenario("list once each", wire="fake")
 def test_lists_each_app_of_ours_once(apps: Apps, aws: Aws) -> None:
     first, second = apps.run(apps.torchrun("train.py")), apps.run(apps.role("true"), queue="second")

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -148,21 +145,6 @@ def test_what_is_not_configured_is_named(wire: Wire, wired: Apps, monkeypatch: p
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert told().startswith("AWS does not answer to batch:ListJobs (Could not connect to the endpoint URL")
-
-
-def test_the_command_shows_one_line(wire: Wire, wired: Apps) -> None:
-    """As a person's ``torchx`` does, whose name this process must have."""
-    wire.says("ListJobs", refusal("ExpiredTokenException", status=403))
-    torchx = wired.folder / "torchx"
-    torchx.write_text("import sys\nfrom torchx.cli.main import main\nsys.exit(main())\n")
-    environ = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
-    command = [sys.executable, str(torchx), "status", HANDLE]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env=environ, cwd=wired.folder, check=False
-    )
-    assert done.returncode == 1
-    said = [line for line in done.stderr.splitlines() if " INFO " not in line]
-    assert len(said) == 1 and said[0].startswith("the AWS credentials have expired"), done.stderr
 
 
 @pytest.mark.scenario("root cause in status", wire="fake")

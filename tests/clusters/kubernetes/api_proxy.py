@@ -69,7 +69,7 @@ class ApiProxy:
         context.load_cert_chain(str(folder / "tls.crt"), str(folder / "tls.key"))
         self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self.port: int = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self) -> None:
         self._server.shutdown()

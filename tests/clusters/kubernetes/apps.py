@@ -36,7 +36,7 @@ class Apps(Place):
     """A cluster, and on it a namespace of its own. KUBECONFIG must name the cluster.
 
     Nothing is shared with the pods but what any cluster has: a program travels in the command, and what a test tells it
-    later is a name in the cluster's DNS (``go``).
+    later is a name in the cluster's DNS.
 
     Args:
         cluster: where they run.
@@ -120,10 +120,6 @@ class Apps(Place):
         service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": word}, "spec": spec}
         self.api.create(f"/api/v1/namespaces/{self.namespace}/services", service)
 
-    def go(self) -> None:
-        """Have the name ``go`` be known: what the programs wait for."""
-        self.tell("go")
-
     def submit_script(self, script: Path, *args: str) -> str:
         """Submit a script whose text travels in the command: it is not in the image."""
         role = self.torchrun(self.program(script.read_text()), *args, nproc=1, env={"OMP_NUM_THREADS": "1"})
@@ -131,7 +127,15 @@ class Apps(Place):
 
     def preempt(self, handle: str, replica: int) -> None:
         """Evict the pod, as when its node is drained."""
-        self.evict(handle, replica)
+        name = self.pod(handle, replica)
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
+        new = self.api.find("/apis/policy/v1") is not None
+        if not new:
+            # A server of before 1.22 does not say so of the pod.
+            condition = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+            self.api.patch(f"{path}/status", {"status": {"conditions": [condition]}})
+        eviction = {"apiVersion": "policy/v1" if new else "policy/v1beta1", "kind": "Eviction"}
+        self.api.create(f"{path}/eviction", {**eviction, "metadata": {"name": name, "namespace": self.namespace}})
 
     @contextlib.contextmanager
     def pending(self) -> Iterator[str]:
@@ -179,20 +183,8 @@ class Apps(Place):
 
     @contextlib.contextmanager
     def reached(self, handle: str) -> Iterator[str]:
-        """Yield the address to which the port of replica 0's pod is forwarded."""
-        with self.forwarded(handle, Target.from_handle(handle, runner=self.runner).address.port) as address:
-            yield address
-
-    def client(self, handle: str) -> tuple[Sequence[str], str]:
-        """Enter the network of the pods."""
-        if self.cluster.stand_ins is None:
-            pytest.skip("a Monarch client dials every host, and this machine is not in the network of the pods")
-        there = Target.from_handle(handle, runner=self.runner).address
-        return ("nsenter", f"--net={self.cluster.network()}"), f"{there.host}:{there.port}"
-
-    @contextlib.contextmanager
-    def forwarded(self, handle: str, port: int) -> Iterator[str]:
-        """HOST:PORT that leads to a port of the pod of the first role's replica 0, as docs/how_to/live.md has it."""
+        """Yield the address to which the port of replica 0's pod is forwarded, as docs/how_to/live.md has it."""
+        port = Target.from_handle(handle, runner=self.runner).address.port
         pod = next(one for one in self.pods(handle) if one["metadata"]["name"] == self.pod(handle, 0))
         if self.cluster.stand_ins is not None:
             with Relay(port, self.cluster.network(pod["metadata"]["uid"])) as relay:
@@ -211,17 +203,12 @@ class Apps(Place):
             finally:
                 forward.terminate()
 
-    def evict(self, handle: str, replica: int) -> None:
-        """Have Kubernetes take a replica's pod away, as when its node is drained."""
-        name = self.pod(handle, replica)
-        path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
-        new = self.api.find("/apis/policy/v1") is not None
-        if not new:
-            # A server of before 1.22 does not say so of the pod.
-            condition = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
-            self.api.patch(f"{path}/status", {"status": {"conditions": [condition]}})
-        eviction = {"apiVersion": "policy/v1" if new else "policy/v1beta1", "kind": "Eviction"}
-        self.api.create(f"{path}/eviction", {**eviction, "metadata": {"name": name, "namespace": self.namespace}})
+    def client(self, handle: str) -> tuple[Sequence[str], str]:
+        """Enter the network of the pods."""
+        if self.cluster.stand_ins is None:
+            pytest.skip("a Monarch client dials every host, and this machine is not in the network of the pods")
+        there = Target.from_handle(handle, runner=self.runner).address
+        return ("nsenter", f"--net={self.cluster.network()}"), f"{there.host}:{there.port}"
 
     def stranger(self) -> Path:
         """The kubeconfig of a service account of the namespace that may do nothing there."""

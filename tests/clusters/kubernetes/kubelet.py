@@ -314,7 +314,7 @@ class Kubelet:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(str(folder / "tls.crt"), str(folder / "tls.key"))
         self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         self._register()
 
     def _register(self) -> None:

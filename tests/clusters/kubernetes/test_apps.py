@@ -42,7 +42,7 @@ WAITS = """
             os.kill(os.getppid(), 9)  # the host
         time.sleep(1000)
 """
-"""Waits for ``Apps.go``; then the ranks named by its arguments kill their hosts. One that starts later ends at once."""
+"""Waits for the name ``go``; then the ranks named by its arguments kill their hosts. A later one ends at once."""
 
 
 def test_all_roles_begin_again_when_one_has_failed(apps: Apps) -> None:
@@ -60,7 +60,7 @@ def test_all_roles_begin_again_when_one_has_failed(apps: Apps) -> None:
         return apps.log(handle) + apps.log(handle, "reader")
 
     apps.until(lambda: logs().count("attempt 0") == 4, "the first start", handle)
-    apps.go()
+    apps.tell("go")
     status = apps.wait(handle, AppState.FAILED)
     assert status.num_restarts == 1, logs()
     assert logs().count("FAILED: reader/1 failed: rank 1 (local rank 0 on ") == 2, logs()
@@ -79,7 +79,7 @@ def test_restarts_of_ranks_count_also_those_of_a_host_that_was_killed(apps: Apps
     text = text.replace("if not told():", 'if not told() and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":')
     handle = apps.run(apps.torchrun("--max-restarts", "2", apps.program(text), "0", nproc=1, max_retries=1))
     apps.until(lambda: apps.log(handle).count("attempt 1") == 2, "the second attempt", handle)
-    apps.go()
+    apps.tell("go")
     assert apps.wait(handle, AppState.SUCCEEDED).num_restarts == 2  # one of each
     log = apps.log(handle)
     # In the first attempt one rank may have been stopped before it had printed.
@@ -181,11 +181,3 @@ def test_an_old_server_is_told_from_a_new_one(apps: Apps, cluster: Cluster, monk
     assert apps.left() == []
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
     apps.runner = Runner("torchx", {NAME: monarch_kubernetes})
-
-
-def test_command_line_submits_and_waits(apps: Apps) -> None:
-    words = ["run", "--scheduler", NAME, "--workspace", "", "--wait", "-cfg", f"namespace={apps.namespace}"]
-    told = apps.torchx(*words, "utils.sh", "--image", apps.cluster.image, "echo", "seen")
-    handle = next(line.split()[-1] for line in told.splitlines() if f"{NAME}://" in line)
-    assert handle.startswith(f"{NAME}://torchx/{apps.namespace}:")
-    assert apps.lines(handle, role="sh") == ["seen\n"]

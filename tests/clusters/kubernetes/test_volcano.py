@@ -29,7 +29,7 @@ LAST = """
         except OSError:
             time.sleep(0.2)
 """
-"""Has the world of four, whose role decides, wait for ``Apps.go``."""
+"""Has the world of four, whose role decides, wait for the name ``go``."""
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_volcano_runs_two_roles_and_everything_is_known(volcano: Apps) -> None:
     main = apps.torchrun(path, name="my-train", env=env)
     handle = apps.run(main, apps.torchrun(path, name="other", nproc=1, env=env), mode="auto")
     apps.until(lambda: apps.states(handle)["other/1"] is AppState.SUCCEEDED, "the end of the other role", handle)
-    apps.go()
+    apps.tell("go")
     status = apps.wait(handle, AppState.SUCCEEDED)
     app_id = handle.rpartition(":")[2]
     hosts = [one.hostname for one in status.roles[0].replicas]

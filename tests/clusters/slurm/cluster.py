@@ -49,7 +49,7 @@ def missing() -> str:
 
 
 class SlurmCluster:
-    """Partitions ``main`` and ``urgent`` of nodes n1, n2, ...; ``up`` starts it.
+    """A partition ``main`` of nodes n1, n2, ...; ``up`` starts it.
 
     Args:
         nodes: how many.
@@ -250,9 +250,6 @@ class SlurmCluster:
             f"{storage}"
             f"NodeName=n[1-{len(self.nodes)}] NodeAddr={self._net}.[1-{len(self.nodes)}] CPUs=4 RealMemory=6000\n"
             f"{away}PartitionName=main Nodes=n[1-{len(self.nodes)}] Default=YES State=UP OverSubscribe=NO\n"
-            # Its jobs take the nodes of others, which go back into the queue.
-            f"PartitionName=urgent Nodes=n[1-{len(self.nodes)}] PriorityTier=2 State=UP OverSubscribe=NO\n"
-            "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
         )
 
     def _daemon(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> None:

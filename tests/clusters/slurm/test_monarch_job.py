@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from torchx.specs import AppState
 
-from tests.clusters.live import had_all_meshes
 from tests.clusters.slurm.apps import NAME, Apps
 from tests.clusters.slurm.cluster import SlurmCluster
-from tests.local.monarch_programs import CONTROLLER, DOCUMENTED, EXPECTED
+from tests.local.monarch_programs import DOCUMENTED, EXPECTED
 
 SERVICES = """
 import json
@@ -70,13 +69,3 @@ def test_telemetry_and_the_mesh_admin_reach_the_nodes(
     assert "failed" not in log, log
     # Hosts dial a client back, unless it goes through one of them.
     assert len(listeners) == (0 if out_of_cluster else 1)
-
-
-def test_a_controller_has_the_meshes_of_all_roles(apps: Apps, tmp_path: Path) -> None:
-    (tmp_path / "main.py").write_text(CONTROLLER)
-    meshes = "trainers=2,loaders=1"
-    words = ["--meshes", meshes, "--cpu", "1", "--env", "WHO=me", "--image", str(tmp_path), "main.py", "3"]
-    handle = apps.runner.run_component("monarch.controller", words, NAME)
-    apps.adopt(handle)
-    status = apps.wait(handle, AppState.FAILED)
-    had_all_meshes(apps.output(handle, 0, role="trainers"), status)

@@ -10,7 +10,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -124,22 +123,3 @@ def test_secrets_are_on_no_command_line(apps: Apps) -> None:
     key, _ = apps.credentials(handle)
     assert len(key) > 500
     assert not [words for words in seen if token.encode() in words or key.encode() in words]
-
-
-def test_a_workspace_is_carried_changed_files_only(apps: Apps, tmp_path: Path) -> None:
-    root = tmp_path / "workspace"
-    (root / "package").mkdir(parents=True)
-    (root / "package" / "large.txt").write_bytes(os.urandom(1_000_000))
-    (root / "train.py").write_text("import os\nprint('first', os.path.getsize('package/large.txt'), flush=True)\n")
-    for word in ("first", "second"):
-        (root / "train.py").write_text((root / "train.py").read_text().replace("first", word))
-        handle = apps.run(apps.torchrun("train.py", nproc=1), workspace=str(root))
-        apps.wait(handle, AppState.SUCCEEDED)
-        assert apps.log(handle).count(f"{word} 1000000") == 2, apps.log(handle)
-
-
-def test_the_setup_commands_come_before_python(apps: Apps) -> None:
-    program = apps.program("import os, sys\nprint(os.environ['FROM_SETUP'], sys.executable, flush=True)\n")
-    handle = apps.run(apps.torchrun(program, nproc=1), setup="FROM_SETUP='a b'; export FROM_SETUP")
-    apps.wait(handle, AppState.SUCCEEDED)
-    assert apps.log(handle).count(f"a b {sys.executable}") == 2
