@@ -17,7 +17,6 @@ from typing import Any
 import boto3
 from torchx.specs import BindMount, Resource
 
-from tests.clusters.aws_batch.checked import WRONG
 from tests.clusters.docker.daemon import ROOT, Daemon
 from tests.contract.place import Place, left_to_others
 from tests.network.namespaces import entered
@@ -79,12 +78,6 @@ class Aws:
         self._process.stdout.close()
         assert self._process.stderr is not None
         self._process.stderr.close()
-
-    def wrong(self) -> list[str]:
-        """What AWS would not have said so far, or would not have been asked."""
-        with contextlib.closing(urllib.request.urlopen(f"{self.url}{WRONG}", timeout=240)) as answer:
-            wrong: list[str] = json.loads(answer.read())
-        return wrong
 
     def client(self, service: str) -> Any:
         """boto3's client."""

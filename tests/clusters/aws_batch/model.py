@@ -7,6 +7,7 @@ and drops what it does not know.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import urllib.parse
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import botocore.session
-from botocore.model import ListShape, MapShape, OperationModel, ServiceModel, Shape, StructureShape
+import jsonschema
+from botocore.model import OperationModel, ServiceModel, Shape
 
 SERVICES = ("batch", "logs", "secretsmanager")
 """Those that we talk to."""
@@ -33,17 +35,19 @@ _ANYWHERE = {
 }
 """Errors that AWS documents for all operations; no operation's model names them."""
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "string": str,
-    "blob": str,
-    "boolean": bool,
-    "integer": int,
-    "long": int,
-    "float": (int, float),
-    "double": (int, float),
-    "timestamp": (int, float),
+_TYPES = {
+    **dict.fromkeys(("string", "blob"), "string"),
+    **dict.fromkeys(("integer", "long"), "integer"),
+    **dict.fromkeys(("float", "double", "timestamp"), "number"),
+    "boolean": "boolean",
+    "structure": "object",
+    "map": "object",
+    "list": "array",
 }
 """What JSON has for each of the model's."""
+
+_LIMITS = {"string": "{}Length", "array": "{}Items", "object": "{}Properties", "integer": "{}imum", "number": "{}imum"}
+"""How JSON Schema calls the least and the most."""
 
 
 @dataclass(frozen=True)
@@ -118,59 +122,26 @@ def _service(name: str) -> ServiceModel:
 
 
 def _problems(shape: Shape, value: Any, where: str) -> Iterator[str]:
-    if isinstance(shape, StructureShape):
-        if not isinstance(value, dict):
-            yield f"{where} is {value!r}, not a structure"
-            return
-        members = {member.serialization.get("name", name): member for name, member in shape.members.items()}
-        for name in set(value) - set(members):
-            yield f"{where} has no {name!r}; it has {', '.join(sorted(members))}"
-        for name in shape.required_members:
-            if value.get(shape.members[name].serialization.get("name", name)) is None:
-                yield f"{where} lacks {name!r}"
-        for name in set(value) & set(members):
-            yield from _problems(members[name], value[name], f"{where}.{name}")
-    elif isinstance(shape, ListShape):
-        if not isinstance(value, list):
-            yield f"{where} is {value!r}, not a list"
-            return
-        yield from _length(shape, len(value), where)
-        for index, each in enumerate(value):
-            yield from _problems(shape.member, each, f"{where}[{index}]")
-    elif isinstance(shape, MapShape):
-        if not isinstance(value, dict):
-            yield f"{where} is {value!r}, not a map"
-            return
-        yield from _length(shape, len(value), where)
-        for key, each in value.items():
-            yield from _problems(shape.key, key, f"{where} (key)")
-            yield from _problems(shape.value, each, f"{where}[{key!r}]")
-    else:
-        yield from _scalar(shape, value, where)
+    for error in jsonschema.Draft202012Validator(_schema(shape)).iter_errors(value):
+        yield f"{error.json_path.replace('$', where, 1)}: {error.message}"
 
 
-def _scalar(shape: Shape, value: Any, where: str) -> Iterator[str]:
-    wanted = _TYPES[shape.type_name]
-    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-        yield f"{where} is {value!r}, not a {shape.type_name}"
-        return
-    if not isinstance(value, str):
-        if isinstance(value, (int, float)):
-            yield from _length(shape, value, where)
-        return
-    yield from _length(shape, len(value), where)
-    allowed = getattr(shape, "enum", None) or shape.metadata.get("enum")
-    if allowed and value not in allowed:
-        yield f"{where} is {value!r}, not one of {', '.join(allowed)}"
-    try:
-        pattern = re.compile(shape.metadata.get("pattern", ""))
-    except re.error:
-        return  # of a dialect that Python does not know
-    if pattern.pattern and not pattern.fullmatch(value):
-        yield f"{where} is {value!r}, which {pattern.pattern} does not match"
-
-
-def _length(shape: Shape, size: float, where: str) -> Iterator[str]:
-    least, most = shape.metadata.get("min", float("-inf")), shape.metadata.get("max", float("inf"))
-    if not least <= size <= most:
-        yield f"{where} is {size:g} (long), and may be {least:g} to {most:g}"
+def _schema(shape: Shape) -> dict[str, Any]:
+    """The JSON Schema of a shape: its members, type, enum, pattern and limits."""
+    kind = _TYPES[shape.type_name]
+    found: dict[str, Any] = {"type": kind}
+    if shape.type_name == "structure":
+        names = {name: member.serialization.get("name", name) for name, member in shape.members.items()}
+        found["properties"] = {names[name]: _schema(member) for name, member in shape.members.items()}
+        found |= {"required": [names[name] for name in shape.required_members], "additionalProperties": False}
+    elif shape.type_name == "list":
+        found["items"] = _schema(shape.member)
+    elif shape.type_name == "map":
+        found |= {"additionalProperties": _schema(shape.value), "propertyNames": _schema(shape.key)}
+    if enum := getattr(shape, "enum", None) or shape.metadata.get("enum"):
+        found["enum"] = list(enum)
+    with contextlib.suppress(re.error):  # a pattern of a dialect that Python does not know
+        if pattern := shape.metadata.get("pattern"):
+            found["pattern"] = f"^(?:{re.compile(pattern).pattern})$"
+    limits = {"min": shape.metadata.get("min"), "max": shape.metadata.get("max")}
+    return found | {_LIMITS[kind].format(name): limit for name, limit in limits.items() if limit is not None}

@@ -24,13 +24,9 @@ _NODES: dict[str, dict[int, str]] = {}
 def main(mode: str) -> None:
     """Serve until stdin ends."""
     os.environ.update(AWS_ACCESS_KEY_ID="testing", AWS_SECRET_ACCESS_KEY="testing", AWS_DEFAULT_REGION="us-east-1")
-    from moto.moto_server import threaded_moto_server as moto
+    from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 
-    from tests.clusters.aws_batch.checked import Checked
-
-    application: Any = vars(moto)["DomainDispatcherApplication"]
-    vars(moto)["DomainDispatcherApplication"] = lambda *args: Checked(application(*args))
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     url = "http://{}:{}".format(*server.get_host_and_port())
     config = json.dumps({"batch": {"use_docker": mode == "docker"}}).encode()
