@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ import psutil
 from torchx.specs import BindMount
 
 from tests.clusters import packages
+from tests.waits import until
 
 ROOT = Path(__file__).parents[3]
 
@@ -91,18 +91,13 @@ class Daemon:
         return docker.DockerClient(self.host)
 
     def _wait(self) -> None:
-        until = time.monotonic() + _UP_WITHIN
-        while True:
-            try:
-                # Not by docker-py, which leaves a socket open when it cannot connect.
-                with socket.socket(socket.AF_UNIX) as probe:
-                    probe.connect(f"{self.folder}/docker.sock")
-                return
-            except OSError as error:
-                log = (self.folder / "log").read_text()[-3000:]
-                assert self._process.poll() is None, f"dockerd has ended:\n{log}"
-                assert time.monotonic() < until, f"dockerd does not answer within {_UP_WITHIN:g} s: {error}\n{log}"
-            time.sleep(0.1)
+        def answers() -> bool:
+            assert self._process.poll() is None, f"dockerd has ended:\n{(self.folder / 'log').read_text()[-3000:]}"
+            # Not by docker-py, which leaves a socket open when it cannot connect.
+            with socket.socket(socket.AF_UNIX) as probe:
+                return probe.connect_ex(f"{self.folder}/docker.sock") == 0
+
+        until(answers, "dockerd", _UP_WITHIN, every=0.1)
 
     def _import_image(self) -> str:
         """An image of empty folders, where those of this machine are to be mounted: a few kB, from no registry."""
@@ -201,14 +196,13 @@ class Daemon:
 
 def _remove_group(path: Path) -> None:
     """The processes in it were killed; they may be about to go."""
-    until = time.monotonic() + 60
-    while True:
-        try:
-            return path.rmdir()
-        except OSError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.05)
+
+    def is_removed() -> bool:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+        return not path.exists()
+
+    until(is_removed, f"the end of the processes in {path}", 60, every=0.05)
 
 
 def of_a_run() -> Iterator[Daemon]:

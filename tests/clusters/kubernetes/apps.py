@@ -12,19 +12,17 @@ import subprocess
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from kubernetes import config
 from torchx.specs import Resource, Role
 
 from tests.clusters.kubernetes.cluster import WIRE, Cluster
 from tests.contract.place import Place, left_to_others
 from tests.network.relay import Relay
-from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
+from torchx_monarch.backends.kubernetes.native import Api
 from torchx_monarch.backends.kubernetes.request import LABEL_APP
 from torchx_monarch.client.target import Target
 from torchx_monarch.schedulers import monarch_kubernetes
@@ -150,13 +148,6 @@ class Apps(Place):
         jobs = self.api.get(f"/apis/batch/v1/namespaces/{self.namespace}/jobs")
         return secret, json.dumps([self.pods(handle), jobs])
 
-    def until_true(self, condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-        """Poll until it holds, of what is no app's."""
-        until = time.monotonic() + seconds * self.patience
-        while not condition():
-            assert time.monotonic() < until, f"still waiting for {what} after {seconds:g} s"
-            time.sleep(0.1)
-
     def everything(self, handle: str) -> str:
         """For the message of a failure."""
         found = [str(self.status(handle)), self.cluster.log()[-4000:]]
@@ -209,36 +200,6 @@ class Apps(Place):
             pytest.skip("a Monarch client dials every host, and this machine is not in the network of the pods")
         there = Target.from_handle(handle, runner=self.runner).address
         return ("nsenter", f"--net={self.cluster.network()}"), f"{there.host}:{there.port}"
-
-    def stranger(self) -> Path:
-        """The kubeconfig of a service account of the namespace that may do nothing there."""
-        path = f"/api/v1/namespaces/{self.namespace}/serviceaccounts"
-        with contextlib.suppress(KubernetesError):  # it is there
-            self.api.create(path, {"metadata": {"name": "stranger"}})
-        request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "metadata": {}, "spec": {}}
-        token = self.api.create(f"{path}/stranger/token", request)["status"]["token"]
-        return self.kubeconfig("stranger", token)
-
-    def kubeconfig(self, name: str, token: str) -> Path:
-        """Write one for the same cluster, of whom this token says."""
-        theirs = yaml.safe_load(self.cluster.kubeconfig.read_text())
-        _, active = config.list_kube_config_contexts(config_file=str(self.cluster.kubeconfig))
-        wanted = active["context"]["cluster"]
-        found = next(dict(one["cluster"]) for one in theirs["clusters"] if one["name"] == wanted)
-        if authority := found.get("certificate-authority"):
-            found["certificate-authority"] = str(self.cluster.kubeconfig.parent / authority)
-        mine = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "tests",
-            "clusters": [{"name": "tests", "cluster": found}],
-            "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": name}}],
-            "users": [{"name": name, "user": {"token": token}}],
-        }
-        path = self.folder / f"{name}.yaml"
-        path.touch(mode=0o600)
-        path.write_text(yaml.safe_dump(mine))
-        return path
 
     def left(self, handle: str = "") -> list[str]:
         """Return what is in the namespace that is ours."""

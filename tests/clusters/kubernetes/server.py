@@ -3,27 +3,20 @@
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import os
 import secrets
 import shutil
-import socket
 import ssl
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import yaml
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from tests.waits import WITHIN
+from tests.ports import free_port
+from tests.waits import WITHIN, until
 
 VERSION = "1.20.2"
 
@@ -43,6 +36,8 @@ def cache() -> Path:
 
 def missing() -> str:
     """Why there can be no server here; empty when there can. Builds it where that is possible."""
+    if shutil.which("openssl") is None:
+        return "a Kubernetes API server needs a certificate, and there is no openssl to make it"
     if all((cache() / name).exists() for name in _PROGRAMS):
         return ""
     lacking = [name for name in ("apt-get", "dpkg", "bash") if shutil.which(name) is None]
@@ -61,49 +56,17 @@ def missing() -> str:
     return ""
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that are free now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-def _usage() -> x509.KeyUsage:
-    no = ("content_commitment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only")
-    yes = ("digital_signature", "key_encipherment", "key_cert_sign", "crl_sign")
-    return x509.KeyUsage(**dict.fromkeys(no, False), **dict.fromkeys(yes, True))
-
-
 def certificate(folder: Path) -> None:
     """Make ``tls.crt`` and ``tls.key``, for 127.0.0.1, strict enough for every client."""
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tests")])
-    now = datetime.datetime.now(datetime.timezone.utc)
-    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")])
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=30))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .add_extension(names, critical=False)
-        .add_extension(_usage(), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
+    extensions = (
+        "subjectAltName=IP:127.0.0.1,DNS:localhost",
+        "keyUsage=critical,digitalSignature,keyCertSign,cRLSign",
+        "extendedKeyUsage=serverAuth",
     )
-    (folder / "tls.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    path = folder / "tls.key"
-    path.touch(mode=0o600)
-    path.write_bytes(private)
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "30", "-subj", "/CN=tests"]
+    words += ["-keyout", f"{folder}/tls.key", "-out", f"{folder}/tls.crt"]
+    words += [word for extension in extensions for word in ("-addext", extension)]
+    subprocess.run(words, check=True, capture_output=True, timeout=WITHIN)
 
 
 class Server:
@@ -120,7 +83,7 @@ class Server:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._token = secrets.token_hex(16)
-        self.port, self._etcd, self._peer, self._manager = free_ports(4)
+        self.port, self._etcd, self._peer, self._manager = (free_port() for _ in range(4))
 
     def up(self) -> None:
         """Start all of it; returns when the server is ready."""
@@ -181,13 +144,14 @@ class Server:
 
     def wait(self, name: str, ready: Callable[[], object]) -> None:
         """Wait until a process of ours is ready."""
-        until = time.monotonic() + _UP_WITHIN
-        while not ready():
+
+        def is_up() -> object:
             log = (self.folder / f"{name}.log").read_text(errors="replace")[-3000:]
             for other, process in self.processes.items():
                 assert process.poll() is None, f"{other} has ended; {name}: {log}"
-            assert time.monotonic() < until, f"{name} is not ready within {_UP_WITHIN:g} s:\n{log}"
-            time.sleep(0.1)
+            return ready()
+
+        until(is_up, name, _UP_WITHIN, every=0.1)
 
     def is_ready(self) -> bool:
         """Whether it answers."""

@@ -12,6 +12,7 @@ from torchx.specs import AppState
 
 from tests.clusters.kubernetes.apps import Apps
 from tests.clusters.kubernetes.test_apps import SAYS, WAITS
+from tests.waits import until
 from torchx_monarch.model import role_metadata
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -46,14 +47,14 @@ def volcano(apps: Apps) -> Iterator[Apps]:
         pytest.skip("the cluster of TEST_KUBECONFIG knows no Volcano jobs, and tests do not change what is not theirs")
     if not there:
         apps.api.create(CRDS, {**kind, "metadata": {"name": f"jobs.{GROUP}"}, "spec": spec})
-        apps.until_true(lambda: apps.api.find(f"/apis/{GROUP}/v1alpha1") is not None, "the kind")
+        until(lambda: apps.api.find(f"/apis/{GROUP}/v1alpha1") is not None, "the kind")
     yield apps
     for app in apps.runner.list("monarch_kubernetes", cfg={"namespace": apps.namespace}):
         apps.runner.delete(app.app_handle)
-    apps.until_true(lambda: apps.left() == [], "the end of all objects")
+    until(lambda: apps.left() == [], "the end of all objects")
     if not there:
         apps.api.delete(f"{CRDS}/jobs.{GROUP}")
-        apps.until_true(lambda: apps.api.find(f"/apis/{GROUP}/v1alpha1") is None, "the end of the kind")
+        until(lambda: apps.api.find(f"/apis/{GROUP}/v1alpha1") is None, "the end of the kind")
 
 
 def test_volcano_runs_two_roles_and_everything_is_known(volcano: Apps) -> None:
@@ -89,7 +90,7 @@ def test_volcano_jobs_are_cancelled_and_fail_and_end_without_their_sidecars(volc
     status = apps.wait(handle, AppState.FAILED)
     assert "AssertionError: boom" in json.loads(status.structured_error_msg)["message"]["message"]
     apps.runner.delete(handle)
-    apps.until_true(lambda: apps.runner.status(handle) is None, "its end")
+    until(lambda: apps.runner.status(handle) is None, "its end")
     reader = apps.role("sleep", "1000", name="reader")
     role_metadata.mark_sidecar(reader)
     handle = apps.run(apps.role("true", name="main"), reader, mode="volcano")

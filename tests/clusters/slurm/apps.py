@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.slurm.cluster import SlurmCluster
 from tests.contract.place import Place, left_to_others
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.slurm import commands
 from torchx_monarch.client.target import Target
@@ -205,9 +204,6 @@ class Apps(Place):
         left = [handle.rpartition("/")[2] for handle in self._handles]
         for app_id in left:
             subprocess.run(["scancel", app_id], check=False, capture_output=True, timeout=240)
-        until = time.monotonic() + 60
         running = ("RUNNING", "COMPLETING")
-        while any(self.slurm_state(app_id) in running for app_id in left):
-            assert time.monotonic() < until, "jobs do not end"
-            time.sleep(0.1)
+        until(lambda: not any(self.slurm_state(app_id) in running for app_id in left), "the end of jobs", 60, every=0.1)
         self.runner.close()

@@ -9,13 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.clusters import packages
 from tests.network.namespaces import ip
+from tests.waits import until
 
 ROOT = Path(__file__).parents[3]
 USER = "al.ice-2"
@@ -150,12 +150,15 @@ class Machine:
                 env=env,
                 start_new_session=True,
             )
-        address = self._addresses[0].partition("/")[0]
-        until = time.monotonic() + _UP_WITHIN
-        while not self._listens():
+        process = self._process
+
+        def listens() -> bool:
             said = (self.root / "console").read_text(errors="replace")[-2000:]
-            assert self._process.poll() is None and time.monotonic() < until, f"{self.name} ({address}): {said}"
-            time.sleep(0.02)
+            assert process.poll() is None, f"{self.name}: {said}"
+            listed = subprocess.run([*self._entering, "ss", "-tlnH"], capture_output=True, text=True, timeout=60)
+            return ":22 " in listed.stdout
+
+        until(listens, f"the server of {self.name}", _UP_WITHIN)
 
     def _connect(self) -> None:
         """Make its network namespace. The Ethernet address stays, as other machines remember it."""
@@ -178,10 +181,6 @@ class Machine:
     def _entering(self) -> tuple[str, ...]:
         return ("nsenter", f"--net=/run/netns/{self._namespace}")
 
-    def _listens(self) -> bool:
-        listed = subprocess.run([*self._entering, "ss", "-tlnH"], capture_output=True, text=True, timeout=60)
-        return ":22 " in listed.stdout
-
     def power_off(self) -> None:
         """Have its power fail: others hear nothing more of it, and no connection is closed."""
         process, self._process = self._process, None
@@ -190,13 +189,15 @@ class Machine:
         if process is not None:
             process.kill()  # the first process dies with it, and with that one all others
             process.wait(_DOWN_WITHIN)
-        until = time.monotonic() + _DOWN_WITHIN
-        while pids := _pids_of(self._namespace):
+
+        def is_off() -> bool:
+            pids = _pids_of(self._namespace)
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            assert time.monotonic() < until, f"{self.name} does not go off: {pids}"
-            time.sleep(0.01)
+            return not pids
+
+        until(is_off, f"{self.name} to go off", _DOWN_WITHIN)
         # The sockets of the dead, which would send what they have left, go with the namespace.
         subprocess.run(["ip", "netns", "delete", self._namespace], capture_output=True, timeout=240)
 

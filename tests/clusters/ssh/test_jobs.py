@@ -24,6 +24,7 @@ from tests.clusters.ssh.apps import STATE, Apps
 from tests.clusters.ssh.machine import USER
 from tests.clusters.ssh.machines import INNER, Machines
 from tests.contract.place import TORCHX
+from tests.waits import until
 
 _WAITS = "echo up $$CUDA_VISIBLE_DEVICES; exec sleep 1000"
 
@@ -92,10 +93,7 @@ def test_a_submission_that_is_ended_leaves_nothing(apps: Apps, machines: Machine
     handles = [word for word in said.split() if word.startswith(f"{apps.name}://")]
     for handle in handles:  # it was faster
         apps.runner.delete(apps.adopt(handle))
-    until = time.monotonic() + 60
-    while (left := [*apps.running(), *apps.files()]) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not left, said
+    until(lambda: not [*apps.running(), *apps.files()], f"nothing to be left: {said}", 60, every=0.1)
 
 
 def test_secrets_are_on_no_command_line(apps: Apps) -> None:
