@@ -2,7 +2,7 @@
 """A cluster of the tests to work with by hand: ``python -m tests.clusters up|down NAME``, or ``make NAME-up``.
 
 ``up`` starts it under a process of its own and prints the variables that clients need; ``down`` ends it. What a cluster
-is says the module ``tests.clusters.NAME.by_hand``: its ``start()`` returns those variables, and what ends it again.
+is says the module ``tests.clusters.NAME.by_hand``: within its ``running()``, which yields those variables, it runs.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.system import processes
-
-Start = Callable[[], tuple[dict[str, str], Callable[[], None]]]
 
 _HERE = Path(__file__).parent
 _FOLDER = Path("/tmp", f"torchx-monarch-clusters-{os.getuid()}")
@@ -65,18 +62,20 @@ def up(name: str) -> int:
 
 def hold(name: str) -> int:
     """Start it, and end it when told to."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    start: Start = importlib.import_module(f"tests.clusters.{name}.by_hand").start
-    variables, stop = start()
-    try:
-        me = processes.identity(os.getpid())
-        assert me is not None
-        state_files.write_json(str(_record(name)), {"pid": me.pid, "start": me.start, "variables": variables})
-        while True:
-            signal.pause()
-    finally:
+
+    def end(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        stop()
+        sys.exit(1)
+
+    signal.signal(signal.SIGTERM, end)
+    me = processes.identity(os.getpid())
+    assert me is not None
+    try:
+        with importlib.import_module(f"tests.clusters.{name}.by_hand").running() as variables:
+            state_files.write_json(str(_record(name)), {"pid": me.pid, "start": me.start, "variables": variables})
+            while True:
+                signal.pause()
+    finally:
         _record(name).unlink(missing_ok=True)
 
 

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from tests.clusters.docker.daemon import Daemon, missing
 
 
-def start() -> tuple[dict[str, str], Callable[[], None]]:
-    """An AWS with two queues; what clients need, and what ends it.
+@contextlib.contextmanager
+def running() -> Iterator[dict[str, str]]:
+    """Yield what clients need of an AWS with two queues.
 
     The image and the queue are for ``-cfg queue="$QUEUE"`` and ``--image "$IMAGE" --mounts "$MOUNTS"``.
     """
@@ -22,25 +24,10 @@ def start() -> tuple[dict[str, str], Callable[[], None]]:
     from tests.clusters.aws_batch.apps import CREDENTIALS, with_docker
     from tests.clusters.aws_batch.server import QUEUES
 
-    daemon = Daemon()
-    try:
+    with contextlib.ExitStack() as stack:
+        daemon = Daemon()
+        stack.callback(daemon.stop)
         aws = with_docker(daemon)
-    except BaseException:
-        daemon.stop()
-        raise
-
-    def stop() -> None:
-        try:
-            aws.stop()
-        finally:
-            daemon.stop()
-
-    variables = {
-        "AWS_ENDPOINT_URL": aws.url,
-        **CREDENTIALS,
-        "QUEUE": QUEUES[0],
-        "DOCKER_HOST": daemon.host,
-        "IMAGE": "tests:latest",
-        "MOUNTS": daemon.mount_words(),
-    }
-    return variables, stop
+        stack.callback(aws.stop)
+        image = {"DOCKER_HOST": daemon.host, "IMAGE": "tests:latest", "MOUNTS": daemon.mount_words()}
+        yield {"AWS_ENDPOINT_URL": aws.url, **CREDENTIALS, "QUEUE": QUEUES[0], **image}

@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from tests.clusters.docker.daemon import Daemon, missing
 
 
-def start() -> tuple[dict[str, str], Callable[[], None]]:
-    """A daemon; what clients need, and what ends it. The image is for ``--image "$IMAGE" --mounts "$MOUNTS"``."""
+@contextlib.contextmanager
+def running() -> Iterator[dict[str, str]]:
+    """Yield what clients need of a daemon. The image is for ``--image "$IMAGE" --mounts "$MOUNTS"``."""
     if reason := missing():
         sys.exit(reason)
     daemon = Daemon()
-    return {"DOCKER_HOST": daemon.host, "IMAGE": daemon.image, "MOUNTS": daemon.mount_words()}, daemon.stop
+    try:
+        yield {"DOCKER_HOST": daemon.host, "IMAGE": daemon.image, "MOUNTS": daemon.mount_words()}
+    finally:
+        daemon.stop()

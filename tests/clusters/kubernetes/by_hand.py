@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from tests.clusters.kubernetes.cluster import Cluster, missing
 
 
-def start() -> tuple[dict[str, str], Callable[[], None]]:
-    """An API server with its stand-ins; what clients and further runs of the tests need, and what ends it."""
+@contextlib.contextmanager
+def running() -> Iterator[dict[str, str]]:
+    """Yield what clients and further runs of the tests need of an API server with its stand-ins."""
     if reason := missing():
         sys.exit(reason)
     cluster = Cluster().up()
     kubeconfig = str(cluster.kubeconfig)
     further = {"TEST_KUBECONFIG": kubeconfig, "TEST_IMAGE": cluster.image, "TEST_KUBE_WIRE": "api-server"}
-    return {"KUBECONFIG": kubeconfig, **further}, cluster.down
+    try:
+        yield {"KUBECONFIG": kubeconfig, **further}
+    finally:
+        cluster.down()

@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from tests.clusters.slurm.cluster import SlurmCluster, missing
 
 
-def start() -> tuple[dict[str, str], Callable[[], None]]:
-    """Four nodes; what clients need, and what ends them."""
+@contextlib.contextmanager
+def running() -> Iterator[dict[str, str]]:
+    """Yield what clients need of four nodes."""
     if reason := missing():
         sys.exit(reason)
     cluster = SlurmCluster(4)
     try:
         cluster.up()
-    except BaseException:
+        yield {"SLURM_CONF": str(cluster.conf)}
+    finally:
         cluster.down()
-        raise
-    return {"SLURM_CONF": str(cluster.conf)}, cluster.down

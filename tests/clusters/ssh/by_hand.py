@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from tests.clusters.ssh.machines import Machines, missing
 
 
-def start() -> tuple[dict[str, str], Callable[[], None]]:
-    """Three machines, m1 to m3; what clients need, and what ends them."""
+@contextlib.contextmanager
+def running() -> Iterator[dict[str, str]]:
+    """Yield what clients need of three machines, m1 to m3."""
     if reason := missing():
         sys.exit(reason)
     machines = Machines(3)
     try:
-        machines.up()
-    except BaseException:
+        yield machines.up().environ
+    finally:
         machines.down()
-        raise
-    return machines.environ, machines.down
