@@ -88,7 +88,7 @@ def column(backend: str) -> dict[str, str]:
     reasons.setdefault("containers: pyxis", "it is Slurm's")
     return {
         name: next((text for text in WIRES.values() if text in wires[name]), "")
-        or f"not possible, because {reasons[name]}"
+        or f"no: {reasons[name]}"
         for name in SCENARIOS
     }
 
