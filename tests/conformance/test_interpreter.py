@@ -106,7 +106,6 @@ DIFFERENT = {
 
 PRELOADED = {
     "modules",
-    "warnings",
     "exit functions",
     "frozen objects",
 }
