@@ -69,7 +69,7 @@ class LaterError(RendezvousError):
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """A client or host that has greeted replica 0.
+    """Who has connected and sent a greeting: a client, a host or a rank.
 
     Attributes:
         greeting: its first message.

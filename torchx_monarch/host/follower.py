@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
 import time
 
@@ -11,11 +12,9 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.host.host import Host
-from torchx_monarch.host.ranks.breakpoints import Streams
 from torchx_monarch.host.workload import Workload
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import ConnectError
 
 _ERROR_REPORT_TIMEOUT = 10.0
@@ -81,11 +80,7 @@ class Follower:
                 where = await roles.find(self._host.options.role, network, timeout, failed)
                 there = dataclasses.replace(network, rendezvous=where)
             left = max(1.0, until - time.monotonic())
-
-            async def connect(greeting: messages.Message) -> Streams:
-                return await there.greet(there.rendezvous, greeting)
-
-            self._host.connector = connect
+            self._host.connector = functools.partial(there.greet, there.rendezvous)
             return await RendezvousClient.join(there, registration, left, failed)
 
         return await self._host.reporter.while_waiting(joining(), lambda: whom + failure)

@@ -19,7 +19,7 @@ from typing import IO
 
 from torchx_monarch.controller.host_messages import WorkerLoopEnded
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import RendezvousError
+from torchx_monarch.controller.rendezvous import Peer, RendezvousError
 from torchx_monarch.controller.roles import is_registered_address
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.breakpoints import Streams
@@ -195,25 +195,22 @@ class AttachRelay:
         transport = f"{SCHEMES[network.rendezvous.scheme]}://{network.advertised}:0"
         names = sorted({network.advertised, self._host.hostname, *local_addresses.interfaces().values()})
         try:
-            role = (await messages.receive(reader) or {}).get("role")
+            peer = Peer(await messages.receive(reader) or {}, reader, writer)
             here = {
                 "role": options.role,
                 "transport": transport if network.rendezvous.networked else "",
                 "others": list(self._others),
                 "timeout": options.host_timeout,
             }
-            await messages.send(writer, {"type": "here", **here})
+            await peer.send({"type": "here", **here})
+            role, attach = str(peer.greeting.get("role")), {"type": "attach", "names": names}
             try:
-                from_leader, to_leader = await self._connect(str(role), {"type": "attach", "names": names})
+                from_leader, to_leader = await self._connect(role, attach)
             except (ConnectError, RendezvousError, OSError, ValueError) as error:
-                await messages.send(writer, {"type": "refused", "reason": f"the leader is not reached: {error}"})
+                await peer.send({"type": "refused", "reason": f"the leader is not reached: {error}"})
                 return
             try:
-                passing = asyncio.ensure_future(_pass_on(from_leader, writer))
-                gone = asyncio.ensure_future(reader.read())
-                await asyncio.wait([passing, gone], return_when=asyncio.FIRST_COMPLETED)
-                passing.cancel()
-                gone.cancel()
+                await peer.while_connected(_pass_on(from_leader, writer))
             finally:
                 to_leader.close()
         except messages.ProtocolError as error:
