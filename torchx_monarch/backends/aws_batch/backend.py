@@ -152,12 +152,11 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         else:
             pages = self._aws.pages("batch", "DescribeJobQueues")
             queues = [queue["jobQueueName"] for page in pages for queue in page["jobQueues"]]
-        apps = [
+        return [
             snapshot.app_snapshot(f"{queue}:{job['jobName']}", job, {}, {})
             for queue in queues
             for job in self._jobs_in(queue)
         ]
-        return sorted(apps, key=lambda app: app.created, reverse=True)
 
     def _jobs_in(self, queue: str) -> list[dict[str, Any]]:
         """Return the jobs of a queue that this scheduler submitted, by their tags, which only DescribeJobs returns.

@@ -62,7 +62,7 @@ def properties(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSB
             "logDriver": "awslogs",
             **({"options": {"awslogs-group": cfg.log_group}} if cfg.log_group else {}),
         },
-        "volumes": [{"name": name, **_volume(role, mount)} for name, mount in storage],
+        "volumes": [{"name": name, **_volume(mount)} for name, mount in storage],
         "mountPoints": [
             {"sourceVolume": name, "containerPath": mount.dst_path, "readOnly": mount.read_only}
             for name, mount in storage
@@ -80,12 +80,10 @@ def _device(role: Role, mount: DeviceMount) -> dict[str, Any]:
     return {"hostPath": mount.src_path, "containerPath": mount.dst_path, "permissions": permissions}
 
 
-def _volume(role: Role, mount: BindMount | VolumeMount) -> dict[str, Any]:
+def _volume(mount: BindMount | VolumeMount) -> dict[str, Any]:
     """Return a volume: a host's folder, or an EFS file system (``fs-12345678``, ``fs-12345678:/folder``)."""
     if isinstance(mount, BindMount):
         return {"host": {"sourcePath": mount.src_path}}
-    if not isinstance(mount, VolumeMount):
-        raise UserError(f"role {role.name!r} has a mount of another kind than bind, volume (EFS) and device: {mount}")
     system, _, folder = mount.src.partition(":")
     return {"efsVolumeConfiguration": {"fileSystemId": system, **({"rootDirectory": folder} if folder else {})}}
 

@@ -90,10 +90,7 @@ class AwsError(BackendError):
 
 
 class Aws:
-    """Creates clients and sends requests, with the account and region of the environment and AWS's configuration.
-
-    Each method raises AwsError if AWS is unreachable, refuses, or is not configured.
-    """
+    """Sends requests with the account and region of the environment and AWS's configuration; raises ``AwsError``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,12 +115,7 @@ class Aws:
             return self._clients[service]
 
     def call(self, service: str, operation: str, **arguments: Any) -> dict[str, Any]:
-        """Send a request and return the answer.
-
-        Args:
-            service: boto3's name of the service, such as ``batch``.
-            operation: the operation's name in AWS's documentation, such as ``SubmitJob``.
-        """
+        """Send a request, such as ``SubmitJob`` to ``batch``, and return the answer."""
         client = self.client(service)
         try:
             answer: dict[str, Any] = getattr(client, xform_name(operation))(**arguments)

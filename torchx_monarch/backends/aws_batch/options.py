@@ -122,11 +122,7 @@ def check_app(app: AppDef, roles: Sequence[RoleSpec], options: AWSBatchOpts) -> 
 
 
 def _check_hosts(role: RoleSpec, main: RoleSpec) -> None:
-    """Check that the hosts of a role can find each other and that Batch can implement the role's retry policy.
-
-    Args:
-        main: the app's first role; its replica 0 is Batch's main node.
-    """
+    """Check that the hosts of a role can meet, and that Batch can implement its retry policy."""
     if not main.runs_hosts:
         raise UserError(
             f"role {role.name!r} has {role.replicas} replicas that are to meet, and AWS Batch tells its nodes the "

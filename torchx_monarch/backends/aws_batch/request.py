@@ -112,11 +112,7 @@ def queue_name(queue: str) -> str:
 
 
 def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJob:
-    """Return the request for an app that ``options.check_app`` allows.
-
-    Args:
-        app: the app; its images must be in a registry that the nodes can reach.
-    """
+    """Return the request for an app that ``options.check_app`` allows."""
     name, queue = new_name(app.name), queue_name(cfg.queue)
     key, tags = secrets.token_hex(), _tags(app, cfg)
     ranges: list[dict[str, Any]] = []

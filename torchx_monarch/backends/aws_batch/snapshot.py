@@ -234,11 +234,7 @@ def _failure(node: Mapping[str, Any], job: Mapping[str, Any]) -> str:
 
 
 def _with_hint(reason: str, container: Mapping[str, Any]) -> str:
-    """Return a reason followed by advice, if there is any.
-
-    Args:
-        container: the container that it is about; may be empty.
-    """
+    """Return a reason followed by advice, if there is any, about a container (empty if it is not about one)."""
     needed = {needed["type"]: needed["value"] for needed in container.get("resourceRequirements", ())}
     memory = needed.get("MEMORY", container.get("memory", "?"))
     hint = next((text for start, text in _HINTS if reason.startswith(start)), "")

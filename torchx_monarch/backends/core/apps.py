@@ -88,7 +88,8 @@ class Apps(Generic[S]):
 
     def list(self, options: Cfg) -> list[tuple[S, AppStatus]]:
         """Read the state of all apps, the newest first; ``options`` as for ``Backend.snapshots``."""
-        return [(app, reduce(app)) for app in self.backend.snapshots(options)]
+        apps = sorted(self.backend.snapshots(options), key=lambda app: app.created, reverse=True)
+        return [(app, reduce(app)) for app in apps]
 
     def lines(
         self,

@@ -193,7 +193,7 @@ class Backend(abc.ABC, Generic[O, R, S]):
 
     @abc.abstractmethod
     def snapshots(self, options: Cfg) -> Sequence[S]:
-        """Read the state of all apps of this backend, briefly, the newest first.
+        """Read the state of all apps of this backend, briefly.
 
         Args:
             options: the run options of ``torchx list``, which may select some of the apps; may be empty.

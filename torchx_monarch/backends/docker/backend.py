@@ -129,8 +129,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         for container in self._daemon.containers():
             apps.setdefault(container.labels[LABEL_APP_ID], []).append(container)
         cancelled = self._daemon.cancelled()
-        found = read_undamaged(apps.items(), lambda item: build(*item, cancelled, read_results(item[1])))
-        return sorted(found, key=lambda app: app.created, reverse=True)
+        return read_undamaged(apps.items(), lambda item: build(*item, cancelled, read_results(item[1])))
 
     def read_log(
         self, app: DockerSnapshot, role: str, replica: int, query: LogQuery[DockerSnapshot]

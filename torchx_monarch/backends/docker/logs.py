@@ -29,9 +29,6 @@ def lines(container: Container, query: LogQuery[Any]) -> Iterator[TimedLine]:
 
     TorchX passes times to docker-py, which takes a time without zone for UTC and fails on a time with a zone. When it
     follows a log, it stops at a restart, and yields chunks as written, which may be several lines or part of one.
-
-    Args:
-        container: the container; the iterator ends if it is deleted.
     """
     start = query.since.timestamp() if query.since is not None else 0.0
     stop = query.until.timestamp() if query.until is not None else None

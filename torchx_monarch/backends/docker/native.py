@@ -50,11 +50,7 @@ class DaemonError(BackendError):
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Convert the errors of requests to the daemon, which may end or hang meanwhile.
-
-    Raises:
-        DaemonError: the daemon does not answer, or refuses a request.
-    """
+    """Raise DaemonError for the errors of requests to the daemon, which may end or hang meanwhile."""
     try:
         yield
     except DockerException as error:
@@ -81,10 +77,7 @@ def map_concurrently(action: Callable[[T], R], arguments: Sequence[T]) -> list[R
 
 
 class Daemon:
-    """The daemon that ``DOCKER_HOST`` names, or this machine's if that is unset. Connects at the first request.
-
-    All methods may raise ``DaemonError``: the daemon cannot be reached.
-    """
+    """The daemon that ``DOCKER_HOST`` names, or this machine's if that is unset. Connects at the first request."""
 
     @functools.cached_property
     def client(self) -> DockerClient:
@@ -163,12 +156,8 @@ def environment(container: Container) -> dict[str, str]:
 def read_file(container: Container, path: str, since: float = 0.0) -> str:
     """Return the text of a file in a running or stopped container.
 
-    Args:
-        path: the file's path in it; empty means no file.
-        since: in seconds since the epoch; a file last modified before it is ignored.
-
-    Returns:
-        The text; empty if the file is missing, too old, longer than ``_MAX_BYTES`` or not regular.
+    It is empty if there is no path or no such file, or if the file is longer than ``_MAX_BYTES``, not regular, or was
+    last modified before ``since``, in seconds since the epoch.
     """
     if not path:
         return ""

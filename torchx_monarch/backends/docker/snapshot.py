@@ -65,9 +65,6 @@ def build(
         containers: its containers; at least one.
         cancelled: when apps were cancelled, in seconds since the epoch, by app id.
         results: results of hosts that must not be restarted, by the id of the container.
-
-    Raises:
-        DamagedFileError: the label with the app is damaged.
     """
     labels = containers[0].labels
     submitted = SubmittedApp.unpack(labels[request.LABEL_APP], f"the label {request.LABEL_APP} of {app_id}")

@@ -86,9 +86,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         if namespace is None:
             try:
                 namespace = self._api.namespace
-            except KubernetesError:  # a dry run with mode=job,validate_spec=False needs no cluster
-                if options.mode != "job" or options.validate_spec:
-                    raise
+            except KubernetesError:  # a dry run without mode=auto and validate_spec needs no cluster
                 namespace = "default"
         render = volcano.render if mode == "volcano" else jobs.render
         rendered = render(app, submitted.roles, options, namespace, record)

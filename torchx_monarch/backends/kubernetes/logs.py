@@ -26,9 +26,6 @@ def lines(
 
     TorchX passes the server a number of seconds for ``since``, which is wrong for a time with a zone, refuses
     ``until``, and stops following when the pod ends.
-
-    Args:
-        path: URL path of the pods' collection.
     """
     since = int(query.since.timestamp() * 10**6) * 1000 if query.since else 0
     until = int(query.until.timestamp() * 10**6) * 1000 if query.until else None

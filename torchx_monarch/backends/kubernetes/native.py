@@ -53,10 +53,7 @@ class KubernetesError(BackendError):
 
 
 class Api:
-    """Sends requests to one API server.
-
-    Args:
-        configuration: the Kubernetes client's ``Configuration``.
+    """Sends requests to one API server, as the Kubernetes client's ``Configuration`` says.
 
     Attributes:
         host: URL of the API server.
@@ -73,11 +70,7 @@ class Api:
 
     @classmethod
     def from_environment(cls) -> Api:
-        """Choose the cluster of KUBECONFIG; else the cluster that this process runs in; else that of ~/.kube/config.
-
-        Raises:
-            KubernetesError: no usable configuration exists.
-        """
+        """Choose the cluster of KUBECONFIG; else the cluster that this process runs in; else that of ~/.kube/config."""
         configuration = client.Configuration()
         in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
         where = _NAMESPACE_FILE
@@ -142,9 +135,7 @@ class Api:
     def delete(self, path: str, propagation: str = "Background", **query: str) -> None:
         """Delete an object, or the objects of a collection that match a selector; do nothing if none exists.
 
-        Args:
-            propagation: what happens to the objects that it owns: ``Background`` deletes them, ``Orphan`` keeps them.
-            query: ``labelSelector``, for a collection.
+        ``Background`` deletes the objects that it owns, too; ``Orphan`` keeps them.
         """
         self._if_exists("DELETE", path, {**query, "propagationPolicy": propagation})
 
@@ -174,7 +165,7 @@ class Api:
         try:
             answer: Object = json.loads(self._send(*request).data)
         except ValueError as error:
-            raise KubernetesError(f"{self.host} does not answer as an API server does: {error}") from None
+            raise KubernetesError(f"{self.host}{request[1]} does not answer as an API server does: {error}") from None
         return answer
 
     def _send(

@@ -90,7 +90,7 @@ def find(api: Api, namespace: str, name: str) -> AppObjects | None:
 
 
 def find_all(api: Api, namespace: str) -> list[AppObjects]:
-    """Return the objects of all apps of this scheduler in a namespace, the newest app first."""
+    """Return the objects of all apps of this scheduler in a namespace."""
 
     def by_app(path: str) -> dict[str, list[Object]]:
         found = defaultdict[str, list[Object]](list)
@@ -107,7 +107,7 @@ def find_all(api: Api, namespace: str) -> list[AppObjects]:
         if _is_record(record):
             name = record["metadata"]["name"]
             apps.append(AppObjects(mode, namespace, record, jobs[name], pods[name]))
-    return sorted(apps, key=lambda app: str(app.record["metadata"]["creationTimestamp"]), reverse=True)
+    return apps
 
 
 def _volcano_jobs(namespace: str) -> str:

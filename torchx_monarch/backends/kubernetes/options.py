@@ -111,14 +111,9 @@ def check(cfg: KubernetesOpts) -> None:
 
 
 def parse_toleration(taint: str) -> Object:
-    """Return the toleration of a pod that tolerates a taint.
+    """Return the toleration of a pod for a taint, ``KEY=VALUE:EFFECT``; raise ValueError for what is none.
 
-    Args:
-        taint: ``KEY=VALUE:EFFECT``. Without ``=VALUE`` it stands for all values of the key, without ``:EFFECT`` for all
-            effects.
-
-    Raises:
-        ValueError: the text is no taint, or the effect does not exist.
+    Without ``=VALUE`` it stands for all values of the key, without ``:EFFECT`` for all effects.
     """
     found = _TAINT.fullmatch(taint)
     if found is None:

@@ -32,11 +32,7 @@ class PodContext:
 
 
 def complete(pod: Object, role_index: int, runs_hosts: bool, context: PodContext) -> None:
-    """Change a pod made by ``role_to_pod``, in place, as both modes need it.
-
-    Args:
-        runs_hosts: whether it runs a host process.
-    """
+    """Change a pod made by ``role_to_pod``, in place, as both modes need it."""
     metadata, spec, cfg = pod["metadata"], pod["spec"], context.cfg
     labels = {LABEL_APP: context.app_id, **(cfg.labels or {}), LABEL_ROLE: str(role_index)}
     metadata.setdefault("labels", {}).update(labels)

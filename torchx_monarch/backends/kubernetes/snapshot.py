@@ -109,9 +109,6 @@ def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None
     Args:
         now: the API server's time, in seconds since the epoch.
         refusals: why Jobs cannot create pods, by their uids.
-
-    Raises:
-        DamagedFileError: the annotation with the app is damaged.
     """
     annotations = objects.record["metadata"]["annotations"]
     options = json.loads(annotations[ANNOTATION_OPTIONS])
@@ -338,11 +335,7 @@ def _disruption(status: Object, conditions: Mapping[str, Object]) -> str:
 
 
 def _failure(ended: Object, container: Object, runs_host: bool) -> str:
-    """Return how a container has failed.
-
-    Args:
-        ended: its termination; empty for none.
-    """
+    """Return how a container has failed, by its termination (``ended``), if there is one."""
     reason, message = ended.get("reason"), (ended.get("message") or "").strip()
     if reason == "OOMKilled":
         limits = (container.get("resources") or {}).get("limits") or {}

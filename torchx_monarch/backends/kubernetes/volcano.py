@@ -21,11 +21,7 @@ from torchx_monarch.model.role_spec import RoleSpec
 def render(
     app: AppDef, specs: Sequence[RoleSpec], cfg: KubernetesOpts, namespace: str, record: dict[str, str]
 ) -> KubernetesRequest:
-    """Return the request for an app: a Volcano job and the Secret that it owns. Volcano creates the Service.
-
-    Raises:
-        ValueError: the host name of a pod would be too long.
-    """
+    """Return the request for an app: a Volcano job and the Secret that it owns. Volcano creates the Service."""
     adapted = copy.deepcopy(app)
     adapted.name = request.short_app(app.name)
     for role in adapted.roles:

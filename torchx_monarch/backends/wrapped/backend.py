@@ -72,12 +72,6 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
     """Has another scheduler run the app, and tells what that scheduler tells.
 
     An app without a record on this machine is shown as the other scheduler describes it.
-
-    Args:
-        name: the name under which the scheduler around this backend is registered.
-
-    Raises:
-        UserError: a run option of the other scheduler has the name of one of this package's.
     """
 
     options = NetworkOpts
@@ -185,12 +179,11 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
             _log.debug("%s does not list: %s", self._name, error)
             with self._asking("describe its apps"):
                 listed = {app_id: self.inner.describe(app_id) for app_id in records}
-        found = [
+        return [
             self._snapshot(app_id, records[app_id], response, True)
             for app_id, response in listed.items()
             if app_id in records
         ]
-        return sorted(found, key=lambda app: app.created, reverse=True)
 
     def _snapshot(
         self, app_id: str, record: Record | None, response: DescribeAppResponse | None, brief: bool

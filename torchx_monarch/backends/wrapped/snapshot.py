@@ -43,8 +43,6 @@ def build(
     """Return the snapshot of an app. Replicas of which nothing is told are in the app's state.
 
     Args:
-        record: its record; None without one.
-        submitted: the result of ``stored_app``.
         response: the other scheduler's description; UNKNOWN if it does not know the app.
         results: what the hosts have written of their end, by role: JSON text, as far as that is known.
         hostname: the name of the machine of replicas of which nothing is told; empty if it is not known.
