@@ -5,9 +5,19 @@ from __future__ import annotations
 
 import io
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from torchx_monarch.transport.connections import Address
+
+
+@pytest.fixture
+def address(leaves_nothing: None) -> Address:
+    """A socket file, by a path that is short enough."""
+    return Address("unix", path=str(Path(tempfile.gettempdir(), "r.sock")))
 
 
 @pytest.fixture

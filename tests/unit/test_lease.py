@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import pytest
@@ -18,7 +20,7 @@ from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.transport import messages
+from torchx_monarch.transport import lease, messages
 from torchx_monarch.transport.connections import Address
 from torchx_monarch.transport.lease import Leases
 
@@ -44,28 +46,29 @@ def test_a_silent_peer_expires_once_and_one_that_is_heard_does_not() -> None:
     assert asyncio.run(main()) == ["silent"]
 
 
-def test_time_in_which_this_process_has_not_run_does_not_count() -> None:
+@pytest.fixture
+def stop_this_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let 2.5 s pass at once, as SIGSTOP does it."""
+    stopped = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(stopped))
+    monkeypatch.setattr(lease, "time", clock)
+    return lambda: stopped.append(2.5)
+
+
+def test_time_in_which_this_process_has_not_run_does_not_count(stop_this_process: Callable[[], None]) -> None:
     async def main() -> None:
         expired: list[str] = []
         leases: Leases[str] = Leases(1.0, expired.append)
         leases.start()
         leases.renew("peer")
         assert leases.own_pause == 0
-        time.sleep(2.5)  # as SIGSTOP does it
-        for _ in range(5):  # the look that was due
-            await asyncio.sleep(0)
+        stop_this_process()
+        await until_async(lambda: leases._silence["peer"], "the look that was due")
         assert not expired
         assert leases.own_pause > 2.0
         leases.stop()
 
     asyncio.run(main())
-
-
-@pytest.fixture
-def address(leaves_nothing: None) -> Address:
-    import tempfile
-
-    return Address("unix", path=str(Path(tempfile.gettempdir(), "r.sock")))
 
 
 def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Address) -> None:
@@ -101,33 +104,16 @@ def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Add
     assert lost == f"host 0 (node0, pid 4710) {said}"
 
 
-def test_heartbeats_keep_both_ends(address: Address) -> None:
-    async def main() -> JobResult | None:
-        first = Rendezvous(HostNetwork(address, HostSpec(replicas=2, lease=1.0)))
-        await first.start()
-        member = await RendezvousClient.join(
-            HostNetwork(address, HostSpec(lease=1.0)), Registration(1, "node1", 1, 1), WITHIN
-        )
-        result = asyncio.ensure_future(member.result(AsyncMock()))
-        done, _ = await asyncio.wait([result], timeout=3.0)  # three leases
-        assert not done and not first.events.pending
-        announcing = asyncio.ensure_future(first.announce(JobResult(7, "over"), 5))
-        told = await asyncio.wait_for(result, WITHIN)
-        member._writer.close()
-        await announcing
-        return told
-
-    assert asyncio.run(main()) == JobResult(7, "over")
-
-
-def test_a_replica_0_that_did_not_run_blames_itself_for_the_hosts_that_have_left(address: Address) -> None:
+def test_a_replica_0_that_did_not_run_blames_itself_for_the_hosts_that_have_left(
+    address: Address, stop_this_process: Callable[[], None]
+) -> None:
     async def main() -> HostEvent:
         first = Rendezvous(HostNetwork(address, HostSpec(replicas=2, lease=1.0)))
         first.register(Registration(0, "node0", 4710, 1))
         await first.start()
         member = await RendezvousClient.join(HostNetwork(address), Registration(1, "node1", 4711, 1), WITHIN)
         member._writer.close()
-        time.sleep(2.5)  # as SIGSTOP does it
+        stop_this_process()
         host_event = await asyncio.wait_for(first.events.next(), WITHIN)
         await first.announce(JobResult(1, "over"), 5)
         return host_event

@@ -64,13 +64,6 @@ def test_a_message_over_the_limit_is_not_sent() -> None:
         messages.encode({"type": "x" * messages.MAX_MESSAGE})
 
 
-@pytest.fixture
-def address(leaves_nothing: None) -> Address:
-    import tempfile
-
-    return Address("unix", path=str(Path(tempfile.gettempdir(), "r.sock")))
-
-
 def test_replica_0_names_the_limit_that_a_greeting_is_over(address: Address) -> None:
     async def main() -> Any:
         rendezvous = Rendezvous(HostNetwork(address))

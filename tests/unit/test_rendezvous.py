@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import signal
-import tempfile
-from pathlib import Path
 from unittest.mock import AsyncMock
 
 import pytest
@@ -23,11 +21,6 @@ from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport.connections import Address
-
-
-@pytest.fixture
-def address(leaves_nothing: None) -> Address:
-    return Address("unix", path=str(Path(tempfile.gettempdir(), "r.sock")))
 
 
 def host(replica: int, attempt: int = -1) -> Registration:
