@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torchx.specs import AppDef, Resource, Role
+from torchx.specs import AppDef, Role
 
-from torchx_monarch.backends.aws_batch.backend import AWSBatchBackend
-from torchx_monarch.backends.aws_batch.native import Aws, AwsError
-from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_VERSION, BatchJob
+from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_VERSION
 from torchx_monarch.backends.aws_batch.snapshot import CANCELLED, FORGOTTEN, app_snapshot
-from torchx_monarch.backends.core.apps import Apps
-from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.state import count_restarts, reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.model.host_result import HostResult
@@ -102,86 +97,3 @@ def test_an_app_that_is_too_large_to_store_is_described_by_its_definition() -> N
     assert [(role.spec.name, len(role.replicas)) for role in app.roles] == [("node", 2), ("node", 2)]
     assert app.app is not None and app.app.roles[0].image == "image"
     assert reduce(app).state is State.RUNNING
-
-
-class Answers:
-    """Stands for AWS.
-
-    Attributes:
-        asked: the requests, (operation, arguments).
-        answers: what is answered to each operation; an error is raised.
-    """
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.answers: dict[str, dict[str, Any] | AwsError] = {
-            "CreateSecret": {"ARN": "arn:aws:secretsmanager:us-east-1:1:secret:torchx-monarch/app"},
-            "RegisterJobDefinition": {"jobDefinitionArn": "arn:definition"},
-            "SubmitJob": {"jobId": "1"},
-        }
-
-    def call(self, service: str, operation: str, **arguments: Any) -> dict[str, Any]:
-        self.asked.append((operation, arguments))
-        answer = self.answers.get(operation, {})
-        if isinstance(answer, AwsError):
-            raise answer
-        return answer
-
-
-@pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch) -> Answers:
-    answers = Answers()
-    monkeypatch.setattr(Aws, "call", lambda self, *words, **arguments: answers.call(*words, **arguments))
-    return answers
-
-
-@pytest.fixture
-def backend() -> Iterator[AWSBatchBackend]:
-    one = AWSBatchBackend()
-    yield one
-    one.close()
-
-
-def rendered(backend: AWSBatchBackend, **cfg: Any) -> BatchJob:
-    roles = [Role(name, "image", entrypoint="true", num_replicas=2, resource=Resource(1, 0, 512)) for name in NAMES]
-    options = {"queue": "q", "execution_role_arn": "arn:aws:iam::1:role/x", **cfg}
-    return backend.render(AppDef("app", roles), SUBMITTED, backend.options.from_cfg(options))
-
-
-@pytest.mark.parametrize("secret", [False, True])
-def test_submission_stores_the_app_and_gives_hosts_their_credentials(
-    aws: Answers, backend: AWSBatchBackend, secret: bool
-) -> None:
-    request = rendered(backend, secret=secret)
-    shown = str(request)
-    app_id = backend.submit(request, SUBMITTED, "the credentials")
-    asked = dict(aws.asked)
-    packed = SubmittedApp.unpack(asked["SubmitJob"]["parameters"][APP_PARAMETER])
-    assert (packed.app, list(packed.roles)) == (APP, SPECS)
-    assert asked["SubmitJob"]["jobDefinition"] == "arn:definition"
-    assert str(asked["RegisterJobDefinition"]).count("the credentials") == (0 if secret else 2)
-    assert str(asked["RegisterJobDefinition"]).count(":secret:torchx-monarch/app") == (2 if secret else 0)
-    assert asked.get("CreateSecret", {}).get("SecretString") == ("the credentials" if secret else None)
-    assert str(request) == shown and "the credentials" not in shown
-    with pytest.raises(UserError, match=f"submitted already, as {app_id}"):
-        backend.submit(request, SUBMITTED, "the credentials")
-
-
-def test_a_refused_submission_leaves_nothing(aws: Answers, backend: AWSBatchBackend) -> None:
-    aws.answers["SubmitJob"] = AwsError("no such queue")
-    with pytest.raises(AwsError, match="no such queue"):
-        backend.submit(rendered(backend, secret=True), SUBMITTED, "the credentials")
-    assert [operation for operation, _ in aws.asked[-2:]] == ["DeregisterJobDefinition", "DeleteSecret"]
-
-
-def test_a_failed_node_does_not_make_us_end_a_job_that_batch_may_restart(
-    aws: Answers, backend: AWSBatchBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    app = app_snapshot("q:app-1", job("RUNNING"), {0: node("RUNNING"), 1: node("FAILED", 5, 1)}, {})
-    monkeypatch.setattr(backend, "snapshot", lambda app_id, brief: app)
-    apps = Apps(backend, "monarch_aws_batch")
-    found = apps.read("q:app-1")
-    assert found is not None and found[1].state is State.RUNNING
-    assert aws.asked == []
-    apps.cancel("q:app-1")
-    assert aws.asked == [("TerminateJob", {"jobId": "1", "reason": CANCELLED})]
