@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -20,7 +17,6 @@ from docker.errors import APIError
 from torchx.runner import Runner
 from torchx.specs import AppDef, BindMount, InvalidRunConfigException, Resource, RetryPolicy, Role
 
-from tests.waits import WITHIN
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.state_files import DamagedFileError
@@ -372,35 +368,3 @@ def test_errors_of_the_daemon_are_for_users() -> None:
     ):
         with pytest.raises(BackendError, match=words), native.answering():
             raise error
-
-
-# -- an app as one word
-
-
-# -- without a daemon
-
-
-@pytest.mark.parametrize("words", [["status", "monarch_docker://torchx/app-1"], ["list", "-s", "monarch_docker"]])
-def test_without_a_daemon_a_person_is_told_what_to_do(words: list[str]) -> None:
-    environ = {**os.environ, "DOCKER_HOST": "unix:///nonexistent", "TORCHX_PLUGINS_SOURCE": "1"}
-    code = "import sys; sys.argv[0] = 'torchx'; from torchx.cli.main import main; main(sys.argv[1:])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], env=environ, capture_output=True, text=True, timeout=WITHIN
-    )
-    assert done.returncode == 1
-    assert "there is no Docker daemon at unix:///nonexistent" in done.stderr
-    assert "systemctl start docker" in done.stderr and "Debian's package is docker.io" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_without_the_client_a_person_is_told_what_to_install() -> None:
-    code = """
-import sys
-sys.modules["docker"] = None
-sys.argv = ["torchx", "run", "-s", "monarch_docker", "monarch.spmd", "a.py"]
-from torchx.cli.main import main
-main(sys.argv[1:])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WITHIN)
-    said = "monarch_docker needs Docker's client for Python; run: pip install 'docker>=7'\n"
-    assert (done.returncode, done.stderr) == (1, said)

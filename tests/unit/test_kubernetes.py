@@ -21,14 +21,11 @@ from torchx.specs import (
     DeviceMount,
     InvalidRunConfigException,
     Resource,
-    RetryPolicy,
     Role,
     VolumeMount,
-    macros,
 )
 from torchx.specs.finder import ComponentValidationException
 
-from tests.clusters.kubernetes.kubelet import expanded
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import LogQuery
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
@@ -187,14 +184,6 @@ def test_names_are_valid_and_differ(app: str, roles: tuple[str, ...]) -> None:
         assert re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", host) and len(host) <= 63, host
 
 
-def test_words_and_values_arrive_as_they_are(runner: Runner) -> None:
-    value = "a,b=c 'q' \"d\" $$HOME `x` \\ $$(HOME) %j $$$$ \n${replica_id}."
-    job = jobs(runner, sh(f"echo {macros.replica_id} $$$$ $$(date) $${{X}}", env={"WORD": value}))[0]
-    at_run = {"JOB_COMPLETION_INDEX": "7", "HOME": "wrong"}
-    assert expanded(container(job)["command"][2], at_run) == "echo 7 $$ $(date) ${X}"
-    assert expanded(environment(job)["WORD"], at_run) == "a,b=c 'q' \"d\" $HOME `x` \\ $(HOME) %j $$ \n7."
-
-
 @pytest.mark.parametrize("cfg", [OFFLINE, VOLCANO])
 def test_only_the_secret_that_is_created_holds_the_credentials(runner: Runner, cfg: dict[str, Any]) -> None:
     roles = [trainer(env={"MONARCH_CREDENTIALS": "of the job around"}), sh()]
@@ -254,23 +243,6 @@ def test_pod_overlay_is_laid_over(runner: Runner) -> None:
     assert spec["nodeSelector"] == {"pool": "a", "disk": "ssd"}
 
 
-def test_volcano_names_replica_0_of_each_role(runner: Runner) -> None:
-    made = objects(
-        runner, trainer("my-train"), trainer("other", retry_policy=RetryPolicy.ROLE, max_retries=2), **VOLCANO
-    )
-    job = made[0]
-    app_id = job["metadata"]["name"]
-    tasks = {task["name"]: task["template"]["spec"]["containers"][0] for task in job["spec"]["tasks"]}
-    for name, host in {"my-train-1": "my-train-0", "other-0": "other-0", "other-1": "other-0"}.items():
-        env = {one["name"]: one.get("value") for one in tasks[name]["env"]}
-        assert env[f"MONARCH_REPLICA0_{int(name.startswith('other'))}"] == f"{app_id}-{host}-0.{app_id}"
-        assert env.keys() >= {"MONARCH_REPLICA0_0", "MONARCH_REPLICA0_1"}
-        assert env["TORCHX_RANK0_HOST"] == f"{app_id}-my-train-0-0.{app_id}"
-    assert job["spec"]["queue"] == "default"
-    stored = SubmittedApp.unpack(job["metadata"]["annotations"][request.ANNOTATION_APP])
-    assert [role.entrypoint for role in stored.app.roles] == ["torchrun", "torchrun"]
-
-
 @pytest.mark.parametrize(
     ("taint", "said"),
     [
@@ -291,12 +263,6 @@ def test_lists_are_read_from_the_command_line(runner: Runner) -> None:
     assert options.cfg_from_str("tolerations=spot:NoExecute,gpu") == {"tolerations": ["spot:NoExecute", "gpu"]}
 
 
-def test_dictionaries_are_read_from_the_command_line(runner: Runner) -> None:
-    options = runner.scheduler_run_opts("monarch_kubernetes")
-    cfg = options.cfg_from_str("node_selector=disk:ssd;example.com/zone:a,mode=job")
-    assert cfg == {"node_selector": {"disk": "ssd", "example.com/zone": "a"}, "mode": "job"}
-
-
 def test_too_large_apps_and_names_are_refused(runner: Runner) -> None:
     import random
 
@@ -307,11 +273,6 @@ def test_too_large_apps_and_names_are_refused(runner: Runner) -> None:
         objects(runner, trainer("x" * 60), **VOLCANO)
     with pytest.raises(ValueError, match="two roles of app 'app' are called 'trainer'"):
         objects(runner, trainer(), trainer())
-
-
-def test_without_a_cluster_the_kubeconfig_is_named(runner: Runner) -> None:
-    with pytest.raises(ComponentValidationException, match="no Kubernetes cluster is configured: .*nosuch"):
-        objects(runner, trainer(), mode="auto")
 
 
 # -- what pods say
@@ -421,11 +382,6 @@ def test_the_output_of_a_pod_without_a_host_is_no_result() -> None:
     assert one.failure.startswith('on node n1 exited with code 3; its last output: {"message": ')
     one = Attempt(pod("Failed", runs_host=False, **ended(3, message="\x1b[2Jx\u202ey")))
     assert one.failure == r"on node n1 exited with code 3; its last output: \x1b[2Jx\u202ey"
-
-
-def test_numbers_of_indexes() -> None:
-    assert snapshot.indexes("0,2-4,9") == {0, 2, 3, 4, 9}
-    assert snapshot.indexes("") == snapshot.indexes(None) == set()
 
 
 # -- what follows
