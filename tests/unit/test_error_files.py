@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchx_monarch.backends.kubernetes.snapshot import Attempt
+from tests.unit.test_host_result import FIELDS, VALUES
 from torchx_monarch.host.ranks import rank_errors
 from torchx_monarch.insight.progress import Reporter, write_result
 from torchx_monarch.model.host_result import HostResult, no_retry_reason
@@ -24,28 +24,19 @@ from torchx_monarch.system import error_files, signed_line
 from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.system.untrusted_text import one_line, printable
 
-MADE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a FIFO": (os.mkfifo, "it is a FIFO"),
-    "a link to an endless device": (lambda path: path.symlink_to("/dev/zero"), "it is a symbolic link"),
-    "a link to a file": (lambda path: path.symlink_to("/etc/hostname"), "it is a symbolic link"),
-    "a folder": (Path.mkdir, "it is a folder"),
-    "deep": (lambda path: path.write_text("[" * 200_000), "it is not JSON"),
-    "deep objects": (lambda path: path.write_text('{"message":' * 50_000), "it is not JSON"),
-    "large": (
-        lambda path: path.write_text(json.dumps({"message": "x" * (2 << 20)})),
-        "it is larger than 1048576 bytes",
-    ),
-    "half": (lambda path: path.write_text('{"message": {"message": "Val'), "it is not JSON"),
-    "empty": (lambda path: path.write_text(""), "it is not JSON"),
-    "no text": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "it is not JSON"),
-    "a number with too many digits": (lambda path: path.write_text("1" * 100_000), "it is not a JSON object"),
-    "a list": (lambda path: path.write_text("[1]"), "it is not a JSON object"),
-}
 
-
-@pytest.mark.parametrize("name", MADE)
-def test_unreadable(name: str, tmp_path: Path) -> None:
-    make, why = MADE[name]
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (os.mkfifo, "it is a FIFO"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a symbolic link"),
+        (lambda path: path.write_text('{"message":' * 50_000), "it is not JSON"),
+        (lambda path: path.write_text(json.dumps({"message": "x" * (2 << 20)})), "it is larger than 1048576 bytes"),
+        (lambda path: path.write_text('{"message": {"message": "Val'), "it is not JSON"),
+        (lambda path: path.write_text("[1]"), "it is not a JSON object"),
+    ],
+)
+def test_unreadable(make: Callable[[Path], object], why: str, tmp_path: Path) -> None:
     make(tmp_path / "error.json")
     with pytest.raises(error_files.UnreadableError, match=why):
         error_files.read(str(tmp_path / "error.json"))
@@ -99,16 +90,7 @@ def test_of_a_long_traceback_the_frames_of_libraries_are_left_out_first() -> Non
     )  # fmt: skip
 
 
-JSON: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=5,
-)
-FIELDS = st.sampled_from([*error_files._SHORT, "message", "extraInfo", "py_callstack", "other"])
-OBJECTS = st.dictionaries(FIELDS, JSON | st.dictionaries(FIELDS, JSON | st.dictionaries(FIELDS, JSON)))
-
-
-@given(OBJECTS)
+@given(st.dictionaries(FIELDS, VALUES))
 def test_any_content_is_an_end_of_a_rank(data: dict[str, Any]) -> None:
     kept = error_files.known_fields(data)
     assert error_files.known_fields(kept) == kept
@@ -132,19 +114,6 @@ def test_what_is_escaped() -> None:
     assert one_line("a\nb\x1b[31m\r\t\x9b\u2028\u202e\udc80é日") == r"a\nb\x1b[31m\r\t\x9b\u2028\u202e\udc80é日"
     assert one_line("abcdef", 3) == "abc..."
     assert printable("a\tb\n\x1b[1mc\r\n") == "a\tb\n\\x1b[1mc\\r"
-
-
-def test_a_termination_message_that_is_too_deep() -> None:
-    """As the kubelet passes it on, when a container has left nothing else."""
-    state = {"terminated": {"exitCode": 3, "message": "[" * 4096, "finishedAt": "2026-11-22T01:02:03Z"}}
-    pod = {
-        "metadata": {"name": "p", "creationTimestamp": "2026-11-22T01:02:03Z"},
-        "spec": {"containers": [{"name": "c"}]},
-        "status": {"phase": "Failed", "containerStatuses": [{"name": "c", "state": state}]},
-    }
-    found = Attempt(pod)
-    assert found.error == ""
-    assert found.failure.startswith("exited with code 3")
 
 
 def test_a_host_signs_its_result_where_its_backend_reads_the_log(tmp_path: Path) -> None:
