@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from torchx_monarch.command.command import Command, CommandError, Program, check, parse
@@ -142,7 +142,6 @@ FLAGS = ["-B", "-O", "-Wignore", "-W", "ignore", "-X", "dev", "-Xutf8", "-BO", "
 
 
 @given(st.lists(st.sampled_from(FLAGS), max_size=3), st.sampled_from(["-c", "-Bc", "-c" + ECHO]))
-@settings(max_examples=40, deadline=None)
 def test_python_flags_are_read_as_cpython_reads_them(flags: list[str], last: str) -> None:
     """Where we find our code to be the program of a command, CPython runs it, with those arguments and flags."""
     words = [*flags, last, ECHO, "a b"]

@@ -15,7 +15,7 @@ from importlib import metadata
 from itertools import product
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchx_monarch.command.rendezvous_conf import RendezvousConf
@@ -308,7 +308,6 @@ words = st.sampled_from(
 @example(["-mt", "3", "train.py", "x"])
 @example(["-5", "x"])
 @example(["--role", "x", "-x y", "z"])
-@settings(deadline=None, max_examples=300)
 def test_a_command_line_is_split_where_torchrun_splits_it(arguments: list[str]) -> None:
     complaint = io.StringIO()
     with contextlib.redirect_stderr(complaint):

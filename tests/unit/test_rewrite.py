@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchx.components import dist, utils
 from torchx.specs import AppDef, RetryPolicy, Role, macros
@@ -315,7 +315,6 @@ starts = st.sampled_from(
 
 
 @given(starts, arguments)
-@settings(deadline=None)
 def test_wrapping_and_then_parsing_gives_the_command_back(start: list[str], args: list[str]) -> None:
     given = app(*start, *args)
     role = rewritten(given)
@@ -367,7 +366,6 @@ frames = st.sampled_from(
 
 
 @given(frames, shell_words)
-@settings(deadline=None, max_examples=100)
 def test_the_shell_gives_the_command_the_same_words(stubs: Path, frame: str, text: str) -> None:
     given = app("bash", "-c", frame.format(f"torchrun a.py {text}"))
     values = macros.Values(img_root="/", app_id="app-1", replica_id="0", rank0_env="R0")

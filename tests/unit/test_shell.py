@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torchx.specs import macros
 
@@ -202,7 +202,6 @@ pieces = st.lists(
 
 
 @given(pieces)
-@settings(max_examples=150, deadline=None)
 def test_bash_reads_the_words_that_we_read(stubs: Path, text: str) -> None:
     """What we take for the words of a torchrun is what bash gives it, expansions apart."""
     # Bash reads a backslash that nothing follows in more than one way, and joins lines within an operator or a `$x`.
