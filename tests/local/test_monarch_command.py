@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.fork_server import run_torchx
-from tests.unit.json_page import documented
+from tests.unit.test_json_page import documented
 from tests.waits import until
 from torchx_monarch.cli import exit_codes
 

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,27 @@ import pytest
 from torchx.cli import cmd_run
 from torchx.cli.main import main
 
-from tests.unit.impatient_terminal import ImpatientTerminal, ctrl_c_raises
 from torchx_monarch.schedulers import command as command_module
 from torchx_monarch.schedulers.foreground import Foreground
+
+
+class ImpatientTerminal(io.StringIO):
+    """A stderr that sends this process SIGINT before the call that prints a line has returned; each time once more."""
+
+    def flush(self) -> None:
+        """Send SIGINT as many times as there are lines."""
+        for _ in range(self.getvalue().count("\n")):
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """Have SIGINT raise ``KeyboardInterrupt`` during the block, also under pytest-xdist and after TorchX's handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Plain:

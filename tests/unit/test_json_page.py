@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.unit.json_page import documented
 from torchx_monarch.cli import exit_codes, main, ps, run_output
 from torchx_monarch.cli.top import View
 from torchx_monarch.client.debugger import Breakpoint
@@ -24,6 +23,16 @@ from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.schedulers.job_status import PHASES, JobStatus, LiveState
 
 _REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+
+def documented(title: str) -> set[str]:
+    """Return the fields in the table with this title: the heading before it, or the first cell of its head."""
+    text = (_REFERENCE / "json.md").read_text()
+    found = re.search(rf"(?:^## {title}\n.*?|The object `{title}`:\n\n)^\| field \|.*?\n\n", text + "\n\n", re.M | re.S)
+    found = found or re.search(rf"^\| field of {title} \|.*?\n\n", text + "\n\n", re.M | re.S)
+    assert found is not None, title
+    rows = [line.split("|")[1] for line in found[0].splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
 def names(kind: Any) -> set[str]:

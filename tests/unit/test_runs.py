@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.unit.impatient_terminal import ImpatientTerminal, ctrl_c_raises
+from tests.unit.test_foreground import ImpatientTerminal, ctrl_c_raises
 from tests.waits import until
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.client.allocation import Allocation
