@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Requests reach the leader's host directly, and the other hosts over the connections of their registrations."""
+"""Requests reach the leader's host directly, and other hosts over the connections of their registrations, as JSON."""
 
 from __future__ import annotations
 
@@ -15,22 +15,28 @@ from tests.waits import WITHIN
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_events import HostLost, Interrupted
 from torchx_monarch.controller.host_messages import (
+    BeginRun,
     HostError,
     HostRefused,
     Request,
     SampleRanks,
     StopRanks,
     WatchRanks,
+    decode_report,
+    decode_request,
 )
 from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.host_requests import HostCall
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.codec import DecodeError
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport.address import Address
 
@@ -214,3 +220,36 @@ def test_an_answer_too_long_for_a_message_is_an_error_of_its_host_alone(tmp_path
         assert "over the limit" in missing[1]
 
     run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("Explode", {}, "unknown request 'Explode'"),
+        ("StopRanks", {"signal": "15", "grace": 1.0}, "StopRanks.signal is '15', not int"),
+        ("StopRanks", {"signal": 15}, "StopRanks lacks 'grace'"),
+        ("LaunchRanks", {"world": {}}, "LaunchRanks.world lacks 'attempt'"),
+    ],
+)
+def test_an_invalid_request_is_named(name: str, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DecodeError, match=reason):
+        decode_request({"name": name, "fields": fields})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{}, {"answer": 7}, {"answer": {"nproc": "1"}}, {"error": "too long"}, {"refused": {}}, {"refused": {"host": 1}}],
+)
+def test_an_invalid_answer_is_an_error(answer: dict[str, Any]) -> None:
+    async def main() -> None:
+        call = HostCall(1, BeginRun(1, "token", RunRequest(None, None)), [0])
+        call.receive(0, answer)
+        assert type(call.answers.get_nowait()[1]) is HostError
+
+    asyncio.run(main())
+
+
+def test_a_heartbeat_is_no_report() -> None:
+    assert decode_report({"type": "alive"}) is None
+    with pytest.raises(DecodeError, match="SignalReceived.number is '1', not int"):
+        decode_report({"type": "SignalReceived", "number": "1", "announced": None})
