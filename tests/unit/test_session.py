@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import signal
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
-from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, RunEndRequested, StopRequested
+from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, StopRequested
 from torchx_monarch.controller.host_messages import (
     Exits,
     HostRefused,
@@ -100,32 +99,6 @@ def new_attempts(hosts: JobHosts, failures: HostFailures | None = None) -> Calla
     return lambda: Attempts(hosts, gatherer, HangWatch(hosts), None)
 
 
-class LiveLike(Session):
-    """A session of runs that begin as often as given, and that a refusal does not end."""
-
-    def __init__(self, hosts: JobHosts, runs: int) -> None:
-        super().__init__(hosts, new_attempts(hosts), SampleRecorder(hosts, None))
-        self.results: list[JobResult] = []
-        self._left = runs
-        self._running = False
-
-    @property
-    def running(self) -> bool:
-        return self._running
-
-    async def next_run(self) -> JobResult | None:
-        self._running, self._left = self._left > 0, self._left - 1
-        return None if self._running else JobResult(0, "idle")
-
-    async def refused(self, refusal: HostRefused) -> JobResult:
-        return JobResult(refusal.code, str(refusal))
-
-    async def finish(self, attempts: Attempts, result: JobResult) -> JobResult | None:
-        self._running = False
-        self.results.append(result)
-        return None
-
-
 def batch_job(hosts: JobHosts, failures: HostFailures | None = None) -> Session:
     return Session(hosts, new_attempts(hosts, failures), SampleRecorder(hosts, None))
 
@@ -140,18 +113,6 @@ def batch(
         return await batch_job(hosts, failures).run(fresh), hosts.log
 
     return asyncio.run(main())
-
-
-def test_a_batch_job_ends_with_its_run() -> None:
-    result, log = batch(GOOD)
-    assert result == JobResult(0, "all 2 ranks ended with code 0")
-    assert log == ["hosts", ("launch", 0)]
-
-
-def test_ranks_are_restarted_on_the_same_mesh() -> None:
-    result, log = batch(FAILED, FAILED)
-    assert result.code == 3 and result.cause is not None and result.cause.replica == 1
-    assert log == ["hosts", ("launch", 0), ("stop", 15), ("launch", 1), ("stop", 15)]
 
 
 @pytest.mark.parametrize(
@@ -196,33 +157,5 @@ def test_an_event_leaves_the_ranks_to_the_controller_and_the_run_goes_on_on_the_
         assert (await session.run(HOSTS)).code == 0
         # Host 1 has run attempt 1 under an earlier replica 0.
         assert hosts.log == ["hosts", ("launch", 2), ("stop", 15), "hosts", ("launch", 3)]
-
-    asyncio.run(main())
-
-
-def test_runs_of_a_session_begin_at_the_first_attempt_and_end_one_by_one() -> None:
-    async def main() -> None:
-        events = HostEvents()
-        ended = RunEndRequested(0, JobResult(137, "killed", stopped=True), signal.SIGKILL)
-        hosts = ScriptedHosts(events, FAILED, GOOD, lambda: events.post(ended), GOOD)
-        session = LiveLike(hosts, 3)
-        assert await session.run([HOSTS[0]]) == JobResult(0, "idle")
-        assert [result.code for result in session.results] == [0, 137, 0]
-        assert events.pending == []
-        launches = [each for each in hosts.log if each[0] == "launch"]  # type: ignore[index]
-        assert launches == [("launch", attempt) for attempt in (0, 1, 0, 0)]
-        assert ("stop", 9) in hosts.log
-
-    asyncio.run(main())
-
-
-def test_a_refusal_ends_a_run_and_not_the_session() -> None:
-    async def main() -> None:
-        hosts = ScriptedHosts(HostEvents())
-        session = LiveLike(hosts, 1)
-        hosts.refusal = (LaunchRanks, False)
-        assert await session.run(HOSTS) == JobResult(0, "idle")
-        assert session.results == [JobResult(1, "host 1 (node1): cannot write the ranks' logs")]
-        assert hosts.log == ["hosts", ("stop", 9)]
 
     asyncio.run(main())
