@@ -17,10 +17,9 @@ from torchx_monarch.controller import roles as roles_module
 from torchx_monarch.controller.host_events import StopRequested
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
-from torchx_monarch.controller.roles import RoleClient, RoleCoordinator, Roles, RoleServer
+from torchx_monarch.controller.roles import RoleClient, Roles, RoleServer
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import connections, messages
 from torchx_monarch.transport.connections import Address
@@ -90,18 +89,6 @@ def test_what_a_host_knows_of_the_other_roles(
 ) -> None:
     roles = Roles.from_spec(HostSpec("app", "b", **flags), rendezvous, environ)
     assert (roles.server and str(roles.server), roles.is_first, roles.looks_up) == expected
-
-
-def test_roles_that_need_no_coordination_have_none() -> None:
-    async def main() -> None:
-        roles = Roles.from_spec(HostSpec("app", "b"), "unix:/b", {})
-        coordinator = roles.coordinator(Rendezvous(HostNetwork(address())), host_network(0), REPORTER)
-        assert type(coordinator) is RoleCoordinator
-        await coordinator.begin(1.0)
-        assert await coordinator.await_others(JobResult(0, "good"), 1.0) == JobResult(0, "good")
-        await coordinator.end(JobResult(0, "good"), 1.0)
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize(
@@ -216,28 +203,5 @@ def test_the_end_of_another_role(
                 assert posted.result.code == event[0] and posted.result.reason.startswith(event[1])
                 late = await asked(JOINT)  # a replica 0 that is started again before this one has gone
                 assert late["type"] == "refused" and late["later"]
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("failed", ["a", "b"])
-def test_both_roles_end_with_the_failure_of_one(leaves_nothing: None, failed: str) -> None:
-    async def main() -> None:
-        async with serving("2", peer_roles=1) as (first, server):
-            other = Rendezvous(HostNetwork(address()))
-            options = HostSpec("app", "b", application=str(address()), peer_roles=1)
-            client = Roles.from_spec(options, "unix:/b", {"MONARCH_START": "2"}).coordinator(
-                other, host_network(1), REPORTER
-            )
-            await asyncio.gather(server.begin(20.0), client.begin(20.0))
-            boom = JobResult(7, "boom")
-            one, events = (server, other.events) if failed == "a" else (client, first.events)
-            ending = asyncio.ensure_future(one.end(boom, 0.1))
-            event = await asyncio.wait_for(events.next(), WITHIN)
-            assert (event.result.code, event.result.consequence) == (7, True)
-            assert event.result.reason.startswith(f"{failed}/0 failed: boom; the application begins again")
-            await ending
-            assert isinstance(client, RoleClient)
-            client._connection.cancel()
 
     asyncio.run(main())
