@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, check_cloud
-from torchx_monarch.backends.docker.backend import DockerBackend
 from torchx_monarch.backends.kubernetes.backend import check_cluster
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.slurm import commands
@@ -105,15 +104,6 @@ def test_a_state_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.M
 
 
 # -- places ------------------------------------------------------------------------------------------------------------
-
-
-def test_docker() -> None:
-    backend = DockerBackend()
-    daemon: Any = SimpleNamespace(client=SimpleNamespace(info=lambda: {"ServerVersion": "28.1", "OSType": "linux"}))
-    backend._daemon = daemon
-    assert levels(backend.checks(None)) == {"Docker": "ok"}
-    daemon.client.info = lambda: {"OSType": "windows"}
-    assert levels(backend.checks(None)) == {"Docker": "fail"}
 
 
 @pytest.mark.parametrize(

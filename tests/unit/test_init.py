@@ -99,12 +99,6 @@ def test_another_default_stays_unless_forced(init: Init) -> None:
     assert path.read_text() == text.replace("scheduler: slurm", "scheduler = monarch_local") + NEW[NEW.index("\n[") :]
 
 
-def test_a_link_stays_a_link(init: Init, tmp_path: Path) -> None:
-    Path(".torchxconfig").symlink_to(tmp_path / "shared")
-    assert init()[0] == 0
-    assert Path(".torchxconfig").is_symlink() and (tmp_path / "shared").read_text() == NEW
-
-
 @pytest.mark.parametrize(
     ("words", "text", "said"),
     [

@@ -56,16 +56,13 @@ def test_a_full_file_is_thinned_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "",
         "no json",
         "[]",
-        "5",
         '{"time": 1, "attempt": 0}',
         '{"time": "1", "attempt": 0, "ranks": []}',
         '{"time": 1, "attempt": 0, "ranks": [[0, 1, 2]]}',
         '{"time": 1, "attempt": 0, "ranks": [[0, 1, 2, -5]]}',
         '{"time": NaN, "attempt": 0, "ranks": []}',
-        '{"time": 1, "attempt": 1e99, "ranks": []}',
         '{"time": 1, "attempt": 0, "ranks": 5}',
     ],
 )

@@ -292,23 +292,6 @@ def test_a_read_only_state_directory_keeps_the_app(
     assert os.path.isdir(root)
 
 
-@pytest.mark.usefixtures("forgetful_slurm")
-def test_a_job_folder_elsewhere_is_used(tmp_path: Path) -> None:
-    job = slurm_job(str(tmp_path / "jobs"))
-    assert SlurmBackend().folders()["7"].root == job.root
-    monarch_slurm("torchx").delete("7")
-    assert SlurmBackend().folders() == {} and content(tmp_path / "jobs") == []
-
-
-@pytest.mark.usefixtures("forgetful_slurm")
-def test_a_file_for_a_folder_of_slurm() -> None:
-    ids = Path(SlurmBackend()._ids)
-    ids.parent.mkdir(parents=True)
-    ids.write_text("")
-    with pytest.raises(StateAccessError, match=f"{ids} is not a folder"):
-        monarch_slurm("torchx").list()
-
-
 def test_records_of_a_job_are_not_read_through_links(tmp_path: Path) -> None:
     job = JobFolder(str(tmp_path / "train"))
     elsewhere = tmp_path / "elsewhere"

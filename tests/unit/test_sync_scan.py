@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from tests.waits import WITHIN
 from torchx_monarch.code_sync import scan as scanning
-from torchx_monarch.code_sync.ignores import IgnoreRules
 from torchx_monarch.code_sync.manifest import EXECUTABLE, FILE, FOLDER, LINK
 from torchx_monarch.code_sync.scan import Limits, ScanError, StatCache, scan
 
@@ -246,9 +245,3 @@ def test_says_what_is_too_much(tmp_path: Path) -> None:
         scan(str(tmp_path), StatCache(), Limits(entries=1))
     with pytest.raises(ScanError, match="is no folder"):
         scan(str(tmp_path / "nosuch"), StatCache())
-
-
-def test_rules_know_what_they_follow_from(tmp_path: Path) -> None:
-    one = IgnoreRules.load(str(tmp_path)).digest
-    write(tmp_path, {".torchxignore": "x"})
-    assert IgnoreRules.load(str(tmp_path)).digest != one

@@ -80,8 +80,10 @@ def _as_by_a_shell() -> None:
     signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # a background job may have it ignored
 
 
-@pytest.mark.parametrize("term", ["xterm-256color", "of-another-world"])
-@pytest.mark.parametrize("end", ["q", "ctrl-c", "ctrl-z", "sigterm", "sighup"])
+@pytest.mark.parametrize(
+    ("end", "term"),
+    [*((end, "xterm-256color") for end in ("q", "ctrl-c", "ctrl-z", "sigterm", "sighup")), ("q", "of-another-world")],
+)
 def test_the_terminal_is_as_it_was_before(end: str, term: str) -> None:
     near, far = pty.openpty()
     before = termios.tcgetattr(far)
