@@ -122,7 +122,7 @@ format: $(STAMP)
 	ruff check --fix .
 	ruff format .
 
-# tests/unit/test_types.py checks the types, beside other tests.
+# tests/unit/test_repository.py checks the types, beside other tests.
 # Every cluster of the tests has a worker of its own, which mostly waits, and runs tests of the other workers at the end.
 # The first command compiles the tests once, and not once in each worker.
 test: lint system

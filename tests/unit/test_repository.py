@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the repository promises: releases that constraints.txt names, types, `make demo`, the table of backends."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from tests.contract.contract import Contract
+from tests.contract.table import BACKENDS, PAGE, SCENARIOS, column, marks, written
+
+PYTHONS = {"oldest supported": "3.10.0", "Debian 12": "3.11.2"}
+
+LINES = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+
+
+def pins(python: str) -> dict[str, str]:
+    """The versions that apply to a Python, by name."""
+    environment = {"python_version": ".".join(python.split(".")[:2]), "python_full_version": python}
+    found = [Requirement(line) for line in LINES if line and not line.startswith("#")]
+    return {
+        canonicalize_name(each.name): str(each.specifier).removeprefix("==")
+        for each in found
+        if each.marker is None or each.marker.evaluate(environment)
+    }
+
+
+@pytest.mark.parametrize("python", PYTHONS.values(), ids=PYTHONS)
+def test_each_supports(python: str) -> None:
+    """Of the releases that are installed here: others have no metadata to look at."""
+    installed: dict[str, importlib.metadata.Distribution] = {
+        canonicalize_name(each.name): each for each in importlib.metadata.distributions()
+    }
+    looked_at = [
+        installed[name]
+        for name, version in pins(python).items()
+        if name in installed and installed[name].version == version
+    ]
+    unfit = {
+        f"{each.name} {each.version}": wanted
+        for each in looked_at
+        if (wanted := each.metadata["Requires-Python"]) and python not in SpecifierSet(wanted)
+    }
+    assert len(looked_at) > 50 and not unfit
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_mypy_finds_nothing() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=root, capture_output=True, text=True, timeout=1400)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_demo_says_what_it_waits_for_and_what_to_try_next(tmp_path: Path) -> None:
+    """Nothing runs (``-n``), as on a machine on which nothing is installed yet (``-B``)."""
+    command = ["make", "-n", "-B", f"VENV={tmp_path}/venv", "demo"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    lines = said.splitlines()
+    [installs] = [index for index, line in enumerate(lines) if "pip install" in line and "-e '.[" in line]
+    assert " -q" in lines[installs] and "exit 1" in lines[installs]  # pip speaks only if it fails
+    assert any(line.startswith('echo "Installing torch') for line in lines[:installs])
+    [runs] = [index for index, line in enumerate(lines) if line.startswith("torchx run ")]
+    assert "import of torch" in lines[runs - 1]
+    rest = [shlex.split(line, comments=True)[1:] for line in lines[runs + 1 :]]
+    assert any("Three things to try next" in " ".join(words) for words in rest)
+    shown = [words[0].split("#")[0].split() for words in rest if words and words[0].startswith("  torchx")]
+    assert len(shown) == 4  # the third thing takes two commands
+    for words in shown:
+        if words[1] == "run":
+            dryrun = [sys.executable, "-m", "torchx.cli.main", "run", "--dryrun", *words[2:]]
+            subprocess.run(dryrun, cwd=ROOT, capture_output=True, timeout=120, check=True)
+
+
+def test_the_contract_has_a_test_of_each_scenario() -> None:
+    tests = [test for name, test in vars(Contract).items() if name.startswith("test_")]
+    assert {name for test in tests for name, _ in marks(test)} == set(SCENARIOS) - {"containers: pyxis"}
+
+
+def test_the_page_says_what_is_tested() -> None:
+    columns = {name: column(name) for name in BACKENDS}
+    assert written(PAGE.read_text(), columns) == PAGE.read_text(), "run `python -m tests.contract.table`"
+
+
+def test_the_example_is_short() -> None:
+    """A backend for a batch system is at most 50 lines, and the page shows it."""
+    example = (PAGE.parents[2] / "examples" / "task_spooler.py").read_text()
+    assert len(example.splitlines()) <= 50
+    assert example in (PAGE.parents[1] / "how_to" / "write_a_backend.md").read_text()
