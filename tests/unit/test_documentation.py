@@ -1,19 +1,30 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Links, generated pages and pictures of the documentation are right, and its site can be built and read offline."""
+"""Links, generated pages and pictures are right, what pages say is so, and the site can be read offline."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import html.parser
 import json
 import os
 import re
 import runpy
+import shlex
+import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torchx.cli.main import main
+from torchx.runner import get_runner
+from torchx.specs import AppDef, Role
+
+from torchx_monarch.transport import address, connections
+from torchx_monarch.transport.connections import Address
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -133,3 +144,89 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
             assert page.name == "404.html" or not target or target.startswith("data:") or path.exists(), target
     for sheet in site.rglob("*.css"):
         assert not re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", sheet.read_text()), sheet
+
+
+PAGE = (DOCS / "explanation" / "security.md").read_text()
+SETUP = (DOCS / "how_to" / "set_up_security.md").read_text()
+WHERE = Address("tls", "node0", 26599)
+
+
+def unverified(code: int) -> ssl.SSLCertVerificationError:
+    error = ssl.SSLCertVerificationError()
+    error.verify_code, error.verify_message = code, "why"
+    return error
+
+
+def alert(name: str) -> ssl.SSLError:
+    error = ssl.SSLError()
+    error.reason = name
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(unverified(code) for code in (9, 10, 62, 64, 20)),
+        *(alert(name) for name in [*address._ALERTS, "WRONG_VERSION_NUMBER", "ANYTHING"]),
+        socket.gaierror(-2, "Name or service not known"),
+        asyncio.TimeoutError(),
+        ConnectionAbortedError("SSL handshake is taking longer"),
+        ConnectionResetError(),
+        OSError(errno.ECONNREFUSED, "Connection refused"),
+        OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH)),
+    ],
+    ids=lambda error: f"{type(error).__name__}-{getattr(error, 'reason', None) or getattr(error, 'verify_code', '')}",
+)
+def test_every_reason_why_there_is_no_connection_is_explained(error: BaseException) -> None:
+    text = str(connections.explain(error, WHERE))
+    assert text.startswith("node0:26599: ")
+    said = text[len("node0:26599: ") :].replace("'node0'", "'...'").partition(":")[0].partition(" (ANY")[0]
+    assert said.partition(" (why")[0] in PAGE
+
+
+def test_every_option_of_the_network_is_explained() -> None:
+    command = [sys.executable, "-m", "torchx_monarch.host", "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
+    for option in ("--bind", "--advertise", "--ports", "--peer-timeout", "--rejoin-timeout"):
+        assert option in text
+        assert f"`{option} " in SETUP
+
+
+HOW_TO = Path(__file__).parents[2] / "docs" / "how_to"
+MIGRATIONS = sorted(HOW_TO.glob("from_*.md"))
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+CODE = {page.name: re.findall(r"`([^`]+)`", BLOCK.sub("", page.read_text())) for page in MIGRATIONS}
+
+
+@pytest.mark.parametrize("page", [page.name for page in MIGRATIONS if "torchx run -s" in page.read_text()])
+def test_commands_can_be_submitted(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands = {code for code in CODE[page] if code.startswith("torchx run -s ")}
+    assert commands
+    for command in commands:
+        words = shlex.split(command.removeprefix("torchx run "))
+        main(["run", "--dryrun", *words])
+        assert "=== SCHEDULER REQUEST ===" in capsys.readouterr().out, command
+
+
+def test_constructors_are_taken() -> None:
+    from torchx_monarch import MonarchJob
+
+    app = AppDef("app", [Role("trainers", image="my/image", num_replicas=4)])
+    ours = [code for code in CODE["from_monarch_job.md"] if code.startswith("MonarchJob(")]
+    assert len(ours) >= 3
+    for code in ours:
+        assert isinstance(eval(code, {"MonarchJob": MonarchJob, "app": app}), MonarchJob)
+    for block in BLOCK.findall((HOW_TO / "from_monarch_job.md").read_text()):
+        compile(block, "from_monarch_job.md", "exec")
+
+
+def test_every_option_of_local_cwd_has_a_place() -> None:
+    with get_runner() as runner:
+        theirs, ours = (
+            {name for name, _ in runner.scheduler_run_opts(scheduler)} for scheduler in ("local_cwd", "monarch_local")
+        )
+    text = " ".join(CODE["from_torchx.md"])
+    assert not [name for name in theirs - ours if f"-cfg {name}=" not in text]
