@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the submitting machine keeps of a job's credentials."""
+"""What the submitting machine keeps of a job's credentials, and the end of a Monarch client's interpreter."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import json
 import os
 import socketserver
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -148,3 +150,33 @@ def test_one_job_on_a_network_for_a_process() -> None:
     second.link.close()
     with pytest.raises(ClientError, match="the client of a job without TLS, unlike monarch_slurm://torchx/third"):
         client.join("monarch_slurm://torchx/third", _attached("tls:127.0.0.1:3", {"certificate": ""}))
+
+
+_PROGRAM = """
+import sys, threading, time
+{first}
+from torchx_monarch.monarch_adapter import monarch_api
+monarch_api.prepare_import()
+
+def monarch():  # as one of its threads that has not ended within Monarch's second
+    with open(f"/proc/self/task/{{threading.get_native_id()}}/comm", "w") as name:
+        name.write("monarch-pytokio")
+    named.set()
+    time.sleep({seconds})
+    print("ended", flush=True)
+
+named = threading.Event()
+threading.Thread(target=monarch, daemon=True).start()
+named.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "seconds", "printed"),
+    [("", 0.5, "ended\n"), ("sys.modules['monarch._rust_bindings'] = sys", 1000, "")],
+    ids=["Monarch is imported later", "Monarch was imported before, and its threads are told to end last"],
+)
+def test_it_waits_for_monarchs_threads(first: str, seconds: float, printed: str) -> None:
+    command = [sys.executable, "-c", _PROGRAM.format(first=first, seconds=seconds)]
+    done = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
