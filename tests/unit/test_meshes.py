@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Apps whose hosts wait for actors: monarch.controller, MonarchJob's rewriting, and the command that says so."""
+"""Apps whose hosts wait, for actors or for runs, and the commands that say so."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
-from torchx.specs import AppDef, Role
+from torchx.specs import AppDef, RetryPolicy, Role
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.command.allocation_spec import parse_script, script_command
-from torchx_monarch.command.command import CommandError, parse
+from torchx_monarch.command.allocation_spec import (
+    AllocationSpec,
+    parse_script,
+    run_command,
+    script_command,
+    with_program,
+)
+from torchx_monarch.command.command import Command, CommandError, Program, parse
 from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
-from torchx_monarch.command.rewrite import WrapOptions, rewrite
-from torchx_monarch.components import controller
+from torchx_monarch.command.rewrite import WrapOptions, hold, rewrite
+from torchx_monarch.components import controller, hosts
 from torchx_monarch.model.role_spec import WorkloadKind
 
 HOSTS = ["python", "-m", "torchx_monarch.hosts"]
@@ -113,3 +120,104 @@ def test_a_command_that_makes_no_sense_is_refused(words: tuple[str, ...], says: 
     with pytest.raises(CommandError) as caught:
         parse_script(command, {})
     assert says in str(caught.value)
+
+
+WAITS = ["python", "-m", "torchx_monarch.hosts", "--idle-timeout", "60", "--"]
+PROLOGUE = "export A=1; "
+
+
+def role(entrypoint: str, *args: str, replicas: int = 1) -> Role:
+    return Role("trainer", image="", entrypoint=entrypoint, args=list(args), num_replicas=replicas)
+
+
+@pytest.mark.parametrize(
+    ("given", "held"),
+    [
+        (
+            ["torchrun", "--tee", "3", "x.py", "$${V}"],
+            [*WAITS, "torchrun", "--tee", "3", "x.py", "$${V}"],
+        ),
+        (["python", "x.py"], [*WAITS, "python", "x.py"]),
+        (["workspace/entrypoint.sh", "torchrun", "x.py"], ["workspace/entrypoint.sh", *WAITS, "torchrun", "x.py"]),
+        (["bash", "-c", f"{PROLOGUE}torchrun x.py"], ["bash", "-c", f"{PROLOGUE}{' '.join(WAITS)} torchrun x.py"]),
+        ([*WAITS[:5], "--", "torchrun", "x.py"], [*WAITS[:5], "--", "torchrun", "x.py"]),
+        (["python", "-m", "torchx_monarch.hosts"], ["python", "-m", "torchx_monarch.hosts"]),
+    ],
+)
+def test_holds_a_copy_that_is_wrapped_and_described_like_any_command(given: list[str], held: list[str]) -> None:
+    app = AppDef("app", [role(*given), Role("side", image="", entrypoint="sleep", args=["1"])])
+    before = copy.deepcopy(app)
+    result = hold(app, 60.0)
+    assert app == before
+    assert [result.roles[0].entrypoint, *result.roles[0].args] == held
+    assert result.roles[1] == dataclasses.replace(app.roles[1], metadata={"monarch": {"sidecar": True}})
+    wrapped = rewrite(result, WrapOptions())
+    assert "torchx_monarch.host" in " ".join(wrapped.app.roles[0].args)
+    assert [spec.workload for spec in wrapped.roles] == [WorkloadKind.SESSION, WorkloadKind.NONE]
+
+
+def test_refuses_to_hold_what_runs_no_ranks() -> None:
+    with pytest.raises(CommandError, match="no role of app 'app' runs a torchrun or Python command; .*: 'trainer'"):
+        hold(AppDef("app", [role("sleep", "1")]))
+    with pytest.raises(CommandError, match="role 'trainer': torchrun has no option --nosuch"):
+        hold(AppDef("app", [role("torchrun", "--nosuch", "x.py")]))
+
+
+def of(*words: str, replicas: int = 2) -> AllocationSpec:
+    command = parse(["python", "-m", "torchx_monarch.hosts", *words])
+    assert command is not None and command.kind == "hosts"
+    return AllocationSpec.from_command(command, {}, replicas, "trainer")
+
+
+def test_what_its_command_says() -> None:
+    assert of() == AllocationSpec(1800.0, "1", (), None)
+    assert of("--nproc", "0", "--idle-timeout", "0") == AllocationSpec(0.0, "0", (), None)
+    held = of("--idle-timeout", "5.5", "--", "torchrun", "--nnodes", "2", "--nproc-per-node", "gpu", "x.py", "-a")
+    assert (held.idle_timeout, held.nproc, held.words[0]) == (5.5, "gpu", "torchrun")
+    assert held.command is not None and held.command.program == Program("script", "x.py", ("-a",))
+    for words, why in (
+        (["--idle-timeout", "-1"], "--idle-timeout -1: give seconds, or 0 for never"),
+        (["--idle-timeout", "x"], "invalid float value"),
+        (["--nproc", "many"], "--nproc many: use a number"),
+        (["--nosuch"], "unrecognized arguments: --nosuch"),
+        (["--", "echo"], "not a torchrun or Python command: 'echo'"),
+        (["--", "torchrun", "--nnodes", "3", "x.py"], "--nnodes=3 does not agree with the role's 2 replicas"),
+        (["--", "python", "-m", "torchx_monarch.hosts"], "not a torchrun or Python command"),
+    ):
+        with pytest.raises(CommandError, match=f"role 'trainer': .*{why}"):
+            of(*words)
+
+
+def test_a_run_is_for_all_hosts_unless_it_says_otherwise() -> None:
+    command = run_command(["torchrun", "--nproc-per-node", "2", "x.py"], {}, 3, "r")
+    assert (command.options.min_nodes, command.options.max_nodes) == (3, 3)
+    assert run_command(["torchrun", "x.py"], {}, 3, "r", nproc="4").options.nproc_per_node == "4"
+    for words, nproc, why in (
+        (["torchrun", "--nnodes", "1", "x.py"], "", "--nnodes=1 does not agree"),
+        (["torchrun", "x.py"], "none", "nproc=none: use a number above 0"),
+        (["python", "x.py"], "2", "is for torchrun commands"),
+        (["torchrun", "--help"], "", "not a torchrun or Python command"),
+    ):
+        with pytest.raises(CommandError, match=why):
+            run_command(words, {}, 3, "r", nproc)
+
+
+def test_another_program_keeps_the_options() -> None:
+    held = run_command(["torchrun", "--nproc-per-node", "2", "--tee", "3", "-m", "train"], {}, 1, "r")
+    command = with_program(held, ["eval.py", "--lr", "1"])
+    assert command.program == Program("script", "eval.py", ("--lr", "1")) and command.options == held.options
+    assert with_program(held, ["-m", "eval", "-x"]).program == Program("module", "eval", ("-x",))
+    assert isinstance(with_program(None, ["eval.py"]), Command)
+    with pytest.raises(CommandError, match="not a script with its arguments"):
+        with_program(held, ["-m"])
+
+
+def test_the_component() -> None:
+    (one,) = hosts(j="3x8", idle_timeout=5, max_retries=2).roles
+    assert one.env == {}
+    assert (one.num_replicas, one.retry_policy, one.max_retries) == (3, RetryPolicy.REPLICA, 2)
+    assert of(*one.args[2:], replicas=3) == AllocationSpec(5.0, "8", (), None)
+    assert hosts(j="2x0").roles[0].args[-2:] == ["--nproc", "0"]
+    for bad in ("1:2x4", "0x0", "x"):
+        with pytest.raises(ComponentValidationException, match="-j "):
+            hosts(j=bad)
