@@ -8,6 +8,7 @@ import ctypes
 import os
 import re
 import shutil
+import signal
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -31,6 +32,47 @@ def ip(*words: str) -> None:
     """Run ``ip``; fails the test with what it says."""
     done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+
+
+def switch(namespace: str) -> None:
+    """Make a namespace with a switch, ``bridge0``."""
+    ip("netns", "add", namespace)
+    ip("-n", namespace, "link", "add", "bridge0", "type", "bridge")
+    ip("-n", namespace, "link", "set", "bridge0", "up")
+
+
+def plug_in(namespace: str, switch: str, port: str, *addresses: str) -> None:
+    """Make a namespace whose ``eth0``, with addresses and the lengths of their prefixes, is at a port of a switch."""
+    ip("netns", "add", namespace)
+    ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+    ip("-n", switch, "link", "set", port, "master", "bridge0", "up")
+    for address in addresses:
+        ip("-n", namespace, "addr", "add", address, "dev", "eth0")
+    ip("-n", namespace, "link", "set", "lo", "up")
+    ip("-n", namespace, "link", "set", "eth0", "up")
+
+
+def plug_in_here(link: str, switch: str, address: str) -> None:
+    """Connect this machine, by a link of this name."""
+    ip("link", "add", link, "type", "veth", "peer", "name", "client", "netns", switch)
+    ip("-n", switch, "link", "set", "client", "master", "bridge0", "up")
+    ip("addr", "add", address, "dev", link)
+    ip("link", "set", link, "up")
+
+
+def processes(namespace: str) -> list[int]:
+    """Return the pids of what runs in a network namespace."""
+    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, timeout=240)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+def kill_all(namespace: str) -> bool:
+    """Kill what runs in a network namespace; return whether anything did."""
+    found = processes(namespace)
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return bool(found)
 
 
 @contextlib.contextmanager
@@ -59,11 +101,11 @@ class Network:
         self._name = f"tm{uuid.uuid4().hex[:6]}"
         self._made: list[str] = []
         try:
-            self._add(self._switch)
-            ip("-n", self._switch, "link", "add", "bridge0", "type", "bridge")
-            ip("-n", self._switch, "link", "set", "bridge0", "up")
+            self._made.append(self._switch)
+            switch(self._switch)
             for machine in range(machines):
-                self._machine(machine)
+                self._made.append(name := self.namespace(machine))
+                plug_in(name, self._switch, f"port{machine}", f"{self.address(machine)}/24")
         except BaseException:
             self.remove()
             raise
@@ -71,19 +113,6 @@ class Network:
     @property
     def _switch(self) -> str:
         return f"{self._name}s"
-
-    def _add(self, name: str) -> None:
-        ip("netns", "add", name)
-        self._made.append(name)
-
-    def _machine(self, machine: int) -> None:
-        name = self.namespace(machine)
-        self._add(name)
-        ip("-n", self._switch, "link", "add", f"port{machine}", "type", "veth", "peer", "name", "eth0", "netns", name)
-        ip("-n", self._switch, "link", "set", f"port{machine}", "master", "bridge0", "up")
-        ip("-n", name, "addr", "add", f"{self.address(machine)}/24", "dev", "eth0")
-        ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", name, "link", "set", "eth0", "up")
 
     def namespace(self, machine: int) -> str:
         """Name of a machine's namespace."""

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import uuid
 
+from tests.network import namespaces
 from tests.network.namespaces import ip
 
 
@@ -22,10 +23,8 @@ class Network:
         self.switch = f"{self._name}s"
         self._count = 0
         self._lock = threading.Lock()
-        ip("netns", "add", self.switch)
-        ip("-n", self.switch, "link", "add", "bridge0", "type", "bridge")
+        namespaces.switch(self.switch)
         ip("-n", self.switch, "addr", "add", "10.97.255.254/16", "dev", "bridge0")
-        ip("-n", self.switch, "link", "set", "bridge0", "up")
         ip("-n", self.switch, "link", "set", "lo", "up")
 
     def add(self) -> tuple[str, str]:
@@ -33,14 +32,9 @@ class Network:
         with self._lock:
             self._count += 1
             number = self._count
-        name, port = f"{self._name}p{number}", f"port{number}"
+        name = f"{self._name}p{number}"
         address = f"10.97.{number // 250}.{number % 250 + 1}"
-        ip("netns", "add", name)
-        ip("-n", self.switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-        ip("-n", self.switch, "link", "set", port, "master", "bridge0", "up")
-        ip("-n", name, "addr", "add", f"{address}/16", "dev", "eth0")
-        ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", name, "link", "set", "eth0", "up")
+        namespaces.plug_in(name, self.switch, f"port{number}", f"{address}/16")
         return name, address
 
     def remove(self, name: str = "") -> None:

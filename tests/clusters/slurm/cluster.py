@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.clusters import packages
-from tests.network.namespaces import ip
+from tests.network import namespaces
 from tests.ports import free_port
 from torchx_monarch.transport.connections import Address
 
@@ -44,8 +44,8 @@ _DOWN_WITHIN = 60.0
 
 def missing() -> str:
     """Why there can be no cluster here, after an attempt to install it; empty when there can."""
-    namespaces = ("--net", "--uts", "--mount")
-    return packages.unavailable("a Slurm cluster of namespaces", namespaces, PROGRAMS, PACKAGES)
+    kinds = ("--net", "--uts", "--mount")
+    return packages.unavailable("a Slurm cluster of namespaces", kinds, PROGRAMS, PACKAGES)
 
 
 class SlurmCluster:
@@ -63,7 +63,6 @@ class SlurmCluster:
         self._net = f"10.98.{random.randrange(256)}"
         self._lab = Path(tempfile.mkdtemp(prefix=self._name, dir="/tmp"))
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self._namespaces: list[str] = []
         self._ports = {name: free_port() for name in ("ctld", "dbd")}
         # Daemons must not carry what marks the processes of a test.
         self._env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHX_MONARCH_")}
@@ -122,30 +121,14 @@ class SlurmCluster:
         (self._lab / "plugstack.conf").write_text(f"required {plugin} {self.pyxis_notes}\n")
 
     def _network(self) -> None:
-        switch = f"{self._name}s"
-        self._namespace(switch)
-        ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
-        ip("-n", switch, "link", "set", "bridge0", "up")
-        names = {"labctl": f"{self._net}.254"}
-        ip("link", "add", f"{self._name}r", "type", "veth", "peer", "name", "client", "netns", switch)
-        ip("-n", switch, "link", "set", "client", "master", "bridge0", "up")
-        ip("addr", "add", f"{self._net}.254/24", "dev", f"{self._name}r")
-        ip("link", "set", f"{self._name}r", "up")
+        switch, names = self.namespace("s"), {"labctl": f"{self._net}.254"}
+        namespaces.switch(switch)
+        namespaces.plug_in_here(f"{self._name}r", switch, f"{self._net}.254/24")
         for number, node in enumerate(self.nodes, 1):
-            name = self.namespace(node)
-            self._namespace(name)
-            ip("-n", switch, "link", "add", f"port{node}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("-n", switch, "link", "set", f"port{node}", "master", "bridge0", "up")
-            ip("-n", name, "addr", "add", f"{self._net}.{number}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", "eth0", "up")
             names[node] = f"{self._net}.{number}"
+            namespaces.plug_in(self.namespace(node), switch, f"port{node}", f"{names[node]}/24")
         hosts = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in names.items())
         (self._lab / "hosts").write_text(hosts)
-
-    def _namespace(self, name: str) -> None:
-        ip("netns", "add", name)
-        self._namespaces.append(name)
 
     def address(self, node: int) -> str:
         """By which this machine reaches node N."""
@@ -292,7 +275,7 @@ class SlurmCluster:
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait(_DOWN_WITHIN)
-        self._kill_in(self.namespace(node))
+        namespaces.kill_all(self.namespace(node))
         self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
     def restore_node(self, node: str) -> None:
@@ -318,21 +301,15 @@ class SlurmCluster:
             daemon.kill()
             daemon.wait(_DOWN_WITHIN)
 
-    def _kill_in(self, namespace: str) -> None:
-        listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, timeout=240)
-        for pid in listed.stdout.split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-
     def down(self) -> None:
         """End and remove all of it."""
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             self.run("scancel", "--user=root")
         for name in reversed(list(self._daemons)):
             self._stop(name)
-        for name in self._namespaces:
-            self._kill_in(name)
-            subprocess.run(["ip", "netns", "delete", name], check=False, timeout=240)
+        for name in map(self.namespace, ("s", *self.nodes)):
+            namespaces.kill_all(name)
+            subprocess.run(["ip", "netns", "delete", name], check=False, timeout=240, capture_output=True)
         subprocess.run(["ip", "link", "delete", f"{self._name}r"], check=False, timeout=240, capture_output=True)
         shutil.rmtree(self._lab, ignore_errors=True)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import uuid
@@ -14,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.clusters import packages
+from tests.network import namespaces
 from tests.network.namespaces import ip
 from tests.waits import until
 
@@ -131,7 +131,9 @@ class Machine:
         shutil.rmtree(self.root / "tmp")  # as systemd does it
         (self.root / "tmp").mkdir()
         (self.root / "tmp").chmod(0o1777)
-        self._connect()
+        namespaces.plug_in(self._namespace, self._switch, self._port, *self._addresses)
+        # The Ethernet address stays, as other machines remember it.
+        ip("-n", self._namespace, "link", "set", "eth0", "address", f"02:00:00:00:00:{self._number:02x}")
         folders = kept(self._shared)
         script = _BOOT.format(
             name=self.name,
@@ -160,18 +162,6 @@ class Machine:
 
         until(listens, f"the server of {self.name}", _UP_WITHIN)
 
-    def _connect(self) -> None:
-        """Make its network namespace. The Ethernet address stays, as other machines remember it."""
-        name, port = self._namespace, self._port
-        ip("netns", "add", name)
-        ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-        ip("-n", self._switch, "link", "set", port, "master", "bridge0", "up")
-        ip("-n", name, "link", "set", "eth0", "address", f"02:00:00:00:00:{self._number:02x}")
-        for address in self._addresses:
-            ip("-n", name, "addr", "add", address, "dev", "eth0")
-        ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", name, "link", "set", "eth0", "up")
-
     @property
     def _port(self) -> str:
         """Its link's end at the switch."""
@@ -189,15 +179,7 @@ class Machine:
         if process is not None:
             process.kill()  # the first process dies with it, and with that one all others
             process.wait(_DOWN_WITHIN)
-
-        def is_off() -> bool:
-            pids = _pids_of(self._namespace)
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            return not pids
-
-        until(is_off, f"{self.name} to go off", _DOWN_WITHIN)
+        until(lambda: not namespaces.kill_all(self._namespace), f"{self.name} to go off", _DOWN_WITHIN)
         # The sockets of the dead, which would send what they have left, go with the namespace.
         subprocess.run(["ip", "netns", "delete", self._namespace], capture_output=True, timeout=240)
 
@@ -230,7 +212,7 @@ class Machine:
     def processes(self) -> dict[int, str]:
         """Return pid, as this machine counts, and command line of all its processes but those of its ssh server."""
         found = {}
-        for pid in _pids_of(self._namespace):
+        for pid in namespaces.processes(self._namespace):
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 # One that is ending, or has ended, has no command line any more.
@@ -241,8 +223,3 @@ class Machine:
     def path(self, path: str | Path) -> Path:
         """Return where a file of its /root, /home, /tmp or /var/tmp is for this machine."""
         return self.root / str(path).lstrip("/")
-
-
-def _pids_of(namespace: str) -> list[int]:
-    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, timeout=240)
-    return [int(pid) for pid in listed.stdout.split()]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.clusters import packages
 from tests.clusters.ssh.machine import Machine
-from tests.network.namespaces import ip
+from tests.network import namespaces
 from tests.waits import WITHIN
 
 PROGRAMS = ("sshd", "ssh", "ssh-keygen", "ip", "ss", "nsenter", "unshare")
@@ -95,13 +95,8 @@ class Machines:
     def up(self) -> Machines:
         """Start all of it."""
         self._keys()
-        ip("netns", "add", self._switch)
-        ip("-n", self._switch, "link", "add", "bridge0", "type", "bridge")
-        ip("-n", self._switch, "link", "set", "bridge0", "up")
-        ip("link", "add", f"{self._name}r", "type", "veth", "peer", "name", "client", "netns", self._switch)
-        ip("-n", self._switch, "link", "set", "client", "master", "bridge0", "up")
-        ip("addr", "add", f"10.96.{self._net}.254/24", "dev", f"{self._name}r")
-        ip("link", "set", f"{self._name}r", "up")
+        namespaces.switch(self._switch)
+        namespaces.plug_in_here(f"{self._name}r", self._switch, f"10.96.{self._net}.254/24")
         for machine in self:
             machine.boot()
         return self
