@@ -87,8 +87,7 @@ def column(backend: str) -> dict[str, str]:
     assert wires.keys() | reasons.keys() <= set(SCENARIOS)
     reasons.setdefault("containers: pyxis", "it is Slurm's")
     return {
-        name: next((text for text in WIRES.values() if text in wires[name]), "")
-        or f"no: {reasons[name]}"
+        name: next((text for text in WIRES.values() if text in wires[name]), "") or f"no: {reasons[name]}"
         for name in SCENARIOS
     }
 
