@@ -58,11 +58,7 @@ def options_page() -> str:
     for title, (kind, base) in _OPTIONS.items():
         known = {name for name, _ in run_options(base)} if base else set()
         rows = [
-            (
-                f"`{name}`",
-                "required" if option.is_required else _value(option.default),
-                _text(option.help),
-            )
+            (f"`{name}`", "required" if option.is_required else _value(option.default), _text(option.help))
             for name, option in run_options(kind)
             if name not in known
         ]
@@ -89,10 +85,10 @@ def components_page() -> str:
     return _page(parts)
 
 
-_OPTION = ("option", "default", "meaning")
+_OPTION = ("option", "meaning")
 
 
-def _options(component: Callable[..., Any]) -> list[tuple[str, str, str]]:
+def _options(component: Callable[..., Any]) -> list[tuple[str, str]]:
     """Return the rows of the options of a component."""
     meanings, rows = _docstring(component)[1], []
     for name, parameter in inspect.signature(component).parameters.items():
@@ -100,7 +96,7 @@ def _options(component: Callable[..., Any]) -> list[tuple[str, str, str]]:
         if parameter.kind is parameter.VAR_POSITIONAL:
             option = "the program"
         # The default image is a tag of TorchX's, which changes with its release.
-        rows.append((option, "" if name == "image" else _value(parameter.default), _text(meanings[name])))
+        rows.append((option, _meaning(meanings[name], None if name == "image" else parameter.default)))
     return rows
 
 
@@ -144,8 +140,8 @@ def commands_page() -> str:
         "# Commands",
         _paragraph(
             "`torchx monarch` adds these to TorchX's `run`, `status`, `log`, `list`, `describe`, `cancel` and "
-            "`delete`, which work for every job. `torchx monarch COMMAND --help` prints the same. Every command has "
-            "`--json` ([fields](json.md)). [Exit codes](exit_codes.md) are the same on all backends."
+            "`delete`, which work for every job. `torchx monarch COMMAND --help` prints the same. [Exit codes]"
+            "(exit_codes.md) are the same on all backends."
         ),
         "These arguments are the same for all commands that have them:",
         _table(_HEAD, shared),
@@ -164,20 +160,16 @@ _HEAD = ("argument", "meaning")
 
 
 def _arguments(command: str) -> list[tuple[str, str]]:
-    """Return the rows of the arguments of a command but ``--json``, which all have."""
+    """Return the rows of the arguments of a command."""
     parser = argparse.ArgumentParser(add_help=False)
     main.load(command).add_arguments(parser)
-    return [
-        (_argument(action), _text(action.help) + _default(action))
-        for action in parser._actions
-        if action.help != argparse.SUPPRESS and action.dest != "json"
-    ]
-
-
-def _default(action: argparse.Action) -> str:
-    """Return the default of an option; empty where there is none, or its help says it."""
-    value = _value(action.default) if action.option_strings and action.nargs != 0 else ""
-    return f" (default: {value})" if value and "(default" not in (action.help or "") else ""
+    rows = []
+    for action in parser._actions:
+        if action.help != argparse.SUPPRESS:
+            default = action.default if action.option_strings and action.nargs != 0 else None
+            meaning = _meaning(action.help, default)
+            rows.append((_argument(action), meaning.replace(", see docs/reference/json.md", " ([fields](json.md))")))
+    return rows
 
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -215,6 +207,12 @@ def _argument(action: argparse.Action) -> str:
 def _text(value: str | None) -> str:
     """Return a text as it stands in a cell of a table."""
     return " ".join((value or "").replace("``", "`").split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _meaning(value: str | None, default: object) -> str:
+    """Return the meaning of an option, with its default unless that is off or empty, or the text says it."""
+    text, shown = _text(value), "" if default is False else _value(default)
+    return f"{text} (default: {shown})" if shown and "(default" not in text else text
 
 
 def _value(default: object) -> str:
