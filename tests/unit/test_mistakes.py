@@ -180,9 +180,39 @@ def test_options_are_read_as_by_torchx() -> None:
 def test_a_workspace_without_a_docker_daemon(torchx: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
     offline = "-cfg mode=job,validate_spec=False,namespace=n"
-    said = torchx(*f"run -s monarch_kubernetes {offline} --dryrun monarch.spmd --image i x.py".split())
+    said = torchx(*f"run -s monarch_kubernetes {offline} monarch.spmd --image i x.py".split())
     assert "Docker" in said and "--workspace ''" in said
     gc.collect()  # Docker's client leaves its socket open
+
+
+@pytest.mark.parametrize(
+    ("resources", "warning"),
+    [
+        (
+            "",
+            "role x starts 8 ranks on each host, which asks for 2 CPUs and no GPU. Give --gpu 8, or --cpu 8 for ranks",
+        ),
+        ("--gpu 4 --cpu 32", "asks for 4 GPUs."),
+        ("--gpu 8 --cpu 4", ""),
+        ("--cpu 8", ""),
+    ],
+)
+def test_a_dry_run_without_a_cluster_warns_of_few_resources(
+    resources: str,
+    warning: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"DOCKER_HOST": "unix:///nonexistent", "KUBECONFIG": "/nonexistent"}.items():
+        monkeypatch.setenv(name, value)
+    offline = "-cfg mode=job,validate_spec=False,namespace=n"
+    main(f"run -s monarch_kubernetes {offline} --dryrun monarch.spmd -j 2x8 {resources} --image i x.py".split())
+    assert "kind: Job" in capsys.readouterr().out
+    warnings = [record.getMessage() for record in caplog.records if "ranks on each host" in record.getMessage()]
+    assert len(warnings) == bool(warning) and warning in "".join(warnings)
 
 
 @pytest.mark.parametrize("waits", [True, False])

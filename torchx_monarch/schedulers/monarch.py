@@ -26,14 +26,14 @@ from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, check
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.command.command import CommandError
-from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
+from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rank_command, rewrite
 from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.exit_codes import parse_exit_codes
 from torchx_monarch.model.host_spec import ON_HANG, PREFLIGHT, RANKS, HostSpec, parse_ports, seconds_allowed
 from torchx_monarch.model.role_metadata import SidecarError, SparesError
 from torchx_monarch.model.spelling import nearest
-from torchx_monarch.schedulers import image_push
+from torchx_monarch.schedulers import command, image_push
 from torchx_monarch.schedulers.command import keep_threads_quiet, subcommand
 from torchx_monarch.schedulers.description import describe, shorten, summarize
 from torchx_monarch.schedulers.foreground import Foreground
@@ -137,6 +137,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         options = self._options(cfg)
         images = image_push.name_images(self.inner.workspace, app, options)
         rewritten = self._rewrite(app, options, cfg)
+        if self.inner.capabilities.limits_resources:
+            _warn_of_few_resources(app)
         submitted = SubmittedApp(app, rewritten.roles, dict(cfg))
         request = self.inner.render(rewritten.app, submitted, options)
         return _DryRun(request, self.inner, submitted, images)
@@ -334,8 +336,12 @@ class MonarchWorkspaceScheduler(WorkspaceMixin[Any], MonarchScheduler):  # type:
         return runopts()
 
     def build_workspaces(self, roles: list[Role], cfg: Cfg) -> None:
-        """Build the workspaces through the backend."""
+        """Build the workspaces through the backend, but not for ``torchx run --dryrun``, which may have no Docker."""
         assert self.inner.workspace is not None
+        if getattr(command.run_options, "dryrun", False):
+            if any(role.workspace for role in roles):
+                _log.warning("a dry run does not make the workspace part of the image; a submission does")
+            return
         try:
             self.inner.workspace.build_workspaces(roles, cfg)
         except Exception as error:
@@ -357,3 +363,24 @@ def create(name: str, session_name: str, backend: Backend[Any, Any, Any], python
     """Create the scheduler of a backend, a ``WorkspaceMixin`` too if the backend takes workspaces along."""
     kind = MonarchScheduler if backend.workspace is None else MonarchWorkspaceScheduler
     return kind(name, session_name, backend, python)
+
+
+def _warn_of_few_resources(app: AppDef) -> None:
+    """Warn of roles whose hosts start more ranks than they ask for GPUs, or for CPUs if they ask for no GPU."""
+    for role in app.roles:
+        found = rank_command(role)
+        ranks = found.ranks_per_host if found is not None else None
+        gpus, cpus = max(0, role.resource.gpu), max(0.0, role.resource.cpu)
+        if ranks is not None and 0 < (gpus or cpus) < ranks:
+            asked = (
+                f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{cpus:g} CPU{'s' if cpus > 1 else ''} and no GPU"
+            )
+            _log.warning(
+                "role %s starts %d ranks on each host, which asks for %s. Give --gpu %d, or --cpu %d for ranks without "
+                "GPUs, and --memMB",
+                role.name,
+                ranks,
+                asked,
+                ranks,
+                ranks,
+            )

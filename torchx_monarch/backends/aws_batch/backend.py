@@ -46,6 +46,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
 
     options = AWSBatchOpts
     capabilities = Capabilities(
+        limits_resources=True,
         separates_roles=True,
         restarts_apps_only=True,
         removes_running_apps=True,

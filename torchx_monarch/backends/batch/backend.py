@@ -99,7 +99,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         install: what to install if its commands are missing.
     """
 
-    capabilities = Capabilities(separates_roles=True, shares_interpreter=True)
+    capabilities = Capabilities(separates_roles=True, shares_interpreter=True, limits_resources=True)
     poll = 0.5
     name: ClassVar[str]
     array: ClassVar[str] = ""

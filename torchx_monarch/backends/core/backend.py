@@ -68,6 +68,7 @@ class Capabilities:
         kills: whether ``stop`` can kill immediately.
         separate_streams: whether it keeps a replica's stdout and stderr apart.
         shares_interpreter: whether its replicas find the submitter's Python interpreter at the same path.
+        limits_resources: whether a replica gets the CPUs and GPUs that its role asks for and no more.
         needs_image: whether replicas run in container images, so that those of hosts must have this package; a backend
             for which that depends on run options overrides ``Backend.runs_images``.
     """
@@ -79,6 +80,7 @@ class Capabilities:
     kills: bool = True
     separate_streams: bool = True
     shares_interpreter: bool = False
+    limits_resources: bool = False
     needs_image: bool = False
 
 

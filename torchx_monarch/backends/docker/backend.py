@@ -61,7 +61,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
     """Runs each replica as a container. dockerd restarts one that fails, up to the role's ``max_retries`` times."""
 
     options = DockerOpts
-    capabilities = Capabilities(separates_roles=True, waits_for_cancel=True, needs_image=True)
+    capabilities = Capabilities(separates_roles=True, waits_for_cancel=True, limits_resources=True, needs_image=True)
     poll = 0.2
     config_section = "local_docker"
 

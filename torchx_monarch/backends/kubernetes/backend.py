@@ -41,7 +41,12 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
 
     options = KubernetesOpts
     capabilities = Capabilities(
-        separates_roles=True, removes_running_apps=True, kills=False, separate_streams=False, needs_image=True
+        limits_resources=True,
+        separates_roles=True,
+        removes_running_apps=True,
+        kills=False,
+        separate_streams=False,
+        needs_image=True,
     )
     config_section = "kubernetes"
 

@@ -89,7 +89,8 @@ class Api:
         except _NO_KUBECONFIG as error:
             why = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise KubernetesError(
-                f"no Kubernetes cluster is configured: {where}: {why}. Name a kubeconfig in KUBECONFIG"
+                f"no Kubernetes cluster is configured: {where}: {why}. Name a kubeconfig in KUBECONFIG. "
+                "A dry run needs none with -cfg mode=job,validate_spec=False,namespace=NAME"
             ) from None
         return cls(configuration, (context or {}).get("context", {}).get("namespace") or "default")
 
