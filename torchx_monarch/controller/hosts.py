@@ -38,7 +38,7 @@ class JobHosts:
         reporter: writes the job's lines and events.
         present: the hosts, in the order of their node ranks; empty before the first attempt.
         running: replicas of the hosts whose ranks may run: those that are not known to be lost.
-        formed: set while they are together: they are, from ``form`` on until an event ends the attempt.
+        formed: set while the hosts are together: from ``form`` on, until an event ends the attempt.
         reformed: set, and replaced, when the hosts of the next attempt are there.
     """
 

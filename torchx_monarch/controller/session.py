@@ -35,6 +35,7 @@ class Session:
     session ends.
 
     Attributes:
+        hosts: the hosts that execute them.
         ends_with_mesh: whether a Monarch client that shuts the host mesh down ends the session.
 
     Args:
