@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.waits import WITHIN
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
-from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, StopRequested
+from torchx_monarch.controller.host_events import HostEvent, HostEvents, HostLost, HostPreempted, Interrupted
 from torchx_monarch.controller.host_messages import (
     Exits,
     HostRefused,
@@ -35,7 +38,7 @@ from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult, RankExit
-from torchx_monarch.system.console import Console
+from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.transport.connections import Address
 
 HOSTS = [Registration(0, "node0", 1, 1), Registration(1, "node1", 1, 1, attempt=1)]
@@ -44,11 +47,12 @@ OPTIONS = JobOptions(HostSpec(host_timeout=1.0, lease=0.05), FIXED, "id", 1.0, 1
 REFUSED = ("host 1 (node1)", "cannot write the ranks' logs")
 
 
-def exits(replica: int, code: int) -> tuple[int, Exits]:
-    return replica, [RankExit(replica, 0, replica, f"node{replica}", 7, code, 1.0)]
+def exits(replica: int, code: int, stopped_at: float | None = None) -> tuple[int, Exits]:
+    return replica, [RankExit(replica, 0, replica, f"node{replica}", 7, code, 2.0, stopped_at)]
 
 
-GOOD, FAILED = [exits(0, 0), exits(1, 0)], [exits(1, 3)]
+GOOD = [exits(0, 0), exits(1, 0)]
+PREEMPTED = HostPreempted(1, JobResult(143, "preempted", stopped=True, replica=1))
 
 
 class ScriptedHosts(JobHosts):
@@ -104,15 +108,62 @@ def batch_job(hosts: JobHosts, failures: HostFailures | None = None) -> Session:
 
 
 def batch(
-    *watched: Any, refusal: tuple[type[Request[Any]], bool] | None = None, failures: HostFailures | None = None
-) -> tuple[JobResult, list[object]]:
-    async def main() -> tuple[JobResult, list[object]]:
+    *watched: Any,
+    refusal: tuple[type[Request[Any]], bool] | None = None,
+    failures: HostFailures | None = None,
+    report: HostEvent | None = None,
+) -> JobResult:
+    """The result of a batch job, or of the event that ends it; ``report`` arrives after the exits."""
+
+    async def main() -> JobResult:
         hosts = ScriptedHosts(HostEvents(), *watched)
         hosts.refusal = refusal
+        if report is not None:
+            asyncio.get_running_loop().call_later(0.01, hosts.events.post, report)
         fresh = [dataclasses.replace(host, attempt=-1) for host in HOSTS]
-        return await batch_job(hosts, failures).run(fresh), hosts.log
+        try:
+            return await batch_job(hosts, failures).run(fresh)
+        except Interrupted as interruption:
+            return interruption.event.result
 
-    return asyncio.run(main())
+    return asyncio.run(asyncio.wait_for(main(), WITHIN))
+
+
+def test_ranks_of_other_hosts_that_fail_at_the_same_time_are_of_one_cause() -> None:
+    again = [[exits(0, 2), exits(1, 2)]] * 2
+    assert batch(*again).reason == "all 2 ranks: exited with code 2"
+    again = [[exits(0, -9), exits(1, -9)]] * 2
+    assert batch(*again).reason.startswith("rank 0 (")  # as by the kernel, on one machine
+
+
+@pytest.mark.parametrize("code", [-15, 0], ids=["killed by SIGTERM", "handles SIGTERM and exits with 0"])
+def test_a_signal_to_a_host_is_the_cause_even_if_the_exits_of_its_ranks_arrive_first(code: int) -> None:
+    assert batch([exits(0, 0), exits(1, code, stopped_at=1.0)], report=PREEMPTED) == PREEMPTED.result
+
+
+def test_ranks_that_a_host_has_stopped_without_a_report_have_not_succeeded() -> None:
+    result = batch([exits(0, 0), exits(1, -15, stopped_at=1.0)])
+    assert result.code == 143
+    assert result.reason.startswith("host 1 has stopped its ranks and not reported why: rank 1 (")
+
+
+def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_path: Path) -> None:
+    recorded = tmp_path / "events.jsonl"
+
+    async def main() -> None:
+        hosts = ScriptedHosts(HostEvents(), GOOD)
+        hosts.reporter = Reporter(Console(2), str(recorded), "trainer")
+        hosts.form(HOSTS)
+        attempts = new_attempts(hosts)()
+        assert await attempts.run(HOSTS) == JobResult(0, "all 2 ranks ended with code 0")
+        attempts.hosts_changed(joined=True)
+        assert attempts.number == 1
+        await attempts.stop(15)
+
+    asyncio.run(asyncio.wait_for(main(), WITHIN))
+    WriterThread.finish()
+    events = map(json.loads, recorded.read_text().splitlines())
+    assert [event["attempt"] for event in events if event["kind"] == "attempt_end"] == [0]
 
 
 @pytest.mark.parametrize(
@@ -122,8 +173,7 @@ def batch(
 )
 def test_a_failure_that_all_hosts_share_is_not_counted_for_a_machine(codes: tuple[int, ...], blamed: list[str]) -> None:
     failures, ended = HostFailures(9, 60.0), [exits(replica, code)[1][0] for replica, code in enumerate(codes)]
-    result, _ = batch([(0, ended)], GOOD, failures=failures)
-    assert result.code == 0
+    assert batch([(0, ended)], GOOD, failures=failures).code == 0
     assert [name for name in ("node0", "node1") if failures.describe(name) == "1 failure within 60 s"] == blamed
 
 
@@ -135,10 +185,7 @@ def test_a_failure_that_all_hosts_share_is_not_counted_for_a_machine(codes: tupl
     ],
 )
 def test_a_refusal_ends_a_batch_job(refusal: tuple[type[Request[Any]], bool], reason: str) -> None:
-    with pytest.raises(Interrupted) as caught:
-        batch(refusal=refusal)
-    assert isinstance(caught.value.event, StopRequested)
-    assert caught.value.event.result == JobResult(1, reason)
+    assert batch(refusal=refusal) == JobResult(1, reason)
 
 
 def test_an_event_leaves_the_ranks_to_the_controller_and_the_run_goes_on_on_the_next_mesh() -> None:
