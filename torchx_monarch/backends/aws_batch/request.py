@@ -252,8 +252,10 @@ def roles_of(job: Mapping[str, Any]) -> list[Role]:
         entrypoint, *args = properties.get("command") or [""]
         role = Role(name, properties.get("image", ""), entrypoint=entrypoint, args=args, env=env)
         role.num_replicas = int(last) - int(first) + 1
-        amounts = {needed["type"]: int(needed["value"]) for needed in properties.get("resourceRequirements", ())}
-        role.resource = Resource(*(amounts.get(kind, 0) for kind in ("VCPU", "GPU", "MEMORY")))
+        # Batch may return the older fields of a container instead of its requirements.
+        amounts = {"VCPU": properties.get("vcpus", -1), "MEMORY": properties.get("memory", -1)}
+        amounts |= {needed["type"]: needed["value"] for needed in properties.get("resourceRequirements", ())}
+        role.resource = Resource(*(int(amounts.get(kind, 0)) for kind in ("VCPU", "GPU", "MEMORY")))
         roles.append(role)
     return roles
 
