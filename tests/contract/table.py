@@ -100,9 +100,12 @@ def _modules(backend: str) -> Iterator[Any]:
 
 
 def written(page: str, columns: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the page with the table of these columns."""
+    """Return the page with the table of these columns: scenarios with the same cells share a row."""
+    same = defaultdict[tuple[str, ...], list[str]](list)
+    for scenario in SCENARIOS:
+        same[tuple(cells[scenario] for cells in columns.values())].append(scenario)
     rows = [["scenario", *(f"`monarch_{name}`" for name in columns)], ["---"] * (len(columns) + 1)]
-    rows += [[scenario, *(cells[scenario] for cells in columns.values())] for scenario in SCENARIOS]
+    rows += [["; ".join(scenarios), *cells] for cells, scenarios in same.items()]
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     before, begin, rest = page.partition(_BEGIN)
     _, end, after = rest.partition(_END)
