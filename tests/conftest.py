@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests import waits
 from tests.conformance import recording
 from tests.fork_server import ForkServer
 from tests.waits import WITHIN
@@ -67,7 +66,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 _SHARING = (
-    *("clusters/[^/]+/", "packaging/", "conformance/test_interpreter.py", "conformance/test_process_group.py"),
+    *("clusters/[^/]+/", "packaging/", "conformance/test_process_group.py"),
     "unit/test_documentation.py::test_the_site_",
 )
 """Tests that share a cluster, environments, launches or pages, made once in each process that runs some of them."""
@@ -80,6 +79,15 @@ _IMPORTING_TORCH = (
 )
 """Tests that import torch, which each process that runs some of them does for over a second."""
 
+_RUNNING_TORCHRUN = (
+    "conformance/test_interpreter.py",
+    "conformance/test_stops.py",
+    "conformance/test_programs.py::test_as_many_executables",
+    "conformance/test_children.py::test_child[signals",
+    "conformance/test_children.py::test_child[limits",
+)
+"""Tests that run the real torchrun every time, from a server that imports torch."""
+
 
 class _Together(LoadScopeScheduling):  # type: ignore[misc]
     """Gives what shares something to one worker, and every other test to whichever is free; the largest first.
@@ -90,6 +98,8 @@ class _Together(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(tuple(f"tests/{path}::" for path in _IMPORTING_TORCH)):
             return "torch"
+        if nodeid.startswith(tuple(f"tests/{path}" for path in _RUNNING_TORCHRUN)):
+            return "torchrun"
         found = re.match(f"tests/({'|'.join(_SHARING)})", nodeid)
         return found[0] if found else nodeid
 
@@ -248,9 +258,3 @@ def folder(request: pytest.FixtureRequest, leaves_nothing: None) -> Iterator[Pat
             if time.monotonic() > until:
                 raise
             time.sleep(0.05)
-
-
-@pytest.fixture
-def eventually() -> Callable[..., object]:
-    """Poll a condition until it holds: ``eventually(lambda: path.exists(), "the file")``."""
-    return waits.until

@@ -160,8 +160,11 @@ FRAMEWORKS = ("transformers.trainer", "lightning", "accelerate")
 """Modules of packages that are installed for the nightly tests alone."""
 
 MODULES = [
-    pytest.param("torch", marks=pytest.mark.nightly("the next one imports it, too")),
-    "torch,sklearn.ensemble,sklearn.model_selection,scipy.stats",
+    "torch",
+    pytest.param(
+        "torch,sklearn.ensemble,sklearn.model_selection,scipy.stats",
+        marks=pytest.mark.nightly("12 s of processor time"),
+    ),
     *(pytest.param(name, marks=pytest.mark.nightly("packages that no other test needs")) for name in FRAMEWORKS),
 ]
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.conformance.differences import Difference, differs
 from tests.conformance.launchers import Job, Launchers, Outcome
+from tests.waits import until as eventually  # the recording knows the source of the steps
 
 HANDLER = """
 import signal, time
@@ -250,7 +251,7 @@ def test_process_that_a_rank_leaves_behind(session: bool, both: Launchers) -> No
 
 
 @differs(Difference.DEATH_WITH_HOST)
-def test_launcher_killed(both: Launchers, eventually: Callable[..., object]) -> None:
+def test_launcher_killed(both: Launchers) -> None:
 
     def during(job: Job) -> None:
         is_ready(job)

@@ -131,7 +131,8 @@ if {recorded}:
 main()
 """)
     try:
-        app_id = apps.run(Role("r", image="", entrypoint="torchrun", args=["--nproc-per-node", "2", str(script)]))
+        role = Role("r", image="", entrypoint="torchrun", args=["--nproc-per-node", "2", str(script)])
+        app_id = apps.run(role, preload="torch" if recorded else "none")
         until(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), "the ranks")
         if lacking == "space":
             fill(folder)

@@ -72,7 +72,7 @@ while starts("main1") == 1:
 
 @pytest.mark.parametrize(
     ("policy", "others"),
-    [(RetryPolicy.REPLICA, 1), (RetryPolicy.ROLE, 1), (RetryPolicy.APPLICATION, 2)],
+    [(RetryPolicy.ROLE, 1), (RetryPolicy.APPLICATION, 2)],
 )
 def test_hosts_end_and_begin_again_together(apps: Detached, tmp_path: Path, policy: RetryPolicy, others: int) -> None:
     """The supervisor restarts each replica alone; hosts of a role, and with APPLICATION of all roles, end together."""

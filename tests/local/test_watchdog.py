@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.local.hosts import Hosts
+from tests.local.hosts import NO_PRELOAD, Hosts
 from tests.waits import until
 
 SET_UP = """
@@ -56,38 +56,37 @@ def test_a_rank_whose_timer_expires_is_killed_and_named(run: Callable[..., Hosts
     assert "its timer 'step of 1' expired" in error
 
 
-def test_the_pipe_is_the_jobs_own_and_goes_with_it(run: Callable[..., Hosts], folder: Path, tmp_path: Path) -> None:
-    body = """
-        import stat
-        with timer.expires(after=60):
-            print(oct(os.stat(os.environ["TORCHELASTIC_TIMER_FILE"]).st_mode), os.environ["TORCHELASTIC_TIMER_FILE"])
-    """
-    hosts = run(body)
-    assert hosts.wait() == [0], hosts.err()
-    mode, path = hosts.out().split()[:2]
-    assert int(mode, 8) == stat.S_IFIFO | 0o600
-    assert Path(path).is_relative_to(folder) and not os.path.exists(path)
-
-
 def test_a_server_that_cannot_begin_is_named(run: Callable[..., Hosts], tmp_path: Path) -> None:
     hosts = run("", environ={"TORCHELASTIC_TIMER_FILE": str(tmp_path / "no" / "such")})
     assert hosts.wait() == [1]
     assert "torch's timer server does not run: FileNotFoundError: " in hosts.err().splitlines()[-1]
 
 
-def test_a_server_that_is_gone_is_told_and_the_job_goes_on(run: Callable[..., Hosts], tmp_path: Path) -> None:
-    hosts = run(f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.1)")
-    until(lambda: any(event["kind"] == "ranks" for event in hosts.events()), "the ranks")
+def test_the_pipe_is_the_jobs_own_and_the_job_goes_on_without_its_server(
+    run: Callable[..., Hosts], folder: Path, tmp_path: Path
+) -> None:
+    body = f"""
+        with timer.expires(after=60):
+            path = os.environ["TORCHELASTIC_TIMER_FILE"]
+            print(oct(os.stat(path).st_mode), path, flush=True)
+        while not os.path.exists({str(tmp_path / "go")!r}):
+            time.sleep(0.1)
+    """
+    hosts = run(body)
+    until(lambda: hosts.out().endswith("\n"), "the rank")
+    mode, path = hosts.out().split()
+    assert int(mode, 8) == stat.S_IFIFO | 0o600
     children = psutil.Process(hosts.processes[0].pid).children()
     next(one for one in children if any("timers.py" in word for word in one.cmdline())).kill()
     until(lambda: "are not looked at any more: its process has ended" in hosts.err(), "the line")
     (tmp_path / "go").touch()
     assert hosts.wait() == [0], hosts.err()
+    assert Path(path).is_relative_to(folder) and not os.path.exists(path)
 
 
-def test_no_server_unless_asked_for(run: Callable[..., Hosts], tmp_path: Path) -> None:
-    path = str(tmp_path / "timers")
-    body = "print(os.environ['TORCHELASTIC_TIMER_FILE'], os.path.exists(os.environ['TORCHELASTIC_TIMER_FILE']))"
-    hosts = run(body, environ={"TORCHELASTIC_ENABLE_FILE_TIMER": "0", "TORCHELASTIC_TIMER_FILE": path})
+def test_no_server_unless_asked_for(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
+    program = script("path = os.environ['TORCHELASTIC_TIMER_FILE']; print(path, os.path.exists(path))")
+    environ = {"TORCHELASTIC_ENABLE_FILE_TIMER": "0", "TORCHELASTIC_TIMER_FILE": str(tmp_path / "timers")}
+    hosts = Hosts(folder, ["torchrun", program], options=NO_PRELOAD, environ=environ).start()
     assert hosts.wait() == [0], hosts.err()
-    assert hosts.out().splitlines() == [f"{path} False"]
+    assert hosts.out() == f"{tmp_path / 'timers'} False\n"

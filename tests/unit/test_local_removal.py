@@ -7,12 +7,13 @@ import os
 import subprocess
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from tests.waits import until
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import state
 from torchx_monarch.backends.local.request import LocalRequest
@@ -36,11 +37,11 @@ def paths(tmp_path: Path, job: str) -> state_files.AppPaths:
 
 
 @pytest.fixture
-def supervisor(eventually: Callable[..., object], job: str) -> Iterator[subprocess.Popen[bytes]]:
+def supervisor(job: str) -> Iterator[subprocess.Popen[bytes]]:
     """Yield a process with the app's marker, which ends when its stdin is closed."""
     env = {**os.environ, processes.MARKER: job}
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env=env) as process:
-        eventually(lambda: processes.marked(job), "its environment")  # the kernel shows it a little later
+        until(lambda: processes.marked(job), "its environment")  # the kernel shows it a little later
         yield process
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from torchx.specs import AppState
 
 from tests.clusters.aws_batch.apps import Apps
 from tests.clusters.docker.daemon import Daemon
-
-Eventually = Callable[..., object]
+from tests.waits import until
 
 SAYS = """
     import os, sys
@@ -68,7 +66,7 @@ def test_a_failing_rank_is_the_cause(running_apps: Apps) -> None:
     assert "trainer/0 [monarch] FAILED: rank 1" in log
 
 
-def test_a_lost_node_ends_the_job_and_is_named(running_apps: Apps, daemon: Daemon, eventually: Eventually) -> None:
+def test_a_lost_node_ends_the_job_and_is_named(running_apps: Apps, daemon: Daemon) -> None:
     """Batch replaces no node; with max_retries it would start all of them again, which moto does not do."""
     apps = running_apps
     handle = apps.run(
@@ -79,7 +77,7 @@ def test_a_lost_node_ends_the_job_and_is_named(running_apps: Apps, daemon: Daemo
             nproc=1,
         )
     )
-    eventually(lambda: len(read(apps.folder / "up")) == 2, "both ranks", seconds=90)
+    until(lambda: len(read(apps.folder / "up")) == 2, "both ranks", seconds=90)
     with contextlib.closing(daemon.client()) as client:
         (lost,) = [each.name for each in client.containers.list() if each.name.endswith("-1")]
     daemon.kill(lost)
@@ -94,10 +92,10 @@ def read(path: Path) -> str:
 
 @pytest.mark.scenario("cancel while running", wire="moto+docker")
 @pytest.mark.scenario("log follow, since, until", wire="moto+docker")
-def test_cancel_while_running(running_apps: Apps, eventually: Eventually) -> None:
+def test_cancel_while_running(running_apps: Apps) -> None:
     apps = running_apps
     handle = apps.run(apps.role("sh", "-c", "echo up; sleep 1000"))
-    eventually(lambda: apps.status(handle).state is AppState.RUNNING, "the container")
+    until(lambda: apps.status(handle).state is AppState.RUNNING, "the container")
     apps.torchx("cancel", handle)
     status = apps.wait(handle)
     assert (status.state, status.msg) == (AppState.CANCELLED, "cancelled through torchx")

@@ -6,15 +6,13 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
 
 import pytest
 from torchx.specs import AppState, BindMount, Resource
 
 from tests.clusters.docker.apps import NAME, Apps
 from tests.clusters.docker.daemon import Daemon
-
-Eventually = Callable[..., object]
+from tests.waits import until
 
 pytestmark = [pytest.mark.slow]
 
@@ -33,11 +31,11 @@ SLEEPS_AT_FIRST = """
 """
 
 
-def test_names_may_be_anything(apps: Apps, eventually: Eventually) -> None:
+def test_names_may_be_anything(apps: Apps) -> None:
     """Also where dockerd, a handle and the DNS allow less."""
     name = 'tr ai/ner\'s.."x"'
     handle = apps.run(apps.torchrun(apps.program(SLEEPS_AT_FIRST), name=name, nproc=1), name=" my/../app's \u00fc")
-    eventually(lambda: apps.log(handle, name).count("attempt 0") == 2, "the ranks")
+    until(lambda: apps.log(handle, name).count("attempt 0") == 2, "the ranks")
     apps.torchx("cancel", handle)
     assert apps.status(handle).state is AppState.CANCELLED
     assert [each.name for each in apps.runner.list(NAME)] == [" my/../app's \u00fc"]
@@ -59,7 +57,7 @@ def test_a_workspace_is_in_the_image(apps: Apps) -> None:
     assert apps.lines(handle) == ["from the workspace\n"]
 
 
-def test_roles_are_worlds_and_all_but_sidecars_are_awaited(apps: Apps, eventually: Eventually) -> None:
+def test_roles_are_worlds_and_all_but_sidecars_are_awaited(apps: Apps) -> None:
     go = apps.folder / "go"
     path = apps.program(
         SAYS
@@ -74,7 +72,7 @@ def test_roles_are_worlds_and_all_but_sidecars_are_awaited(apps: Apps, eventuall
     reader = apps.role("sh", "-c", "echo up; sleep 1000", name="reader", metadata={"monarch": {"sidecar": True}})
     handle = apps.run(main, other, reader)
     over = {"main/0": AppState.SUCCEEDED, "main/1": AppState.SUCCEEDED}
-    eventually(lambda: over.items() <= apps.states(handle).items(), "the end of the first role")
+    until(lambda: over.items() <= apps.states(handle).items(), "the end of the first role")
     assert apps.status(handle).state is AppState.RUNNING
     go.touch()
     assert apps.wait(handle).state is AppState.SUCCEEDED

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ from torchx.specs import AppState, RetryPolicy
 from tests.clusters.docker.apps import NAME, Apps
 from tests.clusters.docker.daemon import Daemon
 from tests.contract.place import TORCHX
-
-Eventually = Callable[..., object]
+from tests.waits import until
 
 pytestmark = [pytest.mark.slow]
 
@@ -30,11 +28,11 @@ SLEEPS = """
 """
 
 
-def test_a_container_that_is_removed_fails_its_job(apps: Apps, daemon: Daemon, eventually: Eventually) -> None:
+def test_a_container_that_is_removed_fails_its_job(apps: Apps, daemon: Daemon) -> None:
     """Nothing starts it again, and the other hosts would wait for it for minutes."""
     role = apps.torchrun(apps.program(SLEEPS), nproc=1, max_retries=3, retry_policy=RetryPolicy.APPLICATION)
     handle = apps.run(role, apps.role("sleep", "1000", name="other"))
-    eventually(lambda: apps.log(handle).count("]:rank") == 2, "the ranks")
+    until(lambda: apps.log(handle).count("]:rank") == 2, "the ranks")
     with contextlib.closing(daemon.client()) as client:
         client.containers.get(apps.hostname(handle, 0)).remove(force=True)
     status = apps.wait(handle)

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from tests.clusters.packages import skip_for
 from tests.clusters.ssh.apps import Apps
 from tests.clusters.ssh.machines import Machines, missing
+from tests.waits import until
 
 
 @pytest.fixture(scope="session")
@@ -37,11 +38,11 @@ def machines(leaves_nothing: None, all_machines: Machines, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def apps(machines: Machines, eventually: Callable[..., object]) -> Iterator[Apps]:
+def apps(machines: Machines) -> Iterator[Apps]:
     """Yield apps on the machines. Files that a test leaves of them fail it."""
     apps = Apps(machines)
     yield apps
     apps.close()
     # The far end of a connection may be busy with an order when the connection ends.
-    eventually(lambda: not any("in_job.entry" in line for line in machines.processes()), "the ends of connections")
+    until(lambda: not any("in_job.entry" in line for line in machines.processes()), "the ends of connections")
     assert apps.files() == []
