@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from torchx_monarch.cli import exit_codes, main, ps, run_output
+from torchx_monarch.cli.metrics import Family
 from torchx_monarch.cli.top import View
 from torchx_monarch.client.debugger import Breakpoint
 from torchx_monarch.client.result import RankResult, RunInfo, RunResult
-from torchx_monarch.insight.prometheus_text import Family
 from torchx_monarch.insight.rank_view import RankView
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
 from torchx_monarch.model.check_result import CheckResult

@@ -10,9 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from torchx_monarch.cli import metrics
-from torchx_monarch.cli.metrics import rank_families
+from torchx_monarch.cli.metrics import Family, rank_families, render
 from torchx_monarch.insight import timeline
-from torchx_monarch.insight.prometheus_text import Family, render
 from torchx_monarch.insight.rank_sample import DeviceUse, GroupStatus, RankSample
 from torchx_monarch.schedulers.job_status import JobStatus
 

@@ -63,20 +63,18 @@ def run(args: argparse.Namespace) -> None:
 def list_allocations() -> Iterator[Allocation]:
     """Yield the allocations of this machine's records that answer; apps that have ended do not answer."""
     apps = sorted(recorded_apps(), key=lambda app: (app.scheduler != LOCAL, app.handle))
+    roles = [(app.handle, role) for app in apps for role in recorded_roles(app.scheduler, app.app_id)]
     # All at once: each that is silent takes `jobs.PATIENCE`.
     with ThreadPoolExecutor(_MAX_ASKED) as threads:
-        for answers in threads.map(lambda app: _answers(app.scheduler, app.app_id, app.handle), apps):
-            yield from answers
+        yield from filter(None, threads.map(lambda role: _ask_allocation(*role), roles))
 
 
-def _answers(scheduler: str, app_id: str, handle: str) -> list[Allocation]:
-    found = []
-    with contextlib.suppress(UnreachableError):
-        for role in recorded_roles(scheduler, app_id):
-            with contextlib.suppress(UnreachableError, RefusedError):
-                if (live := ask_live(Target.from_handle(handle, role))) is not None:
-                    found.append((handle, role, live))
-    return found
+def _ask_allocation(handle: str, role: str) -> Allocation | None:
+    """Ask replica 0 of a role; return None if it does not answer, or is not of an allocation."""
+    with contextlib.suppress(UnreachableError, RefusedError):
+        if (live := ask_live(Target.from_handle(handle, role))) is not None:
+            return handle, role, live
+    return None
 
 
 def _to_json(handle: str, role: str, live: LiveState) -> dict[str, Any]:

@@ -8,14 +8,13 @@ import contextlib
 import os
 import queue
 import shutil
-import signal
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli import handles
@@ -31,6 +30,7 @@ from torchx_monarch.insight.rank_view import RankView
 from torchx_monarch.insight.summary import show_restarts
 from torchx_monarch.schedulers import job_status
 from torchx_monarch.schedulers.job_status import JobStatus
+from torchx_monarch.system.termination import termination
 from torchx_monarch.system.untrusted_text import one_line
 
 if TYPE_CHECKING:
@@ -222,17 +222,9 @@ def _show(args: argparse.Namespace) -> View:
                 return view
             by_host = by_host != (key == "h")
             page = max(1, height - 8)
-            first += {
-                "KEY_UP": -1,
-                "k": -1,
-                "KEY_DOWN": 1,
-                "j": 1,
-                "KEY_PPAGE": -page,
-                "KEY_NPAGE": page,
-                " ": page,
-            }.get(key, 0)
-            ends = {"KEY_HOME": 0, "g": 0, "KEY_END": len(view.ranks), "G": len(view.ranks)}
-            first = ends.get(key, max(0, first))
+            moves = {"KEY_UP": -1, "k": -1, "KEY_DOWN": 1, "j": 1, "KEY_PPAGE": -page, "KEY_NPAGE": page, " ": page}
+            moves |= {"KEY_HOME": -first, "g": -first, "KEY_END": len(view.ranks), "G": len(view.ranks)}
+            first += moves.get(key, 0)
             view = _next(arrived, view)
     return view
 
@@ -255,7 +247,7 @@ def whole_screen() -> Iterator[curses.window]:
     import curses
 
     # Before curses, which keeps handlers that are there: its own for SIGTERM exits with 1, and has none for SIGHUP.
-    handlers = [(number, signal.signal(number, _exit)) for number in (signal.SIGTERM, signal.SIGHUP)]
+    termination.install()
     try:
         curses.setupterm()
     except curses.error:  # this machine does not know the kind of the terminal; nearly all do what xterm does
@@ -274,8 +266,7 @@ def whole_screen() -> Iterator[curses.window]:
         yield terminal
     finally:
         curses.endwin()
-        for number, handler in handlers:
-            signal.signal(number, handler)
+        termination.remove()
 
 
 def draw(terminal: curses.window, shown: Sequence[str]) -> None:
@@ -300,7 +291,3 @@ def pressed(terminal: curses.window) -> str:
     if key < 0:
         return "" if is_terminal(sys.stdin) else "q"
     return curses.keyname(key).decode(errors="replace")
-
-
-def _exit(number: int, _: object) -> NoReturn:
-    sys.exit(128 + number)

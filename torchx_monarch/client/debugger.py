@@ -10,16 +10,15 @@ import contextlib
 import dataclasses
 import os
 import select
-import signal
 import termios
 import tty
 from collections.abc import Iterator
-from typing import Any, NoReturn
 
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.model.codec import DecodeError, decode
+from torchx_monarch.system.termination import termination
 
 DETACH_KEY = b"\x1d"
 """Ctrl-], as in telnet: the key that detaches."""
@@ -110,19 +109,13 @@ def _show(link: Connection) -> str:
 def _raw_terminal() -> Iterator[None]:
     """Have the terminal pass on each key at once; restore it, also when a signal ends this process."""
     before = termios.tcgetattr(0)
-    ending = (signal.SIGTERM, signal.SIGHUP)
-    handlers = [(number, signal.signal(number, _exit)) for number in ending]
+    termination.install()
     try:
         tty.setraw(0)
         yield
     finally:
         termios.tcsetattr(0, termios.TCSADRAIN, before)
-        for number, handler in handlers:
-            signal.signal(number, handler)
-
-
-def _exit(number: int, frame: Any) -> NoReturn:
-    raise SystemExit(128 + number)
+        termination.remove()
 
 
 def _size() -> dict[str, int]:

@@ -195,17 +195,9 @@ class Hosts:
         live = answer.get("live")
         if live is None:
             return AllocationStatus("RUNNING", message=f"{self.handle} is not a live allocation")
-        return AllocationStatus(
-            state="RUNNING",
-            ready=live["ready"],
-            hosts={host["replica"]: host["hostname"] for host in answer["hosts"]},
-            missing=answer["missing"],
-            run=live["run"],
-            runs=live["runs"],
-            warm=bool(live["warm"]),
-            idle=live["idle"],
-            idle_timeout=live["idle_timeout"],
-        )
+        facts = {name: live[name] for name in ("ready", "run", "runs", "warm", "idle", "idle_timeout")}
+        hosts = {host["replica"]: host["hostname"] for host in answer["hosts"]}
+        return AllocationStatus("RUNNING", hosts=hosts, missing=answer["missing"], **facts)
 
     def status(self) -> AllocationStatus:
         """Return the state of the allocation, from replica 0 or, if that cannot be reached, from the scheduler."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from torchx_monarch.model.job_result import RankExit
 
@@ -119,25 +119,8 @@ class RunInfo(TypedDict):
     reason: str
 
 
-def run_result(
-    message: Mapping[str, Any], exits: Mapping[int, RankExit], attempts: int, output: Mapping[int, RankOutput]
-) -> RunResult:
-    """Build the result of a run of its ``result`` record, and of the exits and the output of ranks."""
-    return RunResult(
-        run=message["run"],
-        exit_code=message["exit_code"],
-        reason=message["reason"],
-        ranks={rank: _rank_result(exits[rank]) for rank in sorted(exits)},
-        attempts=attempts,
-        seconds=message["seconds"],
-        code=message["code"],
-        stopped=message["stopped"],
-        cause=message["cause"],
-        output=dict(output),
-    )
-
-
-def _rank_result(exit: RankExit) -> RankResult:
+def rank_result(exit: RankExit) -> RankResult:
+    """Return the end of a rank as a client sees it."""
     return RankResult(
         rank=exit.rank,
         local_rank=exit.local_rank,

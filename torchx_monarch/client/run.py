@@ -16,7 +16,7 @@ from typing import Any, Protocol, TextIO
 
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts, say
-from torchx_monarch.client.result import RankOutput, RunResult, run_result
+from torchx_monarch.client.result import RankOutput, RunResult, rank_result
 from torchx_monarch.client.run_options import Output, check_output
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
 from torchx_monarch.insight.log_lines import STAMP_LENGTH, LogLine, is_coloured, is_terminal
@@ -31,6 +31,9 @@ _RECONNECT_FOR = 120.0
 _SIGNALS_INTERVAL_S = 0.5
 """Seconds after which a waiting main thread handles a signal that the kernel has given to another thread, as it does
 with the second of two at a time: that does not end the wait for a lock."""
+
+_OF_RESULT = ("run", "exit_code", "reason", "seconds", "code", "stopped", "cause")
+"""The fields of a ``RunResult`` that the record ``result`` has under the same names."""
 
 _LINES = re.compile(r"[^\n]*\n|[^\n]+")
 
@@ -168,7 +171,12 @@ class Collector:
                     rank: RankOutput("".join(streams["stdout"]), "".join(streams["stderr"]))
                     for rank, streams in sorted(self._texts.items())
                 }
-                return run_result(record, self._exits, self._attempts, texts)
+                return RunResult(
+                    ranks={rank: rank_result(exit) for rank, exit in sorted(self._exits.items())},
+                    attempts=self._attempts,
+                    output=texts,
+                    **{name: record[name] for name in _OF_RESULT},
+                )
         raise UnreachableError(f"run {records.run} is looked at no longer")
 
     def _show(self, record: dict[str, Any]) -> None:

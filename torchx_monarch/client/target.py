@@ -100,14 +100,12 @@ def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
 
 
 def recorded_roles(scheduler: str, app_id: str) -> list[str]:
-    """Return the roles of an app that have hosts, as this machine has recorded them.
-
-    Raises:
-        UnreachableError: the record is damaged.
-    """
+    """Return the roles of an app that have hosts, as this machine has recorded them; none if the record is damaged."""
     if addresses := client_credentials.load(scheduler, app_id).rendezvous:
         return list(addresses)
-    request = _request(app_id)
+    request = None
+    with contextlib.suppress(UnreachableError):
+        request = _request(app_id)
     return [role.name for role in request.roles if role.spec.runs_hosts] if request is not None else []
 
 
