@@ -18,10 +18,10 @@ from tests.conformance.test_environment import DIFFERENT, environments
 @pytest.mark.parametrize("rdzv", [pytest.param("static", marks=pytest.mark.nightly("4 s of processor time")), "c10d"])
 def test_environment(rdzv: str, both: Launchers) -> None:
     # With the c10d backend, torchrun numbers its agents as they happen to come; the variables of a rank do not show it.
-    theirs, ours = both.script("report(dict(os.environ))", "--role", "r", nodes=2, rdzv=rdzv)
+    theirs, ours = both.script("report(dict(os.environ))", "--role", "r", nodes=2, rdzv=rdzv, preload="")
     assert theirs.codes == ours.codes == [0, 0]
     # MASTER_PORT of the static rendezvous is the user's, a new one for each launch here.
-    expected = set(DIFFERENT) - {"TORCHELASTIC_RUN_ID"}
+    expected = {*DIFFERENT, "TORCHELASTIC_USE_AGENT_STORE"} - {"TORCHELASTIC_RUN_ID"}
     if rdzv != "c10d":
         expected.remove("MASTER_ADDR")
     assert sorted(ours.reports) == [0, 1, 2, 3]

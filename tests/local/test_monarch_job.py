@@ -240,6 +240,7 @@ print(json.dumps(said), flush=True)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("9 s of processor time, most of it for Monarch's own telemetry")
 def test_a_served_app_has_meshes_an_admin_and_telemetry_and_a_second_process_loads_it(
     tmp_path: Path, runner: Runner
 ) -> None:

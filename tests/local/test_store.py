@@ -98,7 +98,7 @@ def test_each_attempt_has_its_own(folder: Path, script: Callable[[str], str]) ->
     assert "TCPStore" not in hosts.err()  # which told of no death
 
 
-def test_it_holds_nothing_of_the_rank_and_ignores_each_signal_to_the_job(
+def test_it_holds_nothing_of_the_rank_ignores_each_signal_to_the_job_and_dies_with_its_host(
     folder: Path, script: Callable[[str], str]
 ) -> None:
     path = script("""
@@ -106,6 +106,8 @@ def test_it_holds_nothing_of_the_rank_and_ignores_each_signal_to_the_job(
         while not os.path.exists("go"):
             time.sleep(0.02)
         store.set("still", "there")
+        print(store.get("still").decode(), flush=True)
+        time.sleep(1000)
     """)
     hosts = Hosts(folder, ["torchrun", path]).start()
     until(lambda: len(hosts.rank_pids()) == 1, "the rank")
@@ -121,14 +123,7 @@ def test_it_holds_nothing_of_the_rank_and_ignores_each_signal_to_the_job(
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         store.send_signal(number)
     Path(path).with_name("go").touch()
-    assert hosts.wait() == [0], hosts.err()
-
-
-def test_it_dies_with_its_host(folder: Path, script: Callable[[str], str]) -> None:
-    path = script("print('pid', os.getpid(), flush=True)\ntime.sleep(1000)")
-    hosts = Hosts(folder, ["torchrun", path]).start()
-    until(lambda: len(hosts.rank_pids()) == 1, "the rank")
-    [store] = store_of(hosts)
+    until(lambda: "there" in hosts.out(), "the rank to find what it has set")
     hosts.processes[0].kill()
     assert hosts.wait() == [-9]
     until(lambda: has_ended(store), "the end of the store's process")
