@@ -61,12 +61,18 @@ def test_pruning(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
     trash = Path(state_files.apps_dir(), ".trash-1-x")
     trash.mkdir()
     os.utime(trash, (0, 0))
-    Path(state_files.apps_dir(), ".new-1").mkdir()
+    for name, when in (("half-old", 0.0), ("half-new", now)):  # of submissions that were killed
+        half = state_files.app_paths(name)
+        os.mkdir(half.root)
+        Path(half.lock).touch()
+        os.utime(half.root, (when, when))
+    Path(state_files.apps_dir(), "mine").mkdir()
+    os.utime(Path(state_files.apps_dir(), "mine"), (0, 0))
     (Path(state_files.apps_dir(), "note.txt")).touch()
     app_id = apps.run(sh("true"))
     apps.wait(app_id)
     until(lambda: not Path(state_files.app_paths("old-gone").root).exists(), "the old app to go")
-    kept = {"old-kept", "old-running", ".new-1", "note.txt", app_id}
+    kept = {"old-kept", "old-running", "half-new", "mine", "note.txt", app_id}
     until(lambda: {path.name for path in Path(state_files.apps_dir()).iterdir()} == kept, "the rest to go")
     monkeypatch.setenv("MONARCH_KEEP_DAYS", "1")
     assert prune(state_files.apps_dir()) == ["old-kept"]

@@ -20,7 +20,6 @@ from tests.soak.faults import Injection, targets
 from tests.soak.jobs import Job
 from tests.soak.plans import ROLE, Plan
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import folder as app_folder
 from torchx_monarch.insight import events
 from torchx_monarch.system import processes
 
@@ -234,5 +233,5 @@ def of_the_state_dir(killed_submitters: bool) -> list[str]:
     """
     left = os.listdir(state_files.apps_dir()) if os.path.isdir(state_files.apps_dir()) else []
     if killed_submitters:
-        left = [name for name in left if not name.startswith(app_folder.STAGING_PREFIX)]
+        left = [name for name in left if os.path.exists(state_files.app_paths(name).status)]
     return [f"left in the state directory: {left}"] if left else []

@@ -40,7 +40,7 @@ def app(name: str, state: State = State.SUCCEEDED, ended: float | None = None) -
     definition = AppDef(name, [Role("r", image="", entrypoint="true")])
     submitted = SubmittedApp(definition, [RoleSpec("r")])
     request = render(definition, submitted.roles, grace=5.0, assign_gpus=False, environ={})
-    request, lock = submit._publish(request, submitted.to_json(), lambda folder: None, time.time())
+    request, lock = submit._make_folder(request, submitted.to_json(), lambda folder: None, time.time())
     os.close(lock)
     paths = state_files.app_paths(request.app_id)
     record = status.load(paths)

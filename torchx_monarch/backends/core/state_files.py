@@ -4,8 +4,8 @@
 The state directory is ``$MONARCH_STATE_DIR``, else ``$XDG_STATE_HOME/torchx-monarch``, else
 ``~/.local/state/torchx-monarch``. Below it ``apps/<app id>/`` is one app. Folders have mode 0700, files 0600. A file
 that another process reads is written aside and renamed, so a reader sees the old content or the new, never half of it;
-events and logs are append-only. A folder appears under its final name only when it is complete, and is renamed before
-it is removed.
+events and logs are append-only. An app exists from when its ``status.json`` does, which is written last; its folder
+is renamed before it is removed.
 """
 
 from __future__ import annotations

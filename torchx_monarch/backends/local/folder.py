@@ -1,51 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Make, remove and prune the folders of apps atomically: other processes see all of a folder or nothing."""
+"""Remove and prune the folders of apps: other processes see all of a folder or nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Iterator
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.state_files import AppPaths
 from torchx_monarch.backends.local import state
 from torchx_monarch.system import run_dirs
 
-STAGING_PREFIX = ".new-"
 TRASH_PREFIX = ".trash-"
 
 KEEP_APPS = 1000
 
 _WORK_TIME = 3600.0
-"""Seconds for which a half-made or half-removed folder is kept, because another process may still work on it."""
-
-
-@contextlib.contextmanager
-def staged() -> Iterator[str]:
-    """Make a folder to fill, and remove it afterwards unless it was published.
-
-    Raises:
-        safe_files.UnsafeFileError: another user owns the state directory or the folder of all apps.
-        OSError: the folder cannot be made.
-    """
-    folder = run_dirs.new_dir(os.path.join(state_files.make_folder("apps"), STAGING_PREFIX))
-    try:
-        yield folder
-    finally:
-        run_dirs.remove_tree(folder)
-
-
-def publish(folder: str, final: str) -> bool:
-    """Give a complete folder its final name; return False if an app of that name exists already."""
-    try:
-        os.rename(folder, final)
-    except OSError:
-        if os.path.isdir(final):
-            return False
-        raise
-    return True
+"""Seconds for which a half-made or half-removed folder is kept: another process may still work on it."""
 
 
 def remove_app(paths: AppPaths) -> None:
@@ -105,16 +77,14 @@ def prune(apps: str, *, newest: int | None = None) -> list[str]:
     ended: list[tuple[float, state_files.AppPaths]] = []
     with os.scandir(apps) as entries:
         for entry in entries:
-            if entry.name.startswith((STAGING_PREFIX, TRASH_PREFIX)):
-                with contextlib.suppress(OSError):
-                    if entry.stat().st_mtime < time.time() - _WORK_TIME:
-                        run_dirs.remove_tree(entry.path)
-                continue
-            paths = state_files.AppPaths(entry.path)
+            paths, is_trash = state_files.AppPaths(entry.path), entry.name.startswith(TRASH_PREFIX)
             with contextlib.suppress(state_files.DamagedFileError, OSError):
-                record = state.current_state(paths)
+                record = None if is_trash else state.current_state(paths)
                 if record is not None and record.terminal and record.ended is not None:
                     ended.append((record.ended, paths))
+                is_half_made = record is None and os.path.exists(paths.lock) and not state.is_supervised(paths)
+                if (is_trash or is_half_made) and entry.stat().st_mtime < time.time() - _WORK_TIME:
+                    run_dirs.remove_tree(entry.path)
     newest = keep_apps() if newest is None else newest
     ended.sort(key=lambda ended_app: ended_app[0], reverse=True)
     removed = []

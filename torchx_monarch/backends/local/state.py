@@ -15,6 +15,7 @@ from torchx_monarch.backends.core import state_files, stop_request
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.local import folder, status
 from torchx_monarch.backends.local.request import load as load_request
+from torchx_monarch.model.state import State
 from torchx_monarch.system import processes, safe_files
 from torchx_monarch.system.processes import ProcessIdentity
 
@@ -94,7 +95,9 @@ def current_state(paths: state_files.AppPaths) -> status.AppRecord | None:
             with contextlib.suppress(OSError):
                 why = f"see {paths.supervisor_log}" if os.path.getsize(paths.supervisor_log) else why
             reason = f"the supervisor (pid {owner.supervisor.pid}) has ended without a result: {why}"
-        status.end_dead(record, reason, last_written)
+        for replica in (replica for role in record.roles for replica in role.replicas if not replica.state.is_terminal):
+            replica.state, replica.ended = State.FAILED, last_written
+        record.state, record.msg, record.ended = State.FAILED, reason, last_written
     return record
 
 

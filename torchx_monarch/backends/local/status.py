@@ -84,15 +84,6 @@ def load(paths: state_files.AppPaths) -> AppRecord | None:
     return record
 
 
-def end_dead(record: AppRecord, reason: str, ended: float) -> None:
-    """Make this the record of an app that has ended without its supervisor: FAILED, for this reason."""
-    for role in record.roles:
-        for replica in role.replicas:
-            if not replica.state.is_terminal:
-                replica.state, replica.ended = State.FAILED, ended
-    record.state, record.msg, record.ended = State.FAILED, reason, ended
-
-
 def reserve_bytes(record: AppRecord) -> int:
     """Return the disk space that suffices for the final record of this app without error files."""
     return _RESERVED + _RESERVED_FOR_REPLICA * sum(len(role.replicas) for role in record.roles)

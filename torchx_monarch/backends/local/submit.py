@@ -35,7 +35,7 @@ def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], 
 
     Args:
         app: the app as submitted (``SubmittedApp.to_json``), stored for ``describe``.
-        fill: writes further files into the app's folder, which has another name as yet.
+        fill: writes further files into the app's folder.
 
     Returns:
         The app's id: the request's, or another one if an app of that id exists.
@@ -46,7 +46,7 @@ def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], 
     """
     created = time.time()
     try:
-        request, lock = _publish(request, app, fill, created)
+        request, lock = _make_folder(request, app, fill, created)
     except OSError as e:
         raise StateDirError.from_os_error(e, state_files.apps_dir()) from e
     paths = state_files.app_paths(request.app_id)
@@ -69,38 +69,36 @@ def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], 
     return request.app_id
 
 
-def _publish(
+def _make_folder(
     request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], None], created: float
 ) -> tuple[LocalRequest, int]:
-    """Write the app's folder; return the request as written there, and the descriptor of the app's lock."""
-    with folder.staged() as staging, contextlib.ExitStack() as unlock:
-        lock = state.lock(state_files.AppPaths(staging))
-        unlock.callback(os.close, lock)
-        _make_log_dirs(state_files.AppPaths(staging), request)
-        fill(staging)
-        while True:
-            paths = state_files.app_paths(request.app_id)
-            run_dir = folder.make_run_dir(paths)
-            with contextlib.ExitStack() as undo:
-                undo.callback(folder.remove_run_dir, paths, run_dir)
-                request = replace(request, run_dir=run_dir, job=f"{request.app_id}:{secrets.token_hex(8)}")
-                _fill(state_files.AppPaths(staging), request, app, created)
-                if folder.publish(staging, paths.root):
-                    undo.pop_all()
-                    unlock.pop_all()
-                    return request, lock
-            # The same request may be submitted twice.
+    """Make the app's folder; return the request as written there, and the descriptor of the app's lock."""
+    state_files.make_folder("apps")
+    while True:
+        paths = state_files.app_paths(request.app_id)
+        try:
+            os.mkdir(paths.root, 0o700)
+            break
+        except FileExistsError:  # the same request may be submitted twice
             request = request.renamed(render.new_app_id(request.name))
-
-
-def _fill(paths: state_files.AppPaths, request: LocalRequest, app: Mapping[str, Any], created: float) -> None:
-    state_files.write_json(paths.app, {"created": created, **app})
-    state_files.write_json(paths.request, asdict(request))
-    record = status.AppRecord(
-        request.app_id, request.name, created, roles=status.new_roles(request), hostname=os.uname().nodename
-    )
-    state_files.write_json(paths.status, asdict(record))
-    safe_files.make_reserve(paths.reserve, status.reserve_bytes(record))
+    with contextlib.ExitStack() as undo:
+        undo.callback(folder.remove_app, paths)
+        lock = state.lock(paths)
+        undo.callback(os.close, lock)
+        run_dir = folder.make_run_dir(paths)
+        undo.callback(folder.remove_run_dir, paths, run_dir)
+        request = replace(request, run_dir=run_dir, job=f"{request.app_id}:{secrets.token_hex(8)}")
+        record = status.AppRecord(
+            request.app_id, request.name, created, roles=status.new_roles(request), hostname=os.uname().nodename
+        )
+        _make_log_dirs(paths, request)
+        fill(paths.root)
+        state_files.write_json(paths.app, {"created": created, **app})
+        state_files.write_json(paths.request, asdict(request))
+        safe_files.make_reserve(paths.reserve, status.reserve_bytes(record))
+        state_files.write_json(paths.status, asdict(record))  # from here on the app exists
+        undo.pop_all()
+    return request, lock
 
 
 def _make_log_dirs(paths: state_files.AppPaths, request: LocalRequest) -> None:

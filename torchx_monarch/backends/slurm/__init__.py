@@ -5,7 +5,6 @@ backend     submit, read and end jobs
 options     the run options, and the checks for `torchx monarch doctor`
 render      AppDef -> request: the options of sbatch and srun, containers of pyxis
 request     the request as the job reads it
-commands    run Slurm's commands and parse their output
-states      map Slurm's job states to those of apps
+commands    run Slurm's commands, parse their output, and map its job states to those of apps
 batch_step  what runs on a job's first node: start the steps, end the rest of a decided app, requeue
 """

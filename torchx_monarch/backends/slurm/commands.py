@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from torchx_monarch.backends.batch import commands as batch_commands
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.backends.core.errors import BackendError
-from torchx_monarch.backends.slurm import states
 from torchx_monarch.model.env_names import JOB_VARIABLES
+from torchx_monarch.model.state import State
 
 INSTALL = "Slurm's commands, as the login nodes of a cluster have them (Debian: slurm-client, Red Hat: slurm)"
 
@@ -26,13 +26,37 @@ _NOT_INHERITED = frozenset({*JOB_VARIABLES, "SBATCH_ARRAY_INX"})
 """Variables that are not passed on. SBATCH_ARRAY_INX would make the submitted job an array."""
 
 
+_STATES = {
+    State.PENDING: "CONFIGURING PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT SUSPENDED",
+    State.RUNNING: "COMPLETING RESIZING RUNNING SIGNALING STAGE_OUT STOPPED",
+    State.SUCCEEDED: "COMPLETED",
+    State.CANCELLED: "CANCELLED",
+    State.FAILED: "BOOT_FAIL DEADLINE FAILED LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED RECONFIG_FAIL REVOKED "
+    "TIMEOUT",
+}
+"""Slurm's states for each of an app's (squeue(1), section JOB STATE CODES)."""
+
+_REASONS = {
+    "BOOT_FAIL": "a node could not be booted",
+    "CANCELLED": "by scancel, or by an administrator",
+    "DEADLINE": "it could not end before its deadline",
+    "LAUNCH_FAILED": "Slurm could not launch it",
+    "NODE_FAIL": "a node that it ran on was lost",
+    "OUT_OF_MEMORY": "a process needed more memory than the job had asked for",
+    "PREEMPTED": "a job of higher priority took its nodes",
+    "REVOKED": "a sibling of it runs on another cluster",
+    "SUSPENDED": "suspended by the administrator",
+    "TIMEOUT": "it ran into its time limit",
+}
+
+
 @dataclass(frozen=True)
 class SlurmJob:
     """One job as Slurm reports it.
 
     Attributes:
         job_id: id of the job; of a heterogeneous one that of its first component, which runs the batch script.
-        state: the state as Slurm prints it; may have several words, such as ``CANCELLED by 1000``.
+        state: the state as Slurm prints it; may have several words, such as ``CANCELLED by 1000``, and end in ``+``.
         reason: Slurm's reason why the job waits or ended; empty if not reported.
         comment: the job's comment; empty if not reported.
     """
@@ -45,7 +69,13 @@ class SlurmJob:
     @property
     def queued(self) -> QueuedJob:
         """Return the job for the base."""
-        return QueuedJob(states.to_state(self.state), states.explanation(self.state, self.reason))
+        words = self.state.split()
+        name = words[0].rstrip("+") if words else ""
+        state = next((state for state, names in _STATES.items() if name in names.split()), State.UNKNOWN)
+        reason = _REASONS.get(name, "")
+        if not reason and state is State.PENDING and self.reason not in ("", "None", "(null)"):
+            reason = f"waits for {self.reason}"
+        return QueuedJob(state, f"{name}: {reason}" if reason else "")
 
 
 def environ() -> dict[str, str]:
