@@ -160,9 +160,6 @@ def make_folder(*names: str) -> str:
 def names_in(folder: str) -> list[str]:
     """Return the names in a folder of the state directory, in no order; none if it does not exist.
 
-    Args:
-        folder: its path.
-
     Raises:
         safe_files.UnsafeFileError: the folder, or one above it, is a link, no folder, or belongs to another user.
         PermissionError: it may not be read.
@@ -188,10 +185,9 @@ def remove_file(path: str) -> None:
 
 
 def write_json(path: str, value: object, *, durable: bool = False, below: str | None = None) -> None:
-    """Replace the file at ``path`` atomically.
+    """Replace a file atomically.
 
     Args:
-        path: the file.
         value: the content; objects that JSON does not support are written as their ``str``.
         durable: whether to sync the file to disk, after readers can see it.
         below: as for ``load``.
@@ -223,8 +219,6 @@ def write_last_json(path: str, value: object, reserve: str) -> None:
     """Write the final content of a file, even if the disk is full.
 
     Args:
-        path: the file.
-        value: the content, as for ``write_json``.
         reserve: a file made by ``safe_files.make_reserve``; it does not exist afterwards.
 
     Raises:
@@ -248,7 +242,6 @@ def load(cls: type[T], path: str, below: str | None = None) -> T | None:
 
     Args:
         cls: the class that was written with ``write_json``.
-        path: the file.
         below: a folder of the caller inside which no link is followed (``safe_files.open_file``); None for no check.
 
     Raises:

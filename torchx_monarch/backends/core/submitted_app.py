@@ -80,9 +80,6 @@ class SubmittedApp:
     def unpack(cls, word: str, source: str = "the stored app") -> SubmittedApp:
         """Decode the output of ``pack``.
 
-        Args:
-            word: the output of ``pack``.
-
         Raises:
             DamagedFileError: the word is no app.
         """
@@ -93,24 +90,13 @@ class SubmittedApp:
 
 
 def load(path: str, below: str | None = None) -> SubmittedApp | None:
-    """Read app.json; return None if it does not exist.
-
-    Args:
-        path: path of app.json.
-        below: as for ``state_files.load``.
-
-    Raises:
-        DamagedFileError: the file holds no app.
-    """
+    """Read app.json; return None if it does not exist; arguments and errors as for ``state_files.load``."""
     stored = state_files.load(dict[str, Any], path, below)
     return None if stored is None else parse(stored, path)
 
 
 def parse(stored: dict[str, Any], path: str) -> SubmittedApp:
-    """Return the app that the content of app.json holds.
-
-    Args:
-        path: path of app.json, for the error.
+    """Return the app that the content of app.json holds; ``path`` is for the error.
 
     Raises:
         DamagedFileError: the content holds no app.
