@@ -299,13 +299,17 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         Raises:
             StateAccessError: another user owns the state directory, or it cannot be read.
         """
-        try:
-            names = state_files.names_in(self.root)
-        except OSError as error:
-            raise StateAccessError.from_os_error(error, self.root) from None
-        chosen = [name for name in names if state_files.is_app_id(name) and (not app_ids or name in app_ids)]
-        folders = (JobFolder(os.path.join(self.root, name)) for name in chosen)
+        folders = (JobFolder(os.path.join(self.root, name)) for name in self.stored_ids(self.root, app_ids))
         return {folder.app_id: folder for folder in folders if os.path.exists(folder.app)}
+
+    @staticmethod
+    def stored_ids(folder: str, app_ids: Collection[str]) -> list[str]:
+        """Return the ids that are names in a folder of the state directory; arguments and errors as for ``folders``."""
+        try:
+            names = state_files.names_in(folder)
+        except OSError as error:
+            raise StateAccessError.from_os_error(error, folder) from None
+        return [name for name in names if state_files.is_app_id(name) and (not app_ids or name in app_ids)]
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> AppSnapshot | None:
         folder = self.folder(app_id)

@@ -21,7 +21,7 @@ from torchx_monarch.backends.batch.backend import BatchBackend, Job
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.backends.core import state_files, stop_request
-from torchx_monarch.backends.core.errors import StateAccessError, StateDirError
+from torchx_monarch.backends.core.errors import StateDirError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.slurm import commands, render
@@ -31,7 +31,6 @@ from torchx_monarch.backends.slurm.request import SlurmRequest, option_words
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
-from torchx_monarch.system import safe_files
 
 
 class _DirWorkspace(DirWorkspaceMixin):  # type: ignore[misc]
@@ -155,19 +154,10 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
 
     def folders(self, app_ids: Collection[str] = ()) -> dict[str, JobFolder]:
         found = {}
-        try:
-            fd = safe_files.open_folder(self._ids, below=state_files.state_dir())
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except OSError as error:
-            raise StateAccessError.from_os_error(error, self._ids) from None
-        try:
-            for name in app_ids or os.listdir(fd):
-                with contextlib.suppress(OSError):
-                    found[name] = JobFolder(os.readlink(name, dir_fd=fd))
-        finally:
-            os.close(fd)
-        return {name: folder for name, folder in found.items() if name.isdigit() and os.path.exists(folder.app)}
+        for name in filter(str.isdigit, self.stored_ids(self._ids, app_ids)):
+            with contextlib.suppress(OSError):  # no link, or removed just now
+                found[name] = JobFolder(os.readlink(os.path.join(self._ids, name)))
+        return {name: folder for name, folder in found.items() if os.path.exists(folder.app)}
 
     def report(self, folders: Mapping[str, JobFolder]) -> Mapping[str, QueuedJob]:
         """Add jobs that Slurm's controller has forgotten, from the accounting database."""
