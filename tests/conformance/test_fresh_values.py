@@ -161,10 +161,7 @@ FRAMEWORKS = ("transformers.trainer", "lightning", "accelerate")
 
 MODULES = [
     "torch",
-    pytest.param(
-        "torch,sklearn.ensemble,sklearn.model_selection,scipy.stats",
-        marks=pytest.mark.nightly("12 s of processor time"),
-    ),
+    "torch,sklearn.ensemble,sklearn.model_selection,scipy.stats",
     *(pytest.param(name, marks=pytest.mark.nightly("packages that no other test needs")) for name in FRAMEWORKS),
 ]
 
