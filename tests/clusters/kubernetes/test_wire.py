@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import http.server
 import json
@@ -69,9 +70,10 @@ class Wire:
                     self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
                     self.close_connection = True
                     return
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+                with contextlib.suppress(BrokenPipeError):  # who asked was interrupted meanwhile
+                    self.send_header("Content-Length", str(len(data)))
+                    self.end_headers()
+                    self.wfile.write(data)
 
             do_GET = do_POST = do_PATCH = do_DELETE = _do
 
