@@ -6,8 +6,8 @@ program after ``import torch``, on the last of the ranks. The allocation is one 
 run that is begun a second after the one before has ended, ``at once`` the moment it has ended. The variants alternate;
 medians with the least and the greatest, ratios of medians.
 
-With ``--learned`` the program imports some seconds of installed modules as well, the hosts learn
-these, and its first line is the one after all imports.
+With ``--learned`` the program imports some seconds of installed modules as well, the allocation has ``-cfg
+preload=auto``, and its first line is the one after all imports.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each variant (default: 5)")
     parser.add_argument("--nproc", type=int, default=4, help="ranks (default: 4)")
-    parser.add_argument("--learned", action="store_true", help=f"import {LEARNED}")
+    parser.add_argument("--learned", action="store_true", help=f"import {LEARNED}; -cfg preload=auto")
     parser.add_argument("--imports", help="the modules to import, separated by commas")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     args = parser.parse_args()
@@ -89,7 +89,7 @@ def main() -> None:
         imports = args.imports or (LEARNED if args.learned else "torch")
         program.write_text(PROGRAM.format(imports=f"import {imports}"))
         words = ["torchrun", "--nproc-per-node", str(args.nproc), str(program), folder]
-        cfg = {"preload": "learned" if args.learned else "torch"}
+        cfg = {"preload": "auto" if args.learned else "torch"}
         with serve(words, scheduler_cfg=cfg, idle_timeout=600) as job:
             job.wait_ready(warm=True)
             times = measured(job, folder, words, args.nproc, args.rounds)

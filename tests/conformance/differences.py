@@ -51,11 +51,10 @@ class Difference(Enum):
     PRELOAD = (
         "Modules imported before the script begins",
         "none",
-        "torch; for a restart, or a run on a live allocation, also installed modules that the program has imported "
-        "before, in the state that it had then; with `-cfg preload=torch` torch alone, with `-cfg ranks=fresh` none. "
-        "What they print then is in the host's log. Modules of the standard library that they import are in "
-        "`sys.modules` from the start; others once the program imports them, and until then `sys.meta_path` has one "
-        "more finder",
+        "torch (`-cfg preload=torch`, the default); with `-cfg preload=auto` also installed modules that an "
+        "earlier run has imported; none with `-cfg ranks=fresh`. What they print then is in the host's log. "
+        "Modules of the standard library that they import are in `sys.modules` from the start; others once the "
+        "program imports them, and until then `sys.meta_path` has one more finder",
         "one interpreter per host imports them while the hosts find each other, which is most of a start",
     )
 

@@ -106,6 +106,7 @@ DIFFERENT = {
 
 PRELOADED = {
     "modules",
+    "warnings",
     "exit functions",
     "frozen objects",
 }

@@ -27,9 +27,9 @@ from torchx_monarch.host.ranks.learned_preload import LearnedPreload
 from torchx_monarch.host.ranks.rank_starter import RankStarter
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.zygote import Zygotes
-from torchx_monarch.model.learned_modules import LearnedImport, LearnedModules, files_in
+from torchx_monarch.model.learned_modules import LearnedModules, files_in
 
-OPTIONS = ("--grace", "5", "--preload", "learned")
+OPTIONS = ("--grace", "5", "--preload", "auto")
 
 HEAD = "import os\npid = os.getpid()\n"
 """Stands before the text of each module: the process that has imported it."""
@@ -160,72 +160,21 @@ def test_a_package_that_is_installed_again_is_imported_again(
     assert printed(live, *command) == {"True", "22"}
 
 
-READS = f"""
-    {AHEAD}
-    import sys, warnings
-    STATE
-    import pack, other
-    print(other.home, os.environ["DEFAULT"], *ahead(pack, other), flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("state", "changed", "shown"),
-    [
-        ('os.environ["MY_HOME"] = "/a"', 'os.environ["MY_HOME"] = "/b"', ("/a 1", "/b 1")),
-        ("", 'os.environ["MY_HOME"] = "/b"', ("None 1", "/b 1")),
-        ("", 'os.environ["DEFAULT"] = "2"', ("None 1", "None 2")),
-        ("warnings.simplefilter('ignore', UserWarning)", "warnings.simplefilter('error')", ("None 1", "None 1")),
-        ("", "sys.path.append('/nosuch')", ("None 1", "None 1")),
-        ("", "os.chdir('/')", ("None 1", "None 1")),
-    ],
-)
-def test_a_module_is_imported_ahead_in_the_state_of_the_program_or_not_at_all(
-    live: Live,
-    python: str,
-    script: Callable[[str], str],
-    tmp_path: Path,
-    state: str,
-    changed: str,
-    shown: tuple[str, str],
-) -> None:
-    """If the program is edited, it begins again before it imports the first module in another state."""
-    install(tmp_path, "pack/__init__.py", "os.environ.setdefault('DEFAULT', '1')")
-    install(tmp_path, "other.py", "home = os.environ.get('MY_HOME')")
-    path = script(READS.replace("STATE", state))
-    assert printed(live, *torchrun(python, path)) == {shown[0]}
-    until(lambda: prepared(live), "the import")
-    assert printed(live, *torchrun(python, path)) == {f"{shown[0]} pack other"}
-    script(READS.replace("STATE", changed))
-    assert printed(live, *torchrun(python, path)) == {shown[1]}
-
-
-def test_a_program_that_has_printed_before_it_sets_what_a_module_reads_imports_it_itself(
+def test_a_module_that_reads_what_the_program_sets_is_dropped(
     live: Live, python: str, script: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """It could not begin again if it set something else."""
     install(tmp_path, "pack/__init__.py", "os.environ.setdefault('DEFAULT', '1')")
     install(tmp_path, "other.py", "home = os.environ.get('MY_HOME')")
-    path = script(READS.replace("STATE", 'print("begun", flush=True); os.environ["MY_HOME"] = "/a"'))
-    assert printed(live, *torchrun(python, path)) == {"begun", "/a 1"}
+    path = script(f"""
+        {AHEAD}
+        os.environ["MY_HOME"] = "/a"
+        import pack, other
+        print(other.home, *ahead(pack, other), flush=True)
+    """)
+    assert printed(live, *torchrun(python, path)) == {"/a"}
     until(lambda: prepared(live), "the import")
-    assert printed(live, *torchrun(python, path)) == {"begun", "/a 1 pack"}
+    assert printed(live, *torchrun(python, path)) == {"/a pack"}
     assert "other is not imported ahead any more: it reads MY_HOME when it is imported, which the program" in live.err()
-
-
-def test_a_module_whose_state_differs_between_ranks_is_dropped(
-    live: Live, python: str, script: Callable[[str], str], tmp_path: Path
-) -> None:
-    install(tmp_path, "pack/__init__.py", "os.environ.setdefault('DEFAULT', '1')")
-    install(tmp_path, "other.py", "home = os.environ.get('MY_HOME')")
-    path = script(READS.replace("STATE", 'os.environ["MY_HOME"] = os.environ["RANK"]'))
-    for _ in range(2):  # all is learned anew after the first time
-        assert printed(live, *torchrun(python, path)) == {"0 1", "1 1"}
-        until(lambda: prepared(live), "the import")
-        assert printed(live, *torchrun(python, path)) == {"0 1 pack other", "1 1"}
-    until(lambda: prepared(live, 2), "the import")
-    assert printed(live, *torchrun(python, path)) == {"0 1 pack", "1 1 pack"}
-    assert "other is not imported ahead any more: the program has another MY_HOME than before" in live.err()
 
 
 UNSAFE = {
@@ -242,19 +191,6 @@ UNSAFE = {
     "an exit": ("import sys\n'zygote_main' in sys.argv[0] and sys.exit(3)", "exited with code 3"),
     "an error": ("import sys\nassert 'zygote_main' not in sys.argv[0], 'no'", "AssertionError: no"),
 }
-
-
-def test_all_modules_that_ranks_cannot_share_are_found_at_once(
-    live: Live, python: str, script: Callable[[str], str], tmp_path: Path
-) -> None:
-    names = ("a thread", "a variable of ranks", "a signal", "an error")
-    for number, what in enumerate(names):
-        install(tmp_path, f"unsafe{number}.py", UNSAFE[what][0])
-    path = script(IMPORTS + "".join(f"    import unsafe{number}\n" for number in range(len(names))))
-    printed(live, *torchrun(python, path))
-    until(lambda: prepared(live), "the import")
-    assert printed(live, *torchrun(python, path)) == {"ahead: pack pack.part other"}
-    assert live.err().count("is not imported ahead any more") == len(names)
 
 
 @pytest.mark.parametrize("what", UNSAFE)
@@ -274,8 +210,8 @@ def test_a_module_that_ranks_cannot_share_is_dropped(
 ENDS = {
     "sys.exit(3)": (3, ["pack"]),
     "raise ValueError('mine')": (1, ["pack"]),
-    "os._exit(4)": (4, ["pack"]),
-    "os.kill(os.getpid(), signal.SIGKILL)": (137, ["pack"]),
+    "os._exit(4)": (4, []),
+    "os.kill(os.getpid(), signal.SIGKILL)": (137, []),
     "os.fork() or sys.exit(0)\nos.wait()\nimport other\nsys.exit(5)": (5, ["pack", "other"]),
 }
 
@@ -285,32 +221,11 @@ def test_a_program_ends_as_it_would_and_what_it_has_imported_is_kept_for_the_nex
     folder: Path, python: str, script: Callable[[str], str], tmp_path: Path, end: str
 ) -> None:
     command = torchrun(python, script(f"import pack, own\n{end}"), nproc=1)
-    options = ("--grace", "5", "--preload", "auto")
-    hosts = Hosts(folder, command, options=options, environ={"MONARCH_LEARNED_DIR": str(tmp_path / "learned")}).start()
+    hosts = Hosts(folder, command, options=OPTIONS, environ={"MONARCH_LEARNED_DIR": str(tmp_path / "learned")}).start()
     code, names = ENDS[end]
     assert hosts.wait() == [code], hosts.err()
     files = [json.loads(path.read_text()) for path in (tmp_path / "learned").glob("*")]
-    assert [[learned["name"] for learned in file["imports"]] for file in files] == [names] * bool(names)
-
-
-def test_a_restart_finds_what_the_first_attempt_has_imported(
-    folder: Path, python: str, script: Callable[[str], str], tmp_path: Path
-) -> None:
-    """Of a program without a process group the second restart does, for the hosts learn when an attempt has ended."""
-    path = script(f"""
-        {AHEAD}
-        import sys, time, own, pack.part, other
-        print("ahead:", *ahead(pack, pack.part, other, own), flush=True)
-        while os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and not os.path.exists({str(tmp_path / "go")!r}):
-            time.sleep(0.01)
-        sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] != "2")
-    """)
-    command = [*torchrun(python, path)[:-1], "--max-restarts", "2", path]
-    hosts = Hosts(folder, command, options=OPTIONS).start()
-    until(lambda: "learned preload: imported ahead" in hosts.err(), "the import")
-    (tmp_path / "go").touch()
-    assert hosts.wait() == [0], hosts.err()
-    assert hosts.out().splitlines()[-1].endswith("]:ahead: pack pack.part other")
+    assert [file["names"] for file in files] == [names] * bool(names)
 
 
 def test_a_job_on_this_machine_learns_for_the_next_of_its_name(
@@ -325,7 +240,7 @@ def test_a_job_on_this_machine_learns_for_the_next_of_its_name(
     [file] = files_in(os.path.join(state_files.state_dir(), "learned"))
     modules = LearnedModules.read(file)
     assert (modules.app, modules.role, modules.program) == ("mine", "trainer", f"script {path}")
-    assert modules.names == ["pack"]
+    assert modules.names == ("pack",)
 
 
 def test_a_module_whose_import_takes_too_long_is_dropped(
@@ -335,22 +250,22 @@ def test_a_module_whose_import_takes_too_long_is_dropped(
     monkeypatch.setattr("torchx_monarch.host.ranks.zygote._LEARNED_TIMEOUT", 1.0)
     said: list[str] = []
 
-    async def prepare() -> list[str]:
+    async def prepare() -> tuple[str, ...]:
         command = parse(torchrun(python, script("")), {})
         assert command is not None
         learned = LearnedPreload(str(tmp_path / "imported"), said.append)
-        learned.modules.learn([LearnedImport("pack"), LearnedImport("other")])
+        learned.modules.learn(["pack", "other"])
         mask = os.umask(0o022)
         zygotes = Zygotes(said.append)
         os.umask(mask)
         starter = RankStarter(RunSpec(command, dict(os.environ), ("json",)), zygotes, said.append, learned=learned)
         starter.count = 1
-        await starter._prepare_next(learned)
+        await starter.prepare_next()
         for zygote in list(zygotes._zygotes):
             zygotes.discard(zygote)
         return learned.modules.names
 
-    assert asyncio.run(prepare()) == ["pack"]
+    assert asyncio.run(prepare()) == ("pack",)
     assert (
         "other is not imported ahead any more: the zygote" in said[0] and "has not answered 'import' for 1 s" in said[0]
     )

@@ -6,60 +6,48 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 
 from torchx_monarch.cli.main import CmdMonarch
 from torchx_monarch.host.ranks.learned_imports import InstalledModules, names_in
 from torchx_monarch.host.ranks.learned_preload import LearnedPreload
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.model.learned_modules import (
-    MAX_MODULES,
-    LearnedImport,
-    LearnedModules,
-    file_of,
-    files_in,
-    read_report,
-)
+from torchx_monarch.model.learned_modules import MAX_MODULES, LearnedModules, file_of, files_in
 
 WRONG_NAMES = ["", "a b", "a..b", ".a", "a;b", "a\0", "ä", "a" * 201, "pkg.__main__", "__main__", "1a"]
-
-
-def imports(*names: str) -> tuple[LearnedImport, ...]:
-    return tuple(map(LearnedImport, names))
 
 
 @pytest.mark.parametrize("name", WRONG_NAMES)
 def test_what_is_no_name_of_a_module_is_left_out(name: str) -> None:
     modules = LearnedModules()
-    assert modules.learn(imports("a", name, "b.c"), {name: "why", "d": "why"})
-    assert modules.names == ["a", "b.c"] and list(modules.dropped) == ["d"]
+    assert modules.learn(["a", name, "b.c"], (), {name: "why", "d": "why"})
+    assert modules.names == ("a", "b.c") and list(modules.dropped) == ["d"]
 
 
-@pytest.mark.parametrize("line", [None, 3, "a", [], {"name": 7}, {"name": "a", "environ": [1]}, {"environ": {}}])
-def test_what_is_no_import_teaches_nothing(line: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reported", [None, 3, "a", {"a": 1}, [], [[]], [7], [None]])
+def test_what_is_no_list_of_names_teaches_nothing(reported: object, tmp_path: Path) -> None:
     path = tmp_path / "report"
-    path.write_text(f'{json.dumps(line)}\n{{"name": "b", "environ": {{"A": null}}}}\n{{"name": "c')
-    assert read_report(str(path)) == [LearnedImport("b", {"A": None})] and not path.exists()
+    path.write_text(json.dumps({"names": reported}))
+    assert LearnedModules.read(str(path)) == LearnedModules()
 
 
 def test_their_number_is_bounded_and_each_is_learned_once() -> None:
     modules = LearnedModules()
-    assert modules.learn(imports("a", "b", "a")) and modules.names == ["a", "b"]
-    assert not modules.learn(imports("b", "a"))
-    assert modules.learn([LearnedImport("a", {"HOME": "/b"})]) and modules.names == ["a", "b"]
-    modules.learn(imports(*(f"m{number}" for number in range(3 * MAX_MODULES))))
+    assert modules.learn(["a", "b", "a"]) and modules.names == ("a", "b")
+    assert not modules.learn(["b", "a"])
+    modules.learn([f"m{number}" for number in range(3 * MAX_MODULES)])
     assert len(modules.names) == MAX_MODULES
 
 
 def test_a_dropped_module_never_returns() -> None:
-    modules = LearnedModules(imports("a", "a.b", "ab", "a.b.c"))
+    modules = LearnedModules(("a", "a.b", "ab", "a.b.c"))
     modules.learn(dropped={"a.b": "why"})
-    assert modules.names == ["a", "ab"]
-    assert not modules.learn(imports("a.b", "a.b.d"))
+    assert modules.names == ("a", "ab")
+    assert not modules.learn(["a.b", "a.b.d"])
 
 
 def place(folder: Path, app_id: str = "app-x1", role: str = "role", program: str = "script /a.py") -> str:
@@ -73,8 +61,8 @@ def place(folder: Path, app_id: str = "app-x1", role: str = "role", program: str
         b"",
         b"{",
         b"[]",
-        b'{"imports": {"a": 1}, "dropped": ["a"]}',
-        b'{"imports": [["a"]], "dropped": {"a b": "x", "c": 1}}',
+        b'{"names": {"a": 1}, "dropped": ["a"]}',
+        b'{"names": [["a"]], "dropped": {"a b": "x", "c": 1}}',
         b"[" * 100_000,
         b"\xff",
         b'"' + b"a" * (1 << 20) + b'"',
@@ -88,7 +76,7 @@ def test_a_damaged_file_is_an_empty_one(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
 def test_what_is_no_file_is_not_read(tmp_path: Path, kind: str) -> None:
     real, path = place(tmp_path / "of", "other-x1"), place(tmp_path / "of")
-    LearnedModules(imports("a")).write(real)
+    LearnedModules(("a",)).write(real)
     make: Any = {"link": lambda path: os.symlink(real, path), "fifo": os.mkfifo, "folder": os.mkdir}[kind]
     make(path)
     assert LearnedModules.read(path) == LearnedModules()
@@ -96,7 +84,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path, kind: str) -> None:
 
 def test_the_apps_of_one_name_share_a_file(tmp_path: Path) -> None:
     path, modules = file_of(str(tmp_path / "of"), "my-app-x1y2", "role", "script /a.py")
-    modules.learn(imports("b", "a"), {"c": "it is unsafe"})
+    modules.learn(["b", "a"], (), {"c": "it is unsafe"})
     modules.write(path)
     assert file_of(str(tmp_path / "of"), "my-app-z3", "role", "script /a.py") == (path, modules)
     for other in (("my-x1", "role", "script /a.py"), ("my-app-x1", "r", "script /a.py"), ("my-app-x1", "role", "x")):
@@ -108,55 +96,47 @@ def test_a_report_is_taken_once_and_only_from_a_file(tmp_path: Path) -> None:
     report = tmp_path / "imported"
     learned = LearnedPreload(str(report), print, place(tmp_path / "of"))
     assert not learned.collect()
-    report.write_text('{"name": "a"}\n{"name": "b c"}\n')
-    assert learned.collect() and learned.modules.names == ["a"] and not report.exists()
-    assert LearnedModules.read(place(tmp_path / "of")) == LearnedModules(imports("a"))
-    (tmp_path / "real").write_text('{"name": "c"}')
+    report.write_text(json.dumps({"names": ["a", 1]}))
+    assert not learned.collect() and not report.exists()
+    report.write_text(json.dumps({"names": ["a", "b c"], "variables": ["B", "A"]}))
+    assert learned.collect() and learned.modules.names == ("a",) and not report.exists()
+    assert LearnedModules.read(place(tmp_path / "of")) == LearnedModules(("a",), {}, ("A", "B"))
+    (tmp_path / "real").write_text('{"names": ["c"]}')
     report.symlink_to(tmp_path / "real")
     assert not learned.collect() and not report.is_symlink()
     os.mkfifo(report)
     assert not learned.collect()
 
 
-def test_after_another_state_all_is_learned_anew_and_the_second_time_what_follows_is_dropped(tmp_path: Path) -> None:
-    report, said = tmp_path / "imported", list[str]()
-    learned = LearnedPreload(str(report), said.append)
-    for _ in range(2):
-        report.write_text("".join(f'{{"name": "{name}"}}\n' for name in ("a", "b", "c")))
-        assert learned.collect() and learned.modules.names == ["a", "b", "c"]
-        report.write_text('{"name": "a"}\n{"name": "b", "differs": "why"}\n')
-        assert not learned.collect()
-    assert learned.modules.names == ["a"]
-    assert said == [f"learned preload: {name} is not imported ahead any more: why" for name in ("b", "c")]
-
-
 def test_a_drop_is_said_once_and_kept_with_what_another_host_has_learned(tmp_path: Path) -> None:
     said: list[str] = []
     path = place(tmp_path / "of")
-    LearnedModules(imports("a", "b", "c"), {"d": "x"}).write(path)
-    learned = LearnedPreload(str(tmp_path / "imported"), said.append, path, LearnedModules(imports("a", "b")))
-    learned.drop({"a": "it runs a thread"})
-    learned.drop({"a": "it runs a thread"})
+    LearnedModules(("a", "b", "c"), {"d": "x"}).write(path)
+    learned = LearnedPreload(str(tmp_path / "imported"), said.append, path, LearnedModules(("a", "b")))
+    learned.drop("a", "it runs a thread")
+    learned.drop("a", "it runs a thread")
     assert said == ["learned preload: a is not imported ahead any more: it runs a thread"]
-    assert LearnedModules.read(path) == LearnedModules(imports("b", "c"), {"a": "it runs a thread", "d": "x"})
+    assert LearnedModules.read(path) == LearnedModules(("b", "c"), {"a": "it runs a thread", "d": "x"})
 
 
-def test_auto_and_learned_stand_for_torch() -> None:
-    assert HostSpec().preload_modules == HostSpec(preload=("auto",)).preload_modules == ("torch",)
+def test_auto_stands_for_torch() -> None:
+    assert HostSpec(preload=("auto",)).preload_modules == ("torch",)
     assert HostSpec(preload=("torch", "auto", "numpy")).preload_modules == ("torch", "numpy")
     assert HostSpec(preload=("numpy",)).preload_modules == ("numpy",)
 
 
 def test_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = InstalledModules()
-    assert installed.find("pytest", None) and installed.find("numpy.version", numpy.__path__)
-    assert not any(installed.find(name, None) for name in ("json", "torchx_monarch", "nosuch"))
+    assert installed.offers("pytest") and installed.offers("numpy.version") == ("numpy" in sys.modules)
+    assert not installed.offers("json") and not installed.offers("torchx_monarch") and not installed.offers("nosuch.x")
+    assert "pytest" in installed.imported_since(set())
+    assert not {"json", "os", __name__, "torchx_monarch"} & set(installed.imported_since(set()))
     assert installed.foreign(["json", "pytest", "sys"]) == ""
     assert installed.foreign(["json", __name__]) == __file__
     place = os.path.dirname(os.path.dirname(pytest.__file__))
-    assert not InstalledModules(place).find("pytest", None)
+    assert not InstalledModules(place).offers("pytest")
     monkeypatch.setenv("PYTHONPATH", place)
-    assert not InstalledModules().find("pytest", None)
+    assert not InstalledModules().offers("pytest")
 
 
 def test_what_comes_before_installed_modules(tmp_path: Path) -> None:
@@ -182,7 +162,7 @@ def test_it_is_listed_and_cleared(
     monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path))
     for app in ("one-x1", "two-x2"):
         path, modules = file_of(str(tmp_path / "learned"), app, "role", "script /a.py")
-        modules.learn(imports("b", "a.c"), {"t": "it runs a thread \x1b[31m"})
+        modules.learn(("b", "a.c"), (), {"t": "it runs a thread \x1b[31m"})
         modules.write(path)
     preload()
     printed = capsys.readouterr().out

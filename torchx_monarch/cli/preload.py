@@ -13,7 +13,7 @@ from torchx_monarch.client.hosts import say
 from torchx_monarch.model.learned_modules import LearnedModules, files_in
 from torchx_monarch.system.untrusted_text import one_line
 
-_FIELDS = ("app", "role", "program", "names", "dropped")
+_FIELDS = ("app", "role", "program", "names", "dropped", "variables")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

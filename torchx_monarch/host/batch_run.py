@@ -86,17 +86,17 @@ class BatchRun(Workload):
         return max(at_most, max(numbers, default=-1) + 1)
 
     def close(self) -> None:
-        """Learn for the next job, or for none, what the ranks have imported."""
+        """Learn for the next job what the ranks have imported."""
         if self._learned is not None:
             self._learned.collect()
         super().close()
 
     def _read_learned(self, command: Command) -> LearnedPreload | None:
-        """Return what earlier jobs have learned, or nothing yet; None if it could serve no other start of the ranks."""
+        """Return what earlier jobs have learned; None without ``-cfg preload=auto`` or a folder to keep it in."""
         host, options = self._host, self._host.options
-        folder, report = host.environ.get(FOLDER), os.path.join(host.sockets, "imported")
-        if options.learns_over_jobs and folder:
-            program = " ".join(program_key(command.program_of(0), os.getcwd()))
-            return LearnedPreload(report, host.reporter.line, *file_of(folder, options.app, options.role, program))
-        may_start_again = command.options.max_restarts > 0 or options.replacements > 0
-        return LearnedPreload(report, host.reporter.line) if options.learns and may_start_again else None
+        folder = host.environ.get(FOLDER)
+        if not options.learns_preload or not folder:
+            return None
+        program = " ".join(program_key(command.program_of(0), os.getcwd()))
+        stored = file_of(folder, options.app, options.role, program)
+        return LearnedPreload(os.path.join(host.sockets, "imported"), host.reporter.line, *stored)

@@ -65,7 +65,8 @@ class LiveRuns(Workload):
         self._forwarding: asyncio.Task[None] | None = None
         self._code: HostCode | None = None
         self._programs = functools.lru_cache(_MAX_PROGRAMS)(self._new_learned)
-        self._starter: RankStarter | None = None
+        self._present: tuple[LearnedPreload, RankStarter, Mapping[str, str]] | None = None
+        self._preparing: asyncio.Task[None] | None = None
 
     def parse(self) -> Command:
         options = self._host.options
@@ -148,18 +149,36 @@ class LiveRuns(Workload):
         """Make the ranks of a run; return what they execute."""
         host = self._host
         run = RunSpec(command, host.environ, host.options.preload_modules, env, cwd, host.options.forks_ranks)
-        self._starter = self._new_pool(run, log_dir, learned, self._run_log)
+        starter = self._new_pool(run, log_dir, learned, self._run_log)
+        self._present = (learned, starter, env) if learned is not None else None
         return run
 
     def _learned_of(self, key: tuple[str, str]) -> LearnedPreload | None:
-        """Return what was learned of a program (``program_key``); None if nothing is to be."""
-        return self._programs(key) if self._host.options.learns else None
+        """Return what was learned of a program (``program_key``); None without ``-cfg preload=auto``."""
+        return self._programs(key) if self._host.options.learns_preload else None
 
     def _new_learned(self, key: tuple[str, str]) -> LearnedPreload:
         return LearnedPreload(os.path.join(self._host.sockets, "imported"), self._host.reporter.line)
 
+    def _learn(self) -> None:
+        """Learn from the run that has ended, and prepare the zygote of the next one."""
+        present, self._present = self._present, None
+        if present is None:
+            return
+        learned, starter, env = present
+        is_repeated, is_new, before = learned.repeats(env), learned.collect(), self._preparing
+
+        async def prepare() -> None:
+            if before is not None:
+                await asyncio.wait([before])
+            await starter.prepare_next()
+
+        # With other variables in each run no zygote can be prepared: the modules may read them.
+        if is_new or is_repeated:
+            self._preparing = asyncio.ensure_future(prepare())
+
     def _is_warm(self) -> bool:
-        return self._zygotes.ready and not (self._starter is not None and self._starter.is_preparing)
+        return self._zygotes.ready and (self._preparing is None or self._preparing.done())
 
     async def _fetch(self, tree: str) -> None:
         """Get code from the leader, unless it is on this host, or this host is the leader."""
@@ -195,8 +214,7 @@ class LiveRuns(Workload):
             return
         await self.pool.stop(signal.SIGKILL, 0.0)
         self.pool.retire()
-        if self._starter is not None:
-            self._starter.learn()
+        self._learn()
         await self._host_code().release()
         await self._close_run_log()
 

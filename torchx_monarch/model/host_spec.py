@@ -42,11 +42,9 @@ RANKS = ("fork", "fresh")
 PREFLIGHT = ("off", "on", "warn")
 """Whether the hosts are compared before ranks start, and whether a difference fails the job."""
 
-LEARNED = "learned"
-"""Stands among the modules to preload for torch and, on hosts that stay, what the program has imported before."""
-
 AUTO = "auto"
-"""The same, also over the jobs of one name on one machine."""
+"""Stands among the modules to preload for torch and the modules that earlier runs of a program have imported."""
+
 
 _MAX_SECONDS = 1e9
 """Seconds of an option at most, 31 years: clocks and timers can count them."""
@@ -128,7 +126,7 @@ class HostSpec:
     grace: float = _seconds(30.0, "seconds between SIGTERM and SIGKILL of ranks", 0, always=True, highest=_MAX_GRACE)
     host_timeout: float = _seconds(300.0, "seconds that all hosts have to arrive", 0.001, always=True)
     preload: tuple[str, ...] = _flag(
-        (LEARNED,),
+        ("torch",),
         "modules that the zygote imports, of which ranks are forks, separated by commas",
         parse=_names,
         show=",".join,
@@ -219,19 +217,14 @@ class HostSpec:
         return self.ranks == "fork"
 
     @property
-    def learns(self) -> bool:
-        """Whether the zygote also imports what the program has imported before."""
-        return not {LEARNED, AUTO}.isdisjoint(self.preload) and self.forks_ranks
-
-    @property
-    def learns_over_jobs(self) -> bool:
-        """Whether that is kept for the next job."""
+    def learns_preload(self) -> bool:
+        """Whether the zygote also imports what earlier runs of the program have imported."""
         return AUTO in self.preload and self.forks_ranks
 
     @property
     def preload_modules(self) -> tuple[str, ...]:
         """The modules that the user wants to be preloaded, each once."""
-        return tuple(dict.fromkeys("torch" if name in (LEARNED, AUTO) else name for name in self.preload))
+        return tuple(dict.fromkeys("torch" if name == AUTO else name for name in self.preload))
 
     def to_argv(self, escape: Callable[[str], str] = str, placeholders: Mapping[str, str] | None = None) -> list[str]:
         """Return the flags that differ from their defaults, and those that are always given; ``--`` is not among them.

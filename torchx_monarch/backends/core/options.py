@@ -52,12 +52,11 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """`on`: before ranks start, compare the hosts (versions, program, readable paths, clocks, memory) and fail the job
     if one differs or is unfit; `warn`: only say so. `off` by default."""
 
-    preload: str = "learned"
+    preload: str = "torch"
     """Modules, separated by `+`, that one interpreter per host imports while the hosts find each other, for all ranks
-    of a torchrun command. `learned`: torch, and for a restart, or a run on a live allocation, the installed modules
-    that the program has imported before. `auto`: these also for the next job of the same name and program on
-    monarch_local (`torchx monarch preload` lists them). `torch`, or other names: these alone; `learned+numpy` adds
-    one. `none` for programs that must set environment variables before the first import of torch."""
+    of a torchrun command; `none` for programs that must set environment variables before the first import of torch.
+    `auto`: torch, and the installed modules that an earlier run of the same program has imported, on a live allocation
+    and on monarch_local (`torchx monarch preload` lists them); `auto+numpy` adds more."""
 
     ranks: str = "fork"
     """`fork`: ranks are forks of the interpreter that has imported the modules of `preload`. `fresh`: each rank is an

@@ -17,7 +17,7 @@ import json
 import os
 import struct
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 from torchx_monarch.host.ranks.rank_recorder import CODE, DUMP, DUMPS, FAILURE, GROUPS, HEAD, MAX_GROUPS, MAX_RECENT
@@ -58,20 +58,15 @@ class FlightRecorders:
         self._grouped: dict[int, float] = {}
         self._failed: dict[int, tuple[float, int]] = {}
         self._server: asyncio.Server | None = None
-        self._on_group: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
         """Start to listen, unless it does; if that fails there are no dumps, and ranks run all the same."""
         with contextlib.suppress(OSError):
             self._server = self._server or await asyncio.start_unix_server(self._serve, self.path)
 
-    def expect(self, ranks: dict[int, Path | None], on_group: Callable[[], None] = lambda: None) -> None:
-        """Set the folders of the ranks of the present attempt, by pid; None for no files.
-
-        ``on_group`` is called when the first of them has formed a process group.
-        """
+    def expect(self, ranks: dict[int, Path | None]) -> None:
+        """Set the folders of the ranks of the present attempt, by pid; None for no files."""
         self._folders = ranks
-        self._on_group = on_group
         self._grouped = {pid: time for pid, time in self._grouped.items() if pid in ranks}
         self._failed = {pid: failure for pid, failure in self._failed.items() if pid in ranks}
 
@@ -107,8 +102,6 @@ class FlightRecorders:
         pid = peer_pid(writer)
         connection = self._ranks[pid] = _Connection(writer)
         self._grouped[pid] = time.time()
-        called, self._on_group = self._on_group, lambda: None
-        called()
         dumps = 0
         with contextlib.suppress(OSError, EOFError, LookupError, ValueError, RecursionError, struct.error):
             while dumps < _MAX_DUMPS:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Learn on a host which modules a program imports, for the zygote of its next attempt or run."""
+"""Learn on a host which modules a program imports (``-cfg preload=auto``), for the zygote of its next run."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 
 from torchx_monarch.command.command import Program
-from torchx_monarch.model.learned_modules import LearnedModules, read_report
+from torchx_monarch.model.learned_modules import LearnedModules
 
 
 def program_key(program: Program, cwd: str) -> tuple[str, str]:
@@ -20,8 +21,7 @@ class LearnedPreload:
 
     Attributes:
         modules: the modules.
-        report: the file in which ranks report what the program imports.
-        environ: the variables that the run before has added; None before the first one.
+        report: the file in which a rank reports what its program has imported.
     """
 
     def __init__(
@@ -31,42 +31,33 @@ class LearnedPreload:
         self.report = report
         self._say = say
         self._path = path
-        self.environ: Mapping[str, str] | None = None
-        self._differed = set[str]()
+        self._environ: Mapping[str, str] | None = None
 
-    def drop(self, wrong: Mapping[str, str]) -> None:
-        """Leave out modules, and those inside them, from now on."""
-        for name, why in wrong.items():
-            if name not in self.modules.dropped:
-                self._say(f"learned preload: {name} is not imported ahead any more: {why}")
-        self.modules.learn(dropped=wrong)
-        self._store()
+    def drop(self, name: str, why: str) -> None:
+        """Leave out a module, and those inside it, from now on."""
+        if name not in self.modules.dropped:
+            self._say(f"learned preload: {name} is not imported ahead any more: {why}")
+            self.modules.learn(dropped={name: why})
+            self._store()
 
     def collect(self) -> bool:
-        """Take over what ranks have reported, if anything; return whether anything is new.
-
-        If the program was in another state than before, all is learned anew; if that happens again at the same module,
-        that and all that it imports afterwards are dropped: the state differs between ranks, or from run to run.
-        """
-        reported = read_report(self.report)
-        for learned in reported:
-            if learned.differs and learned.name not in self._differed:
-                self._differed.add(learned.name)
-                self.modules.imports = ()
-                return False
-            if learned.differs:
-                names = self.modules.names
-                later = names[names.index(learned.name) :] if learned.name in names else [learned.name]
-                self.drop(dict.fromkeys(later, learned.differs))
-        if is_new := self.modules.learn(reported):
+        """Take over and remove the report of a rank, if there is one; return whether a module is new."""
+        reported = LearnedModules.read(self.report)
+        with contextlib.suppress(OSError):
+            os.unlink(self.report)
+        if is_new := self.modules.learn(reported.names, reported.variables):
             self._store()
         return is_new
+
+    def repeats(self, environ: Mapping[str, str]) -> bool:
+        """Return whether the variables of a run are those of the run before it."""
+        before, self._environ = self._environ, dict(environ)
+        return before == environ
 
     def _store(self) -> None:
         if self._path:
             stored = LearnedModules.read(self._path)  # another host of this machine may have written it meanwhile
-            self.modules.learn(dropped=stored.dropped)
-            self.modules.learn([*stored.imports, *self.modules.imports])
+            self.modules.learn(stored.names, stored.variables, stored.dropped)
             try:
                 self.modules.write(self._path)
             except OSError as error:

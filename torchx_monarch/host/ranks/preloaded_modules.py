@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import itertools
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 _PREFIXES = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "MKLDNN_", "ONEDNN_", "DNNL_", "OPENBLAS_"),
@@ -52,66 +50,32 @@ def is_read_at_import(name: object) -> bool:
     return isinstance(name, str) and (name in _NAMES or name.startswith(_PREFIXES))
 
 
-class Import(NamedTuple):
-    """What the import of a module has brought and changed. A rank changes the same when its program imports it."""
-
-    modules: dict[str, None]
-    environ: dict[str, str | None]
-    filters: tuple[list[Any], list[Any]]
-    """The warning filters before and after it."""
-
-
 class PreloadedModules:
     """Record which modules the zygote imports, and hide them in a rank until its program imports them.
 
     A finder in ``sys.meta_path`` gives the program a hidden package with all of its modules, and with torch also the
     packages that torch has imported.
-
-    Attributes:
-        imports: what the zygote has imported, by the name of the module that was asked for.
-        searching: a finder that is called first for each module that the program imports; None for none.
-        showing: called with the name of one of ``imports`` before the program gets a module of it; or None.
     """
 
     def __init__(self) -> None:
-        self.imports: dict[str, Import] = {}
-        self.searching: Callable[[str, Any], ModuleSpec | None] | None = None
-        self.showing: Callable[[str], None] | None = None
         self._before = set(sys.modules)
+        self._brought: dict[str, list[str]] = {}
         self._cpus = os.sched_getaffinity(0)
         self._hidden: dict[str, ModuleType] = {}
-        self._taken: dict[str, Any] = {}  # modules that their packages do not have until the program imports them
         self._environ: dict[str, str] = {}
-        self._renews = True
 
     @contextlib.contextmanager
-    def importing(
-        self, name: str, environ: Mapping[str, str | None] | None = None, filters: list[Any] | None = None
-    ) -> Iterator[None]:
-        """Record what the import of a module, the body of a ``with`` statement, brings, and take back its changes.
+    def importing(self, name: str) -> Iterator[None]:
+        """Record what the import of a module, the body of a ``with`` statement, brings."""
+        before = set(sys.modules)
+        yield
+        brought = [module for module in sys.modules if module not in before]
+        if name == "torch" and "tqdm" in brought:
+            _leave_tqdm_to_program([sys.modules[module] for module in brought])
+        self._brought[name.partition(".")[0]] = brought
 
-        ``environ`` are variables that it is to find changed, and ``filters`` the warning filters.
-        """
-        before, own_environ, own_filters = set(sys.modules), dict(os.environ), list(warnings.filters)
-        _change_environ(environ or {})
-        _set_filters(own_filters if filters is None else filters)
-        given_environ, given_filters = dict(os.environ), list(warnings.filters)
-        try:
-            yield
-        finally:
-            brought = {module: None for module in sys.modules if module not in before}
-            if name == "torch" and "tqdm" in brought:
-                _leave_tqdm_to_program([sys.modules[module] for module in brought])
-            self.imports[name] = Import(brought, _changes(given_environ), (given_filters, list(warnings.filters)))
-            _change_environ({changed: own_environ.get(changed) for changed in _changes(own_environ)})
-            _set_filters(own_filters)
-
-    def hide(self, *, renews: bool = True) -> None:
-        """Hide the modules, before a rank's program begins, or others are imported in the zygote.
-
-        ``renews``: whether torch takes over what is changed until it is imported.
-        """
-        self._renews = renews
+    def hide(self) -> None:
+        """Hide the modules; to be called in a rank before its program begins."""
         # Python and C libraries look up some without an import: threading, for one, and modules without a spec.
         packages = {
             name
@@ -121,21 +85,15 @@ class PreloadedModules:
         }
         for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
             self._hidden[name] = sys.modules.pop(name)
-        for found in self.imports.values():
-            for parent, _, attribute in (module.rpartition(".") for module in found.modules):
-                # A package that was imported before has this module once the program imports it.
-                if parent in self._hidden and parent not in found.modules and attribute in vars(self._hidden[parent]):
-                    self._taken[f"{parent}.{attribute}"] = vars(self._hidden[parent]).pop(attribute)
         self._environ = dict(os.environ)
-        if (self._hidden or self.searching) and self not in sys.meta_path:
+        if self._hidden:
             sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return the spec of a hidden module, with this object as its loader."""
-        found = self.searching(name, path) if self.searching is not None else None
         original = self._hidden[name].__spec__ if name in self._hidden else None
         if original is None:
-            return found
+            return None
         spec = ModuleSpec(name, None)
         vars(spec).update(vars(original), loader=self, loader_state=original)
         return spec
@@ -148,31 +106,19 @@ class PreloadedModules:
         """Put the module, and what belongs to it, back into ``sys.modules``."""
         assert module.__spec__ is not None
         name, module.__spec__ = module.__spec__.name, module.__spec__.loader_state
-        asked = [asked for asked, found in self.imports.items() if asked == name or name in found.modules]
-        asked = [name] if name in asked else asked
-        found = self.imports[asked[0]] if asked else Import({name: None}, {}, ([], []))
-        if self.showing is not None and asked:
-            self.showing(asked[0])
-        is_whole = asked == [name]
-        shown = [hidden for hidden in found.modules if is_whole or _top(hidden) == _top(name)]
-        around = {part for module in shown for part in itertools.accumulate(module.split("."), "{}.{}".format)}
-        for hidden in [hidden for hidden in self._hidden if hidden in around]:
+        top = name.partition(".")[0]
+        brought = {*self._brought.get(top, ())}
+        shown = [hidden for hidden in self._hidden if hidden in brought or hidden.partition(".")[0] == top]
+        for hidden in shown:
             sys.modules.setdefault(hidden, self._hidden.pop(hidden))
-        for parent, _, attribute in (hidden.rpartition(".") for hidden in shown if hidden in self._taken):
-            vars(sys.modules[parent])[attribute] = self._taken.pop(f"{parent}.{attribute}")
-        if not self._hidden and self.searching is None:
+        if not self._hidden:
             sys.meta_path.remove(self)
-        if self._renews:
-            self._renew(shown)
-        if is_whole:
-            _change_environ(found.environ)
-            before, after = found.filters
-            added = [*(added for added in after if added not in before), *warnings.filters]
-            _set_filters(after if warnings.filters == before else added)
+        self._renew(shown)
 
     def _renew(self, shown: Iterable[str]) -> None:
         """Have modules take over what the program has changed since it began."""
-        changed = {*_changes(self._environ)}
+        names = self._environ.keys() | os.environ.keys()
+        changed = {name for name in names if self._environ.get(name) != os.environ.get(name)}
         numpy = sys.modules.get("numpy._core._multiarray_umath")
         if {*_THREADS} & changed or os.sched_getaffinity(0) != self._cpus:
             if numpy is not None and numpy.__name__ in shown:
@@ -212,32 +158,6 @@ def _leave_tqdm_to_program(modules: Iterable[ModuleType]) -> None:
             vars(module)["tqdm"] = stand_in
     for name in [name for name in sys.modules if name.partition(".")[0] == "tqdm"]:
         del sys.modules[name]
-
-
-def _top(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _changes(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables that are others now, None for one that was removed."""
-    names = environ.keys() | os.environ.keys()
-    return {name: os.environ.get(name) for name in names if environ.get(name) != os.environ.get(name)}
-
-
-def _change_environ(changes: Mapping[str, str | None]) -> None:
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-def _set_filters(filters: Sequence[Any]) -> None:
-    filters_list: Any = warnings.filters
-    if filters_list != filters:
-        filters_list[:] = filters
-        with warnings.catch_warnings():  # has Python forget which warnings it has shown under the others
-            pass
 
 
 def _threads(*names: str) -> int:

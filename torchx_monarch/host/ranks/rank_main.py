@@ -168,13 +168,6 @@ def exec_program(target: str, args: Sequence[str]) -> NoReturn:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def exec_again(words: Sequence[str]) -> NoReturn:
-    """Exec an interpreter of its own for the program of this process; ``show_stacks`` is called there again."""
-    with contextlib.suppress(OSError):
-        os.set_inheritable(_stacks_descriptor(), True)
-    exec_program(words[0], words[1:])
-
-
 def _script_code(path: str, shown: str) -> types.CodeType:
     try:
         with io.open_code(path) as file:
@@ -353,12 +346,19 @@ class _PdbFinder:
         return spec
 
 
-def run_program(mode: str, target: str, args: list[str], on_failure: Callable[[int], None] = lambda code: None) -> None:
+def run_program(
+    mode: str,
+    target: str,
+    args: list[str],
+    at_end: Callable[[], None] | None = None,
+    on_failure: Callable[[int], None] = lambda code: None,
+) -> None:
     """Run the program of a rank in this interpreter, in its environment and folder.
 
-    ``on_failure`` is called if it has ended by an exception or with another exit code than 0, with that code: -n for
-    death by signal n.
+    ``at_end`` is called when the program has ended, by an exception or not; ``on_failure`` before that if it has ended
+    by an exception or with another exit code than 0, with that code: -n for death by signal n.
     """
+    set_path0(mode, target)
     sys.orig_argv = [sys.executable, "-u", *program_argv(mode, target, args)]
     set_command_line(sys.orig_argv)
     _distrust_young_bytecode()
@@ -382,10 +382,12 @@ def run_program(mode: str, target: str, args: list[str], on_failure: Callable[[i
         # Re-raising adds our frames to the traceback again; the hook removes them.
         sys.excepthook = _without_own_frames_for(getattr(sys, "excepthook", None))
         raise
+    finally:
+        if at_end is not None:
+            at_end()
 
 
 if __name__ == "__main__":
     show_stacks()
     replace_set_trace(sys.argv[1])
-    set_path0(sys.argv[2], sys.argv[3])
     run_program(sys.argv[2], sys.argv[3], sys.argv[4:])

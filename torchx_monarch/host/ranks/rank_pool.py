@@ -146,9 +146,7 @@ class RankPool:
         except TimerError as error:
             raise LaunchError(f"torch's timer server does not run: {error}") from None
         stops = self._stops
-        if self.attempt >= 0:
-            self._starter.learn()
-        await self._starter.import_modules()
+        await self._starter.importer()
         if stops != self._stops:  # the attempt has ended while the modules were imported
             raise LaunchError("the ranks were stopped before they were started")
         try:
@@ -167,9 +165,7 @@ class RankPool:
                 rank.process.discard()
             raise LaunchError("the ranks were stopped while they were started")
         self._ranks, self.attempt = ranks, world.attempt
-        # Programs have imported most of what they need when they form the first group.
-        on_group = self._starter.learn if self.run.command.options.max_restarts else lambda: None
-        self._recorders.expect({rank.process.pid: rank.directory for rank in ranks}, on_group)
+        self._recorders.expect({rank.process.pid: rank.directory for rank in ranks})
         self._memory = OutOfMemory()
         return [rank.process.pid for rank in ranks]
 

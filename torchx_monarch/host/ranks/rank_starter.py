@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -45,9 +44,8 @@ class RankStarter:
         self.store = MasterStore(say)
         self.count = 0
         self.imported: tuple[float, ...] = ()
-        self._run = run
+        self._run = run if learned is None else dataclasses.replace(run, learned=())
         self._learned = learned
-        self._preparing: asyncio.Future[None] | None = None
         self._zygotes = zygotes
         self._say = say
         self._on_first_output = on_first_output
@@ -70,8 +68,8 @@ class RankStarter:
             raise LaunchError(f"cannot start the Python interpreter {why}")
         # Unknown as yet, the zygote gets the environment of several ranks.
         self.count = int(nproc) if nproc.isdigit() else 2
-        self._choose()
         if self.count:
+            self._choose()
             self._zygotes.fitting(self._run, self.count)
         if not nproc.isdigit():
             order = {"op": "count", "device": nproc}
@@ -113,10 +111,8 @@ class RankStarter:
         By local rank, a description has what ``zygote_main`` says, but for ``python`` and ``cpus``.
         """
         more = [await self._cpus(local_rank) for local_rank in range(len(ranks))]
-        if self._learned is not None:
-            folder = self._run.program_folder(self._run.command.program_of(0))
-            for local_rank, also in enumerate(more):
-                also["report"] = [self._learned.report, local_rank == 0, folder]
+        if self._learned is not None and more:
+            more[0]["report"] = self._learned.report
         for _ in range(_TRIES):
             importer = await self.importer()
             zygote = importer if importer is not None and self._forks else self._zygotes.bare(self._run, self.count)
@@ -148,18 +144,14 @@ class RankStarter:
             return "the ranks' TCPStore: the zygote that was to serve it has ended"
         return await importer.fork(store) or await zygote.fork(ranks)
 
-    async def import_modules(self) -> None:
-        """Wait until the modules are imported of which the ranks of an attempt are to be forks."""
-        self._choose()
-        await self.importer()
-
     async def importer(self) -> Zygote | None:
         """Return the zygote that has imported the modules; None if there are none, or if importing them ends it."""
         while self._run.preload and not self._is_lost:
             zygote = self._zygotes.fitting(self._run, self.count)
             try:
                 if await self._is_wrong(zygote):
-                    self._run = dataclasses.replace(self._run, learned=())
+                    # The modules before this one have been imported and checked; only this one is left out.
+                    self._run = dataclasses.replace(self._run, learned=tuple(zygote.begun[:-1]))
                     continue
                 unsafe = (await zygote.imports())["unsafe"]
             except ZygoteError as error:
@@ -198,26 +190,14 @@ class RankStarter:
 
     # -- learned modules -----------------------------------------------------------------------------------------------
 
-    def learn(self) -> None:
-        """Learn what the program imports, and have a zygote import that for its next start with the same variables.
+    async def prepare_next(self) -> None:
+        """Have a zygote import all learned modules, for a next run of the program with the same variables.
 
-        With other variables in each run, which the modules may read, no zygote can be prepared.
+        A module that must not be imported ahead is dropped, and another zygote imports the rest.
         """
-        if self._learned is None:
-            return
-        is_repeated, self._learned.environ = self._learned.environ == self._run.added, self._run.added
-        if (self._learned.collect() or is_repeated) and not self.is_preparing:
-            self._preparing = asyncio.ensure_future(self._prepare_next(self._learned))
-
-    @property
-    def is_preparing(self) -> bool:
-        """Whether a zygote imports what was learned."""
-        return self._preparing is not None and not self._preparing.done()
-
-    async def _prepare_next(self, learned: LearnedPreload) -> None:
-        """Have a zygote import all learned modules; without those that must not be imported ahead if there are any."""
-        while {name.partition(".")[0] for name in learned.modules.names} - {*self._run.modules}:
-            run = dataclasses.replace(self._run, learned=learned.modules.imports)
+        assert self._learned is not None
+        while self._learned.modules.names:
+            run = self._with_learned(self._learned)
             if self._zygotes.find(run, self.count) is not None:
                 return
             try:
@@ -226,17 +206,16 @@ class RankStarter:
                     continue
             except (LaunchError, ZygoteError):
                 return  # the next run says what is wrong with its zygote
-            names = ", ".join(sorted({name.partition(".")[0] for name in zygote.begun}))
-            self._say(f"learned preload: imported ahead for the next run of the program: {names:.500}")
+            if zygote.begun:
+                names = ", ".join(sorted({name.partition(".")[0] for name in zygote.begun}))
+                self._say(f"learned preload: imported ahead for the next run of the program: {names:.500}")
             return
 
     def _choose(self) -> None:
         """Choose the zygote with all learned modules, unless another one can start the ranks sooner."""
         if self._learned is None:
             return
-        plain, ahead = (
-            dataclasses.replace(self._run, learned=imports) for imports in ((), self._learned.modules.imports)
-        )
+        plain, ahead = dataclasses.replace(self._run, learned=()), self._with_learned(self._learned)
         ready, warm = self._zygotes.find(ahead, self.count), self._zygotes.find(plain, self.count)
         if ready is not None and ready.ready:
             # The user may have installed other packages since, or added files with the names of installed modules.
@@ -247,20 +226,23 @@ class RankStarter:
         else:
             self._run = plain if warm is not None and warm.ready else ahead
 
+    def _with_learned(self, learned: LearnedPreload) -> RunSpec:
+        return dataclasses.replace(self._run, learned=learned.modules.names, variables=learned.modules.variables)
+
     async def _is_wrong(self, zygote: Zygote) -> bool:
-        """Return whether learned modules must not be imported ahead: drop them then, and end the zygote.
+        """Return whether a learned module must not be imported ahead: drop it then, and end the zygote.
 
         Raises:
             ZygoteError: the zygote has ended, or its host has ended it, and not because of a learned module.
         """
         try:
-            wrong = (await zygote.imports()).get("wrong", {})
+            why = (await zygote.imports()).get("wrong", "")
         except ZygoteError as error:
             if not zygote.begun or zygote.is_discarded:
                 raise
-            wrong = {zygote.begun[-1]: str(error)}
-        if not wrong or self._learned is None:
+            why = str(error)
+        if not why or self._learned is None:
             return False
-        self._learned.drop(wrong)
+        self._learned.drop(zygote.begun[-1], why)
         self._zygotes.discard(zygote)
         return True

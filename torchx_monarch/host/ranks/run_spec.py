@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from torchx_monarch.command.command import Command, CommandError, Program, TorchrunOptions
 from torchx_monarch.host.ranks.preloaded_modules import is_read_at_import
 from torchx_monarch.model.env_names import is_for_hosts, keep_monarch_log_private
-from torchx_monarch.model.learned_modules import LearnedImport
 from torchx_monarch.model.world import World
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -40,7 +39,9 @@ class RunSpec:
         cwd: folder in which the ranks start; None in a batch job, whose ranks start in the host's folder and whose
             zygote knows the program.
         forks: whether ranks are forks of the zygote, if it has modules; else they are interpreters of their own.
-        learned: imports of installed modules that the zygote repeats after ``modules`` (``learned_imports``).
+        learned: modules that the zygote imports after ``modules``, if they are installed ones that ranks can share
+            (``learned_imports``); None if ranks are not to report what they import either.
+        variables: variables that the program sets; a learned module that reads one must not be imported ahead.
     """
 
     command: Command
@@ -49,7 +50,8 @@ class RunSpec:
     added: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cwd: str | None = None
     forks: bool = True
-    learned: Sequence[LearnedImport] = ()
+    learned: Sequence[str] | None = None
+    variables: Sequence[str] = ()
 
     @property
     def environ(self) -> Mapping[str, str]:
@@ -125,7 +127,8 @@ class RunSpec:
         """Return the value that two runs share if the zygote of one can start the ranks of the other, a number each."""
         environ, command = self.start_environ(count), self.zygote_command(self.command.program_of(0))
         read = {name: value for name, value in environ.items() if self._is_read_early(name)}
-        return command, self.preload, self.learned, read, self.start_folder()
+        learned = self.learned and (self.learned, self.variables)
+        return command, self.preload, learned, read, self.start_folder()
 
     def _is_read_early(self, name: str) -> bool:
         """Return whether the zygote or its modules may read a variable. Modules other than torch may read any."""

@@ -286,7 +286,7 @@ class Zygotes:
         Raises:
             LaunchError: it cannot be started.
         """
-        return self.fitting(dataclasses.replace(run, modules=(), learned=()), count)
+        return self.fitting(dataclasses.replace(run, modules=(), learned=None), count)
 
 
 class _Output:

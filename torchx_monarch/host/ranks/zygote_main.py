@@ -8,8 +8,8 @@ alone. ``FD`` is one end of a socket pair on which the host sends orders as JSON
 ``{"op": "import", "modules": [...]}``     import modules, with ``sys.path[0]`` as for the program of ``mode`` and
                                            ``target``; answer ``unsafe``, why ranks cannot be forked, or empty, and
                                            ``serves_store``, whether torch has been imported. With
-                                           ``learned``, import these modules, and answer as
-                                           ``learned_imports.import_ahead``; ahead of the answer, a line
+                                           ``learned``, import those of these modules that may be imported ahead, and
+                                           answer as ``learned_imports.import_ahead``; ahead of the answer, a line
                                            ``{"importing": NAME}`` before each of them
 ``{"op": "count", "device": D}``           answer how many ranks torchrun would start for ``--nproc-per-node D``
 ``{"op": "cpus", "mode": M, "gpu": N}``    answer the CPUs that ``--numa-binding M`` selects for GPU N
@@ -24,7 +24,7 @@ descriptors are a pipe, at whose end it ends, and a socket that listens on the s
 A rank is described by ``mode``, ``target`` and ``args`` of its program, ``env``, which is added to the zygote's
 environment, ``cwd`` (may be missing), ``cpus`` (may be missing), ``recorder``: the socket at which the host
 waits for dumps of torch's flight recorders, ``breakpoints``: the one at which it waits for ranks that are to be
-debugged, ``report``: the file for what its program imports, and whether it is the first rank (may be missing), and
+debugged, ``report`` (may be missing): the file in which it reports the modules that its program has imported, and
 ``python``: the interpreter and flags that the rank must execute, or nothing if it goes on as a fork. Its
 descriptors are the write ends of its stdout and stderr, and the file for its stacks.
 """
@@ -41,7 +41,6 @@ if not getattr(sys.flags, "safe_path", False) and not sys.flags.isolated:
 import contextlib  # noqa: E402
 import ctypes  # noqa: E402
 import errno  # noqa: E402
-import functools  # noqa: E402
 import gc  # noqa: E402
 import importlib  # noqa: E402
 import json  # noqa: E402
@@ -81,17 +80,14 @@ def _die_with(parent: int) -> None:
 
 def _import(order: dict[str, Any], program: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Import the modules that ranks are to find imported; return the answer to the order."""
-    if not order["modules"]:
+    if not order["modules"] and "learned" not in order:
         return {"unsafe": "", "serves_store": False}  # each rank executes an interpreter of its own
     safety = program["run_sibling_file"]("fork_safety.py")
     before, generators = safety["Resources"](_fork), safety["Generators"]()
     unsafe: str = before.tracer()
 
     def what_is_new(module: str) -> str:
-        nonlocal before
-        if why := before.what_is_new(module):
-            before = safety["Resources"](_fork)
-        return str(why or generators.seeded_by(module))
+        return str(before.what_is_new(module) or generators.seeded_by(module))
 
     path0 = sys.path[0] if order["mode"] != "exec" and program["set_path0"](order["mode"], order["target"]) else None
     # Importing torch makes 260,000 objects that stay. Scanning them for garbage again and again costs an eighth of the
@@ -107,10 +103,10 @@ def _import(order: dict[str, Any], program: dict[str, Any], send: Callable[[dict
         sys.path.remove(path0)
     answer: dict[str, Any] = {"unsafe": unsafe, "serves_store": "torch" in sys.modules}
     if "learned" in order and not unsafe:
-        learned = program["learned"] = program["run_sibling_file"]("learned_imports.py")
-        begin = lambda name: send({"importing": name})  # noqa: E731
-        learned_answer, program["reads"] = learned["import_ahead"](order, preloaded, what_is_new, begin)
-        answer.update(learned_answer)
+        learned = program["run_sibling_file"]("learned_imports.py")
+        installed = learned["InstalledModules"](order["folder"])
+        answer.update(learned["import_ahead"](order, installed, what_is_new, lambda name: send({"importing": name})))
+        program["report_at_end"] = lambda path: learned["report_at_end"](path, installed)
     _renewals.append(generators.stop())
     gc.freeze()
     return answer
@@ -435,16 +431,11 @@ def main() -> None:
     if rank["mode"] == "exec":
         program["exec_program"](rank["target"], rank["args"])
     program["replace_set_trace"](rank["breakpoints"])
+    learns = "report" in rank and "report_at_end" in program
+    at_end = program["report_at_end"](rank["report"]) if learns else None
     send_failure = program["run_sibling_file"]("rank_recorder.py")["watch"](rank["recorder"])
-    program["set_path0"](rank["mode"], rank["target"])
-    if "report" in rank:
-        learned = program.get("learned") or program["run_sibling_file"]("learned_imports.py")
-        python = [sys.executable, *sys.orig_argv[1 : sys.orig_argv.index(__file__)], _RANK_MAIN, rank["breakpoints"]]
-        words = [*python, rank["mode"], rank["target"], *rank["args"]]
-        again = functools.partial(program["exec_again"], words)
-        learned["Recorder"](*rank["report"], program["preloaded"], program.get("reads", {}), again)
     program["preloaded"].hide()
-    program["run_program"](rank["mode"], rank["target"], rank["args"], send_failure)
+    program["run_program"](rank["mode"], rank["target"], rank["args"], at_end, send_failure)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import socket
@@ -59,9 +58,8 @@ class ZygoteProcess:
                 raise
         mode, target = (program.mode, program.target) if is_program_known else ("exec", "")
         order: dict[str, object] = {"op": "import", "mode": mode, "target": target, "modules": run.preload}
-        if run.learned:
-            learned = [*map(dataclasses.asdict, run.learned)]
-            order.update(learned=learned, folder=run.program_folder(program), cwd=run.cwd or os.getcwd())
+        if run.learned is not None:
+            order.update(learned=run.learned, variables=run.variables, folder=run.program_folder(program))
         with contextlib.suppress(OSError):  # it has ended, which the next reader of the channel learns
             self.channel.sendall(json.dumps(order).encode() + b"\n")
 
@@ -80,7 +78,7 @@ def start_early(options: HostSpec, environ: Mapping[str, str]) -> ZygoteProcess 
 
     The host reports why.
     """
-    if options.learns_over_jobs:
+    if options.learns_preload:
         return None
     try:
         command = parse(options.command, environ)
