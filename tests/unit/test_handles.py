@@ -30,6 +30,7 @@ def apps() -> None:
         file = Path(state_files.app_paths(app_id).app)
         file.parent.mkdir(parents=True, mode=0o700)
         file.touch()
+        Path(state_files.app_paths(app_id).status).touch()
         os.utime(file, (now - age, now - age))
     client_credentials.files("monarch_slurm").store(
         "4711", client_credentials.StoredCredentials("secret", {}, "pretrain")
@@ -98,7 +99,9 @@ def test_names_of_apps_are_escaped(apps: None) -> None:
 
 def test_a_message_stays_short() -> None:
     for number in range(100):
-        Path(state_files.app_paths(f"many-{number}").root).mkdir(parents=True)
+        paths = state_files.app_paths(f"many-{number}")
+        Path(paths.root).mkdir(parents=True)
+        Path(paths.status).touch()
     with pytest.raises(HandleError) as caught:
         resolve("many-")
     assert len(str(caught.value).splitlines()) <= 12 and "and 92 more" in str(caught.value)

@@ -15,6 +15,7 @@ import kubernetes_validate
 import pytest
 from kubernetes.client import Configuration
 from torchx.runner import Runner
+from torchx.schedulers.kubernetes_scheduler import LABEL_REPLICA_ID
 from torchx.specs import (
     AppDef,
     BindMount,
@@ -295,6 +296,14 @@ def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]
     terminated = {"exitCode": code, "reason": reason, "message": message, "finishedAt": "2026-11-20T10:00:09Z"}
     sidecar = {"name": "sidecar", "state": {"terminated": {"exitCode": 0}}}
     return {"containerStatuses": [sidecar, {"name": "main", "state": {"terminated": terminated}}]}
+
+
+def test_a_pod_that_others_have_given_our_labels_is_no_replica() -> None:
+    ours, copied, numbered = pod(), pod(), pod()
+    ours["metadata"]["labels"] = {request.LABEL_ROLE: "0", LABEL_REPLICA_ID: "1"}
+    copied["metadata"]["labels"] = {request.LABEL_APP: "app"}
+    numbered["metadata"]["labels"] = {request.LABEL_ROLE: "0", LABEL_REPLICA_ID: "first"}
+    assert list(snapshot._by_replica([copied, ours, numbered])) == [(0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,9 @@ def recorded_apps() -> list[RecordedApp]:
     found = []
     with contextlib.suppress(OSError):
         for app_id in state_files.app_ids():
-            found.append(_app(LOCAL, app_id, state_files.app_paths(app_id).app))
+            paths = state_files.app_paths(app_id)
+            if os.path.lexists(paths.status):  # written last
+                found.append(_app(LOCAL, app_id, paths.app))
     for scheduler, app_id in client_credentials.stored_apps():
         found.append(_app(scheduler, app_id, client_credentials.files(scheduler).path(app_id)))
     return sorted(found, key=lambda app: (app.submitted, app.app_id), reverse=True)

@@ -94,9 +94,14 @@ class Peer:
         """Send a message; return False when the connection is closed or broken."""
         return await messages.send(self.writer, message)
 
+    async def _await_end(self) -> None:
+        with contextlib.suppress(OSError):
+            while await self.reader.read(1 << 16):
+                pass
+
     async def while_connected(self, work: Awaitable[None]) -> None:
         """Await something, which is cancelled when this peer disconnects."""
-        working, gone = asyncio.ensure_future(work), asyncio.ensure_future(self.reader.read())
+        working, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._await_end())
         try:
             await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
         finally:

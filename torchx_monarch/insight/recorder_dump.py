@@ -99,7 +99,7 @@ def _collective(entry: Mapping[str, Any]) -> RecordedCollective:
         name=one_line(entry["profiling_name"], _MAX_NAME),
         group=one_line(entry["process_group"][0], _MAX_NAME),
         number=_whole(entry["collective_seq_id"]),
-        sizes=one_line(" ".join(map(str, entry["input_sizes"][:8])), _MAX_NAME),
+        sizes=_sizes(entry["input_sizes"]),
         called=_whole(entry["time_created_ns"]) / 1e9,
         completed=None if completed is None else _whole(completed) / 1e9,
         has_completed=entry["retired"] is True or entry["state"] == "completed",
@@ -110,3 +110,13 @@ def _whole(value: object) -> int:
     if not isinstance(value, int) or abs(value) >= 1 << 63:
         raise DumpError("a number is no number")
     return value
+
+
+def _sizes(value: object) -> str:
+    """Return shapes as text, ``[2, 3] [7]``; shapes of a wrong type are left out: lists may contain each other."""
+    shapes = (
+        [shape for shape in value[:8] if isinstance(shape, list) and len(shape) <= 16]
+        if isinstance(value, list)
+        else []
+    )
+    return " ".join(str(shape) for shape in shapes if all(isinstance(dim, int) and abs(dim) < 1 << 63 for dim in shape))

@@ -255,7 +255,7 @@ def roles_of(job: Mapping[str, Any]) -> list[Role]:
         # Batch may return the older fields of a container instead of its requirements.
         amounts = {"VCPU": properties.get("vcpus", -1), "MEMORY": properties.get("memory", -1)}
         amounts |= {needed["type"]: needed["value"] for needed in properties.get("resourceRequirements", ())}
-        role.resource = Resource(*(int(amounts.get(kind, 0)) for kind in ("VCPU", "GPU", "MEMORY")))
+        role.resource = Resource(*(int(float(amounts.get(kind, 0))) for kind in ("VCPU", "GPU", "MEMORY")))
         roles.append(role)
     return roles
 

@@ -46,6 +46,7 @@ from torchx_monarch.model.env_names import JOB_VARIABLES
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_reader
+from torchx_monarch.system import safe_files
 
 _QUEUE_INTERVAL = 5.0
 """Seconds between two questions to the batch system while waiting for an app to end: all users share it."""
@@ -306,10 +307,14 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
     def stored_ids(folder: str, app_ids: Collection[str]) -> list[str]:
         """Return the ids that are names in a folder of the state directory; arguments and errors as for ``folders``."""
         try:
-            names = state_files.names_in(folder)
+            if app_ids:  # looked up by name: NFS may list a folder as it was half a minute ago
+                os.close(safe_files.open_folder(folder, below=state_files.state_dir()))
+            names = app_ids or state_files.names_in(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
         except OSError as error:
             raise StateAccessError.from_os_error(error, folder) from None
-        return [name for name in names if state_files.is_app_id(name) and (not app_ids or name in app_ids)]
+        return list(filter(state_files.is_app_id, names))
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> AppSnapshot | None:
         folder = self.folder(app_id)

@@ -68,12 +68,13 @@ def explained(error: DockerException) -> str:
 
 
 def map_concurrently(action: Callable[[T], R], arguments: Sequence[T]) -> list[R]:
-    """Return the results of ``action``, in order, or raise the first error, when the calls that have begun have ended.
+    """Return the results of ``action``, in order, or raise the first error, when all calls have ended.
 
     dockerd takes as long for one container as for many in parallel.
     """
     with ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="docker") as pool:
-        return list(pool.map(action, arguments))
+        futures = [pool.submit(action, argument) for argument in arguments]
+    return [future.result() for future in futures]
 
 
 class Daemon:

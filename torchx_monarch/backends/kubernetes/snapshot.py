@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -251,8 +252,9 @@ def _by_replica(pods: Sequence[Object]) -> dict[tuple[int, int], list[Attempt]]:
     found = defaultdict[tuple[int, int], list[Attempt]](list)
     for pod in pods:
         labels, annotations = pod["metadata"]["labels"], pod["metadata"].get("annotations") or {}
-        number = annotations.get(_INDEX) or labels[LABEL_REPLICA_ID]
-        found[int(labels[LABEL_ROLE]), int(number)].append(Attempt(pod))
+        place = labels.get(LABEL_ROLE, ""), annotations.get(_INDEX) or labels.get(LABEL_REPLICA_ID, "")
+        if all(re.fullmatch(r"\d+", number) for number in place):  # any user of the namespace may set our labels
+            found[int(place[0]), int(place[1])].append(Attempt(pod))
     for attempts in found.values():
         attempts.sort(key=lambda attempt: (attempt.created, attempt.is_running))
     return found

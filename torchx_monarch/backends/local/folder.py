@@ -82,8 +82,10 @@ def prune(apps: str, *, newest: int | None = None) -> list[str]:
                 record = None if is_trash else state.current_state(paths)
                 if record is not None and record.terminal and record.ended is not None:
                     ended.append((record.ended, paths))
-                is_half_made = record is None and os.path.exists(paths.lock) and not state.is_supervised(paths)
-                if (is_trash or is_half_made) and entry.stat().st_mtime < time.time() - _WORK_TIME:
+                # The record of an app of another machine may be unreadable for a moment (NFS): it has a supervisor.
+                is_half_made = record is None and not os.path.exists(paths.supervisor)
+                is_left = is_trash or (is_half_made and not state.is_supervised(paths))
+                if is_left and entry.stat().st_mtime < time.time() - _WORK_TIME:
                     run_dirs.remove_tree(entry.path)
     newest = keep_apps() if newest is None else newest
     ended.sort(key=lambda ended_app: ended_app[0], reverse=True)

@@ -144,7 +144,7 @@ def lock(paths: state_files.AppPaths) -> int:
     descriptor = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 3)
     os.close(opened)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # a reader may hold it for an instant (``is_supervised``)
     except OSError as error:
         os.close(descriptor)
         reason = f"its file system has no file locks ({os.strerror(error.errno or errno.ENOLCK)})"

@@ -127,10 +127,17 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
     ) -> None:
         answers, _ = at_once(lambda name: connections[name].ask("hello"), connections, needs_all=True)
         first = answers[request.machines[0][0]]["address"]  # all roles begin there
-        hashes = [
-            workspace.send(projects, {name: connections[name] for name in names})
-            for projects, names in zip(request.workspaces, request.machines, strict=True)
-        ]
+        # Roles with the same workspace run the same code: it is read and sent once.
+        hashes: list[str] = []
+        for index, projects in enumerate(request.workspaces):
+            users = [
+                names for other, names in zip(request.workspaces, request.machines, strict=True) if other == projects
+            ]
+            first_user = request.workspaces.index(projects)
+            if first_user < index:
+                hashes.append(hashes[first_user])
+            else:
+                hashes.append(workspace.send(projects, {name: connections[name] for names in users for name in names}))
         app, layout = submitted.to_json(), request.layout
         place = Place(request.app_id, 0, 0, time.time(), request.grace, layout, submitted.pack())
 

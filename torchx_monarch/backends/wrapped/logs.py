@@ -37,10 +37,13 @@ def lines(inner: Scheduler[Any], app_id: str, role: str, replica: int, query: Lo
         except RuntimeError as error:
             _log.debug("no log: %s", error)
 
+    has_begun = False
     try:
-        yield from read(Stream(query.stream) if query.stream else Stream.COMBINED)
+        for line in read(Stream(query.stream) if query.stream else Stream.COMBINED):
+            has_begun = True
+            yield line
     except ValueError:
-        if query.stream:
+        if query.stream or has_begun:
             raise
         # TorchX's scheduler for Slurm has two files, and shows stderr alone unless it is told which.
         both = [read(stream) for stream in (Stream.STDOUT, Stream.STDERR)]
