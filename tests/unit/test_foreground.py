@@ -48,15 +48,17 @@ class Plain:
         self.slow = slow
         self.cancelled = 0
         self.graces: list[float | None] = []
+        self.reasons: list[str] = []
 
     def wait(self, app_id: str, timeout: float) -> bool:
         if self.cancelled and self.slow:
             raise KeyboardInterrupt
         return bool(self.cancelled)
 
-    def cancel(self, app_id: str, grace: float | None = None) -> None:
+    def cancel(self, app_id: str, grace: float | None = None, reason: str = "") -> None:
         self.cancelled += 1
         self.graces.append(grace)
+        self.reasons.append(reason)
 
     def read(self, app_id: str) -> None:
         return None
@@ -163,7 +165,7 @@ def test_a_signal_during_the_submission_cancels_what_is_submitted(monkeypatch: p
                     submitted("a-1")
             except KeyboardInterrupt:
                 foreground.on_close()
-        assert backend.cancelled == 1
+        assert backend.cancelled == 1 and "without --wait and --log" in backend.reasons[0]
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

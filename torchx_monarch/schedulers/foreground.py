@@ -42,6 +42,12 @@ _SLICE = 0.05
 
 _KILL_TIMEOUT = 15.0
 
+_REASONS: dict[int, str] = {
+    signal.SIGHUP: "cancelled: the terminal of `torchx run` was closed; without --wait and --log a job needs none",
+    signal.SIGTERM: "cancelled: `torchx run` got SIGTERM; without --wait and --log a job does not end with it",
+}
+"""Why a signal that is not Ctrl-C cancels an app: its user may look only later, and wants to detach the next one."""
+
 WARNING = "standard input is not forwarded to the job: its ranks have an empty one. Pass the data as a file."
 
 
@@ -143,7 +149,7 @@ class Foreground:
             second = "kills it" if self._kills else "waits no longer for it"
             name, again = ("", "again ") if number == signal.SIGINT else (f" ({signal.Signals(number).name})", "")
             _print_stderr(f"\ncancelling {self._handle(app_id)}{name}; Ctrl-C {again}{second}")
-            self._apps.cancel(app_id)
+            self._apps.cancel(app_id, reason=_REASONS.get(number, ""))
             is_requested = True
             while not self._apps.wait(app_id, 3600.0):
                 continue

@@ -175,15 +175,16 @@ class Apps(Generic[S]):
             time.sleep(min(left, self.backend.poll))
         return True
 
-    def cancel(self, app_id: str, grace: float | None = None) -> None:
+    def cancel(self, app_id: str, grace: float | None = None, reason: str = "") -> None:
         """Begin to end an app and return immediately; do nothing if it has ended or does not exist.
 
         Args:
             grace: as for ``Backend.stop``.
+            reason: why, for users; empty if the user has asked for it.
         """
         found = self.read(app_id, brief=True)
         if found is not None:
-            self._stop(*found, grace)
+            self._stop(*found, grace, reason)
 
     def cancel_and_wait(self, app_id: str) -> None:
         """Begin to end an app, and wait for its end if the backend's users expect that of `torchx cancel`.
@@ -201,12 +202,12 @@ class Apps(Generic[S]):
                 f"{reason}; `torchx monarch status {self._scheduler}://torchx/{app_id}` shows what is left"
             )
 
-    def _stop(self, app: S, status: AppStatus, grace: float | None) -> bool:
+    def _stop(self, app: S, status: AppStatus, grace: float | None, reason: str = "") -> bool:
         """Begin to end an app; return False if it has ended already."""
         if status.state.is_terminal and not self.backend.still_runs(app):
             return False
         decided = status.outcome if status.is_stop_due else None
-        self.backend.stop(app, decided or Outcome(State.CANCELLED, time=time.time()), grace)
+        self.backend.stop(app, decided or Outcome(State.CANCELLED, reason, time=time.time()), grace)
         return True
 
     def _await_end(self, app: S) -> bool:

@@ -387,7 +387,9 @@ class SupervisorLoop:
             assert self._stop is not None
             self._stop.shorten(grace)
             return
-        message = "cancelled" if asked is not None else "the supervisor received SIGTERM, as when a machine shuts down"
+        message = "the supervisor received SIGTERM, as when a machine shuts down"
+        if asked is not None:
+            message = asked.message or "cancelled"
         self._event("cancel", f"{message}; the job has {grace:g} s to end")
         self._end(Outcome(State.CANCELLED, message), grace=grace)
 

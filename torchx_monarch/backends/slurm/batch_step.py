@@ -244,7 +244,7 @@ class BatchStep:
         if status.outcome is not None and status.outcome.state is State.SUCCEEDED:
             return self._finish(State.SUCCEEDED, "", 0)
         if stop is not None and stop.state is State.CANCELLED:
-            code = self._finish(State.CANCELLED, "cancelled", 128 + signal.SIGTERM)
+            code = self._finish(State.CANCELLED, stop.message or "cancelled", 128 + signal.SIGTERM)
             # Only scancel gives the job the state CANCELLED in Slurm.
             _run("scancel", self._record.job_id)
             time.sleep(_REQUEUE_TIMEOUT)
