@@ -24,7 +24,9 @@ _USAGE = "usage: torchx monarch exec HANDLE [options] [-- torchrun --nproc-per-n
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser, required=True)
     _add_options(parser)
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="as one would type it")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="torchrun, python or a script, with arguments"
+    )
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="FILE",
-        help="a file to replace at once, as in the folder of node_exporter's textfile collector (default: print)",
+        help="the file to write, in one step, as node_exporter's textfile collector needs it (default: print)",
     )
     add_json(parser)
 

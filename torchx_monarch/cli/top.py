@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.cli import handles
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
 from torchx_monarch.cli.jobs import app_id_of, opened, read_app
 from torchx_monarch.cli.output import add_json, print_record
@@ -53,7 +52,7 @@ _KEYS = "q quit   up/down/pgup/pgdn scroll   h {}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_handle(parser, default=None)
+    add_handle(parser)
     parser.add_argument(
         "--interval", type=_interval, default=_INTERVAL_S, metavar="SECONDS", help="time between two looks (default: 2)"
     )
@@ -111,7 +110,6 @@ class View:
 
 def run(args: argparse.Namespace) -> None:
     """Show the job until it has ended, or until q or Ctrl-C."""
-    args.handle = args.handle or handles.resolve(handles.LAST)
     if args.once:
         _print(next(views(args, min(_ONCE_S, args.interval))), args)
     elif args.json or not (is_terminal(sys.stdout) and is_terminal(sys.stdin)):

@@ -42,7 +42,7 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
 
     on_hang: str = "observe"
     """`observe`: hangs are reported. `restart`: the ranks are started again, within torchrun's `--max-restarts`.
-    `fail`: the job ends, with the rank for which others wait as its root cause."""
+    `fail`: the job ends, with the rank that has not called the collective as its root cause."""
 
     debug_wait: int = 300
     """Seconds for which a rank waits in `breakpoint()` for `torchx monarch debug`; 0: it does not wait. Without a
@@ -50,7 +50,7 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
 
     preflight: str = "off"
     """`on`: before ranks start, compare the hosts (versions, program, readable paths, clocks, memory) and fail the job
-    if one differs or is unfit; `warn`: only say so. `off` by default."""
+    if one differs or is unfit; `warn`: only say so; `off`: compare nothing."""
 
     preload: str = "torch"
     """Modules, separated by `+`, that one interpreter per host imports while the hosts find each other, for all ranks
@@ -78,7 +78,7 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
 
     exclude_after: int = 3
     """Number of failures of one host (its loss, or a rank on it as root cause) within `exclude_window` after which a
-    spare, or further elastic, host is used in its place; 0: never."""
+    spare host, or another one of an elastic job, is used in its place; 0: never."""
 
     exclude_window: int = 3600
     """Seconds within which the failures of a host count."""
