@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torchx.specs import AppDef, Role
 
-from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli import ls
@@ -25,7 +25,7 @@ from torchx_monarch.insight.log_lines import stamp
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers.description import describe
+from torchx_monarch.schedulers.description import describe, summary_of
 from torchx_monarch.schedulers.job_status import JobStatus, LiveState, build, events_of, in_one_line
 
 HANDLE = "monarch_local://torchx/train-x7"
@@ -290,6 +290,14 @@ def test_ranks_that_hang_are_shown_until_they_go_on() -> None:
     assert status.hang is not None and (status.hang.time, status.hang.message) == (990.0, text)
     assert f"  hang         10.0 s ago: {text}" in render(status, NOW).splitlines()
     assert f"hang: {text}" in in_one_line(status, NOW)
+    stopped = [*hanging, event("stop", "host 0 was told to stop"), event("result", "STOPPED: host 0 was told to stop")]
+    cancelled = replace(snapshot(), native=Outcome(State.CANCELLED, "cancelled"))
+    assert f"  hang         10.0 s ago: {text}" in render(status_of(cancelled, stopped), NOW).splitlines()
+    assert describe(cancelled, reduce(cancelled), lambda: stopped).msg == f"cancelled; hang: {text}"
+    shown = summary_of(HANDLE, cancelled, reduce(cancelled), 0.0, NOW, stopped).lines()
+    assert f"  cause:  cancelled; hang: {text}" in shown
+    done = replace(cancelled, native=Outcome(State.SUCCEEDED))
+    assert status_of(done, [*hanging, event("result", "SUCCEEDED: all ranks")]).hang is None
     for kind in ("hang_end", "failure", "rank_restart", "ranks"):
         assert status_of(snapshot(), [*hanging, event(kind)]).hang is None
     lines = [

@@ -61,13 +61,15 @@ def page_of(history: JobHistory) -> str:
     """Return the page about a job."""
     status, drawn = history.status, history.timeline
     result = HostResult.from_text(history.decided.error)
+    cause = one_line(result.reason or status.message or PHASES.get(status.phase or "", ""))
+    hang = f"hang: {status.hang.message}" if status.hang is not None else ""
     ranks, unshown = _last_ranks(drawn), ("output", "result", "ended")
     page = {
         "name": one_line(status.name),
         "handle": one_line(status.handle),
         "state": status.state,
         "headline": state_and_time(status),
-        "cause": one_line(result.reason or status.message or PHASES.get(status.phase or "", "")),
+        "cause": "; ".join(filter(None, (cause, hang))),
         "traceback": printable(result.traceback),
         "log": one_line(local_path(result.log)),
         "facts": _facts(history),

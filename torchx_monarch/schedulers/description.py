@@ -23,7 +23,7 @@ from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers.job_status import build, in_one_line
+from torchx_monarch.schedulers.job_status import build, in_one_line, with_hang
 from torchx_monarch.system.safe_files import parse_json
 from torchx_monarch.system.untrusted_text import one_line, printable
 
@@ -39,7 +39,7 @@ def describe(
     """Return TorchX's description of an app, with the roles as the user wrote them; spare hosts count as replicas.
 
     Args:
-        happened: returns its events; called if the app runs and its state has no message, which is then made of them.
+        happened: returns its events; called if the app was cancelled, or runs and its state has no message.
     """
     # Of a Slurm job whose folder is not on this machine the app is not known.
     written = app.app or AppDef(app.name, [Role(role.spec.name, image="") for role in app.roles])
@@ -78,6 +78,8 @@ def shorten(response: DescribeAppResponse, status: AppStatus) -> DescribeAppResp
 
 def _message(app: AppSnapshot, status: AppStatus, happened: Callable[[], Sequence[Event]]) -> str:
     """Return why an app has ended or what it waits for, or else what it does."""
+    if status.state is State.CANCELLED:
+        return with_hang(printable(status.message), happened())
     if status.message or status.state.is_terminal:
         return printable(status.message)
     return in_one_line(build("", app, status, happened()))
@@ -123,10 +125,18 @@ def _texts(value: Any) -> Any:
     return value
 
 
-def summary_of(handle: str, app: AppSnapshot, status: AppStatus, submitted: float, now: float) -> Summary:
+def summary_of(
+    handle: str,
+    app: AppSnapshot,
+    status: AppStatus,
+    submitted: float,
+    now: float,
+    happened: Sequence[Event] = (),
+) -> Summary:
     """Return the summary of an app that has ended.
 
     Args:
+        happened: its events; empty if this machine does not have them.
         submitted: when it was submitted, in seconds since the epoch.
         now: the time, in seconds since the epoch. It counts as the end of an app whose replicas do not tell theirs.
     """
@@ -136,7 +146,7 @@ def summary_of(handle: str, app: AppSnapshot, status: AppStatus, submitted: floa
         status.state.value,
         handle,
         (ended if submitted <= ended <= now else now) - submitted,
-        cause=status.message,
+        cause=with_hang(status.message, happened) if status.state is State.CANCELLED else status.message,
         log=_folder(app),
         ran=f"{_shape(app)}, {facts}" if app.roles else facts,
         next=(f"torchx log {handle}", f"torchx monarch report {handle} -o job.html"),

@@ -179,7 +179,10 @@ class Foreground:
         with contextlib.suppress(BackendError, OSError, ValueError):  # ValueError: stderr is closed
             found = self._apps.read(app_id)
             if found is not None and found[1].state.is_terminal:
-                summary_of(self._handle(app_id), *found, self._submitted[app_id], time.time()).write(sys.stderr)
+                folder = self._apps.backend.folder(app_id)
+                happened = events.read(folder.events, below=folder.trusted)[0] if folder is not None else ()
+                submitted = self._submitted[app_id]
+                summary_of(self._handle(app_id), *found, submitted, time.time(), happened).write(sys.stderr)
 
     def _show(self, app_id: str) -> None:
         folder = self._apps.backend.folder(app_id)

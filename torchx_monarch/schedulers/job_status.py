@@ -60,7 +60,7 @@ _COUNTED_FROM = frozenset({"job_started", "restart", "requeue", "run", "run_end"
 """The kinds of events after which attempts are counted from 1."""
 
 _HANG_ENDS = frozenset({"hang_end", "ranks", "failure", "preempted", *_RESTARTS, "run_end", "result"})
-"""The kinds of events after which ranks that hung do not hang any more."""
+"""The kinds of events after which ranks that hung do not hang any more, unless they were stopped."""
 
 # A rank can print such lines: int() raises ValueError above 4,300 digits.
 _PROGRESS = (
@@ -149,7 +149,8 @@ class JobStatus:
         excluded: the hosts that are not used again because they have failed, each with its name and the reason.
         ranks: number of ranks of all hosts.
         last_failure: the last failure it has noticed.
-        hang: the ranks that others wait for in a collective, since when and where (``insight.hangs``).
+        hang: the ranks that others wait for in a collective, since when and where (``insight.hangs``); of a job that
+            has ended, those for which others waited when it was stopped.
         last_output: when a rank printed something last, in seconds since the epoch.
         log_folder: folder of its logs, if this machine sees it.
         roles: its roles and their commands.
@@ -250,7 +251,7 @@ def build(
         ],
         ranks=_ranks(happened, commands),
         last_failure=_last_failure(happened),
-        hang=_hang(happened),
+        hang=None if status.state is State.SUCCEEDED else _hang(happened),
         last_output=last_output or None,
         log_folder=log_folder or None,
         roles=[
@@ -297,12 +298,18 @@ def in_one_line(status: JobStatus, now: float | None = None) -> str:
     if status.spares:
         parts.append(f"spare: {', '.join(status.spares)}")
     parts += [exclusion.message for exclusion in status.excluded[-1:]]
-    if status.hang is not None and not status.has_ended:
+    if status.hang is not None:
         parts.append(f"hang: {status.hang.message}")
     if status.last_failure is not None and not status.has_ended:
         ago = f" {now - status.last_failure.time:.0f} s ago" if status.last_failure.time else ""
         parts.append(f"last failure{ago}: {status.last_failure.message}")
     return "; ".join(filter(None, parts))
+
+
+def with_hang(message: str, happened: Sequence[Event]) -> str:
+    """Return why a job was ended, with the hang that its ranks were in."""
+    hang = _hang(happened)
+    return "; ".join(filter(None, (message, f"hang: {hang.message}" if hang is not None else "")))
 
 
 def _phase(status: AppStatus, happened: Sequence[Event], live: LiveState | None) -> str | None:
@@ -401,7 +408,8 @@ def _last_failure(happened: Sequence[Event]) -> Failure | None:
 
 
 def _hang(happened: Sequence[Event]) -> Failure | None:
-    last = next((event for event in reversed(happened) if event["kind"] in ("hang", *_HANG_ENDS)), None)
+    events = (event for event in reversed(happened) if not event["message"].startswith("STOPPED: "))
+    last = next((event for event in events if event["kind"] in ("hang", *_HANG_ENDS)), None)
     if last is None or last["kind"] != "hang":
         return None
     return Failure(last["time"], one_line(last["message"]).removeprefix("hang: "))
