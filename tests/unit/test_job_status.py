@@ -192,6 +192,30 @@ def test_an_ended_job() -> None:
     assert status_of(replace(done, roles=[replace(done.roles[0], replicas=plain)])).exit_code == 3
 
 
+def test_an_ended_job_says_what_the_last_screen_of_its_run_says(tmp_path: Path) -> None:
+    (log := tmp_path / "stderr.log").touch()
+    traceback = 'Traceback:\n  File "/w/train.py", line 4, in step\n'
+    error = HostResult(1, REASON, traceback, 960.0, replica=0, log=str(log)).to_text()
+    whole = f"replica train/0 (pid 7) exited with code 1: {REASON}"
+    app = snapshot(State.SUCCEEDED, State.SUCCEEDED)
+    failed = replace(app.replicas[0], state=State.FAILED, failure=whole, error=error, exit_code=1, ended=980.0)
+    app = replace(app, roles=[replace(app.roles[0], replicas=[failed, app.replicas[1]])])
+    summary = summary_of(HANDLE, app, reduce(app), 900.0, NOW)
+    shown = render(replace(status_of(app, [*STARTED, *FAILED]), summary=summary), NOW)
+    assert shown.count(REASON) == 1 and "replica train/0" not in shown and "last failure" not in shown
+    lines = shown.splitlines()
+    assert lines[1:4] == [
+        f"  cause        {REASON}",
+        "  raised       /w/train.py, line 4, in step",
+        f"  log          {log}",
+    ]
+    assert lines[-2:] == [
+        f"  next         torchx log {HANDLE}/train/0",
+        f"               torchx monarch report {HANDLE} -o job.html",
+    ]
+    assert "summary" not in replace(status_of(app), summary=summary).to_json()
+
+
 def test_a_restarted_job_started_when_it_first_did() -> None:
     """Replicas tell their latest start. ``ls`` has no events, and ``status`` does."""
     app = snapshot(started=905.0, restarts=1)

@@ -30,7 +30,7 @@ from torchx_monarch.exceptions import AllocationError, RefusedError, Unreachable
 from torchx_monarch.insight.log_lines import host_text
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
-from torchx_monarch.schedulers.description import log_folder
+from torchx_monarch.schedulers.description import log_folder, summary_of
 from torchx_monarch.schedulers.job_status import JobStatus, LiveState, build, events_of
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 
@@ -116,7 +116,7 @@ def _status(scheduler: MonarchScheduler, handle: str, app: AppSnapshot, decided:
         if from_log := not happened and bool(logs):
             happened = events_of(logs[0])
         live = _live(handle, app)
-    return build(
+    status = build(
         handle,
         app,
         decided,
@@ -126,6 +126,9 @@ def _status(scheduler: MonarchScheduler, handle: str, app: AppSnapshot, decided:
         live=live,
         from_log=from_log,
     )
+    if not status.has_ended:
+        return status
+    return replace(status, summary=summary_of(handle, app, decided, status.submitted or 0.0, time.time()))
 
 
 def _ends_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[list[TimedLine]]:

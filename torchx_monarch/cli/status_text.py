@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from torchx_monarch.insight.rank_sample import Progress
 from torchx_monarch.insight.rank_view import RankView
-from torchx_monarch.insight.summary import show_duration
+from torchx_monarch.insight.summary import raised_at, show_duration
+from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.job_status import PHASES, Failure, JobStatus, LiveState
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -47,10 +48,14 @@ def state_and_time(status: JobStatus) -> str:
 def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
     """Return what is known of a job beside its state, as titles and texts; arguments as for ``render``."""
     now = time.time() if now is None else now
-    activity, live = status.activity or (), status.live
+    activity, live, ended = status.activity or (), status.live, status.summary
+    message = status.message if ended is None else ended.cause
+    failure = status.last_failure if status.last_failure and status.last_failure.message not in message else None
     command = "command of {}: " if len(status.roles) > 1 else "command"
     found = [
-        ("message", status.message),
+        ("cause" if ended is not None and status.state == State.FAILED else "message", one_line(message)),
+        ("raised", raised_at(ended.traceback) if ended is not None else ""),
+        ("log", one_line(ended.log) if ended is not None and ended.log != status.log_folder else ""),
         ("phase", PHASES.get(status.phase or "", "")),
         ("exit code", _text(status.exit_code)),
         ("attempt", _attempt(status)),
@@ -58,7 +63,7 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
         ("hosts", size_of(status, " (world size {})")),
         ("spares", one_line(", ".join(status.spares))),
         *(("excluded", one_line(exclusion.message)) for exclusion in status.excluded),
-        ("last failure", _ago(status.last_failure, now)),
+        ("last failure", _ago(failure, now)),
         ("hang", _ago(status.hang, now)),
         ("source", _FROM_LOG if status.from_log else ""),
         ("last output", _last_output(status, now)),
@@ -68,6 +73,8 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
         *(_live(live, now) if live is not None else ()),
         ("logs", one_line(status.log_folder or "")),
         *((command.format(role.role), role.command) for role in status.roles),
+        ("next", one_line(ended.next[0]) if ended is not None else ""),
+        ("", f"torchx monarch report {one_line(status.handle)} -o job.html" if ended is not None else ""),
     ]
     return [(title, text) for title, text in found if text]
 

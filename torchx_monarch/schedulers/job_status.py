@@ -22,6 +22,7 @@ from torchx_monarch.command.rewrite import rank_command
 from torchx_monarch.insight.events import PHASE_AFTER, Event
 from torchx_monarch.insight.log_lines import host_text
 from torchx_monarch.insight.rank_view import RankView
+from torchx_monarch.insight.summary import Summary
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.state import State
@@ -156,6 +157,7 @@ class JobStatus:
         roles: its roles and their commands.
         live: the answer of the hosts of a live allocation; None for other jobs and hosts that do not answer.
         activity: what each rank of the first role does; None if no ranks run, or their hosts do not answer.
+        summary: the last screen of a command that has waited for the job; None if it has not ended, or is not needed.
         from_log: whether phase, attempt, hosts, ranks, failures and hang are of the progress lines in the log, which
             ranks can imitate.
     """
@@ -184,6 +186,7 @@ class JobStatus:
     roles: Sequence[RoleCommand] = field(default_factory=tuple)
     live: LiveState | None = None
     activity: Sequence[RankView] | None = None
+    summary: Summary | None = None
     from_log: bool = False
 
     @property
@@ -192,8 +195,10 @@ class JobStatus:
         return State(self.state).is_terminal
 
     def to_json(self) -> dict[str, Any]:
-        """Return the status as JSON values."""
-        return asdict(self)
+        """Return the status as JSON values; the summary is for people."""
+        values = asdict(self)
+        del values["summary"]
+        return values
 
 
 _Commands = Sequence[tuple[int, Command | None]]
