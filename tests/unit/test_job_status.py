@@ -26,7 +26,7 @@ from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.description import describe, summary_of
-from torchx_monarch.schedulers.job_status import JobStatus, LiveState, build, events_of, in_one_line
+from torchx_monarch.schedulers.job_status import Failure, JobStatus, LiveState, build, events_of, in_one_line
 
 HANDLE = "monarch_local://torchx/train-x7"
 NOW = 1000.0
@@ -338,6 +338,18 @@ def test_a_watched_status_does_not_scroll(monkeypatch: pytest.MonkeyPatch, capsy
     frames = re.split(r"\x1b\[(\d+)A\x1b\[J", capsys.readouterr().out)
     assert frames[1::2] == ["2"] * 3 and [frame.count("\n") for frame in frames[:-1:2]] == [2] * 3
     assert frames[-1] == render(ended) + "\n"
+
+
+def test_a_watched_status_shows_the_whole_place_of_a_hang(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = "/a/folder/of/programs/train.py:5 in <module>"
+    hang = Failure(0.0, f"rank 1 has not called gloo:all_reduce, number 1 of group 0; rank 1 (host 0): is at {place}")
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((80, 24)))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    status_command.watch(iter([replace(status_of(snapshot()), hang=hang)]), as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and place in " ".join(line.strip() for line in lines)
 
 
 def job(handle: str, name: str, **more: object) -> JobStatus:

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import shutil
 import sys
+import textwrap
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -48,6 +49,9 @@ _AT_A_TIME = 16
 
 _RUNS_SHOWN = 10
 
+_INDENT = " " * 15
+"""What stands before the facts of a status."""
+
 _WITH_RANKS = (WorkloadKind.RANKS, WorkloadKind.SESSION)
 
 
@@ -79,10 +83,14 @@ def watch(found: Iterator[JobStatus], as_json: bool) -> None:
         live = status.live and replace(status.live, idle=0)
         facts = repr(replace(status, elapsed=None, last_output=None, live=live, activity=None))
         if in_place:
-            width, rows = shutil.get_terminal_size()
+            size = shutil.get_terminal_size()
+            width, rows = max(2 * len(_INDENT), size.columns), size.lines
             lines = render(status).split("\n")
-            if not status.has_ended:  # what wraps or scrolls would not be erased
-                lines = [line[:width] for line in lines[: max(1, rows - 1)]]
+            if not status.has_ended:  # what the terminal wraps, or scrolls, would not be erased
+                wrapped = (
+                    textwrap.wrap(line, width, subsequent_indent=_INDENT, break_on_hyphens=False) for line in lines
+                )
+                lines = [line for parts in wrapped for line in parts][: max(1, rows - 1)]
             print(f"\x1b[{height}A\x1b[J" if height else "", "\n".join(lines), sep="", flush=True)
             height = len(lines)
         elif facts != shown:

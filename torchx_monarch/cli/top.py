@@ -161,7 +161,7 @@ def head(view: View, width: int) -> list[str]:
     """Return the lines above the table: the job, what it does, and what is wrong."""
     status = view.status
     facts = [job_status.in_one_line(status), show_restarts(status.restarts) if status.restarts else ""]
-    found = [headline(status), *textwrap.wrap(one_line("; ".join(filter(None, facts))), width)]
+    found = [headline(status), *textwrap.wrap(one_line("; ".join(filter(None, facts))), width, break_on_hyphens=False)]
     found += [one_line(f"host {replica}: {why}") for replica, why in view.missing.items()]
     found += [one_line(view.problem)] if view.problem else []
     return [line[:width] for line in found]
