@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -374,6 +375,28 @@ def test_names_and_schedulers_are_shown_where_they_differ(capsys: pytest.Capture
     assert head == ["ID", "NAME", "STATE", "AGE", "TIME", "CODE", "HOSTS", "SCHEDULER"]
     assert rows[0] == ["47", "train", "RUNNING", "monarch_slurm"]
     assert rows[1] == ["eval-x", "eval", "RUNNING", "2", "with", "3", "ranks", "monarch_local"]
+
+
+def test_a_table_fits_the_terminal_and_has_the_newest_jobs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [job(f"monarch_slurm://torchx/{at}", "n" * 300, submitted=NOW - at, hosts=2, ranks=8) for at in range(60)]
+    jobs.append(job(f"monarch_local://torchx/{'i' * 300}", "n" * 300, submitted=NOW + 1))
+    monkeypatch.setattr(ls, "_jobs", lambda name: jobs)
+    monkeypatch.setattr(ls, "is_terminal", lambda stream: True)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((100, 24)))
+    parser = argparse.ArgumentParser()
+    ls.add_arguments(parser)
+    ls.run(parser.parse_args(["-s", "monarch_slurm"]))
+    said = capsys.readouterr()
+    head, first, *rest = said.out.splitlines()
+    assert len(rest) == 49 and max(map(len, [head, first, *rest])) <= 100
+    assert first.startswith("iii") and "i…  nnnnnnnnnnn…  RUNNING" in first
+    assert said.err == "[monarch] 11 older jobs are not shown; --limit 0 lists all\n"
+    ls.run(parser.parse_args(["-s", "monarch_slurm", "--limit", "0"]))
+    assert len(capsys.readouterr().out.splitlines()) == 62
+    ls.run(parser.parse_args(["-s", "monarch_slurm", "--json"]))
+    assert len(json.loads(capsys.readouterr().out)) == 61
 
 
 def test_names_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:

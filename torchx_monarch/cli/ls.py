@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -16,10 +18,14 @@ from torchx_monarch.cli.jobs import opened
 from torchx_monarch.cli.output import add_json, print_json, print_table
 from torchx_monarch.cli.status_text import size_of
 from torchx_monarch.client.hosts import say
+from torchx_monarch.insight.log_lines import is_terminal
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.job_status import JobStatus, build
 from torchx_monarch.system.untrusted_text import one_line
+
+_MIN_WIDTH = 12
+"""The fewest characters of a name or an id that are shown."""
 
 _PATIENCE = 20.0
 """Seconds to wait for a scheduler."""
@@ -31,6 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state", type=_states, help=f"only jobs in this state, or these: {','.join(map(str, State)).lower()}"
     )
     parser.add_argument("--since", type=since, metavar="WHEN", help="only jobs submitted since then: 90s, 10m, 2h, 1d")
+    parser.add_argument(
+        "-n",
+        "--limit",
+        type=int,
+        default=50,
+        metavar="N",
+        help="only the newest N; 0: all, as with --json (default: 50)",
+    )
     add_json(parser)
 
 
@@ -53,7 +67,9 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print_json([job.to_json() for job in found])
     else:
-        _print(found)
+        _print(found[: args.limit] if args.limit > 0 else found)
+        if 0 < args.limit < len(found):
+            say(f"{len(found) - args.limit} older jobs are not shown; --limit 0 lists all")
 
 
 def _jobs(name: str) -> list[JobStatus]:
@@ -118,4 +134,16 @@ def _print(jobs: Sequence[JobStatus]) -> None:
         del columns["NAME"]
     if len(set(columns["SCHEDULER"])) < 2:
         del columns["SCHEDULER"]
+    if is_terminal(sys.stdout):
+        _fit(columns, shutil.get_terminal_size().columns)
     print_table([*columns], [list(row) for row in zip(*columns.values(), strict=True)])
+
+
+def _fit(columns: dict[str, list[str]], width: int) -> None:
+    """Cut names, and then ids, so that no row is wider than the terminal."""
+    for title in ("NAME", "ID"):
+        widths = {name: max(map(len, [name, *cells])) for name, cells in columns.items()}
+        excess = sum(widths.values()) + 2 * (len(widths) - 1) - width
+        if title in columns and excess > 0:
+            room = max(_MIN_WIDTH, widths[title] - excess)
+            columns[title] = [cell if len(cell) <= room else f"{cell[: room - 1]}…" for cell in columns[title]]
