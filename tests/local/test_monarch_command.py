@@ -178,6 +178,8 @@ def test_an_interrupted_follower_leaves_the_job_running(tmp_path: Path) -> None:
     text = monarch("stop", handle, code=exit_codes.UNAVAILABLE)
     assert text == f"[monarch] {handle} is not a live allocation; to end it: torchx cancel {handle}\n"
     assert "is not a live allocation" in monarch("stop", handle, "--run", code=exit_codes.UNAVAILABLE)
+    text = monarch("exec", handle, "--", "python", "x.py", code=exit_codes.UNAVAILABLE)
+    assert "to get one: torchx run -s monarch_local monarch.hosts -j 1x4" in text
     status = objects("status", handle)
     assert (status["state"], status["restarts"]) == ("RUNNING", 0)
     torchx("cancel", handle)

@@ -249,6 +249,7 @@ def test_the_component_and_what_is_refused(jobs: list[SPMDJob], tmp_path: Path) 
         ("torchrun --nosuch 'x y.py'", "no option --nosuch"),
         ("torchrun 'x.py", 'No closing quotation in "torchrun \'x.py"'),
         ("", r"not a torchrun or Python command: \[\]"),
+        ("train.py --lr 1", r"not a torchrun or Python command: .*\. For a script: python train\.py --lr 1"),
     ):
         with pytest.raises(ValueError, match=why):
             serve(bad)

@@ -109,6 +109,8 @@ def test_arguments_replace_single_options(method: str, asked: dict[str, Any], tm
     with pytest.raises(RequestMadeError):
         getattr(job, method)(cwd="/there")
     assert (asked["cwd"], asked["workspace"]) == ("/there", None)
+    with pytest.raises(TypeError, match=r"a run has no option nprocs\. Did you mean nproc\?"):
+        getattr(job, method)(["train.py"], nprocs=4)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torchx_monarch.client.run_options import Output, RunOptions, RunOptionsDict
 from torchx_monarch.client.runs import ask_runs
 from torchx_monarch.client.workspace_sync import SyncMode, check_when
 from torchx_monarch.exceptions import SPMDError, UnreachableError
+from torchx_monarch.model.spelling import did_you_mean
 from torchx_monarch.system.line_output import LineReader
 
 if TYPE_CHECKING:
@@ -209,6 +210,10 @@ class Allocation:
 
     def _options(self, options: RunOptions | None, changes: RunOptionsDict) -> RunOptions:
         """Return the options of a run; what they leave open comes from this job."""
+        known = [field.name for field in dataclasses.fields(RunOptions)]
+        for name in changes:
+            if name not in known:
+                raise TypeError(f"a run has no option {name}.{did_you_mean(name, known)}")
         options = dataclasses.replace(options or RunOptions(), **changes)
         if options.cwd:
             return options

@@ -250,7 +250,9 @@ class Hosts:
         def look(target: Target) -> None:
             status = self._look(target)
             if status.message:
-                raise AllocationError(status.message)
+                scheduler = self.handle.partition("://")[0]
+                advice = f"to get one: torchx run -s {scheduler} monarch.hosts -j 1x4"
+                raise AllocationError(f"{status.message}; {advice}")
             if not status.ready:
                 raise _NotReady(f"hosts {', '.join(map(str, status.missing))}" if status.missing else "the mesh")
             if warm and not status.warm:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +112,8 @@ def _app(command: list[str]) -> AppDef:
     except CommandError as error:
         raise ValueError(str(error)) from None
     if parsed is None:
-        raise ValueError(f"not a torchrun or Python command: {command!r}")
+        advice = f". For a script: python {shlex.join(command)}" if command and command[0].endswith(".py") else ""
+        raise ValueError(f"not a torchrun or Python command: {command!r}{advice}")
     replicas = parsed.options.max_nodes if parsed.kind == "torchrun" else 1
     role = Role("trainer", image="", entrypoint=command[0], args=command[1:], num_replicas=replicas)
     return AppDef("spmd-job", [role])
