@@ -55,7 +55,9 @@ def clear(typed: Terminal) -> None:
 def test_commands_options_and_handles_are_completed(name: str, tmp_path: Path) -> None:
     if shutil.which(name) is None and "CI" not in os.environ:
         pytest.skip(f"there is no {name} here")
-    Path(state_files.app_paths("digits-c2jz0w1r").root).mkdir(parents=True)
+    paths = state_files.app_paths("digits-c2jz0w1r")
+    Path(paths.root).mkdir(parents=True)
+    Path(paths.status).touch()
     with shell(name, tmp_path) as typed:
         until(lambda: typed.shows("set up"), "the shell")
         for before, after in [
