@@ -13,15 +13,15 @@ _ROOT = Path(__file__).resolve().parent
 
 
 def description() -> str:
-    """Return README with absolute links: to its files at the project's source, to its pictures themselves."""
+    """Return README with absolute links to its files at the project's source."""
     config = configparser.ConfigParser()
     config.read(_ROOT / "setup.cfg")
     urls = dict(line.split(" = ") for line in config["metadata"]["project_urls"].strip().splitlines())
 
     def absolute(match: re.Match[str]) -> str:
-        return f"{match[1]}({urls['Source']}/{'raw' if match[1].startswith('!') else 'blob'}/main/{match[2]})"
+        return f"{match[1]}({urls['Source']}/blob/main/{match[2]})"
 
-    return re.sub(r"(!?\[[^]]*\])\((?!\w+:|#)([^)]+)\)", absolute, (_ROOT / "README.md").read_text())
+    return re.sub(r"(\[[^]]*\])\((?!\w+:|#)([^)]+)\)", absolute, (_ROOT / "README.md").read_text())
 
 
 if __name__ == "__main__":

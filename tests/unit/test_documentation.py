@@ -66,7 +66,6 @@ def test_links_lead_somewhere_on_pypi() -> None:
     links = re.findall(r"\]\(([^)]+)\)", description)
     assert len(links) == len(re.findall(r"\]\([^)]+\)", (ROOT / "README.md").read_text()))
     assert all(re.match(r"https://[\w./-]+$", link) for link in links)
-    assert "/raw/main/docs/pictures/launch.svg)" in description
 
 
 def test_the_map_of_the_architecture_names_files_that_exist() -> None:
