@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from torchx_monarch.insight.rank_sample import Progress
 from torchx_monarch.insight.rank_view import RankView
-from torchx_monarch.insight.summary import raised_at, show_duration
+from torchx_monarch.insight.summary import Summary, raised_at, show_duration
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.job_status import PHASES, Failure, JobStatus, LiveState
 from torchx_monarch.system.untrusted_text import one_line
@@ -73,10 +73,13 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
         *(_live(live, now) if live is not None else ()),
         ("logs", one_line(status.log_folder or "")),
         *((command.format(role.role), role.command) for role in status.roles),
-        ("next", one_line(ended.next[0]) if ended is not None else ""),
-        ("", f"torchx monarch report {one_line(status.handle)} -o job.html" if ended is not None else ""),
+        *(_next(status.handle, ended) if ended is not None else ()),
     ]
     return [(title, text) for title, text in found if text]
+
+
+def _next(handle: str, ended: Summary) -> list[tuple[str, str]]:
+    return [("next", one_line(ended.next[0])), ("", f"torchx monarch report {one_line(handle)} -o job.html")]
 
 
 def _text(number: int | None) -> str:

@@ -123,23 +123,26 @@ class _Coordination:
         if len(app.roles) == 1 or not has_addresses or not hosts or hosts[0][0] is not app.roles[0]:
             return cls(meshes=meshes)
         (main, first), *others = hosts
-
-        def needs_registry(role: Role, found: _RankCommand) -> bool:
-            # Its replica 0 has no address before it runs; its other hosts, or the first role's script, ask for it.
-            is_asked_for = role.num_replicas > 1 or (first.kind == "actors" and found.kind == "hosts")
-            return is_asked_for and ":@:" in options.rendezvous.get(role.name, "")
-
-        asked = [role.name for role, found in others if needs_registry(role, found)]
+        # Before it runs, their replica 0 has no address; their other hosts, or the first role's script, ask for it.
+        unknown = [(role, found) for role, found in others if ":@:" in options.rendezvous.get(role.name, "")]
+        asked = [
+            role.name
+            for role, found in unknown
+            if role.num_replicas > 1 or (first.kind == "actors" and found.kind == "hosts")
+        ]
         registry = {name: options.rendezvous[main.name] for name in (main.name, *asked)} if asked else {}
-        # Roles end together if the backend always requires it, or if all of them restart together. Roles that wait for
-        # clients never do.
-        together = options.always_together or all(
-            role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role, _ in hosts
-        )
-        if not options.application or not together or waiting:
+        # Roles that wait for clients never end together.
+        if not options.application or waiting or not _end_together([role for role, _ in hosts], options):
             return cls(registry, meshes=meshes)
         awaited = [role.name for role, _ in others if options.always_together and not role_metadata.is_sidecar(role)]
         return cls(registry, len(others), tuple(awaited), meshes)
+
+
+def _end_together(roles: Sequence[Role], options: WrapOptions) -> bool:
+    """Return whether the backend always requires roles to end together, or all of them restart together."""
+    return options.always_together or all(
+        role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role in roles
+    )
 
 
 def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:

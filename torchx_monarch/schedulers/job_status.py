@@ -251,9 +251,7 @@ def build(
         restarts=count_restarts(app),
         hosts=_hosts(app, happened),
         spares=() if status.state.is_terminal else _spares(happened),
-        excluded=[
-            Failure(event["time"], one_line(event["message"])) for event in happened if event["kind"] == "excluded"
-        ],
+        excluded=_excluded(happened),
         ranks=_ranks(happened, commands),
         last_failure=_last_failure(happened),
         hang=None if status.state is State.SUCCEEDED else _hang(happened),
@@ -266,6 +264,11 @@ def build(
         live=live,
         from_log=from_log and bool(happened),
     )
+
+
+def _excluded(happened: Sequence[Event]) -> list[Failure]:
+    found = (event for event in happened if event["kind"] == "excluded")
+    return [Failure(event["time"], one_line(event["message"])) for event in found]
 
 
 def events_of(lines: Iterable[TimedLine]) -> list[Event]:

@@ -40,12 +40,7 @@ def read_replica(
     queued = None if job is None or job.state.is_terminal else job
     reason = job.reason if job else ""
     if record is None:
-        if queued is not None:
-            return _waiting(ReplicaSnapshot(spec.name, k, State.PENDING), queued, ending)
-        if ending is not None:
-            return ReplicaSnapshot(spec.name, k, State.CANCELLED)
-        failure = f"replica {spec.name}/{k} has not started: {reason or 'it was removed from the queue'}"
-        return ReplicaSnapshot(spec.name, k, State.FAILED, failure=failure)
+        return _not_started(spec.name, k, queued, reason, ending)
     latest = record.roles[0].replicas[0]
     found = ReplicaSnapshot(
         spec.name, k, State.RUNNING, record.hostname, started=latest.started or 0.0, restarts=record.restarts
@@ -72,6 +67,15 @@ def read_replica(
     reason = reason or "it was killed by the batch system, or its node was lost"
     failure = f"replica {spec.name}/{k} on {record.hostname}: {reason}"
     return replace(found, state=State.FAILED, failure=failure, was_stopped=ending is not None)
+
+
+def _not_started(role: str, k: int, queued: QueuedJob | None, reason: str, ending: Outcome | None) -> ReplicaSnapshot:
+    if queued is not None:
+        return _waiting(ReplicaSnapshot(role, k, State.PENDING), queued, ending)
+    if ending is not None:
+        return ReplicaSnapshot(role, k, State.CANCELLED)
+    failure = f"replica {role}/{k} has not started: {reason or 'it was removed from the queue'}"
+    return ReplicaSnapshot(role, k, State.FAILED, failure=failure)
 
 
 def _waiting(found: ReplicaSnapshot, job: QueuedJob, ending: Outcome | None, reason: str = "") -> ReplicaSnapshot:

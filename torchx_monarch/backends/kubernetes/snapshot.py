@@ -282,13 +282,13 @@ class Attempt:
     """
 
     def __init__(self, pod: Object) -> None:
-        metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status") or {}
+        metadata, spec, status = pod["metadata"], pod["spec"], _section(pod, "status")
         main = spec["containers"][0]  # a pod overlay may have added further ones
         conditions = _conditions(status)
         reported = {container["name"]: container for container in status.get("containerStatuses") or ()}
         container: Object = reported.get(main.get("name"), {})
-        state = container.get("state") or {}
-        ended: Object = state.get("terminated") or {}
+        state = _section(container, "state")
+        ended: Object = _section(state, "terminated")
         self.name: str = metadata["name"]
         self.container: str = main.get("name", "")
         self.phase: str = status.get("phase") or "Pending"
@@ -297,34 +297,57 @@ class Attempt:
         self.address: str = (status.get("podIP") or "") if self.phase == "Running" else ""
         self.created = seconds(metadata["creationTimestamp"])
         self.started = seconds(status.get("startTime"))
-        self.ended = seconds(ended.get("finishedAt"))
-        if not self.is_running and not self.ended:
-            changes = [seconds(condition.get("lastTransitionTime")) for condition in conditions.values()]
-            self.ended = max(changes, default=0.0)
+        self.ended = seconds(ended.get("finishedAt")) if self.is_running else _end_of(ended, conditions)
         self.exit_code: int | None = ended.get("exitCode")
         is_deleted = "deletionTimestamp" in metadata
         self.has_deadline = spec.get("activeDeadlineSeconds") == DEADLINE
         self.is_stopping = self.has_deadline or is_deleted
 
-        self.waiting, self.stuck_since = "", 0.0
-        scheduled, waiting = conditions.get("PodScheduled", {}), state.get("waiting") or {}
-        if scheduled.get("reason") == "Unschedulable":
-            self.waiting = f"no node can take it (Unschedulable): {scheduled.get('message', '')}".rstrip(": ")
-        elif waiting.get("reason", "").startswith(_NOT_STARTED):
-            self.waiting, self.stuck_since = _reason(waiting), self.started or self.created
-        # What a pod without a host leaves as its termination message is its program's: its output, or a file.
-        runs_host = any(variable["name"] == TERMINATION_VARIABLE for variable in main.get("env") or ())
-        before = (container.get("lastState") or {}).get("terminated") or {}
-        result, earlier = (HostResult.from_text(end.get("message") if runs_host else None) for end in (ended, before))
-        self.rank_restarts = result.rank_restarts + earlier.rank_restarts
-        self.error = error_files.cleaned(ended["message"]) if result.names_cause else ""
+        since = self.started or self.created
+        self.waiting, self.stuck_since = _waiting(conditions, _section(state, "waiting"), since)
+        before = _section(_section(container, "lastState"), "terminated")
         disruption = _disruption(status, conditions)
+        self._read_result(main, ended, before)
         has_cause = disruption or self.error or ended.get("reason") == "OOMKilled"
         self.was_deleted = is_deleted and self.exit_code in STOP_CODES and not has_cause
         self.failure = ""
         if self.phase == "Failed":
             place = f"on node {spec['nodeName']} " if spec.get("nodeName") else ""
-            self.failure = place + (disruption or _failure(ended, main, runs_host))
+            self.failure = place + (disruption or _failure(ended, main, _runs_host(main)))
+
+    def _read_result(self, main: Object, ended: Object, before: Object) -> None:
+        """Read what the host has left at the ends of its container, the last one and the one before."""
+        # What a pod without a host leaves as its termination message is its program's: its output, or a file.
+        texts = (end.get("message") if _runs_host(main) else None for end in (ended, before))
+        result, earlier = map(HostResult.from_text, texts)
+        self.rank_restarts = result.rank_restarts + earlier.rank_restarts
+        self.error = error_files.cleaned(ended["message"]) if result.names_cause else ""
+
+
+def _section(parent: Object, name: str) -> Object:
+    """Return a part of an object, which the API server may leave out or give as null."""
+    return parent.get(name) or {}
+
+
+def _runs_host(container: Object) -> bool:
+    """Return whether a container runs a host process, rather than another program."""
+    return any(variable["name"] == TERMINATION_VARIABLE for variable in container.get("env") or ())
+
+
+def _waiting(conditions: Mapping[str, Object], waiting: Object, since: float) -> tuple[str, float]:
+    """Return what a pod waits for, and since when its container could not be started, 0 if it could."""
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("reason") == "Unschedulable":
+        return f"no node can take it (Unschedulable): {scheduled.get('message', '')}".rstrip(": "), 0.0
+    if waiting.get("reason", "").startswith(_NOT_STARTED):
+        return _reason(waiting), since
+    return "", 0.0
+
+
+def _end_of(ended: Object, conditions: Mapping[str, Object]) -> float:
+    """Return when a pod that has ended did so; a pod without a container tells when its conditions have changed."""
+    changes = (seconds(condition.get("lastTransitionTime")) for condition in conditions.values())
+    return seconds(ended.get("finishedAt")) or max(changes, default=0.0)
 
 
 def _disruption(status: Object, conditions: Mapping[str, Object]) -> str:
