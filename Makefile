@@ -7,7 +7,7 @@
 #   make check   the quick part of it (under 3 minutes), for while you work
 #   make test-newest      the part that depends on torch, with the newest torch, TorchX and Monarch that pip finds
 #   make test-gpu         ranks on GPUs, where there are some and a CUDA build of torch
-#   make soak    400 small jobs with faults in each, and 100 runs on one allocation; half an hour
+#   make soak    300 small jobs with faults in each, and 100 runs on one allocation; half an hour
 #   make bench   launch times beside torchrun, TorchX and Monarch (make bench-slurm: beside a bare sbatch)
 #   make docs    the site of the documentation, in site/; make docs-pages and docs-pictures write what it is made from
 #   make dist    the wheel and the source archive of a release: the same commit makes the same bytes
