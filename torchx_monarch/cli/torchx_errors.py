@@ -40,10 +40,9 @@ def install() -> None:
 
 def explain(error: BaseException) -> str:
     """Return what is wrong and what to type instead; empty for an exception that is not a user's mistake."""
-    from torchx.schedulers import get_default_scheduler_name, get_scheduler_factories
+    from torchx.schedulers import get_default_scheduler_name
     from torchx.specs.api import MalformedAppHandleException, UnknownSchedulerException
 
-    from torchx_monarch.model.spelling import did_you_mean
     from torchx_monarch.schedulers.command import USER_ERRORS, subcommand
 
     command = subcommand()
@@ -61,8 +60,7 @@ def explain(error: BaseException) -> str:
         return f"{error}.{_handle_like(str(error).partition(' ')[0])} `torchx monarch ls` lists handles"
     if isinstance(error, UnknownSchedulerException):
         found = re.search(r"backend: (\S+) does", str(error))
-        name, schedulers = found[1] if found else "of this name", list(get_scheduler_factories())
-        return f"there is no scheduler {name}.{did_you_mean(name, schedulers)} Schedulers are: {', '.join(schedulers)}"
+        return no_scheduler(found[1] if found else "of this name")
     package = (getattr(error, "name", "") if isinstance(error, ModuleNotFoundError) else type(error).__module__) or ""
     default = get_default_scheduler_name()
     if package.partition(".")[0] in _OF_DOCKER and getattr(_options(error), "scheduler", "") == default:
@@ -72,6 +70,16 @@ def explain(error: BaseException) -> str:
             "To make that the default of this folder: torchx monarch init"
         )
     return ""
+
+
+def no_scheduler(name: str) -> str:
+    """Return what is wrong with the name of a scheduler that does not exist, and what to type instead."""
+    from torchx.schedulers import get_scheduler_factories
+
+    from torchx_monarch.model.spelling import did_you_mean
+
+    schedulers = list(get_scheduler_factories())
+    return f"there is no scheduler {name}.{did_you_mean(name, schedulers)} Schedulers are: {', '.join(schedulers)}"
 
 
 def _options(error: BaseException) -> argparse.Namespace | None:

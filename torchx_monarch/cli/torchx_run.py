@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from torchx.cli.cmd_run import CmdRun as TorchXCmdRun
 
+from torchx_monarch.cli.torchx_errors import no_scheduler
 from torchx_monarch.schedulers import command
 from torchx_monarch.torchx_adapter import torchx_api
 
@@ -54,12 +55,8 @@ def _scheduler(name: str) -> str:
     """Return the name of a scheduler; raise ArgumentTypeError for any other word."""
     from torchx.schedulers import get_scheduler_factories
 
-    from torchx_monarch.model.spelling import did_you_mean
-
-    if name not in (schedulers := get_scheduler_factories()):
-        raise argparse.ArgumentTypeError(
-            f"there is no scheduler {name}.{did_you_mean(name, schedulers)} Schedulers are: {', '.join(schedulers)}"
-        )
+    if name not in get_scheduler_factories():
+        raise argparse.ArgumentTypeError(no_scheduler(name))
     return name
 
 

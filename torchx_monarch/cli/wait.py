@@ -19,7 +19,6 @@ _INTERVAL_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of ``torchx monarch wait``."""
     add_handle(parser)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="exit with 124 if the job has not ended then")
     add_json(parser)

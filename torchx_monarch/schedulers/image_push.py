@@ -18,6 +18,11 @@ _LOCAL = "sha256:"
 """The beginning of the name of an image that is on this machine alone (``DockerWorkspaceMixin``)."""
 
 
+def makes_images(workspace: WorkspaceMixin[Any]) -> bool:
+    """Return whether a workspace builder makes images, rather than folders."""
+    return type(workspace).dryrun_push_images is not WorkspaceMixin.dryrun_push_images
+
+
 def name_images(workspace: WorkspaceMixin[Any] | None, app: AppDef, options: MonarchOpts) -> Any:
     """Write the names under which images will be pushed into an app.
 
@@ -27,7 +32,7 @@ def name_images(workspace: WorkspaceMixin[Any] | None, app: AppDef, options: Mon
     Returns:
         What ``push`` needs; None if there is nothing to push.
     """
-    if workspace is None or type(workspace).dryrun_push_images is WorkspaceMixin.dryrun_push_images:
+    if workspace is None or not makes_images(workspace):
         return None
     local = next((role.image for role in app.roles if role.image.startswith(_LOCAL)), None)
     if local is not None and not options.get("image_repo"):

@@ -338,8 +338,7 @@ class MonarchWorkspaceScheduler(WorkspaceMixin[Any], MonarchScheduler):  # type:
     def build_workspaces(self, roles: list[Role], cfg: Cfg) -> None:
         """Build the workspaces through the backend, but no image for a dry run, which may lack Docker."""
         assert self.inner.workspace is not None
-        makes_images = type(self.inner.workspace).dryrun_push_images is not WorkspaceMixin.dryrun_push_images
-        if makes_images and getattr(command.run_options, "dryrun", False):
+        if image_push.makes_images(self.inner.workspace) and getattr(command.run_options, "dryrun", False):
             if any(role.workspace for role in roles):
                 _log.warning("a dry run does not make the workspace part of the image; a submission does")
             return

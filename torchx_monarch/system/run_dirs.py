@@ -14,7 +14,7 @@ MAX_RUN_DIR = 71
 sockets about three folders deeper: `hXXXXXXXX/NN/.tmpXXXXXX/XXXXXXXXXXX`."""
 
 
-def new_dir(prefix: str) -> str:
+def _new_dir(prefix: str) -> str:
     """Make a folder that only its owner may enter; return its path, which is the prefix and a random suffix.
 
     (``tempfile`` does the same, at several times the cost of the rest of the supervisor's imports.)
@@ -37,8 +37,8 @@ def new_run_dir() -> str:
     random_word = 16
     if len(os.fsencode(os.path.join(base, RUN_PREFIX))) + random_word <= MAX_RUN_DIR:
         with contextlib.suppress(OSError):  # TMPDIR does not exist or is not writable
-            return new_dir(os.path.join(base, RUN_PREFIX))
-    return new_dir(os.path.join("/tmp", RUN_PREFIX))
+            return _new_dir(os.path.join(base, RUN_PREFIX))
+    return _new_dir(os.path.join("/tmp", RUN_PREFIX))
 
 
 def private_dir(within: str) -> str:

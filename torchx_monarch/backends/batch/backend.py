@@ -326,8 +326,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
     def snapshots(self, options: Cfg) -> Sequence[AppSnapshot]:
         folders = self.folders()
         queued = self.report(folders)
-        found = read_undamaged(folders, lambda app_id: self.read(app_id, folders[app_id], queued, brief=True))
-        return sorted(found, key=lambda app: app.created, reverse=True)
+        return read_undamaged(folders, lambda app_id: self.read(app_id, folders[app_id], queued, brief=True))
 
     def report(self, folders: Mapping[str, JobFolder]) -> Mapping[str, QueuedJob]:
         """Return what the batch system reports of the jobs of apps; of ended ones, too, if it remembers them."""

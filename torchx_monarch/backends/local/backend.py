@@ -109,7 +109,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             record = _read_record(paths)
             return _snapshot(app_id, record, submitted_app.load(paths.app, paths.trusted)) if record else None
 
-        return sorted(read_undamaged(app_ids, read), key=lambda app: app.created, reverse=True)
+        return read_undamaged(app_ids, read)
 
     def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
         paths = state_files.app_paths(app.app_id)

@@ -129,15 +129,13 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         first = answers[request.machines[0][0]]["address"]  # all roles begin there
         # Roles with the same workspace run the same code: it is read and sent once.
         hashes: list[str] = []
-        for index, projects in enumerate(request.workspaces):
-            users = [
-                names for other, names in zip(request.workspaces, request.machines, strict=True) if other == projects
-            ]
-            first_user = request.workspaces.index(projects)
-            if first_user < index:
+        roles = list(zip(request.workspaces, request.machines, strict=True))
+        for index, (projects, _) in enumerate(roles):
+            if (first_user := request.workspaces.index(projects)) < index:
                 hashes.append(hashes[first_user])
-            else:
-                hashes.append(workspace.send(projects, {name: connections[name] for names in users for name in names}))
+                continue
+            machines = {name for other, names in roles if other == projects for name in names}
+            hashes.append(workspace.send(projects, {name: connections[name] for name in machines}))
         app, layout = submitted.to_json(), request.layout
         place = Place(request.app_id, 0, 0, time.time(), request.grace, layout, submitted.pack())
 
@@ -215,8 +213,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             for replica in answer["replicas"]:
                 found = codec.decode(FoundReplica, replica)
                 apps.setdefault(found.place.app_id, []).append(found)
-        snapshots = read_undamaged(apps.items(), lambda item: build(*item, lost))
-        return sorted(snapshots, key=lambda app: app.created, reverse=True)
+        return read_undamaged(apps.items(), lambda item: build(*item, lost))
 
     def read_log(self, app: SshSnapshot, role: str, replica: int, query: LogQuery[SshSnapshot]) -> Iterator[TimedLine]:
         """Yield lines of a replica's log; a log that is followed goes on when its machine has come back."""
