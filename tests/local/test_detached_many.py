@@ -16,6 +16,7 @@ from torchx.specs import AppDef, AppState
 from tests.local.detached import NAME, Detached, sh
 from tests.waits import until
 from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.local import state
 from torchx_monarch.backends.local.folder import prune
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
@@ -41,15 +42,13 @@ def test_ten_submissions_at_once(apps: Detached) -> None:
     assert len(apps.scheduler.list()) == 10
 
 
-def test_one_dry_run_submitted_many_times(apps: Detached) -> None:
-    info = apps.runner.dryrun(AppDef("a", [sh("echo ${app_id}", env={"ID": "${app_id}"})]), NAME)
-    with ThreadPoolExecutor(4) as pool:
-        handles = list(pool.map(lambda _: apps.runner.schedule(info), range(4)))
-    ids = [handle.rpartition("/")[2] for handle in handles]
-    assert len(set(ids)) == 4
-    for app_id in ids:
-        assert apps.wait(app_id).state is AppState.SUCCEEDED
-        assert apps.log(app_id) == [f"{app_id}\n"]
+def test_one_dry_run_is_submitted_once(apps: Detached) -> None:
+    info = apps.runner.dryrun(AppDef("a", [sh("echo ${app_id}")]), NAME)
+    app_id = apps.runner.schedule(info).rpartition("/")[2]
+    with pytest.raises(UserError, match=f"submitted already, as {app_id}"):
+        apps.runner.schedule(info)
+    assert apps.wait(app_id).state is AppState.SUCCEEDED
+    assert apps.log(app_id) == [f"{app_id}\n"]
 
 
 def test_pruning(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:

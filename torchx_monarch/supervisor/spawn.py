@@ -7,21 +7,10 @@ import errno
 import os
 import resource
 import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 
 from torchx_monarch.system import processes
-
-#: Signals that the supervisor or the submitter's shell may ignore; a child would inherit that.
-_RESET = (
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGTERM,
-    signal.SIGPIPE,
-    signal.SIGCHLD,
-    signal.SIGXFSZ,
-)
-
 
 #: The limit on open files before this process raised it; None if it did not.
 _given_files: tuple[int, int] | None = None
@@ -71,59 +60,44 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> tuple[int, t
         raise SpawnError(errno.ENOENT, f"the working directory {cwd} does not exist.")
     program = find_program(argv[0], env.get("PATH", os.defpath), cwd)
     parent = os.getpid()
-    opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
+    stdout, stdout_end = os.pipe()
+    stderr, stderr_end = os.pipe()
+    # Block signals: a handler in the child would write to the wake-up pipe that it shares with its parent.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        for _ in range(3):
-            opened += os.pipe()
-        null, stdout, stdout_end, stderr, stderr_end, failed, report = opened
-        # Block signals: a handler in the child would write to the wake-up pipe that it shares with its parent.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
-            pid = os.fork()
-            if pid == 0:
-                _become(program, argv, env, cwd, (null, stdout_end, stderr_end), parent, report)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os.close(opened.pop())  # report
-        # End of file without data means that exec() has closed the write end.
-        if error := os.read(failed, 8192):
-            os.waitpid(pid, 0)
-            number, _, what = error.decode(errors="surrogateescape").partition(" ")
-            raise SpawnError(int(number), f"{what}: {os.strerror(int(number))}.")
-        opened = [null, stdout_end, stderr_end, failed]
-        return pid, (stdout, stderr)
-    finally:
-        for fd in opened:
-            os.close(fd)
-
-
-def _become(
-    program: str,
-    argv: Sequence[str],
-    env: Mapping[str, str],
-    cwd: str,
-    streams: tuple[int, int, int],
-    parent: int,
-    report: int,
-) -> None:
-    """Set up the child process and run the program. Never returns."""
-    refused = "a process cannot be set up"
-    try:
-        os.setsid()
-        processes.die_with_parent(parent)
-        signal.set_wakeup_fd(-1)
-        for signum in _RESET:
-            signal.signal(signum, signal.SIG_DFL)
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
+        process = subprocess.Popen(
+            argv,
+            executable=program,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout_end,
+            stderr=stderr_end,
+            env=env,
+            cwd=cwd,
+            start_new_session=True,
+            preexec_fn=lambda: _set_up_child(parent),
+        )
+    except BaseException as error:
+        os.close(stdout)
+        os.close(stderr)
+        if not isinstance(error, OSError) or error.filename is None or error.errno is None:
+            raise
         refused = f"the working directory {cwd} cannot be entered"
-        os.chdir(cwd)
-        refused = f"{program} cannot be executed"
-        if _given_files is not None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, _given_files)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        os.execve(program, list(argv), env)
-    except OSError as e:
-        os.write(report, f"{e.errno} {refused}".encode(errors="surrogateescape"))
+        refused = refused if error.filename == cwd else f"{program} cannot be executed"
+        raise SpawnError(error.errno, f"{refused}: {os.strerror(error.errno)}.") from None
     finally:
-        os._exit(127)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(stdout_end)
+        os.close(stderr_end)
+    process.returncode = 0  # the caller reaps its children; without this, Popen would reap some of them
+    return process.pid, (stdout, stderr)
+
+
+def _set_up_child(parent: int) -> None:
+    processes.die_with_parent(parent)
+    signal.set_wakeup_fd(-1)
+    # What the supervisor or the submitter's shell may ignore: a child inherits that.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    if _given_files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, _given_files)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.exceptions import TorchXMonarchError
+from torchx_monarch.system.safe_files import UnsafeFileError
 from torchx_monarch.system.untrusted_text import one_line
 
 
@@ -46,51 +45,31 @@ class SubmitError(BackendError):
     """Raised when an app could not be started; nothing is left of it."""
 
 
-P = TypeVar("P", bound="_PathError")
-
-
-class _PathError(BackendError):
-    """An error about a file or folder.
-
-    Attributes:
-        path: the file or folder.
-        reason: what is wrong with it.
-    """
-
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path = path
-        self.reason = reason
-
-    @classmethod
-    def from_os_error(cls: type[P], error: OSError, path: str) -> P:
-        """Build the error from an error of the system.
-
-        Args:
-            path: the path in use, shown if ``error`` names none.
-        """
-        return cls(str(error.filename or path), error.strerror or str(error))
-
-
-class StateDirError(SubmitError, _PathError):
+class StateDirError(SubmitError):
     """Raised when the state directory cannot be written."""
 
-    def __str__(self) -> str:
-        return (
-            f"cannot write the state of the app to {one_line(self.path)}: {self.reason}. "
-            "Set MONARCH_STATE_DIR to a folder on this machine that you can write to."
+    @classmethod
+    def from_os_error(cls, error: OSError, path: str) -> StateDirError:
+        """Build the error from one of the system; ``path`` is shown if that names none."""
+        return cls(
+            f"cannot write the state of the app to {one_line(str(error.filename or path))}: "
+            f"{error.strerror or error}. Set MONARCH_STATE_DIR to a folder on this machine that you can write to."
         )
 
 
-class StateAccessError(_PathError):
+class StateAccessError(BackendError):
     """Raised when this user must not use a part of the state directory."""
 
-    def __str__(self) -> str:
-        reason = self.reason if self.reason.startswith(("is ", "belongs ")) else f"cannot be read: {self.reason}"
-        own = state_files.state_dir()
-        if self.path == own:
-            return f"{one_line(self.path)} {reason}. Set MONARCH_STATE_DIR to a folder that belongs to you"
-        return (
-            f"{one_line(self.path)} {reason}. The state of your own jobs is in {own}; "
+    @classmethod
+    def from_os_error(cls, error: OSError, path: str) -> StateAccessError:
+        """Build the error from one of the system; ``path`` is shown if that names none."""
+        refused, own = str(error.filename or path), state_files.state_dir()
+        reason = error.strerror or str(error)
+        if not isinstance(error, UnsafeFileError):
+            reason = f"cannot be read: {reason}"
+        if refused == own:
+            return cls(f"{one_line(refused)} {reason}. Set MONARCH_STATE_DIR to a folder that belongs to you")
+        return cls(
+            f"{one_line(refused)} {reason}. The state of your own jobs is in {own}; "
             "MONARCH_STATE_DIR sets another folder, which must belong to you"
         )

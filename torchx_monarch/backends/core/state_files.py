@@ -226,15 +226,10 @@ def write_last_json(path: str, value: object, reserve: str) -> None:
     """
     try:
         write_json(path, value, durable=True)
-    except OSError as error:
-        data = json.dumps(value, default=str, separators=(",", ":")).encode()
-        try:
-            safe_files.write_into_reserve(reserve, path, data)
-        except FileNotFoundError:  # without a reserve, the first error says what is wrong
-            raise error from None
-    else:
-        with contextlib.suppress(OSError):
-            os.unlink(reserve)
+    except OSError:
+        safe_files.write_into_reserve(reserve, path, json.dumps(value, default=str).encode())
+    with contextlib.suppress(OSError):
+        os.unlink(reserve)
 
 
 def load(cls: type[T], path: str, below: str | None = None) -> T | None:

@@ -7,11 +7,9 @@ it, so that secrets in the user's shell (tokens, passwords) are not written to d
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.model import codec
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.supervisor.records import ReplicaRequest
 
@@ -60,13 +58,6 @@ class LocalRequest:
     job: str = ""
     lease: float = 30.0
     networked: bool = False
-
-    def renamed(self, app_id: str) -> LocalRequest:
-        """Return the same request under another id, which its commands and environments may hold as well.
-
-        The id ends in a random suffix, so every occurrence of its text is the id and can be replaced.
-        """
-        return codec.decode(LocalRequest, json.loads(json.dumps(asdict(self)).replace(self.app_id, app_id)))
 
 
 def load(paths: state_files.AppPaths) -> LocalRequest | None:

@@ -16,9 +16,9 @@ from typing import Any
 
 from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.errors import StateDirError, SubmitError
+from torchx_monarch.backends.core.errors import StateDirError, SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
-from torchx_monarch.backends.local import folder, render, state, status
+from torchx_monarch.backends.local import folder, state, status
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.env_names import JOB_VARIABLES
@@ -38,17 +38,18 @@ def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], 
         fill: writes further files into the app's folder.
 
     Returns:
-        The app's id: the request's, or another one if an app of that id exists.
+        The app's id.
 
     Raises:
+        UserError: the request was submitted already.
         StateDirError: the folder could not be written.
         SubmitError: the supervisor could not be started.
     """
     created = time.time()
     try:
         request, lock = _make_folder(request, app, fill, created)
-    except OSError as e:
-        raise StateDirError.from_os_error(e, state_files.apps_dir()) from e
+    except OSError as error:
+        raise StateDirError.from_os_error(error, state_files.apps_dir()) from error
     paths = state_files.app_paths(request.app_id)
     events.append(paths.events, "submitted", f"submitted as {request.app_id}", seconds=time.time() - created)
     try:
@@ -74,13 +75,13 @@ def _make_folder(
 ) -> tuple[LocalRequest, int]:
     """Make the app's folder; return the request as written there, and the descriptor of the app's lock."""
     state_files.make_folder("apps")
-    while True:
-        paths = state_files.app_paths(request.app_id)
-        try:
-            os.mkdir(paths.root, 0o700)
-            break
-        except FileExistsError:  # the same request may be submitted twice
-            request = request.renamed(render.new_app_id(request.name))
+    paths = state_files.app_paths(request.app_id)
+    try:
+        os.mkdir(paths.root, 0o700)
+    except FileExistsError:
+        raise UserError(
+            f"this request was submitted already, as {request.app_id}; another job needs another dry run"
+        ) from None
     with contextlib.ExitStack() as undo:
         undo.callback(folder.remove_app, paths)
         lock = state.lock(paths)

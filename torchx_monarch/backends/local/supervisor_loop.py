@@ -28,7 +28,7 @@ from typing import ClassVar
 
 from torchx_monarch.backends.core import state_files, stop_request
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
-from torchx_monarch.backends.core.state import MAX_HOST_DELAY, SETTLE, count_restarts, reduce, root_cause
+from torchx_monarch.backends.core.state import MAX_HOST_DELAY, SETTLE, count_restarts, reduce
 from torchx_monarch.backends.local import folder, status
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord
@@ -40,7 +40,6 @@ from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.graceful_stop import GracefulStop
 from torchx_monarch.supervisor.replica import Replica
 from torchx_monarch.supervisor.signal_pipe import watch_signals
-from torchx_monarch.supervisor.stopped_hosts import StoppedHosts
 from torchx_monarch.system import processes
 
 _CHECK_EVERY = 3.0
@@ -76,7 +75,8 @@ class SupervisorLoop:
         self._tolerated: set[Replica] = set()
         """Replicas that had failed before the app failed by another one."""
         self._leftovers: Iterator[float] = processes.terminate(lambda: processes.own_descendants(request.job))
-        self._stopped_hosts = StoppedHosts(request.lease, _CHECK_EVERY)
+        self._stopped_checks: dict[int, int] = {}
+        """For how many checks in a row each host has been stopped (SIGSTOP)."""
         self._is_changed = False
         self._done = False
 
@@ -180,12 +180,23 @@ class SupervisorLoop:
         self.at(time.monotonic() + self.folder_interval, self._check_folder)
 
     def _check_stopped_hosts(self) -> None:
-        """Kill hosts that have been stopped for too long, and count that as their failure."""
-        if self._outcome is None:
-            living = self._living(replica for replica in self._replicas if not replica.stopping)
-            for pid, why in self._stopped_hosts.check(living).items():
-                living[pid].kill(why)
-            self.at(time.monotonic() + _CHECK_EVERY, self._check_stopped_hosts)
+        """Kill hosts that have been stopped for longer than their lease: other hosts cannot, so that they are replaced.
+
+        It counts checks, not seconds: the supervisor may have been stopped as well, and then continues with the hosts.
+        """
+        if self._outcome is not None:
+            return
+        living = self._living(replica for replica in self._replicas if not replica.stopping)
+        for pid, hosts in processes.hosts(living).items():
+            for host in hosts:
+                found = processes.process(host)
+                is_stopped = found is not None and found.state == "T"
+                checks = self._stopped_checks[host] = self._stopped_checks.get(host, 0) + 1 if is_stopped else 0
+                # One check more than the lease: the leases of the other hosts expire first, and they report more.
+                if checks > int(self._request.lease / _CHECK_EVERY) + 1:
+                    seconds = f"{checks * _CHECK_EVERY:g} s"
+                    living[pid].kill(f"its host (pid {host}) does not answer: stopped (SIGSTOP) for {seconds}")
+        self.at(time.monotonic() + _CHECK_EVERY, self._check_stopped_hosts)
 
     def _is_removed(self) -> bool:
         try:
@@ -341,6 +352,8 @@ class SupervisorLoop:
                 state = State.SUCCEEDED if is_late else replica.record.state
                 error = (replica.read_error() or "") if errors and state is State.FAILED else ""
                 more = {"state": state, "failure": replica.failure, "error": error, "is_error_lost": is_error_lost}
+                # Tolerated: whatever the app has failed by came later.
+                more["was_stopped"] = replica in self._tolerated
                 snapshots.append(replica.record.snapshot(role.name, **more))
             roles.append(RoleSnapshot(role.spec, snapshots))
         return AppSnapshot(self._request.app_id, self._request.name, roles, grace=self._request.grace)
@@ -401,7 +414,10 @@ class SupervisorLoop:
             return
         state, message = self._outcome.state, self._outcome.message
         if state is State.FAILED:
-            message, self._record.error = self._cause(message)
+            # The first replica to fail may only have lost another one, whose failure was reported later.
+            status_now = reduce(self._snapshot(errors=True))
+            message = status_now.cause.failure if status_now.cause else message
+            self._record.error = status_now.error or None
         notes = [message] if message else []
         if left := processes.kill_descendants(self._request.job):
             notes.append(f"these processes could not be killed: {', '.join(map(str, left))}")
@@ -428,16 +444,3 @@ class SupervisorLoop:
             except OSError as e:
                 print(f"the final status {asdict(self._record)} could not be written: {e}", file=sys.stderr)
         self._done = True
-
-    def _cause(self, message: str) -> tuple[str, str | None]:
-        """Return why the app has failed, and the error file of the root cause.
-
-        The first replica to fail may only have lost another one, whose failure was reported later.
-
-        Args:
-            message: the failure of that one.
-        """
-        tolerated = {replica.name for replica in self._tolerated}
-        failures = [failure for role in self._snapshot(errors=True).roles for failure in role.failures]
-        cause, error = root_cause([failure for failure in failures if failure.name not in tolerated])
-        return message if cause is None else cause.failure, error or None

@@ -95,8 +95,10 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         Raises:
             SubmitError: a machine cannot be reached or refuses; nothing is left on the others.
         """
-        if self._stored.load(request.app_id) is not None:  # the same dry run is submitted again
-            request = request.renamed()
+        if self._stored.load(request.app_id) is not None:
+            raise UserError(
+                f"this request was submitted already, as {request.app_id}; another job needs another dry run"
+            )
         layout = request.layout
         connections = {name: self._connection(name, layout.python, layout.setup) for name in layout.replicas}
 

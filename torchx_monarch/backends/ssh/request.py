@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from torchx.specs import AppDef, Role, macros
 
@@ -15,7 +14,6 @@ from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.ssh import workspace
 from torchx_monarch.backends.ssh.in_job.wire import Layout
 from torchx_monarch.backends.ssh.options import SshOpts, parse_hosts
-from torchx_monarch.model import codec
 from torchx_monarch.model.env_names import CREDENTIALS, RANK0_HOST, replica0_variable
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.supervisor.records import ReplicaRequest
@@ -47,11 +45,6 @@ class SshRequest:
     def layout(self) -> Layout:
         """Where the app runs."""
         return Layout(self.machines, self.python, self.setup)
-
-    def renamed(self) -> SshRequest:
-        """Return the same request under another id, which its commands and environments may hold as well."""
-        app_id = f"{new_app_id(self.name)}@{self.app_id.partition('@')[2]}"
-        return codec.decode(SshRequest, json.loads(json.dumps(asdict(self)).replace(self.app_id, app_id)))
 
     def of_replica(self, role: int, k: int, name: str, first: str, credentials: str) -> LocalRequest:
         """Return the request for the machine of one replica.
