@@ -21,7 +21,7 @@ from torchx_monarch.backends.local import state
 from torchx_monarch.backends.local.folder import prune
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor.records import ReplicaRecord
+from torchx_monarch.supervisor.replica import ReplicaRecord
 
 
 def old_app(name: str, ended: float, state: State = State.SUCCEEDED) -> None:

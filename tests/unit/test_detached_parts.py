@@ -31,8 +31,7 @@ from torchx_monarch.backends.local import gpus, render
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
-from torchx_monarch.supervisor.records import ReplicaRequest
-from torchx_monarch.supervisor.replica import error_message
+from torchx_monarch.supervisor.replica import ReplicaRequest, error_message
 from torchx_monarch.system import processes, safe_files
 
 words = st.text(max_size=20)

@@ -21,6 +21,7 @@ from torchx.specs import AppDef, BindMount, InvalidRunConfigException, Resource,
 
 from tests.waits import WITHIN
 from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -199,7 +200,8 @@ def build(
     labels = {request.LABEL_APP: record, request.LABEL_GRACE: "30"}
     for container in found:
         container.labels.update(labels)
-    return snapshot.build("app-1", cast(Any, found), {"app-1": cancelled} if cancelled else {}, results or {})
+    ending = Outcome(State.CANCELLED, "SIGTERM", time=cancelled) if cancelled else None
+    return snapshot.build("app-1", cast(Any, found), ending, results or {})
 
 
 RUNS = one("main", "running")
@@ -232,6 +234,7 @@ def test_state_follows_from_the_containers(
     specs = [spec(one.labels["torchx.pytorch.org/role-name"]) for one in (main, other)]
     status = reduce(build(specs, main, other, cancelled=cancelled))
     assert (status.state, status.is_stop_due) == (state, stop)
+    assert (status.message == "SIGTERM") == (cancelled > 0 and state is not State.SUCCEEDED)
 
 
 REMOVED = "the container of replica {} was removed (docker rm), and its log with it"

@@ -38,7 +38,7 @@ from torchx_monarch.model.role_spec import RetryPolicy as SpecPolicy
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_slurm
-from torchx_monarch.supervisor.records import ReplicaRecord
+from torchx_monarch.supervisor.replica import ReplicaRecord
 from torchx_monarch.transport import credentials
 
 
@@ -397,7 +397,7 @@ def test_a_job_that_is_queued_again_after_a_failure_runs(
     batch_step: BatchStep, job: JobFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, _ = os.pipe()
-    monkeypatch.setattr("torchx_monarch.backends.slurm.batch_step.watch_signals", lambda _: reader)
+    monkeypatch.setattr("torchx_monarch.system.processes.watch_signals", lambda _: reader)
     monkeypatch.setattr(BatchStep, "_start", lambda _: write(job, State.SUCCEEDED, 0))
     monkeypatch.setattr("torchx_monarch.backends.slurm.batch_step._run", lambda *_: None)
     write(job, State.FAILED, 3, "replica r/0 exited with code 3")

@@ -44,7 +44,7 @@ from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_ssh
 from torchx_monarch.supervisor import log_reader
-from torchx_monarch.supervisor.records import ReplicaRecord
+from torchx_monarch.supervisor.replica import ReplicaRecord
 
 
 @pytest.fixture

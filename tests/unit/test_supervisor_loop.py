@@ -18,8 +18,7 @@ from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor.records import ReplicaRequest
-from torchx_monarch.supervisor.replica import Replica
+from torchx_monarch.supervisor.replica import Replica, ReplicaRequest
 from torchx_monarch.system import processes
 
 

@@ -141,3 +141,8 @@ def _event(line: bytes) -> Event | None:
 def _is_time(value: object) -> bool:
     """Return whether a value is a valid number of seconds: not NaN, and within the range of dates."""
     return isinstance(value, (int, float)) and abs(value) < 1e11
+
+
+def count_rank_restarts(path: str | os.PathLike[str], below: str) -> int:
+    """Count how often ranks were restarted within one start of their hosts; arguments as for ``read``."""
+    return sum(event["kind"] == "rank_restart" for event in read(path, below=below)[0])

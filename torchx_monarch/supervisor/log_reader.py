@@ -47,33 +47,31 @@ def lines(log_dir: str, query: LogQuery[Any], below: str | None = None, start: i
     with contextlib.closing(TimeIndex(os.path.join(log_dir, log_writer.index_name(stream)), below)) as index:
         begin = start or _last_lines(path, query.tail, below)
         position = begin if since is None or start else None
-        latest = math.inf if until is None else until.timestamp() + 2 * log_writer.RESOLUTION
+        latest = math.inf if until is None else until.timestamp()
         reader = LineReader()
         passes = 0
         while True:
             # Check for the end before reading, so that text that was written just before the end is read, too.
-            last = not query.follow or time.time() > latest or (passes % _READS_PER_CHECK == 0 and query.has_ended())
+            is_past = time.time() > latest + 2 * log_writer.RESOLUTION
+            last = not query.follow or is_past or (passes % _READS_PER_CHECK == 0 and query.has_ended())
             passes += 1
             index.refresh()
             if position is None and (found := index.offset_of(since)) is not None:
                 position = begin = max(begin, found)
-            limit = index.offset_of(until)
-            if position is not None:
-                for data in _chunks(path, position, limit, below):
-                    position += len(data)
-                    index.refresh()
+            for data in () if position is None else _chunks(path, position, below):
+                position = (position or 0) + len(data)
+                index.refresh()
+                at = begin + reader.position
+                for line in reader.feed(data):
+                    if (when := index.time_of(at)) >= latest:
+                        return
                     at = begin + reader.position
-                    for line in reader.feed(data):
-                        end = begin + reader.position
-                        yield TimedLine(index.time_of(at), line.decode(errors="replace"), end)
-                        at = end
-            at = begin + reader.position
-            if last or (limit is not None and (position or 0) >= limit):
-                if rest := reader.rest():
-                    yield TimedLine(index.time_of(at), rest.decode(errors="replace"), begin + reader.position)
+                    yield TimedLine(when, line.decode(errors="replace"), at)
+            when = index.time_of(begin + reader.position)
+            if when < latest and (rest := reader.rest() if last else reader.pending_progress()):
+                yield TimedLine(when, rest.decode(errors="replace"), begin + reader.position)
+            if last:
                 return
-            if pending_progress := reader.pending_progress():
-                yield TimedLine(index.time_of(at), pending_progress.decode(errors="replace"), begin + reader.position)
             time.sleep(_POLL)
 
 
@@ -94,7 +92,7 @@ def _last_lines(path: str, count: int, below: str | None) -> int:
     return 0
 
 
-def _chunks(path: str, start: int, limit: int | None, below: str | None) -> Iterator[bytes]:
+def _chunks(path: str, start: int, below: str | None) -> Iterator[bytes]:
     try:
         fd = safe_files.open_file(path, below=below)
     except (FileNotFoundError, NotADirectoryError):
@@ -105,23 +103,12 @@ def _chunks(path: str, start: int, limit: int | None, below: str | None) -> Iter
         return
     with open(fd, "rb") as file:
         file.seek(min(start, os.fstat(fd).st_size))  # a damaged index may have an offset beyond the end
-        while True:
-            size = log_writer.CHUNK if limit is None else min(log_writer.CHUNK, limit - file.tell())
-            data = file.read(size) if size > 0 else b""
-            if not data:
-                return
+        while data := file.read(log_writer.CHUNK):
             yield data
 
 
 class TimeIndex:
-    """The times at which the lines of a log began, right to ``log_writer.RESOLUTION``.
-
-    Without a readable file, no time is known.
-
-    Args:
-        path: the file; it need not exist yet.
-        below: a folder of the caller inside which no link is followed (``safe_files.open_file``); None for no check.
-    """
+    """The times at which the lines of a log began, right to ``log_writer.RESOLUTION``; none without a readable file."""
 
     def __init__(self, path: str, below: str | None) -> None:
         self._path = path

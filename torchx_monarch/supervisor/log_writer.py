@@ -50,7 +50,6 @@ class LogFile:
     Attributes:
         lost: how many bytes could not be written.
         reason: why bytes could not be written; empty if all were.
-        at_line_start: whether the next byte written starts a line.
     """
 
     def __init__(self, folder: str, stream: str) -> None:
@@ -123,11 +122,7 @@ class LogFile:
 
 
 class ReplicaLogs:
-    """The three logs of one replica, across all its starts.
-
-    Args:
-        folder: the folder of the logs.
-    """
+    """The three logs of one replica, across all its starts."""
 
     def __init__(self, folder: str) -> None:
         self._files = {stream: LogFile(folder, stream) for stream in (STDOUT, STDERR, COMBINED)}

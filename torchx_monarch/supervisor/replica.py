@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One replica under the supervisor: its process, its pipes and logs, its record."""
+"""One replica under the supervisor: the process to start, its pipes and logs, and the record of its latest start."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import selectors
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from torchx_monarch.backends.core.snapshot import ReplicaSnapshot
 from torchx_monarch.model.backoff import Backoff
+from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.host_result import HostResult, no_retry_reason
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_writer, spawn
-from torchx_monarch.supervisor.records import ReplicaRecord, ReplicaRequest
 from torchx_monarch.system import error_files, open_files, processes, safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -28,19 +31,56 @@ _PIPE_BYTES = 1024 * 1024
 EXIT_NOT_STARTED = 127
 
 
+@dataclass
+class ReplicaRequest:
+    """One process to start.
+
+    Attributes:
+        args: the command; its first word is looked up on the PATH of the replica's environment, then in ``cwd``.
+        env: variables that are set over the submitter's environment.
+    """
+
+    args: list[str]
+    env: dict[str, str]
+    cwd: str
+
+
+@dataclass
+class ReplicaRecord:
+    """One replica, in its latest start.
+
+    Attributes:
+        exit_code: as in ``subprocess``, -N for signal N; None while it runs, or if no process observed the end.
+        error: the content of its error file, or of a substitute made from the exit code, as JSON text; None without
+            failure.
+        started, ended: seconds since the epoch; None if that has not happened.
+    """
+
+    id: int
+    state: State = State.PENDING
+    pid: int | None = None
+    exit_code: int | None = None
+    restarts: int = 0
+    error: str | None = None
+    started: Seconds | None = None
+    ended: Seconds | None = None
+
+    def snapshot(self, role: str, **more: Any) -> ReplicaSnapshot:
+        """Return the snapshot of a replica, with further fields, or fields that differ from the record's."""
+        times = {"started": self.started or 0.0, "ended": self.ended or 0.0}
+        fields = {"exit_code": self.exit_code, "restarts": self.restarts, "state": self.state}
+        return ReplicaSnapshot(role, self.id, **{**fields, **times, **more})
+
+
 class Replica:
     """One replica, as the supervisor manages it.
 
     Attributes:
-        role_index: index of its role in the app.
-        spec: how its role ends and restarts.
         record: its entry in the status file.
-        logs: its log files.
         stopping: whether the supervisor has asked it to stop, so that its end is not a failure.
         final: whether it must not be retried: its command cannot be started, or it has asked for no restart.
         failure: why it failed, in words; "" while it has not failed.
         retries: how often this process has restarted it.
-        backoff: the delays of its restarts.
     """
 
     def __init__(
@@ -225,11 +265,7 @@ class Replica:
                     os.killpg(pid, number)
 
     def kill(self, failure: str = "") -> None:
-        """Kill the replica and everything that it has started, immediately.
-
-        Args:
-            failure: why the replica has failed; empty if its end is not a failure.
-        """
+        """Kill the replica and all that it has started; ``failure`` says why it has failed, if its end is a failure."""
         pid = self.record.pid
         if pid is not None and self.alive:
             self.stopping, self._killed_for = not failure, failure

@@ -27,11 +27,7 @@ class SpawnError(OSError):
 
 
 def find_program(name: str, path: str, cwd: str) -> str:
-    """Return the path of a command's program: the first match on PATH, then in the working directory.
-
-    Raises:
-        SpawnError: the program does not exist, or is not executable.
-    """
+    """Return the path of a command's program: the first match on PATH, then in the working directory."""
     folders = [] if "/" in name else [folder or "." for folder in path.split(os.pathsep)]
     candidates = [os.path.join(cwd, folder, name) for folder in (*folders, "")]
     present = [candidate for candidate in candidates if os.path.isfile(candidate)]

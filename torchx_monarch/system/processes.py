@@ -346,3 +346,14 @@ def kill_descendants(job: str) -> list[int]:
 def own_descendants(job: str) -> list[int]:
     """Collect the children of this process, a subreaper, that have ended; return its descendants with this marker."""
     return descendants(os.getpid(), job) if reap() else []
+
+
+def watch_signals(numbers: Iterable[int]) -> int:
+    """Have the number of each of these signals written to a pipe as one byte; return its non-blocking read end."""
+    wake, signalled = os.pipe()
+    for end in (wake, signalled):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+    return wake

@@ -28,7 +28,7 @@ from torchx_monarch.model.env_names import RANK0_HOST, replica0_variable
 from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import spawn
-from torchx_monarch.supervisor.records import ReplicaRequest
+from torchx_monarch.supervisor.replica import ReplicaRequest
 from torchx_monarch.system import processes, run_dirs, safe_files
 
 APP_ID = "MONARCH_APP_ID"

@@ -30,11 +30,7 @@ S = TypeVar("S", bound=AppSnapshot)
 
 
 class Apps(Generic[S]):
-    """The apps of one backend.
-
-    Attributes:
-        backend: the backend.
-    """
+    """The apps of one backend."""
 
     def __init__(self, backend: Backend[Any, Any, S], scheduler: str) -> None:
         self.backend = backend
@@ -49,16 +45,10 @@ class Apps(Generic[S]):
         self._owned[app_id] = None
 
     def read(self, app_id: str, *, brief: bool = False) -> tuple[S, AppStatus] | None:
-        """Read the state of an app; None if it does not exist.
+        """Read the state of an app; None if it does not exist; ``brief`` as for ``Backend.snapshot``.
 
         Only for an app that this process has submitted (``own``), this also ends what is left after its decision:
         sidecars when the other roles have succeeded, other roles when one has failed.
-
-        Args:
-            brief: as for ``Backend.snapshot``.
-
-        Raises:
-            BackendError: a file of the app is damaged.
         """
         app = self._snapshot(app_id, brief=brief)
         if app is None:
@@ -129,12 +119,7 @@ class Apps(Generic[S]):
     def replica_log(
         self, app: S, role: str, replica: int, *, since: datetime | None = None, tail: int = 0, follow: bool = False
     ) -> Iterable[TimedLine]:
-        """Return the lines of one replica, both streams together, with their times.
-
-        Args:
-            since: as in ``LogQuery``.
-            tail: as in ``LogQuery``.
-        """
+        """Return the lines of one replica, both streams together, with their times; arguments as in ``LogQuery``."""
         query = self._query(app.app_id, since=since, tail=tail, follow=follow)
         return self.backend.read_log(app, role, replica, query)
 
@@ -180,7 +165,7 @@ class Apps(Generic[S]):
 
         Args:
             grace: as for ``Backend.stop``.
-            reason: why, for users; empty if the user has asked for it.
+            reason: for users; empty if the user has asked for it.
         """
         found = self.read(app_id, brief=True)
         if found is not None:

@@ -26,7 +26,6 @@ class StoredCredentials:
         credentials: the text of its ``credentials.ClientCredentials``.
         rendezvous: the address of replica 0 of each role, by the role's name; the host may be ``@NAME``, which only the
             hosts can resolve.
-        name: name of the app; empty if it is not known.
     """
 
     credentials: str = ""

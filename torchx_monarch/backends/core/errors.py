@@ -30,11 +30,7 @@ class MissingClientError(BackendError, ModuleNotFoundError):
 
 
 class RemoveError(BackendError):
-    """Raised when the folder of an app cannot be removed; the app is kept.
-
-    Args:
-        folder: its folder, shown if ``error`` names no file.
-    """
+    """Raised when the folder of an app cannot be removed; the app is kept."""
 
     def __init__(self, app_id: str, folder: str, error: OSError) -> None:
         where = one_line(str(error.filename or folder))

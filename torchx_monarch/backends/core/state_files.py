@@ -56,10 +56,7 @@ def keep_days() -> float:
 
 
 def path_name(name: str) -> str:
-    """Return ``name`` as one path component: unchanged if it is safe, percent-encoded if not.
-
-    Different names give different components.
-    """
+    """Return a name as one path component: percent-encoded where it is not safe; different names stay different."""
     raw = name.encode(errors="surrogateescape")
     safe = b"".join(bytes([c]) if chr(c).isalnum() and c < 128 or c in b"_-." else b"%%%02X" % c for c in raw)
     if safe[:1] == b".":
@@ -73,23 +70,15 @@ def is_app_id(app_id: str) -> bool:
 
 
 class AppPaths:
-    """All paths below one app's folder.
+    """All paths below one app's folder (docs/reference/files.md).
 
     Attributes:
         root: the app's folder.
-        app_id: id of the app.
         trusted: the state directory: all below it belongs to the caller and is no symbolic link (``safe_files``).
-        app: the AppDef and the run options as submitted, and when.
-        request: the replicas to start: commands, environments, working directories.
         lock: a file that the app's supervisor has locked while it lives.
         supervisor: the process that runs the app, and its machine.
-        supervisor_log: output of the supervisor itself.
-        status: the record of the app.
-        cancel: the request to end the app (``core.stop_request``).
-        events: its events (``insight.events``).
         reserve: disk space that is reserved for the final status.
         run: the folder for sockets while the app runs, unless its path is too long for a socket.
-        logs: the folders of the replicas.
     """
 
     def __init__(self, root: str) -> None:
@@ -112,8 +101,7 @@ class AppPaths:
         """Check that the app's folder belongs to the caller.
 
         Raises:
-            safe_files.UnsafeFileError: the folder, or one above it, is a link or belongs to another user.
-            OSError: the folder does not exist, or may not be entered.
+            OSError: the folder does not exist, may not be entered, is a link or belongs to another user.
         """
         os.close(safe_files.open_folder(self.root, below=self.trusted))
 
@@ -128,12 +116,7 @@ def app_paths(app_id: str) -> AppPaths:
 
 
 def app_ids() -> list[str]:
-    """Return the ids of all apps on disk, in no order. Entries whose names cannot be ids are left out.
-
-    Raises:
-        safe_files.UnsafeFileError: another user owns the state directory.
-        PermissionError: the state directory may not be read.
-    """
+    """Return the ids of all apps on disk, in no order. Entries whose names cannot be ids are left out."""
     return [name for name in names_in(apps_dir()) if is_app_id(name)]
 
 
@@ -142,10 +125,6 @@ def make_folder(*names: str) -> str:
 
     Args:
         names: its path below the state directory, one name for each folder.
-
-    Raises:
-        safe_files.UnsafeFileError: one of these folders is a link or belongs to another user.
-        OSError: it cannot be made.
     """
     root = path = state_dir()
     os.makedirs(root, mode=0o700, exist_ok=True)
@@ -161,8 +140,7 @@ def names_in(folder: str) -> list[str]:
     """Return the names in a folder of the state directory, in no order; none if it does not exist.
 
     Raises:
-        safe_files.UnsafeFileError: the folder, or one above it, is a link, no folder, or belongs to another user.
-        PermissionError: it may not be read.
+        OSError: it may not be read, is a link, or belongs to another user.
     """
     try:
         fd = safe_files.open_folder(folder, below=state_dir())
@@ -185,16 +163,11 @@ def remove_file(path: str) -> None:
 
 
 def write_json(path: str, value: object, *, durable: bool = False, below: str | None = None) -> None:
-    """Replace a file atomically.
+    """Replace a file atomically; objects that JSON does not support are written as their ``str``.
 
     Args:
-        value: the content; objects that JSON does not support are written as their ``str``.
         durable: whether to sync the file to disk, after readers can see it.
         below: as for ``load``.
-
-    Raises:
-        safe_files.UnsafeFileError: a folder between ``below`` and the file is a link or belongs to another user.
-        OSError: the file could not be written; its old content is unchanged.
     """
     data = json.dumps(value, default=str, separators=(",", ":")).encode()
     aside = f"{path}.{os.getpid()}.tmp"
@@ -220,9 +193,6 @@ def write_last_json(path: str, value: object, reserve: str) -> None:
 
     Args:
         reserve: a file made by ``safe_files.make_reserve``; it does not exist afterwards.
-
-    Raises:
-        OSError: the file could not be written into the reserve either.
     """
     try:
         write_json(path, value, durable=True)
@@ -236,7 +206,6 @@ def load(cls: type[T], path: str, below: str | None = None) -> T | None:
     """Read a file of the state directory into a data class; return None if the file does not exist.
 
     Args:
-        cls: the class that was written with ``write_json``.
         below: a folder of the caller inside which no link is followed (``safe_files.open_file``); None for no check.
 
     Raises:

@@ -22,7 +22,6 @@ class StopRequest:
 
     Attributes:
         state: the app's final state; PENDING if it goes back into the queue of a batch system.
-        message: the reason, for users.
         time: when the app was first asked to stop, in seconds since the epoch.
         grace: seconds from SIGTERM to SIGKILL; None for the app's own run option.
     """
@@ -45,11 +44,7 @@ def load_outcome(paths: AppPaths) -> Outcome | None:
 
 
 def write(paths: AppPaths, outcome: Outcome, grace: float | None) -> None:
-    """Write the request to end an app; arguments as for ``Backend.stop``.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the request to end an app; arguments as for ``Backend.stop``."""
     asked = load(paths)
     if asked is None or not asked.state.is_terminal:
         asked = StopRequest(outcome.state, outcome.message, outcome.time or time.time(), grace)

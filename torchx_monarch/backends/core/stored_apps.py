@@ -21,7 +21,7 @@ class StoredApps(Generic[T]):
 
     Args:
         cls: the data class of their content.
-        folder: its path below the state directory, one name for each folder.
+        folder: the names of its path below the state directory.
     """
 
     def __init__(self, cls: type[T], *folder: str) -> None:
@@ -38,11 +38,7 @@ class StoredApps(Generic[T]):
         return os.path.join(self.folder, urllib.parse.quote(app_id, safe=""))
 
     def store(self, app_id: str, value: Any) -> None:
-        """Store a value of an app, with mode 0600.
-
-        Raises:
-            OSError: it cannot be written, or the folder belongs to another user.
-        """
+        """Store a value of an app, with mode 0600."""
         state_files.make_folder(*self._names)
         state_files.write_json(self.path(app_id), asdict(value), below=state_files.state_dir())
 
@@ -55,11 +51,7 @@ class StoredApps(Generic[T]):
             return None
 
     def app_ids(self) -> list[str]:
-        """Return the ids of all apps of which something is stored.
-
-        Raises:
-            StateAccessError: another user owns the state directory, or it cannot be read.
-        """
+        """Return the ids of all apps of which something is stored."""
         try:
             names = state_files.names_in(self.folder)
         except OSError as error:

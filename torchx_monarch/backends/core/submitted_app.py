@@ -39,7 +39,6 @@ class SubmittedApp:
     Attributes:
         app: the app as the user wrote it.
         roles: what backends must know of each role, in the order of the app.
-        cfg: the run options.
     """
 
     app: AppDef
@@ -78,11 +77,7 @@ class SubmittedApp:
 
     @classmethod
     def unpack(cls, word: str, source: str = "the stored app") -> SubmittedApp:
-        """Decode the output of ``pack``.
-
-        Raises:
-            DamagedFileError: the word is no app.
-        """
+        """Decode the output of ``pack``."""
         try:
             return cls.from_json(safe_files.parse_json(zlib.decompress(base64.b64decode(word, validate=True))))
         except (zlib.error, ValueError) as error:  # binascii.Error is a ValueError
@@ -96,11 +91,7 @@ def load(path: str, below: str | None = None) -> SubmittedApp | None:
 
 
 def parse(stored: dict[str, Any], path: str) -> SubmittedApp:
-    """Return the app that the content of app.json holds; ``path`` is for the error.
-
-    Raises:
-        DamagedFileError: the content holds no app.
-    """
+    """Return the app that the content of app.json holds; ``path`` is for the error."""
     try:
         return SubmittedApp.from_json(stored)
     except ValueError as error:

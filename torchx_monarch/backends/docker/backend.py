@@ -119,7 +119,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         containers = self._daemon.containers(app_id)
         if not containers:
             return None
-        app = build(app_id, containers, self._daemon.cancelled(), read_results(containers))
+        app = build(app_id, containers, self._daemon.cancelled().get(app_id), read_results(containers))
         return app if brief else add_files(app)
 
     @answering()
@@ -129,7 +129,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         for container in self._daemon.containers():
             apps.setdefault(container.labels[LABEL_APP_ID], []).append(container)
         cancelled = self._daemon.cancelled()
-        return read_undamaged(apps.items(), lambda item: build(*item, cancelled, read_results(item[1])))
+        return read_undamaged(apps.items(), lambda item: build(*item, cancelled.get(item[0]), read_results(item[1])))
 
     def read_log(
         self, app: DockerSnapshot, role: str, replica: int, query: LogQuery[DockerSnapshot]
@@ -148,7 +148,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
     def stop(self, app: DockerSnapshot, outcome: Outcome, grace: float | None) -> None:
         """Begin to stop the containers that run or are restarted; record a cancel on the daemon."""
         if outcome.state is State.CANCELLED:
-            self._daemon.mark_cancelled(app.app_id)
+            self._daemon.mark_cancelled(app.app_id, outcome.message)
         names = [replica.name for replica in app.replicas if replica.is_alive]
         left = [app.containers[name] for name in names if name in app.containers]
         seconds = int((app.grace if grace is None else grace) + HOST_EXTRA)

@@ -21,8 +21,10 @@ from docker.errors import APIError, DockerException, NotFound
 from torchx.schedulers.docker_scheduler import LABEL_APP_ID, NETWORK
 
 from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.timed_line import seconds
 from torchx_monarch.backends.docker.request import LABEL_APP
+from torchx_monarch.model.state import State
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 LABEL_CANCELLED = "torchx-monarch/cancelled"
 """Label with the app's id, on the volume that marks the app as cancelled. (Container labels cannot be changed.)"""
+
+LABEL_REASON = "torchx-monarch/reason"
+"""Label of that volume with the reason; empty if the user has asked for it."""
 
 _MAX_THREADS = 128
 
@@ -103,14 +108,17 @@ class Daemon:
         found: list[Container] = self.client.containers.list(all=True, filters={"label": label}, ignore_removed=True)
         return found
 
-    def cancelled(self) -> dict[str, float]:
-        """Return when each cancelled app was cancelled, in seconds since the epoch, by app id."""
-        volumes = self.client.volumes.list(filters={"label": LABEL_CANCELLED})
-        return {volume.attrs["Labels"][LABEL_CANCELLED]: seconds(volume.attrs["CreatedAt"]) for volume in volumes}
+    def cancelled(self) -> dict[str, Outcome]:
+        """Return how each cancelled app was cancelled, by app id."""
+        found = {}
+        for volume in self.client.volumes.list(filters={"label": LABEL_CANCELLED}):
+            labels, when = volume.attrs["Labels"], seconds(volume.attrs["CreatedAt"])
+            found[labels[LABEL_CANCELLED]] = Outcome(State.CANCELLED, labels.get(LABEL_REASON, ""), time=when)
+        return found
 
-    def mark_cancelled(self, app_id: str) -> None:
-        """Mark an app as cancelled; a second call keeps the time of the first."""
-        self.client.volumes.create(_marker(app_id), labels={LABEL_CANCELLED: app_id})
+    def mark_cancelled(self, app_id: str, reason: str) -> None:
+        """Mark an app as cancelled; a second call keeps time and reason of the first."""
+        self.client.volumes.create(_marker(app_id), labels={LABEL_CANCELLED: app_id, LABEL_REASON: reason})
 
     def pull(self, images: Iterable[str]) -> None:
         """Pull images; warn of those that cannot be pulled, which the daemon may have."""

@@ -90,11 +90,7 @@ def render(app: AppDef, options: DockerOpts) -> DockerJob:
 
 
 def host_names(app_id: str, roles: Mapping[str, int]) -> dict[str, list[str]]:
-    """Return the names of each role's containers, which are also their host names and DNS names on the network.
-
-    Args:
-        app_id: the app's id; only the end of a long id is kept, because it ends in a random string.
-    """
+    """Return the names of each role's containers, which are also their host names and DNS names on the network."""
 
     def safe(name: str) -> str:
         # Dots are replaced, too: they would split the name into DNS labels, each of which needs letters.

@@ -47,23 +47,19 @@ _LIVING = {
 
 @dataclass(frozen=True)
 class DockerSnapshot(AppSnapshot):
-    """An app and its containers.
-
-    Attributes:
-        containers: the containers that exist, by the name of the replica (``ReplicaSnapshot.name``).
-    """
+    """An app and its containers that exist, by the name of the replica (``ReplicaSnapshot.name``)."""
 
     containers: Mapping[str, Container] = field(default_factory=dict)
 
 
 def build(
-    app_id: str, containers: Sequence[Container], cancelled: Mapping[str, float], results: Mapping[str, HostResult]
+    app_id: str, containers: Sequence[Container], ending: Outcome | None, results: Mapping[str, HostResult]
 ) -> DockerSnapshot:
     """Assemble the snapshot of an app, without the content of error files.
 
     Args:
         containers: its containers; at least one.
-        cancelled: when apps were cancelled, in seconds since the epoch, by app id.
+        ending: how it was cancelled; None if it was not.
         results: results of hosts that must not be restarted, by the id of the container.
     """
     labels = containers[0].labels
@@ -80,7 +76,7 @@ def build(
         if spec.runs_hosts
         for index in range(spec.replicas)
     )
-    is_cancelled = app_id in cancelled
+    is_cancelled = ending is not None
     created = min(seconds(container.attrs["Created"]) for container in containers)
 
     def read_role(spec: RoleSpec) -> RoleSnapshot:
@@ -108,7 +104,7 @@ def build(
         # Of a container that was restarted, dockerd knows the latest start alone; the first followed its creation.
         started=created if any(replica.restarts for role in roles for replica in role.replicas) else 0.0,
         grace=float(labels[request.LABEL_GRACE]),
-        ending=Outcome(State.CANCELLED, time=cancelled[app_id]) if is_cancelled else None,
+        ending=ending,
         notes=notes,
         containers=places,
     )

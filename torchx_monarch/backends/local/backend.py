@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run apps on this machine, under a supervisor that outlives the submitter, and keep their state on disk.
-
-The backend answers every query from the app's folder, so any process can query an app: the submitter, another shell, or
-a process after a reboot.
-"""
+"""Run apps on this machine, under a supervisor that outlives the submitter, and answer queries from their folders."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pprint
 from collections.abc import Iterator
@@ -23,9 +18,9 @@ from torchx_monarch.backends.core.options import MonarchOpts
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.local import render, request, state, submit
+from torchx_monarch.backends.local import render, state, submit
 from torchx_monarch.backends.local.request import LocalRequest
-from torchx_monarch.backends.local.status import AppRecord, RoleRecord
+from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -44,8 +39,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
     """Runs each replica as a process on this machine.
 
     The replicas run in the current folder, or in ``role.image`` if that is a folder. Requested CPUs and memory are not
-    enforced. All data of an app is in one folder below the state directory (see ``core.state_files``) until it is
-    deleted or pruned (see ``folder.prune``).
+    enforced.
     """
 
     options = LocalOpts
@@ -56,13 +50,9 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: LocalOpts) -> LocalRequest:
+        assign_gpus = options.auto_set_cuda_visible_devices
         return render.render(
-            app,
-            submitted.roles,
-            grace=options.grace,
-            assign_gpus=options.auto_set_cuda_visible_devices,
-            environ=os.environ,
-            lease=options.lease,
+            app, submitted.roles, grace=options.grace, assign_gpus=assign_gpus, environ=os.environ, lease=options.lease
         )
 
     def show(self, request: LocalRequest) -> str:
@@ -88,15 +78,9 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             return AppSnapshot(app_id, app_id, (), is_supervised=True, native=Outcome(state_by_lock, str(error)))
         if record is None:
             return None
-        grace = float(LocalOpts.grace)
-        with contextlib.suppress(state_files.DamagedFileError):
-            rendered = request.load(paths)
-            grace = rendered.grace if rendered else grace
         app = _snapshot(app_id, record, submitted)
-        # Each restart of ranks within one start of their hosts is an event.
-        happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
-        ranks = sum(event["kind"] == "rank_restart" for event in happened)
-        return replace(app, grace=grace, restarts=record.restarts + ranks, ui_url=Path(paths.root).as_uri())
+        ranks = 0 if brief else events.count_rank_restarts(paths.events, paths.trusted)
+        return replace(app, restarts=record.restarts + ranks, ui_url=Path(paths.root).as_uri())
 
     def snapshots(self, options: Cfg) -> list[AppSnapshot]:
         try:
@@ -170,25 +154,26 @@ def _read_record(paths: state_files.AppPaths) -> AppRecord | None:
 
 
 def _snapshot(app_id: str, record: AppRecord, submitted: SubmittedApp | None) -> AppSnapshot:
-    """Convert the record of an app, whose state its supervisor has decided.
-
-    Args:
-        submitted: the app as submitted; None if it is not stored.
-    """
+    """Convert the record of an app, whose state its supervisor has decided."""
     specs = {spec.name: spec for spec in submitted.roles} if submitted else {}
     return AppSnapshot(
         app_id=app_id,
         name=record.name,
-        roles=[_role(role, specs.get(role.name), record.hostname) for role in record.roles],
+        roles=[
+            RoleSnapshot(
+                specs.get(role.name) or RoleSpec(role.name, len(role.replicas)),
+                [
+                    replica.snapshot(role.name, hostname=record.hostname, error=replica.error or "")
+                    for replica in role.replicas
+                ],
+            )
+            for role in record.roles
+        ],
         app=submitted.app if submitted else None,
         created=record.created,
         started=record.started or 0.0,
+        grace=record.grace,
         is_supervised=True,
         native=Outcome(record.state, record.msg, record.error or "", record.ended or 0.0),
         restarts=record.restarts,
     )
-
-
-def _role(role: RoleRecord, spec: RoleSpec | None, hostname: str) -> RoleSnapshot:
-    replicas = [replica.snapshot(role.name, hostname=hostname, error=replica.error or "") for replica in role.replicas]
-    return RoleSnapshot(spec or RoleSpec(role.name, len(replicas)), replicas)

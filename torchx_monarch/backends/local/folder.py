@@ -31,11 +31,7 @@ def remove_app(paths: AppPaths) -> None:
 
 
 def make_run_dir(paths: AppPaths) -> str:
-    """Return the folder for the app's sockets: inside the app's folder, or elsewhere if that path is too long.
-
-    Raises:
-        OSError: no folder could be made.
-    """
+    """Return the folder for the app's sockets: inside the app's folder, or elsewhere if that path is too long."""
     return paths.run if len(os.fsencode(paths.run)) <= run_dirs.MAX_RUN_DIR else run_dirs.new_run_dir()
 
 
@@ -67,7 +63,6 @@ def prune(apps: str, *, newest: int | None = None) -> list[str]:
     """Remove apps that ended long ago, or before the newest that are kept, and folders half made or half removed.
 
     Args:
-        apps: that folder.
         newest: how many ended apps are kept; None for ``keep_apps``.
 
     Returns:

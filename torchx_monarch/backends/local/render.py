@@ -14,7 +14,7 @@ from torchx_monarch.backends.local import gpus
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.model.env_names import RANK0_HOST
 from torchx_monarch.model.role_spec import RoleSpec
-from torchx_monarch.supervisor.records import ReplicaRequest
+from torchx_monarch.supervisor.replica import ReplicaRequest
 
 #: A folder's name may have 255 bytes; TorchX's random suffix and this package's prefixes need some of them.
 _MAX_NAME = 100
@@ -43,15 +43,9 @@ def render(
     environ: Mapping[str, str],
     lease: float = 30.0,
 ) -> LocalRequest:
-    """Return the request that runs an app.
-
-    Args:
-        grace: seconds from SIGTERM to SIGKILL when the app is stopped.
-        assign_gpus: whether to divide this machine's GPUs between the replicas by CUDA_VISIBLE_DEVICES.
-        lease: seconds for which a host may be stopped (SIGSTOP) until it counts as lost.
-    """
+    """Return the request that runs an app; ``assign_gpus`` divides this machine's GPUs between its replicas."""
     app_id = new_app_id(app.name)
-    roles = [_role(role, spec, app_id) for role, spec in zip(app.roles, specs, strict=True)]
+    roles = [render_role(role, spec, app_id) for role, spec in zip(app.roles, specs, strict=True)]
     _give_gpus(app, roles, assign_gpus, environ)
     return LocalRequest(app_id=app_id, name=app.name, roles=roles, grace=float(grace), lease=float(lease))
 
@@ -61,12 +55,12 @@ def working_folder(role: Role) -> str:
     return os.path.abspath(role.image) if role.image and os.path.isdir(role.image) else os.getcwd()
 
 
-def _role(role: Role, spec: RoleSpec, app_id: str) -> RoleRequest:
+def render_role(role: Role, spec: RoleSpec, app_id: str, root: str = "") -> RoleRequest:
+    """Return the request of a role; ``root`` is what TorchX's macro ``img_root`` means, if not the working folder."""
     cwd = working_folder(role)
     replicas = []
     for replica in range(role.num_replicas):
-        values = macros.Values(img_root=cwd, app_id=app_id, replica_id=str(replica), rank0_env=RANK0_HOST)
-        filled = values.apply(role)
+        filled = macros.Values(root or cwd, app_id, str(replica), RANK0_HOST).apply(role)
         replicas.append(ReplicaRequest(args=[filled.entrypoint, *filled.args], env=dict(filled.env), cwd=cwd))
     return RoleRequest(spec, replicas)
 

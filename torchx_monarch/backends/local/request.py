@@ -11,18 +11,12 @@ from dataclasses import dataclass
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.model.role_spec import RoleSpec
-from torchx_monarch.supervisor.records import ReplicaRequest
+from torchx_monarch.supervisor.replica import ReplicaRequest
 
 
 @dataclass
 class RoleRequest:
-    """One role to run.
-
-    Attributes:
-        spec: how it ends and restarts.
-        replicas: its processes, by replica id.
-        first: the id of the first of them; others run elsewhere.
-    """
+    """One role to run: its processes, by replica id, of which ``first`` is the first id; others run elsewhere."""
 
     spec: RoleSpec
     replicas: list[ReplicaRequest]
@@ -39,9 +33,6 @@ class LocalRequest:
     """One app to run.
 
     Attributes:
-        app_id: id of the app.
-        name: the AppDef's name.
-        roles: the roles to run.
         grace: seconds from SIGTERM to SIGKILL when the app is stopped.
         run_dir: the folder for sockets; "" until the app is submitted.
         job: the app's marker, ``<app id>:<random>``, which all of its processes have in their environment as
@@ -61,9 +52,5 @@ class LocalRequest:
 
 
 def load(paths: state_files.AppPaths) -> LocalRequest | None:
-    """Read the request of an app as submitted; return None if the app does not exist.
-
-    Raises:
-        state_files.DamagedFileError: the file exists but does not hold a request.
-    """
+    """Read the request of an app as submitted; return None if the app does not exist."""
     return state_files.load(LocalRequest, paths.request, paths.trusted)

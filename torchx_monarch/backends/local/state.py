@@ -27,7 +27,7 @@ def request_stop(paths: state_files.AppPaths, outcome: Outcome, grace: float | N
     """Ask the app's supervisor to end the app; without a supervisor, kill what is left of the app here.
 
     A supervisor that is still starting, or that runs where it cannot be signalled from here, reads the request from
-    disk. Arguments as for ``Backend.stop``.
+    disk.
 
     Raises:
         OSError: the request could not be written, and no supervisor can be signalled.
@@ -56,10 +56,7 @@ def left(paths: state_files.AppPaths) -> list[int]:
 
 
 def remove_ended(paths: state_files.AppPaths) -> None:
-    """Wait until the supervisor of an ended app is gone, kill what is left, and remove the app's folders.
-
-    What is left are children of replicas that have survived these and the supervisor.
-    """
+    """Wait until the supervisor of an ended app is gone, kill what has survived it, and remove the app's folders."""
     until = time.monotonic() + _ENDING_TIME
     while left(paths) and time.monotonic() < until:
         time.sleep(0.02)
@@ -75,9 +72,6 @@ def current_state(paths: state_files.AppPaths) -> status.AppRecord | None:
 
     An app whose lock nobody holds has ended, whatever its status file says, unless it runs on another machine whose
     locks this one may not see.
-
-    Raises:
-        DamagedFileError: the status file is damaged.
     """
     alive = is_supervised(paths)  # before the status: the supervisor writes that last
     record = status.load(paths)
@@ -103,12 +97,7 @@ def current_state(paths: state_files.AppPaths) -> status.AppRecord | None:
 
 @dataclass(frozen=True)
 class Owner:
-    """The content of supervisor.json: the process that runs an app.
-
-    Attributes:
-        hostname: the name of its machine or container.
-        supervisor: the process.
-    """
+    """The content of supervisor.json: the process that runs an app, and the name of its machine or container."""
 
     hostname: str
     supervisor: ProcessIdentity
@@ -153,11 +142,7 @@ def lock(paths: state_files.AppPaths) -> int:
 
 
 def is_supervised(paths: state_files.AppPaths) -> bool:
-    """Return whether a supervisor holds the lock of an app, here or on a machine whose locks can be seen from here.
-
-    Raises:
-        OSError: the file system does not answer.
-    """
+    """Return whether a supervisor holds the lock of an app, here or on a machine whose locks can be seen from here."""
     try:
         descriptor = safe_files.open_file(paths.lock, below=paths.trusted)
     except (FileNotFoundError, NotADirectoryError):

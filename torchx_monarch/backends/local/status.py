@@ -12,7 +12,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor.records import ReplicaRecord
+from torchx_monarch.supervisor.replica import ReplicaRecord
 
 _MAX_RESERVED_TEXT = 4000
 """Characters of a message that is written into the reserve; each takes six bytes at most."""
@@ -36,16 +36,11 @@ class AppRecord:
     """One app.
 
     Attributes:
-        app_id: id of the app.
-        name: the AppDef's name.
         created: when it was submitted, in seconds since the epoch.
-        state: its state.
         msg: for users: why it ended, and further facts; "" for no message.
         error: the content of the error file of the replica that caused the end, as JSON text; None without one.
         restarts: how often the app, a role or a replica was restarted.
-        started: when its first replica was first started, in seconds since the epoch; None before.
-        ended: seconds since the epoch; None before the end.
-        roles: its roles.
+        started: when its first replica was first started; None before.
         hostname: the name of the machine that runs it, by which other hosts reach that; empty once a batch system has
             taken the node away.
     """
@@ -61,6 +56,7 @@ class AppRecord:
     ended: Seconds | None = None
     roles: list[RoleRecord] = field(default_factory=list)
     hostname: str = ""
+    grace: float = 30.0
 
     @property
     def terminal(self) -> bool:
@@ -73,11 +69,7 @@ def new_roles(request: LocalRequest) -> list[RoleRecord]:
 
 
 def load(paths: state_files.AppPaths) -> AppRecord | None:
-    """Read the record of an app; return None if it does not exist.
-
-    Raises:
-        state_files.DamagedFileError: the file exists but does not hold a valid record.
-    """
+    """Read the record of an app; return None if it does not exist; errors as for ``state_files.load``."""
     record = state_files.load(AppRecord, paths.status, paths.trusted)
     if record is not None:
         record.app_id = paths.app_id
@@ -90,11 +82,7 @@ def reserve_bytes(record: AppRecord) -> int:
 
 
 def save_last(paths: state_files.AppPaths, record: AppRecord) -> None:
-    """Write the final record of an app; on a full disk without what does not fit into the reserve: error files.
-
-    Raises:
-        OSError: it could not be written either.
-    """
+    """Write the final record of an app; on a full disk without what does not fit into the reserve: error files."""
     try:
         state_files.write_last_json(paths.status, asdict(record), paths.reserve)
     except OSError:

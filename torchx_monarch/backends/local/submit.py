@@ -31,19 +31,15 @@ _READY = b"ok"
 
 
 def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], None] = lambda folder: None) -> str:
-    """Start the supervisor of a request; return when the supervisor runs independently of this process.
+    """Start the supervisor of a request; return the app's id when the supervisor runs independently of this process.
 
     Args:
         app: the app as submitted (``SubmittedApp.to_json``), stored for ``describe``.
         fill: writes further files into the app's folder.
 
-    Returns:
-        The app's id.
-
     Raises:
         UserError: the request was submitted already.
-        StateDirError: the folder could not be written.
-        SubmitError: the supervisor could not be started.
+        SubmitError: the folder could not be written, or the supervisor could not be started.
     """
     created = time.time()
     try:
@@ -89,10 +85,15 @@ def _make_folder(
         run_dir = folder.make_run_dir(paths)
         undo.callback(folder.remove_run_dir, paths, run_dir)
         request = replace(request, run_dir=run_dir, job=f"{request.app_id}:{secrets.token_hex(8)}")
+        roles, grace = status.new_roles(request), request.grace
         record = status.AppRecord(
-            request.app_id, request.name, created, roles=status.new_roles(request), hostname=os.uname().nodename
+            request.app_id, request.name, created, roles=roles, hostname=os.uname().nodename, grace=grace
         )
-        _make_log_dirs(paths, request)
+        os.mkdir(paths.logs, 0o700)
+        for role in roles:
+            os.mkdir(os.path.dirname(paths.replica_logs(role.name, 0)), 0o700)
+            for replica in role.replicas:
+                os.mkdir(paths.replica_logs(role.name, replica.id), 0o700)
         fill(paths.root)
         state_files.write_json(paths.app, {"created": created, **app})
         state_files.write_json(paths.request, asdict(request))
@@ -102,29 +103,8 @@ def _make_folder(
     return request, lock
 
 
-def _make_log_dirs(paths: state_files.AppPaths, request: LocalRequest) -> None:
-    os.mkdir(paths.logs, 0o700)
-    for role in request.roles:
-        os.mkdir(os.path.dirname(paths.replica_logs(role.name, 0)), 0o700)
-        for k in range(len(role.replicas)):
-            os.mkdir(paths.replica_logs(role.name, role.first + k), 0o700)
-
-
 def start_supervisor(paths: state_files.AppPaths, request: LocalRequest, lock: int) -> None:
-    """Start the supervisor of an app whose folder is complete, and wait until it runs.
-
-    Args:
-        paths: paths of the app.
-        lock: the descriptor of the app's lock, which the supervisor inherits.
-
-    Raises:
-        SubmitError: it could not be started.
-        OSError: the system refuses another process.
-    """
-    if not sys.executable:
-        raise SubmitError(
-            "this Python does not know its own executable (sys.executable), so no supervisor can be started"
-        )
+    """Start the supervisor of an app, which inherits the descriptor of its lock, and wait until it runs."""
     # An app may be submitted from inside a replica of another app, which these variables describe.
     environ = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
     environ[processes.MARKER] = request.job

@@ -33,11 +33,8 @@ READY = b"ok"
 def main(root: str, lock_descriptor: str) -> None:
     """Start the supervisor of an app, and return immediately in the first process.
 
-    Its stdout is a pipe to the submitter, which ends when the app has been started.
-
-    Args:
-        root: the app's folder.
-        lock_descriptor: the descriptor of the app's lock, which the supervisor holds until it ends.
+    Its stdout is a pipe to the submitter, which ends when the app has been started. It holds the app's lock, whose
+    descriptor it inherits, until it ends.
     """
     lock = int(lock_descriptor)
     # The supervisor reads a request to stop from disk once it handles signals. Blocked until here (``submit``).
@@ -67,10 +64,7 @@ def _supervise(paths: state_files.AppPaths) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, record = load_request(paths), status.load(paths)
-    if request is None or record is None:
-        raise FileNotFoundError(paths.request if request is None else paths.status)
-    if record.terminal:
-        raise RuntimeError(f"the app has ended before it was started: {record.msg}")
+    assert request is not None and record is not None  # ``submit`` has written both
     os.makedirs(request.run_dir, mode=0o700, exist_ok=True)
     state.write_owner(paths)
     pid = os.getpid()

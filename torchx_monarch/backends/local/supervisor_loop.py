@@ -39,7 +39,6 @@ from torchx_monarch.model.role_spec import RetryPolicy, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.graceful_stop import GracefulStop
 from torchx_monarch.supervisor.replica import Replica
-from torchx_monarch.supervisor.signal_pipe import watch_signals
 from torchx_monarch.system import processes
 
 _CHECK_EVERY = 3.0
@@ -116,11 +115,10 @@ class SupervisorLoop:
     def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Run the app to its end.
 
-        Args:
-            on_ready: called when all replicas have been started and the status says so. A submitter that waits for it
-                never sees PENDING, for which TorchX's commands sleep a second.
+        ``on_ready`` is called when all replicas have been started and the status says so. A submitter that waits for it
+        never sees PENDING, for which TorchX's commands sleep a second.
         """
-        wake = watch_signals((signal.SIGCHLD, signal.SIGTERM))
+        wake = processes.watch_signals((signal.SIGCHLD, signal.SIGTERM))
         for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
             signal.signal(signum, signal.SIG_IGN)
         self._selector.register(wake, selectors.EVENT_READ, None)
@@ -318,13 +316,10 @@ class SupervisorLoop:
         return any(host.succeeded for host in hosts)
 
     def _stop_late_hosts(self, first: Replica) -> None:
-        """Stop hosts that were started too late to learn that the job of their role is over.
+        """Stop hosts that were started too late to learn that the job of their role is over: ``first`` has succeeded.
 
         They are hosts of an elastic role, and hosts that replace others. Hosts exit with 0 once all ranks of their role
         have, so no host of the role has anything left to do.
-
-        Args:
-            first: a host of the role that has succeeded some seconds ago.
         """
         if self._outcome is not None or not first.succeeded:
             return
@@ -339,8 +334,7 @@ class SupervisorLoop:
     def _snapshot(self, *, errors: bool = False) -> AppSnapshot:
         """Return the app's snapshot: a host that does not run once its role has succeeded counts as succeeded.
 
-        Args:
-            errors: whether to read what the replicas say of their failures.
+        With ``errors``, it has what the replicas say of their failures.
         """
         is_error_lost = errors and bool(folder.describe_full_disk(self._paths))
         roles = []

@@ -33,8 +33,7 @@ from torchx_monarch.model.host_result import no_retry_reason
 from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.role_spec import RetryPolicy
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor.signal_pipe import watch_signals
-from torchx_monarch.system import safe_files
+from torchx_monarch.system import processes, safe_files
 
 _STOP_EXTRA = HOST_EXTRA + 10.0
 """Seconds beyond the grace period after which steps that have not stopped are killed."""
@@ -130,7 +129,7 @@ class BatchStep:
 
     def run(self) -> int:
         """Run the job and return its exit code."""
-        wake = watch_signals((signal.SIGTERM, signal.SIGCHLD))
+        wake = processes.watch_signals((signal.SIGTERM, signal.SIGCHLD))
         with contextlib.suppress(OSError):  # a full disk
             safe_files.make_reserve(self._folder.reserve, _RESERVE)
         self._write()

@@ -21,7 +21,7 @@ from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.ssh import workspace
-from torchx_monarch.backends.ssh.in_job.wire import FoundReplica, Layout, Place, folder_name
+from torchx_monarch.backends.ssh.in_job.wire import MAX_LINES, FoundReplica, Layout, Place, folder_name
 from torchx_monarch.backends.ssh.native import (
     MachineConnection,
     RefusedOrderError,
@@ -34,9 +34,6 @@ from torchx_monarch.backends.ssh.request import SshRequest, render
 from torchx_monarch.backends.ssh.snapshot import SshSnapshot, build
 from torchx_monarch.model import codec
 from torchx_monarch.model.check_result import CheckResult, check
-
-_WAIT = 1.0
-"""Seconds for which a machine waits for lines of a log that is followed."""
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -68,11 +65,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         parse_hosts(options.hosts)
 
     def checks(self, options: SshOpts | None) -> Iterable[CheckResult]:
-        """Check that ssh is there, and that each machine lets this user in and has this package.
-
-        Raises:
-            SshError: ssh is missing.
-        """
+        """Check that ssh is there, and that each machine lets this user in and has this package."""
         yield check("ssh", find_ssh())
         if options is None:
             return
@@ -90,11 +83,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         return pprint.pformat(asdict(request), indent=2, width=80, sort_dicts=False)
 
     def submit(self, request: SshRequest, submitted: SubmittedApp, credentials: str) -> str:
-        """Start all replicas, then confirm them: what is not confirmed ends with the connection.
-
-        Raises:
-            SubmitError: a machine cannot be reached or refuses; nothing is left on the others.
-        """
+        """Start all replicas, then confirm them: what is not confirmed ends with the connection."""
         if self._stored.load(request.app_id) is not None:
             raise UserError(
                 f"this request was submitted already, as {request.app_id}; another job needs another dry run"
@@ -158,12 +147,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def _order(self, app_id: str, layout: Layout, order: str, **fields: Any) -> tuple[list[Any], dict[str, SshError]]:
-        """Send an order for the replicas of an app; return the machines' answers, and the machines without an answer.
-
-        Raises:
-            RefusedOrderError: a machine refuses.
-            SshError: no machine can be reached.
-        """
+        """Send an order for the replicas of an app; return the answers of machines, and the machines without one."""
         places = layout.replicas
 
         def send(machine: str) -> Any:
@@ -174,11 +158,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         return list(answers.values()), lost
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> SshSnapshot | None:
-        """Read the state of an app from its machines: those that are stored here, or that the first one knows.
-
-        Raises:
-            SshError: none of them can be reached, or a file of the app is damaged.
-        """
+        """Read the state of an app from its machines: those that are stored here, or that the first one knows."""
         layout = self._stored.load(app_id)
         if layout is None:
             try:
@@ -196,12 +176,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         return build(app_id, found, lost) if found else None
 
     def snapshots(self, options: Cfg) -> Sequence[SshSnapshot]:
-        """Read the state of all apps of the machines that the options name, and of those that are stored here.
-
-        Raises:
-            StateAccessError: another user owns the state directory.
-            SshError: none of the machines can be reached.
-        """
+        """Read the state of all apps of the machines that the options name, and of those that are stored here."""
         chosen = SshOpts.from_cfg(self.run_opts().resolve(dict(options)))
         machines = {name: (chosen.python, chosen.setup) for name in parse_hosts(chosen.hosts)}
         for app_id in self._stored.app_ids():
@@ -221,7 +196,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         """Yield lines of a replica's log; a log that is followed goes on when its machine has come back."""
         layout = app.layout
         index = [role_snapshot.spec.name for role_snapshot in app.roles].index(role)
-        key = layout.machines[index][replica], layout.python, layout.setup
+        connection = self._connection(layout.machines[index][replica], layout.python, layout.setup)
         fields: dict[str, Any] = {
             "name": folder_name(app.app_id, index, replica),
             "role": role,
@@ -231,43 +206,35 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
             "until": query.until.timestamp() if query.until else None,
             "tail": query.tail,
         }
-        # An order that waits for lines would delay queries of the state.
-        connection = MachineConnection(*key) if query.follow else self._connection(*key)
-        start, is_last = 0, False
-        try:
-            while not is_last:
-                has_ended = not query.follow or query.has_ended()  # before the read: the last lines come before the end
-                try:
-                    lines, is_last = connection.ask("log", start=start, wait=0.0 if has_ended else _WAIT, **fields)
-                except SshError as error:
-                    if has_ended or isinstance(error, RefusedOrderError):
-                        raise
-                    time.sleep(1.0)
-                    continue
-                for line in lines:
-                    yield TimedLine(*line)
-                    start = line[-1]
-        finally:
-            if query.follow:
-                connection.close()
+        start, has_ended, lines = 0, False, [TimedLine(0.0, "")]
+        while not has_ended or len(lines) == MAX_LINES:
+            has_ended = not query.follow or query.has_ended()  # before the read: the last lines come before the end
+            try:
+                answer, is_past = connection.ask("log", start=start, **fields)
+            except SshError as error:
+                if has_ended or isinstance(error, RefusedOrderError):
+                    raise
+                time.sleep(1.0)
+                continue
+            has_ended = has_ended or is_past
+            lines = [TimedLine(*line) for line in answer]
+            if not has_ended and lines and not set("\r\n") & set(lines[-1].text):
+                del lines[-1]  # the beginning of a line, which is shown when it is whole, or a progress bar
+            for line in lines:
+                yield line
+                start = line.end
+            if not has_ended and not lines:
+                time.sleep(self.poll)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def stop(self, app: SshSnapshot, outcome: Outcome, grace: float | None) -> None:
-        """Ask the supervisors of all replicas to end them.
-
-        Raises:
-            SshError: no machine could be reached.
-        """
+        """Ask the supervisors of all replicas to end them."""
         outcome = replace(outcome, time=outcome.time or time.time())
         self._order(app.app_id, app.layout, "stop", outcome=asdict(outcome), grace=grace)
 
     def remove(self, app: SshSnapshot) -> None:
-        """Remove the folders of all replicas.
-
-        Raises:
-            SshError: a machine could not be reached; the app is then still known.
-        """
+        """Remove the folders of all replicas."""
         _, lost = self._order(app.app_id, app.layout, "remove")
         if lost:
             raise next(iter(lost.values()))

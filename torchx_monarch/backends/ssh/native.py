@@ -17,6 +17,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -28,6 +29,9 @@ from torchx_monarch.system import safe_files
 
 _CONNECT_TIMEOUT = 10
 """Seconds in which a machine must answer ssh."""
+
+_SILENT_TIME = 10.0
+"""Seconds for which a machine that did not answer is not asked for the state of its replicas again."""
 
 _START_TIMEOUT = 30.0
 """Seconds in which it must also have run the setup commands and started Python."""
@@ -57,11 +61,7 @@ R = TypeVar("R")
 
 
 class SshError(BackendError):
-    """Raised when ssh is missing, or a machine cannot be reached or refuses.
-
-    Attributes:
-        reason: what ssh or the machine has said.
-    """
+    """Raised when ssh is missing, or a machine cannot be reached or refuses; ``reason`` is what either has said."""
 
     def __init__(self, machine: str, reason: str) -> None:
         super().__init__(f"{machine}: {reason}" if machine else reason)
@@ -73,11 +73,7 @@ class RefusedOrderError(SshError):
 
 
 def find_ssh() -> str:
-    """Return the path of ssh.
-
-    Raises:
-        SshError: it is not installed.
-    """
+    """Return the path of ssh."""
     ssh = shutil.which("ssh")
     if ssh is None:
         raise SshError("", "`ssh` is not on the PATH; install OpenSSH's client (Debian: openssh-client)")
@@ -96,6 +92,8 @@ class MachineConnection:
         self._machine, self._python, self._setup = machine, python, setup
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._silence: tuple[float, SshError] | None = None
+        """Until when (``time.monotonic``) the machine counts as silent, and what ssh has said."""
 
     def ask(self, order: str, *, may_reconnect: bool = True, **fields: Any) -> Any:
         """Send an order and return its answer.
@@ -103,10 +101,6 @@ class MachineConnection:
         Args:
             may_reconnect: whether a connection that is lost may be opened again: the machine may have been rebooted
                 since the last order. Not for an order that relies on an earlier one.
-
-        Raises:
-            RefusedOrderError: the machine could not carry it out.
-            SshError: the machine cannot be reached, its Python lacks this package, or the connection is lost.
         """
         request = json.dumps({"order": order, **fields}, separators=(",", ":")).encode() + b"\n"
         with self._lock:
@@ -118,7 +112,15 @@ class MachineConnection:
             except SshError as error:
                 if not may_reconnect or isinstance(error, RefusedOrderError):
                     raise
-            return self._exchange(request)
+            if order == "read" and self._silence is not None and time.monotonic() < self._silence[0]:
+                raise self._silence[1]
+            began, self._silence = time.monotonic(), None
+            try:
+                return self._exchange(request)
+            except SshError as error:
+                if (now := time.monotonic()) > began + _CONNECT_TIMEOUT / 2:
+                    self._silence = now + _SILENT_TIME, error
+                raise
 
     def _exchange(self, request: bytes) -> Any:
         try:
@@ -194,8 +196,7 @@ def explain(stderr: str, code: int | None, python: str) -> str:
     """Return what went wrong in words, with what to do.
 
     Args:
-        stderr: what ssh has said.
-        code: its exit code; None if it runs.
+        code: the exit code of ssh; None if it runs.
         python: the Python interpreter; empty for the one that has started an app there last.
     """
     if code == -signal.SIGKILL:

@@ -50,11 +50,7 @@ def ssh_arguments(machine: str) -> list[str]:
 
 
 def parse_hosts(hosts: Sequence[str] | None) -> list[str]:
-    """Return the names of the machines that the run option ``hosts`` names.
-
-    Raises:
-        UserError: a name is invalid or there twice, a file cannot be read, or there is no machine.
-    """
+    """Return the names of the machines that the run option ``hosts`` names."""
     names: list[str] = []
     for word in hosts or ():  # TorchX passes None where the option is not given
         if word.startswith("@"):

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torchx.specs import AppDef, Role, macros
+from torchx.specs import AppDef
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local.render import new_app_id, working_folder
+from torchx_monarch.backends.local.render import new_app_id, render_role
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.ssh import workspace
 from torchx_monarch.backends.ssh.in_job.wire import Layout
 from torchx_monarch.backends.ssh.options import SshOpts, parse_hosts
 from torchx_monarch.model.env_names import CREDENTIALS, RANK0_HOST, replica0_variable
-from torchx_monarch.model.role_spec import RoleSpec
-from torchx_monarch.supervisor.records import ReplicaRequest
 
 
 @dataclass
@@ -64,11 +62,7 @@ class SshRequest:
 
 
 def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest:
-    """Return the request that runs an app.
-
-    Raises:
-        UserError: there are more replicas than machines.
-    """
+    """Return the request that runs an app."""
     hosts = parse_hosts(options.hosts)
     most = max(app.roles, key=lambda role: role.num_replicas)
     if not hosts:
@@ -85,7 +79,7 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest
         name=app.name,
         machines=[hosts[: role.num_replicas] for role in app.roles],
         roles=[
-            _role(role, spec, app_id, root="." if folders else "")
+            render_role(role, spec, app_id, root="." if folders else "")
             for role, spec, folders in zip(app.roles, submitted.roles, workspaces, strict=True)
         ],
         gpus=[max(0, role.resource.gpu) for role in app.roles],
@@ -95,12 +89,3 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest
         grace=float(options.grace),
         lease=float(options.lease),
     )
-
-
-def _role(role: Role, spec: RoleSpec, app_id: str, root: str) -> RoleRequest:
-    cwd = working_folder(role)
-    replicas = []
-    for k in range(role.num_replicas):
-        filled = macros.Values(root or cwd, app_id, str(k), RANK0_HOST).apply(role)
-        replicas.append(ReplicaRequest([filled.entrypoint, *filled.args], dict(filled.env), cwd))
-    return RoleRequest(spec, replicas)

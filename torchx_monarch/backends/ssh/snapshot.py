@@ -22,15 +22,7 @@ class SshSnapshot(AppSnapshot):
 
 
 def build(app_id: str, answers: Iterable[FoundReplica], lost: Mapping[str, SshError]) -> SshSnapshot:
-    """Assemble the snapshot of an app.
-
-    Args:
-        answers: its replicas; at least one.
-        lost: the machines that cannot be reached.
-
-    Raises:
-        DamagedFileError: the place.json of a replica is damaged.
-    """
+    """Assemble the snapshot of an app from at least one replica; ``lost`` are the machines that cannot be reached."""
     found = {(replica.place.role, replica.place.replica): replica for replica in answers}
     first = next(iter(found.values()))
     place = first.place

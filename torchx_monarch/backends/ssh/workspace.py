@@ -37,9 +37,6 @@ def projects(role: Role) -> dict[str, str]:
     """Return the folders of a role's workspace: where each is, and its path in the workspace; empty without one.
 
     The home folder and ``/`` are left out.
-
-    Raises:
-        UserError: one is not on this machine.
     """
     found = {}
     for source, target in (role.workspace.projects if role.workspace else {}).items():
@@ -55,18 +52,7 @@ def projects(role: Role) -> dict[str, str]:
 
 
 def send(projects: Mapping[str, str], connections: Mapping[str, MachineConnection]) -> str:
-    """Send a workspace to machines, by their names.
-
-    Args:
-        projects: its folders, as ``projects`` returns them.
-
-    Returns:
-        The hash of the workspace; empty without one.
-
-    Raises:
-        UserError: the workspace cannot be read, exceeds the limits or keeps changing.
-        SshError: a machine cannot store it.
-    """
+    """Send a workspace (``projects``) to machines, by their names; return its hash, empty without one."""
     if not projects:
         return ""
     from torchx_monarch.code_sync.scan import ScanError, scan_cached

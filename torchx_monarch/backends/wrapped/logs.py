@@ -20,9 +20,7 @@ _log = logging.getLogger("torchx_monarch")
 def lines(inner: Scheduler[Any], app_id: str, role: str, replica: int, query: LogQuery[Any]) -> Iterator[str]:
     """Yield the lines of a log; none if there is no log yet, which TorchX's schedulers say by a ``RuntimeError``.
 
-    Args:
-        query: which lines. Of a scheduler that cannot show both streams as one, those of stdout come first unless the
-            log is followed.
+    Of a scheduler that cannot show both streams as one, those of stdout come first unless the log is followed.
 
     Raises:
         ValueError: the scheduler does not have this stream.

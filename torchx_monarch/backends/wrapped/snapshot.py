@@ -98,11 +98,7 @@ def _failures_by_role(
 
 
 def _replica(status: ReplicaStatus, app: State, error: str) -> ReplicaSnapshot:
-    """Return the snapshot of a replica.
-
-    Args:
-        error: the result of its role's hosts, if the app has failed; empty without one.
-    """
+    """Return the snapshot of a replica; ``error`` is the result of its role's hosts, if the app has failed."""
     own, result = state(status.state), HostResult.from_text(error)
     is_cause = bool(error) and status.id == max(0, result.replica)
     return ReplicaSnapshot(

@@ -25,15 +25,7 @@ class Code(ContentStore):
         self._incoming = ""
 
     def expect(self, encoded: bytes) -> list[str]:
-        """Prepare to receive a workspace, and return the digests of the contents that are not here.
-
-        Args:
-            encoded: its ``Tree``, encoded.
-
-        Raises:
-            TreeError: it is none.
-            OSError: the disk has too little space, or the folder cannot be made or belongs to another user.
-        """
+        """Prepare to receive a workspace, a ``Tree``; return the digests of the contents that are not here."""
         tree = Tree.decode(encoded)
         state_files.make_folder("code")
         oldest = time.time() - max(state_files.keep_days(), 1.0) * 86400
@@ -55,11 +47,7 @@ class Code(ContentStore):
         self._incoming = ""
 
     def check_out(self, tree_hash: str, folder: str) -> None:
-        """Make a folder with a workspace that was received.
-
-        Raises:
-            OSError: a content was not received, or the folder cannot be written.
-        """
+        """Make a folder with a workspace that was received."""
         WorkFolder(folder).checkout(self._trees[tree_hash], self.path)
 
     def _has(self, digest: str) -> bool:

@@ -21,20 +21,17 @@ from datetime import datetime, timezone
 from typing import Any
 
 from torchx_monarch.backends.core import state_files, stop_request
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
-from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
+from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.core.timed_line import LogQuery
 from torchx_monarch.backends.local import gpus, state
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.ssh.in_job.code import Code
-from torchx_monarch.backends.ssh.in_job.wire import PYTHON_FILE, READY, FoundReplica, Place
+from torchx_monarch.backends.ssh.in_job.wire import MAX_LINES, PYTHON_FILE, READY, FoundReplica, Place
 from torchx_monarch.insight import events
 from torchx_monarch.model import codec
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor import log_reader
+from torchx_monarch.supervisor import log_reader, log_writer
 from torchx_monarch.system import safe_files
-
-_MAX_LINES = 500
-"""Lines of a log in one answer."""
 
 _GONE_WITHIN = 60.0
 
@@ -43,11 +40,7 @@ _WORKSPACE = "workspace"
 
 
 def paths_of(name: str) -> state_files.AppPaths:
-    """Return the paths of a replica.
-
-    Raises:
-        ValueError: the name is none of a folder.
-    """
+    """Return the paths of a replica."""
     if not state_files.is_app_id(name):
         raise ValueError(f"{name!r} is no id")
     return state_files.app_paths(name)
@@ -81,11 +74,7 @@ def _address() -> str:
 
 
 def free_gpus(count: int, path: str) -> list[str]:
-    """Return GPUs that no living replica has; empty on a machine without any.
-
-    Raises:
-        SubmitError: there are too few.
-    """
+    """Return GPUs that no living replica has; empty on a machine without any."""
     from torchx_monarch.backends.core.errors import SubmitError
 
     every = gpus.devices({**os.environ, "PATH": path})
@@ -102,21 +91,13 @@ def free_gpus(count: int, path: str) -> list[str]:
 
 
 def _find(name: str, brief: bool = True) -> FoundReplica | None:
-    """Return a replica, and unless ``brief`` its restarts of ranks; None if it does not exist.
-
-    Args:
-        name: its folder.
-
-    Raises:
-        DamagedFileError: one of its files is damaged.
-    """
+    """Return a replica, and unless ``brief`` its restarts of ranks; None if it does not exist."""
     paths = _existing(name)
     if paths is None:
         return None
     place = state_files.load(Place, _place_file(paths), paths.trusted)
     record = state.current_state(paths)
-    happened = [] if brief else events.read(paths.events, below=paths.trusted)[0]
-    ranks = sum(event["kind"] == "rank_restart" for event in happened)
+    ranks = 0 if brief else events.count_rank_restarts(paths.events, paths.trusted)
     return FoundReplica(place, record, stop_request.load_outcome(paths), ranks) if place and record else None
 
 
@@ -140,15 +121,12 @@ class OrderServer:
         self._code.take(base64.b64decode(piece))
 
     def start(self, name: str, request: Any, place: Any, gpu_count: int, workspace: str, app: Any) -> Any:
-        """Write a replica's folder and start its supervisor; ``confirm`` keeps it.
+        """Write a replica's folder and start its supervisor; ``confirm`` keeps it. If it fails, nothing is left.
 
         Args:
             request: its ``LocalRequest``. Its command may begin with ``python``: this interpreter.
             place: its ``Place``.
             workspace: the hash of the one in which the replica runs; empty without one.
-
-        Raises:
-            SubmitError: it could not be started, or this machine has too few free GPUs; nothing is left.
         """
         from torchx_monarch.backends.local import submit  # imports TorchX, which the other orders do without
 
@@ -221,38 +199,20 @@ class OrderServer:
                 time.sleep(0.02)
             state.remove_ended(paths)
 
-    def log(self, name: str, role: str, replica: int, start: int, wait: float, **query: Any) -> Any:
-        """Return the next lines of a replica's log, and whether these are all.
+    def log(self, name: str, role: str, replica: int, start: int, **query: Any) -> Any:
+        """Return the next lines of a replica's log, at most ``MAX_LINES``, and whether ``until`` has passed.
 
         Args:
             start: where they begin, the ``end`` of a line that was read before; 0 for the first ones of the query.
-            wait: seconds to wait for a line; more may then come.
             query: ``stream``, ``tail``, ``since`` and ``until`` of a ``LogQuery``; times in seconds since the epoch.
         """
         paths = paths_of(name)
-        batch: list[TimedLine] = []
-        deadline = time.monotonic() + wait
-
-        def pause() -> bool:
-            if batch or time.monotonic() > deadline:
-                raise _PauseError
-            return False
-
+        is_past = query["until"] is not None and time.time() > query["until"] + 2 * log_writer.RESOLUTION
         for limit in ("since", "until"):
             if query[limit] is not None:
                 query[limit] = datetime.fromtimestamp(query[limit], timezone.utc)
-        asked = LogQuery[AppSnapshot](**query, follow=wait > 0, has_ended=pause)
-        lines = log_reader.lines(paths.replica_logs(role, replica), asked, paths.trusted, start)
-        try:
-            for line in itertools.islice(lines, _MAX_LINES):
-                batch.append(line)
-        except _PauseError:
-            return batch, False
-        return batch, len(batch) < _MAX_LINES
-
-
-class _PauseError(Exception):
-    """Raised to leave a log that may have more lines later."""
+        lines = log_reader.lines(paths.replica_logs(role, replica), LogQuery(**query), paths.trusted, start)
+        return list(itertools.islice(lines, MAX_LINES)), is_past
 
 
 def main() -> None:

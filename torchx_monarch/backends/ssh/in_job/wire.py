@@ -16,6 +16,10 @@ PYTHON_FILE = "ssh_python"
 """A file in the state directory of a machine: the interpreter that has started an app there last."""
 
 
+MAX_LINES = 500
+"""Lines of a log in one answer."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where an app runs.
@@ -45,12 +49,9 @@ class Place:
     """Where a replica runs, and what is known of its app: the content of place.json in its folder.
 
     Attributes:
-        app_id: id of the app.
         role: index of its role.
         replica: its index in the role.
         created: when the app was submitted, in seconds since the epoch.
-        grace: the run option ``grace``.
-        layout: where the replicas of the app run.
         packed: the app, as ``SubmittedApp.pack`` has encoded it.
         gpus: the GPUs that it has, as CUDA_VISIBLE_DEVICES names them.
         address: the address of its machine.
@@ -69,14 +70,7 @@ class Place:
 
 @dataclass
 class FoundReplica:
-    """One replica as its machine answers.
-
-    Attributes:
-        place: where it runs.
-        record: its record.
-        ending: how the app was asked to end; None if it was not.
-        rank_restarts: how often its host has restarted ranks.
-    """
+    """One replica as its machine answers: ``ending`` is how the app was asked to end, None if it was not."""
 
     place: Place
     record: AppRecord
