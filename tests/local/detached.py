@@ -17,7 +17,7 @@ from torchx.specs import AppDef, AppState, AppStatus, Role
 
 from tests.waits import WITHIN
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import state
+from torchx_monarch.backends.local import folder
 from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.system import processes
@@ -84,8 +84,8 @@ class Detached:
     def paths(self, app_id: str) -> state_files.AppPaths:
         return state_files.app_paths(app_id)
 
-    def owner(self, app_id: str) -> state.Owner:
-        owner = state.load_owner(self.paths(app_id))
+    def owner(self, app_id: str) -> folder.Owner:
+        owner = folder.load_owner(self.paths(app_id))
         assert owner is not None
         return owner
 

@@ -17,7 +17,7 @@ from tests.local.detached import Detached, fresh, lives, pid_in, py, sh
 from tests.waits import until
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.snapshot import Outcome
-from torchx_monarch.backends.local import state
+from torchx_monarch.backends.local import folder
 from torchx_monarch.model.state import State
 
 NEVER = 1000
@@ -52,7 +52,7 @@ def test_cancel_while_the_supervisor_starts(apps: Detached, monkeypatch: pytest.
 
     def start_and_cancel(command: list[str], **more: Any) -> subprocess.Popen[bytes]:
         process = start(command, **more)
-        state.request_stop(state_files.AppPaths(command[5]), Outcome(State.CANCELLED), None)
+        folder.request_stop(state_files.AppPaths(command[5]), Outcome(State.CANCELLED), None)
         return process
 
     with monkeypatch.context() as within:

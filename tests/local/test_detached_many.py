@@ -17,7 +17,7 @@ from tests.local.detached import NAME, Detached, sh
 from tests.waits import until
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.backends.local import state
+from torchx_monarch.backends.local import folder
 from torchx_monarch.backends.local.folder import prune
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.model.state import State
@@ -56,7 +56,7 @@ def test_pruning(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
     old_app("old-kept", now - 13 * day)
     old_app("old-gone", now - 15 * day)
     old_app("old-running", now - 99 * day, state=State.RUNNING)
-    lock = state.lock(state_files.app_paths("old-running"))
+    lock = folder.lock(state_files.app_paths("old-running"))
     trash = Path(state_files.apps_dir(), ".trash-1-x")
     trash.mkdir()
     os.utime(trash, (0, 0))

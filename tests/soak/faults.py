@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.soak.jobs import Job
 from tests.soak.plans import Fault
-from torchx_monarch.backends.local import state
+from torchx_monarch.backends.local import folder
 from torchx_monarch.system import processes
 
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP, "freeze": signal.SIGSTOP}
@@ -84,7 +84,7 @@ def targets(job: Job, kind: str) -> list[int]:
     """The living processes of one kind, in the order of their pids."""
     if kind == "submitter":
         return [job.submitter.pid] if job.submitter is not None and job.submitter.poll() is None else []
-    who = state.load_owner(job.paths) if job.app_id else None
+    who = folder.load_owner(job.paths) if job.app_id else None
     if who is None:
         return []
     if kind == "supervisor":

@@ -213,7 +213,7 @@ def test_the_last_word_uses_the_reserve(tmp_path: Path, monkeypatch: pytest.Monk
     safe_files.make_reserve(reserve, 64 * 1024)
     state_files.write_json(status, {"state": "RUNNING"})
 
-    def full(path: str, value: object, *, durable: bool = False) -> None:
+    def full(path: str, value: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.waits import until
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import state
+from torchx_monarch.backends.local import folder
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.system import processes
 
@@ -48,8 +48,8 @@ def supervisor(job: str) -> Iterator[subprocess.Popen[bytes]]:
 def test_waits_for_the_supervisor_before_it_removes_the_folder(
     paths: state_files.AppPaths, supervisor: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "_ENDING_TIME", 60.0)
-    removal = threading.Thread(target=state.remove_ended, args=[paths])
+    monkeypatch.setattr(folder, "_ENDING_TIME", 60.0)
+    removal = threading.Thread(target=folder.remove_ended, args=[paths])
     removal.start()
     assert os.path.exists(paths.root) and supervisor.stdin is not None
     supervisor.stdin.close()
@@ -61,13 +61,13 @@ def test_waits_for_the_supervisor_before_it_removes_the_folder(
 def test_kills_what_does_not_end(
     paths: state_files.AppPaths, supervisor: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "_ENDING_TIME", 0.0)
-    state.remove_ended(paths)
+    monkeypatch.setattr(folder, "_ENDING_TIME", 0.0)
+    folder.remove_ended(paths)
     assert supervisor.wait(30) == -9
     assert not os.path.exists(paths.root)
 
 
 def test_removes_an_app_with_a_damaged_request(paths: state_files.AppPaths) -> None:
     Path(paths.request).write_text("{")
-    state.remove_ended(paths)
+    folder.remove_ended(paths)
     assert not os.path.exists(paths.root)

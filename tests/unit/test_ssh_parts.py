@@ -27,7 +27,7 @@ from torchx_monarch.backends.core.snapshot import RoleSnapshot
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local import gpus, state
+from torchx_monarch.backends.local import folder, gpus
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.backends.ssh import native, workspace
 from torchx_monarch.backends.ssh.backend import SshBackend
@@ -269,7 +269,7 @@ def test_another_users_list_of_machines(tmp_path: Path, caplog: pytest.LogCaptur
 def test_a_living_replica_keeps_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of its supervisors runs here; that is not asked."""
     monkeypatch.setattr(gpus, "devices", lambda environ: ["0", "1", "2"])
-    monkeypatch.setattr(state, "current_state", lambda paths: AppRecord("x.0.0", "x", 0.0))
+    monkeypatch.setattr(folder, "current_state", lambda paths: AppRecord("x.0.0", "x", 0.0))
     paths = entry.paths_of("x.0.0")
     os.makedirs(paths.root)
     place = Place("x", 0, 0, 0.0, 5.0, Layout([["a"]]), "", gpus=["1", "2"])
@@ -368,7 +368,7 @@ def test_a_damaged_file_of_a_replica_is_named_and_costs_no_other_app(
         StoredApps(Layout, "ssh").store(app_id, Layout([["a"]]))
         paths = state_files.app_paths(folder_name(app_id, 0, 0))
         os.makedirs(paths.root)
-        request.addfinalizer(partial(os.close, state.lock(paths)))
+        request.addfinalizer(partial(os.close, folder.lock(paths)))
         place = Place(app_id, 0, 0, 100.0, 5.0, Layout([["a"]]), submitted.pack())
         state_files.write_json(f"{paths.root}/place.json", asdict(place))
         role = RoleRecord("trainer", [ReplicaRecord(0, State.RUNNING)])

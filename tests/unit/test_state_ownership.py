@@ -19,8 +19,7 @@ from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, StateDirError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local import folder as local_folder
-from torchx_monarch.backends.local import status, submit
+from torchx_monarch.backends.local import folder, status, submit
 from torchx_monarch.backends.local.render import render
 from torchx_monarch.backends.slurm.backend import SlurmBackend
 from torchx_monarch.backends.slurm.batch_step import record_path
@@ -191,11 +190,11 @@ def test_how_many_apps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
     names = [app("a", ended=now - age).app_id for age in range(4)]
     monkeypatch.setenv("MONARCH_KEEP_APPS", "some")
-    assert local_folder.prune(state_files.apps_dir()) == []
+    assert folder.prune(state_files.apps_dir()) == []
     monkeypatch.setenv("MONARCH_KEEP_APPS", "3")
-    assert local_folder.prune(state_files.apps_dir()) == [names[3]]
+    assert folder.prune(state_files.apps_dir()) == [names[3]]
     monkeypatch.setenv("MONARCH_KEEP_APPS", "0")
-    assert sorted(local_folder.prune(state_files.apps_dir())) == sorted(names[:3])
+    assert sorted(folder.prune(state_files.apps_dir())) == sorted(names[:3])
 
 
 # -- monarch_slurm -----------------------------------------------------------------------------------------------------

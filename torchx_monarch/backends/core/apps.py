@@ -50,19 +50,16 @@ class Apps(Generic[S]):
         Only for an app that this process has submitted (``own``), this also ends what is left after its decision:
         sidecars when the other roles have succeeded, other roles when one has failed.
         """
-        app = self._snapshot(app_id, brief=brief)
+        try:
+            app = self.backend.snapshot(app_id, brief=brief)
+        except state_files.DamagedFileError as error:
+            raise BackendError(str(error)) from None
         if app is None:
             return None
         status = reduce(app)
         if app_id in self._owned:
             self._end_rest(app, status)
         return app, status
-
-    def _snapshot(self, app_id: str, *, brief: bool = False) -> S | None:
-        try:
-            return self.backend.snapshot(app_id, brief=brief)
-        except state_files.DamagedFileError as error:
-            raise BackendError(str(error)) from None
 
     def _end_rest(self, app: S, status: AppStatus) -> None:
         since = self._owned[app.app_id]
@@ -180,11 +177,10 @@ class Apps(Generic[S]):
         found = self.read(app_id, brief=True)
         if found is None or not self._stop(*found, None) or not self.backend.capabilities.waits_for_cancel:
             return
-        app = found[0]
-        if not self._await_end(app):
-            reason = f"app {app_id} was told to end, but has not ended within {_end_timeout(app):.0f} s"
+        if not self.wait(app_id, timeout := _end_timeout(found[0])):
             raise BackendError(
-                f"{reason}; `torchx monarch status {self._scheduler}://torchx/{app_id}` shows what is left"
+                f"app {app_id} was told to end, but has not ended within {timeout:.0f} s; "
+                f"`torchx monarch status {self._scheduler}://torchx/{app_id}` shows what is left"
             )
 
     def _stop(self, app: S, status: AppStatus, grace: float | None, reason: str = "") -> bool:
@@ -194,10 +190,6 @@ class Apps(Generic[S]):
         decided = status.outcome if status.is_stop_due else None
         self.backend.stop(app, decided or Outcome(State.CANCELLED, reason, time=time.time()), grace)
         return True
-
-    def _await_end(self, app: S) -> bool:
-        """Wait as long as an app that was asked to stop may take to end; return whether it has ended."""
-        return self.wait(app.app_id, _end_timeout(app))
 
     def delete(self, app_id: str) -> None:
         """End an app, wait for that, and remove all that the backend stores of it; nothing if it does not exist.
@@ -211,16 +203,16 @@ class Apps(Generic[S]):
         app, status = found
         self.backend.check_removable(app)
         if not self.backend.capabilities.removes_running_apps and self._stop(app, status, None):
-            if not self._await_end(app):
+            if not self.wait(app_id, _end_timeout(app)):
                 raise BackendError(f"app {app_id} did not end after a stop request; it is kept")
-            app = self._snapshot(app_id, brief=True) or app
+            app, _ = self.read(app_id, brief=True) or found
         self.backend.remove(app)
 
     def address(self, app_id: str, role: str) -> str:
         """Return the address or host name of a role's replica 0 for clients; empty if it is not known (yet)."""
-        app = self._snapshot(app_id, brief=True)
-        replicas = [replica for replica in (app.replicas if app else ()) if replica.role == role and replica.id == 0]
-        return (replicas[0].address or replicas[0].hostname) if replicas else ""
+        found = self.read(app_id, brief=True)
+        replicas = found[0].replicas if found else ()
+        return next((r.address or r.hostname for r in replicas if r.role == role and r.id == 0), "")
 
 
 def _end_timeout(app: AppSnapshot) -> float:

@@ -162,30 +162,15 @@ def remove_file(path: str) -> None:
             os.close(fd)
 
 
-def write_json(path: str, value: object, *, durable: bool = False, below: str | None = None) -> None:
+def write_json(path: str, value: object, *, below: str | None = None) -> None:
     """Replace a file atomically; objects that JSON does not support are written as their ``str``.
 
     Args:
-        durable: whether to sync the file to disk, after readers can see it.
         below: as for ``load``.
     """
-    data = json.dumps(value, default=str, separators=(",", ":")).encode()
-    aside = f"{path}.{os.getpid()}.tmp"
-    fd = safe_files.open_file(aside, os.O_WRONLY | os.O_CREAT, below=below)
-    try:
-        try:
-            os.ftruncate(fd, 0)  # a killed process with the same pid may have left the file
-            safe_files.write_all(fd, data)
-            os.rename(aside, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(aside)
-            raise
-        if durable:
-            with contextlib.suppress(OSError):
-                os.fsync(fd)
-    finally:
-        os.close(fd)
+    if below is not None:
+        os.close(safe_files.open_folder(os.path.dirname(path), below=below))
+    safe_files.replace_file(path, json.dumps(value, default=str, separators=(",", ":")).encode())
 
 
 def write_last_json(path: str, value: object, reserve: str) -> None:
@@ -195,9 +180,11 @@ def write_last_json(path: str, value: object, reserve: str) -> None:
         reserve: a file made by ``safe_files.make_reserve``; it does not exist afterwards.
     """
     try:
-        write_json(path, value, durable=True)
+        write_json(path, value)
     except OSError:
         safe_files.write_into_reserve(reserve, path, json.dumps(value, default=str).encode())
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        os.fsync(file.fileno())
     with contextlib.suppress(OSError):
         os.unlink(reserve)
 

@@ -18,7 +18,7 @@ from torchx_monarch.backends.core.options import MonarchOpts
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.local import render, state, submit
+from torchx_monarch.backends.local import folder, render, submit
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.insight import events
@@ -74,7 +74,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             if not brief:
                 raise
             # Enough to cancel or delete the app.
-            state_by_lock = State.RUNNING if state.is_supervised(paths) else State.FAILED
+            state_by_lock = State.RUNNING if folder.is_supervised(paths) else State.FAILED
             return AppSnapshot(app_id, app_id, (), is_supervised=True, native=Outcome(state_by_lock, str(error)))
         if record is None:
             return None
@@ -104,35 +104,35 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
 
     def still_runs(self, app: AppSnapshot) -> bool:
         paths = state_files.app_paths(app.app_id)
-        return state.is_supervised(paths) or bool(state.left(paths))
+        return folder.is_supervised(paths) or bool(folder.left(paths))
 
     def has_ended(self, app_id: str) -> bool:
         paths = state_files.app_paths(app_id)
         try:
             record = _read_record(paths)
         except state_files.DamagedFileError:
-            return not state.is_supervised(paths)
+            return not folder.is_supervised(paths)
         return record is None or record.terminal
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def stop(self, app: AppSnapshot, outcome: Outcome, grace: float | None) -> None:
         paths = state_files.app_paths(app.app_id)
-        owner = state.load_owner(paths)
-        if owner is not None and not owner.is_here and not state.is_supervised(paths):
+        owner = folder.load_owner(paths)
+        if owner is not None and not owner.is_here and not folder.is_supervised(paths):
             raise BackendError(
                 f"app {app.app_id} runs on {owner.hostname}, which cannot be seen from here: cancel it there. If that "
                 f"machine is gone for good, remove {paths.root}"
             )
         try:
-            state.request_stop(paths, outcome, grace)
+            folder.request_stop(paths, outcome, grace)
         except OSError as error:
             raise BackendError(f"app {app.app_id} cannot be cancelled: {error}") from None
 
     def remove(self, app: AppSnapshot) -> None:
         paths = state_files.app_paths(app.app_id)
         try:
-            state.remove_ended(paths)
+            folder.remove_ended(paths)
         except OSError as error:
             raise RemoveError(app.app_id, paths.root, error) from None
 
@@ -146,7 +146,7 @@ def _read_record(paths: state_files.AppPaths) -> AppRecord | None:
     """
     try:
         paths.check_owner()
-        return state.current_state(paths)
+        return folder.current_state(paths)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Remove and prune the folders of apps: other processes see all of a folder or nothing."""
+"""The folder of an app: its current state, by status file and lock of its supervisor; the app's end and removal."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import signal
 import time
+from dataclasses import dataclass
 
-from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.state_files import AppPaths
-from torchx_monarch.backends.local import state
-from torchx_monarch.system import run_dirs
+from torchx_monarch.backends.core import state_files, stop_request
+from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.local import status
+from torchx_monarch.backends.local.request import load as load_request
+from torchx_monarch.model.state import State
+from torchx_monarch.system import processes, run_dirs, safe_files
+from torchx_monarch.system.processes import ProcessIdentity
+
+_ENDING_TIME = 5.0
+"""Maximum seconds that the supervisor of an ended app has to end by itself."""
 
 TRASH_PREFIX = ".trash-"
 
@@ -20,7 +30,140 @@ _WORK_TIME = 3600.0
 """Seconds for which a half-made or half-removed folder is kept: another process may still work on it."""
 
 
-def remove_app(paths: AppPaths) -> None:
+def request_stop(paths: state_files.AppPaths, outcome: Outcome, grace: float | None) -> None:
+    """Ask the app's supervisor to end the app; without a supervisor, kill what is left of the app here.
+
+    A supervisor that is still starting, or that runs where it cannot be signalled from here, reads the request from
+    disk.
+
+    Raises:
+        OSError: the request could not be written, and no supervisor can be signalled.
+    """
+    owner = load_owner(paths)
+    runs_here = owner is not None and processes.identity(owner.supervisor.pid) == owner.supervisor
+    try:
+        stop_request.write(paths, outcome, grace)
+    except OSError:  # a full disk, or a folder of that name: a supervisor of this machine ends the app nevertheless
+        if not runs_here and is_supervised(paths):
+            raise
+    if owner is not None and runs_here:
+        processes.send(owner.supervisor, signal.SIGTERM)
+        processes.send(owner.supervisor, signal.SIGCONT)  # a stopped process handles SIGTERM only after it
+    if not is_supervised(paths):
+        processes.kill_until_gone(lambda: left(paths))
+
+
+def left(paths: state_files.AppPaths) -> list[int]:
+    """Return the processes of an app that run here, by the app's marker in their environments."""
+    with contextlib.suppress(state_files.DamagedFileError):
+        request = load_request(paths)
+        if request is not None and request.job:
+            return processes.marked(request.job)
+    return []
+
+
+def remove_ended(paths: state_files.AppPaths) -> None:
+    """Wait until the supervisor of an ended app is gone, kill what has survived it, and remove the app's folders."""
+    until = time.monotonic() + _ENDING_TIME
+    while left(paths) and time.monotonic() < until:
+        time.sleep(0.02)
+    processes.kill_until_gone(lambda: left(paths))
+    with contextlib.suppress(state_files.DamagedFileError):
+        if request := load_request(paths):
+            remove_run_dir(paths, request.run_dir)
+    remove_app(paths)
+
+
+def current_state(paths: state_files.AppPaths) -> status.AppRecord | None:
+    """Return the current state of an app; None if the app does not exist. Nothing is written and nobody signalled.
+
+    An app whose lock nobody holds has ended, whatever its status file says, unless it runs on another machine whose
+    locks this one may not see.
+    """
+    alive = is_supervised(paths)  # before the status: the supervisor writes that last
+    record = status.load(paths)
+    if record is None or record.terminal:
+        return record
+    owner = load_owner(paths)
+    if owner is not None and not owner.is_here:
+        record.msg = f"runs on {owner.hostname}" + ("" if alive else ", or has ended: that cannot be seen from here")
+    elif not alive:
+        reason, last_written = "its submission was interrupted before it started", 0.0
+        with contextlib.suppress(OSError):  # its last sign of life
+            last_written = os.stat(paths.status, follow_symlinks=False).st_mtime
+        if owner is not None:
+            why = f"it was killed, or {owner.hostname} was rebooted"
+            with contextlib.suppress(OSError):
+                why = f"see {paths.supervisor_log}" if os.path.getsize(paths.supervisor_log) else why
+            reason = f"the supervisor (pid {owner.supervisor.pid}) has ended without a result: {why}"
+        for replica in (replica for role in record.roles for replica in role.replicas if not replica.state.is_terminal):
+            replica.state, replica.ended = State.FAILED, last_written
+        record.state, record.msg, record.ended = State.FAILED, reason, last_written
+    return record
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The content of supervisor.json: the process that runs an app, and the name of its machine or container."""
+
+    hostname: str
+    supervisor: ProcessIdentity
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs on this machine, by its name. On another one it may live though its lock is not seen."""
+        return self.hostname == os.uname().nodename
+
+
+def write_owner(paths: state_files.AppPaths) -> None:
+    """Write that the calling process runs the app."""
+    identity = processes.identity(os.getpid())
+    assert identity is not None
+    # asdict() leaves named tuples as they are, and JSON would write them as lists.
+    owner = {"hostname": os.uname().nodename, "supervisor": identity._asdict()}
+    state_files.write_json(paths.supervisor, owner)
+
+
+def load_owner(paths: state_files.AppPaths) -> Owner | None:
+    """Read which process runs the app; return None if it has not started yet, or the file is damaged."""
+    return state_files.load_undamaged(Owner, paths.supervisor, paths.trusted)
+
+
+def lock(paths: state_files.AppPaths) -> int:
+    """Make and lock the lock file of a new app; return its descriptor.
+
+    Raises:
+        OSError: the file system has no locks, or the file cannot be made.
+    """
+    opened = safe_files.open_file(paths.lock, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    # Where stderr is closed, the lock would have its number, which is another file in the supervisor.
+    descriptor = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(opened)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # a reader may hold it for an instant (``is_supervised``)
+    except OSError as error:
+        os.close(descriptor)
+        reason = f"its file system has no file locks ({os.strerror(error.errno or errno.ENOLCK)})"
+        raise OSError(error.errno, reason, os.path.dirname(paths.root)) from None
+    return descriptor
+
+
+def is_supervised(paths: state_files.AppPaths) -> bool:
+    """Return whether a supervisor holds the lock of an app, here or on a machine whose locks can be seen from here."""
+    try:
+        descriptor = safe_files.open_file(paths.lock, below=paths.trusted)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def remove_app(paths: state_files.AppPaths) -> None:
     """Remove an app's folder with its content; other processes see all of it or nothing."""
     trash = os.path.join(os.path.dirname(paths.root), f"{TRASH_PREFIX}{os.getpid()}-{paths.app_id}")
     try:
@@ -30,18 +173,18 @@ def remove_app(paths: AppPaths) -> None:
     run_dirs.remove_tree(trash)
 
 
-def make_run_dir(paths: AppPaths) -> str:
+def make_run_dir(paths: state_files.AppPaths) -> str:
     """Return the folder for the app's sockets: inside the app's folder, or elsewhere if that path is too long."""
     return paths.run if len(os.fsencode(paths.run)) <= run_dirs.MAX_RUN_DIR else run_dirs.new_run_dir()
 
 
-def remove_run_dir(paths: AppPaths, run_dir: str) -> None:
+def remove_run_dir(paths: state_files.AppPaths, run_dir: str) -> None:
     """Remove a folder that ``make_run_dir`` has returned; leave any other folder alone."""
     if run_dir == paths.run or os.path.basename(run_dir).startswith(run_dirs.RUN_PREFIX):
         run_dirs.remove_tree(run_dir)
 
 
-def describe_full_disk(paths: AppPaths) -> str:
+def describe_full_disk(paths: state_files.AppPaths) -> str:
     """Describe a full state directory, for which files that name the cause may be missing; empty if it has room."""
     with contextlib.suppress(OSError):
         found = os.statvfs(paths.root)
@@ -74,19 +217,19 @@ def prune(apps: str, *, newest: int | None = None) -> list[str]:
         for entry in entries:
             paths, is_trash = state_files.AppPaths(entry.path), entry.name.startswith(TRASH_PREFIX)
             with contextlib.suppress(state_files.DamagedFileError, OSError):
-                record = None if is_trash else state.current_state(paths)
+                record = None if is_trash else current_state(paths)
                 if record is not None and record.terminal and record.ended is not None:
                     ended.append((record.ended, paths))
                 # The record of an app of another machine may be unreadable for a moment (NFS): it has a supervisor.
                 has_begun = os.path.exists(paths.lock) and not os.path.exists(paths.supervisor)
-                is_left = is_trash or (record is None and has_begun and not state.is_supervised(paths))
+                is_left = is_trash or (record is None and has_begun and not is_supervised(paths))
                 if is_left and entry.stat().st_mtime < time.time() - _WORK_TIME:
                     run_dirs.remove_tree(entry.path)
     newest = keep_apps() if newest is None else newest
     ended.sort(key=lambda ended_app: ended_app[0], reverse=True)
     removed = []
     for rank, (end, paths) in enumerate(ended):
-        if (rank >= newest or end < oldest_end) and not state.is_supervised(paths):
-            state.remove_ended(paths)
+        if (rank >= newest or end < oldest_end) and not is_supervised(paths):
+            remove_ended(paths)
             removed.append(paths.app_id)
     return removed

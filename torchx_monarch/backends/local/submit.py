@@ -18,7 +18,7 @@ from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import StateDirError, SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
-from torchx_monarch.backends.local import folder, state, status
+from torchx_monarch.backends.local import folder, status
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.env_names import JOB_VARIABLES
@@ -59,7 +59,7 @@ def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], 
         raise
     except BaseException:
         # Ctrl-C: the caller never gets the app's id, so the app must not continue.
-        state.request_stop(paths, Outcome(State.CANCELLED), 0.0)
+        folder.request_stop(paths, Outcome(State.CANCELLED), 0.0)
         raise
     finally:
         os.close(lock)
@@ -80,7 +80,7 @@ def _make_folder(
         ) from None
     with contextlib.ExitStack() as undo:
         undo.callback(folder.remove_app, paths)
-        lock = state.lock(paths)
+        lock = folder.lock(paths)
         undo.callback(os.close, lock)
         run_dir = folder.make_run_dir(paths)
         undo.callback(folder.remove_run_dir, paths, run_dir)
@@ -131,7 +131,7 @@ def start_supervisor(paths: state_files.AppPaths, request: LocalRequest, lock: i
 
 @contextlib.contextmanager
 def _blocked(number: signal.Signals) -> Iterator[None]:
-    """Block a signal in this thread: ``state.request_stop`` may signal a supervisor that is about to ignore it."""
+    """Block a signal in this thread: ``folder.request_stop`` may signal a supervisor that is about to ignore it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield

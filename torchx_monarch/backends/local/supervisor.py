@@ -6,9 +6,8 @@
 
 The first process exits so that the supervisor has no parent among the submitter's processes. The supervisor runs the
 app (``supervisor_loop``). It is a subreaper, so a process of the app that has lost its parent remains below it, and it
-holds the app's lock (``state``). If it is killed, the kernel kills the replicas and releases the lock, by which readers
-know that the app has ended; children of ordinary programs that survive these are killed when the app is cancelled or
-deleted.
+holds the app's lock. If it is killed, the kernel kills the replicas and releases the lock, by which readers know that
+the app has ended; children of ordinary programs that survive these are killed when the app is cancelled or deleted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import signal
 import sys
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import folder, state, status
+from torchx_monarch.backends.local import folder, status
 from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
@@ -66,7 +65,7 @@ def _supervise(paths: state_files.AppPaths) -> None:
     request, record = load_request(paths), status.load(paths)
     assert request is not None and record is not None  # ``submit`` has written both
     os.makedirs(request.run_dir, mode=0o700, exist_ok=True)
-    state.write_owner(paths)
+    folder.write_owner(paths)
     pid = os.getpid()
 
     def on_ready() -> None:

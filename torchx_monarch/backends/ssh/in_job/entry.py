@@ -23,7 +23,7 @@ from typing import Any
 from torchx_monarch.backends.core import state_files, stop_request
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.timed_line import LogQuery
-from torchx_monarch.backends.local import gpus, state
+from torchx_monarch.backends.local import folder, gpus
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.ssh.in_job.code import Code
 from torchx_monarch.backends.ssh.in_job.wire import MAX_LINES, PYTHON_FILE, READY, FoundReplica, Place
@@ -96,7 +96,7 @@ def _find(name: str, brief: bool = True) -> FoundReplica | None:
     if paths is None:
         return None
     place = state_files.load(Place, _place_file(paths), paths.trusted)
-    record = state.current_state(paths)
+    record = folder.current_state(paths)
     ranks = 0 if brief else events.count_rank_restarts(paths.events, paths.trusted)
     return FoundReplica(place, record, stop_request.load_outcome(paths), ranks) if place and record else None
 
@@ -188,16 +188,16 @@ class OrderServer:
     def stop(self, names: list[str], outcome: Any, grace: float | None) -> Any:
         """Begin to end replicas."""
         for paths in filter(None, map(_existing, names)):
-            state.request_stop(paths, codec.decode(Outcome, outcome), grace)
+            folder.request_stop(paths, codec.decode(Outcome, outcome), grace)
 
     def remove(self, names: list[str]) -> Any:
         """End replicas that still run, and remove what is stored of them."""
         for paths in filter(None, map(_existing, names)):
-            state.request_stop(paths, Outcome(State.CANCELLED), 0.0)
+            folder.request_stop(paths, Outcome(State.CANCELLED), 0.0)
             until = time.monotonic() + _GONE_WITHIN
-            while (record := state.current_state(paths)) and not record.terminal and time.monotonic() < until:
+            while (record := folder.current_state(paths)) and not record.terminal and time.monotonic() < until:
                 time.sleep(0.02)
-            state.remove_ended(paths)
+            folder.remove_ended(paths)
 
     def log(self, name: str, role: str, replica: int, start: int, **query: Any) -> Any:
         """Return the next lines of a replica's log, at most ``MAX_LINES``, and whether ``until`` has passed.
