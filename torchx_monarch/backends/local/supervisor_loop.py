@@ -209,8 +209,11 @@ class SupervisorLoop:
     def _living(replicas: Iterable[Replica]) -> dict[int, Replica]:
         return {replica.record.pid: replica for replica in replicas if replica.alive and replica.record.pid is not None}
 
-    def _event(self, kind: str, message: str, *, seconds: float | None = None, **fields: object) -> None:
-        events.append(self._paths.events, kind, message, seconds=seconds, **fields)
+    def _event(
+        self, kind: str, message: str, replica: Replica | None = None, *, seconds: float | None = None, **fields: object
+    ) -> None:
+        whose = {} if replica is None else {"role": replica.spec.name, "replica": replica.record.id}
+        events.append(self._paths.events, kind, message, seconds=seconds, **whose, **fields)
 
     # --- starts and ends of replicas
 
@@ -225,27 +228,15 @@ class SupervisorLoop:
                     os.unlink(self._socket(replica.role_index))
             began = time.monotonic()
             if not replica.start():
-                self._event(
-                    "replica_exited",
-                    replica.failure,
-                    role=replica.spec.name,
-                    replica=replica.record.id,
-                    exit_code=replica.record.exit_code,
-                )
+                self._event("replica_exited", replica.failure, replica, exit_code=replica.record.exit_code)
                 self._on_failure(replica)
                 continue
-            assert replica.record.pid is not None
+            pid, took = replica.record.pid, time.monotonic() - began
+            assert pid is not None
             self._record.started = self._record.started or replica.record.started
-            self._by_pid[replica.record.pid] = replica
-            self._event(
-                "replica_started",
-                f"replica {replica.name} started (pid {replica.record.pid})",
-                seconds=time.monotonic() - began,
-                role=replica.spec.name,
-                replica=replica.record.id,
-                pid=replica.record.pid,
-                restart=replica.record.restarts,
-            )
+            self._by_pid[pid] = replica
+            text = f"replica {replica.name} started (pid {pid})"
+            self._event("replica_started", text, replica, seconds=took, pid=pid, restart=replica.record.restarts)
 
     def _on_exit(self, pid: int, code: int) -> None:
         replica = self._by_pid.pop(pid, None)
@@ -254,15 +245,9 @@ class SupervisorLoop:
         self._is_changed = True
         replica.exited(code)
         assert replica.record.started is not None and replica.record.ended is not None
-        self._event(
-            "replica_exited",
-            f"replica {replica.name} (pid {pid}) {job_result.describe_code(code)}",
-            seconds=replica.record.ended - replica.record.started,
-            role=replica.spec.name,
-            replica=replica.record.id,
-            exit_code=code,
-            stopped=replica.stopping,
-        )
+        lived = replica.record.ended - replica.record.started
+        text = f"replica {replica.name} (pid {pid}) {job_result.describe_code(code)}"
+        self._event("replica_exited", text, replica, seconds=lived, exit_code=code, stopped=replica.stopping)
         if self._outcome is not None:
             self._on_ending()
         elif replica.record.state is State.FAILED:
@@ -285,7 +270,7 @@ class SupervisorLoop:
             left = sum(sibling.record.state is not State.FAILED for sibling in self._roles[replica.role_index])
             why = f"{left} of {spec.replicas} are left, and {spec.min_replicas} are enough"
             text = f"{replica.failure}; {'its role had succeeded' if self._is_over(replica.role_index) else why}"
-            self._event("replica_spared", text, role=spec.name, replica=replica.record.id)
+            self._event("replica_spared", text, replica)
             self._tolerated.add(replica)
         self._end_if_decided(failed=replica)
 

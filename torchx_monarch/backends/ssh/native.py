@@ -104,23 +104,17 @@ class MachineConnection:
         """
         request = json.dumps({"order": order, **fields}, separators=(",", ":")).encode() + b"\n"
         with self._lock:
-            try:
-                if self._process is not None:
+            if self._process is not None:
+                try:
                     return self._exchange(request)
-                if not may_reconnect:
-                    raise SshError(self._machine, "the connection was lost")
-            except SshError as error:
-                if not may_reconnect or isinstance(error, RefusedOrderError):
-                    raise
+                except SshError as error:
+                    if not may_reconnect or isinstance(error, RefusedOrderError):
+                        raise
+            elif not may_reconnect:
+                raise SshError(self._machine, "the connection was lost")
             if order == "read" and self._silence is not None and time.monotonic() < self._silence[0]:
                 raise self._silence[1]
-            began, self._silence = time.monotonic(), None
-            try:
-                return self._exchange(request)
-            except SshError as error:
-                if (now := time.monotonic()) > began + _CONNECT_TIMEOUT / 2:
-                    self._silence = now + _SILENT_TIME, error
-                raise
+            return self._exchange(request)
 
     def _exchange(self, request: bytes) -> Any:
         try:
@@ -153,8 +147,14 @@ class MachineConnection:
             stderr=self._stderr,
             start_new_session=True,  # Ctrl-C is for the caller, which then ends what it has begun
         )
-        while self._talk(script, _START_TIMEOUT).strip() != READY.encode():
-            script = b""  # the line was one of the shell's own files
+        began = time.monotonic()
+        try:
+            while self._talk(script, _START_TIMEOUT).strip() != READY.encode():
+                script = b""  # the line was one of the shell's own files
+        except SshError as error:
+            if (now := time.monotonic()) > began + _CONNECT_TIMEOUT / 2:
+                self._silence = now + _SILENT_TIME, error
+            raise
 
     def _talk(self, data: bytes, timeout: float) -> bytes:
         """Send data and return the next line."""
