@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchx_monarch.backends.core.state import HOST_EXTRA
-from torchx_monarch.supervisor import graceful_stop
-from torchx_monarch.supervisor.graceful_stop import GracefulStop
+from torchx_monarch.supervisor import replica
 from torchx_monarch.system import processes
 
 GRACE = 30.0
@@ -57,14 +56,18 @@ class Replica:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the module; the replica of pid 2 has a host."""
     clock = Clock()
-    monkeypatch.setattr(graceful_stop, "time", clock)
+    monkeypatch.setattr(replica, "time", clock)
     monkeypatch.setattr(processes, "hosts", lambda pids: {pid: [7] if pid == 2 else [] for pid in pids})
     return clock
 
 
+def stop(replicas: list[Replica], grace: float, clock: Clock) -> None:
+    replica.stop(replicas, grace, clock.at)  # type: ignore[arg-type]
+
+
 def test_a_host_has_some_time_more(clock: Clock) -> None:
     program, host = Replica(1), Replica(2)
-    GracefulStop(clock.at, [program, host], GRACE)  # type: ignore[list-item]
+    stop([program, host], GRACE, clock)
     assert program.told and host.told
     clock.move(GRACE - 0.1)
     assert program.alive and host.alive
@@ -78,11 +81,11 @@ def test_a_host_has_some_time_more(clock: Clock) -> None:
 
 def test_a_second_request_shortens_the_stop(clock: Clock) -> None:
     program, host = Replica(1), Replica(2)
-    stop = GracefulStop(clock.at, [program, host], GRACE)  # type: ignore[list-item]
-    stop.shorten(2 * GRACE)
+    stop([program, host], GRACE, clock)
+    stop([program, host], 2 * GRACE, clock)
     clock.move(1.0)
-    stop.shorten(2.0)
+    stop([program, host], 2.0, clock)
     clock.move(3.0)
     assert not program.alive and host.alive
-    stop.shorten(0.0)
+    stop([program, host], 0.0, clock)
     assert not host.alive

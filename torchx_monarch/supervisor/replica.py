@@ -9,11 +9,12 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchx_monarch.backends.core.snapshot import ReplicaSnapshot
+from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.host_result import HostResult, no_retry_reason
@@ -271,6 +272,23 @@ class Replica:
             self.stopping, self._killed_for = not failure, failure
             family = [*processes.descendants(pid, self._env[processes.MARKER]), *processes.adopted(self.marks)]
             processes.kill([pid, *family])
+
+
+def stop(replicas: Iterable[Replica], grace: float, call_at: Callable[[float, Callable[[], None]], None]) -> None:
+    """Stop replicas: send SIGTERM, and SIGKILL after the grace period. A second call may shorten that.
+
+    Args:
+        grace: seconds from SIGTERM to SIGKILL; 0 for SIGKILL without SIGTERM.
+        call_at: calls a function when ``time.monotonic()`` reaches a time.
+    """
+    living = {replica.record.pid: replica for replica in replicas if replica.alive and replica.record.pid is not None}
+    hosts = processes.hosts(living) if grace > 0 else {}
+    for pid, replica in living.items():
+        if grace <= 0:
+            replica.kill()
+        else:
+            replica.terminate(hosts[pid])
+            call_at(time.monotonic() + grace + (HOST_EXTRA if hosts[pid] else 0.0), replica.kill)
 
 
 def error_message(error: str | None) -> str:

@@ -219,13 +219,6 @@ class Backend(abc.ABC, Generic[O, R, S]):
         """Return whether an app still runs although its state is terminal: its files may be ahead."""
         return False
 
-    def check_removable(self, app: S) -> None:
-        """Check that the user may remove an app.
-
-        Raises:
-            BackendError: the app belongs to another user.
-        """
-
     def has_ended(self, app_id: str) -> bool | None:
         """Return whether an app has ended or does not exist, for frequent calls; None to derive it from a snapshot."""
         return None

@@ -45,8 +45,6 @@ class ReplicaSnapshot:
     """One replica.
 
     Attributes:
-        role: name of its role.
-        id: its index in the role.
         state: its own state, regardless of the rest of the app. FAILED only if it is not restarted; UNKNOWN if its
             record was removed from the backend, with the exit code.
         hostname: the name of its machine or container; empty if unknown.
@@ -118,7 +116,6 @@ class RoleSnapshot:
     """One role.
 
     Attributes:
-        spec: what was submitted.
         replicas: its replicas, by index.
         is_active: whether the backend's own controller may still start replicas of it.
         finished: the state in which the backend's own controller has ended the role; None if it has not, or there is
@@ -176,13 +173,10 @@ class AppSnapshot:
     """One app.
 
     Attributes:
-        app_id: id of the app.
-        name: name of the AppDef.
         roles: its roles, in the order of the AppDef.
         app: the app as the user wrote it; None if the backend does not know it.
         created: when it was submitted, in seconds since the epoch; 0 if unknown.
-        started: when it first began to run, in seconds since the epoch; 0 to take it from the replicas, each of which
-            tells its latest start.
+        started: when it first began to run; 0 to take it from the replicas, each of which tells its latest start.
         grace: seconds from SIGTERM to SIGKILL when its replicas are stopped.
         native: the state that the backend's own controller has decided; None if it follows from the replicas.
         is_supervised: whether a process of the job's own, such as this package's supervisor, ends what is left of the

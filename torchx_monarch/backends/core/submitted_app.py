@@ -51,7 +51,9 @@ class SubmittedApp:
         In TorchX, metadata, and tags and capabilities of resources, may hold any object. Objects that JSON does not
         support become their ``str`` when the result is written. Overrides of a role are resolved.
         """
-        return {"app": _app_to_json(self.app), "roles": [asdict(role) for role in self.roles], "cfg": dict(self.cfg)}
+        roles = [_role_to_json(role) for role in self.app.roles]
+        app = {"name": self.app.name, "metadata": dict(self.app.metadata), "roles": roles}
+        return {"app": app, "roles": [asdict(role) for role in self.roles], "cfg": dict(self.cfg)}
 
     @classmethod
     def from_json(cls, data: Any) -> SubmittedApp:
@@ -98,10 +100,6 @@ def parse(stored: dict[str, Any], path: str) -> SubmittedApp:
         raise state_files.DamagedFileError(f"{one_line(path)} is damaged: {error}") from None
 
 
-def _app_to_json(app: AppDef) -> dict[str, Any]:
-    return {"name": app.name, "metadata": dict(app.metadata), "roles": [_role_to_json(role) for role in app.roles]}
-
-
 def _app_from_json(data: Any) -> AppDef:
     try:
         return AppDef(data["name"], [_role_from_json(role) for role in data["roles"]], data.get("metadata", {}))
@@ -114,7 +112,8 @@ def _role_to_json(role: Role) -> dict[str, Any]:
     data = {field.name: getattr(role, field.name) for field in fields(Role) if field.name != "overrides"}
     data["retry_policy"] = RetryPolicy(role.retry_policy).value
     data["resource"] = asdict(role.resource)
-    data["mounts"] = [_mount_to_json(mount) for mount in role.mounts]
+    kinds = [next(kind for kind, cls in _MOUNTS.items() if isinstance(mount, cls)) for mount in role.mounts]
+    data["mounts"] = [{"type": kind, **asdict(mount)} for kind, mount in zip(kinds, role.mounts, strict=True)]
     data["workspace"] = None if role.workspace is None else dict(role.workspace.projects)
     return data
 
@@ -124,22 +123,13 @@ def _role_from_json(data: dict[str, Any]) -> Role:
     data["retry_policy"] = RetryPolicy(data.get("retry_policy", RetryPolicy.APPLICATION))
     if "resource" in data:
         data["resource"] = _known(Resource, data["resource"])
-    data["mounts"] = [_mount_from_json(mount) for mount in data.get("mounts", ())]
+    data["mounts"] = [_known(_MOUNTS[mount["type"]], mount) for mount in data.get("mounts", ())]
     if data.get("workspace") is not None:
         data["workspace"] = Workspace(projects=data["workspace"])
     return _known(Role, data)
 
 
-def _mount_to_json(mount: BindMount | VolumeMount | DeviceMount) -> dict[str, Any]:
-    kind = next(kind for kind, cls in _MOUNTS.items() if isinstance(mount, cls))
-    return {"type": kind, **asdict(mount)}
-
-
-def _mount_from_json(data: dict[str, Any]) -> BindMount | VolumeMount | DeviceMount:
-    mount: BindMount | VolumeMount | DeviceMount = _known(_MOUNTS[data["type"]], data)
-    return mount
-
-
 def _known(cls: type[T], data: dict[str, Any]) -> T:
+    """Build an object from the fields that this version of TorchX knows."""
     names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     return cls(**{name: value for name, value in data.items() if name in names})

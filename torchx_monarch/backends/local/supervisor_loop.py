@@ -37,8 +37,7 @@ from torchx_monarch.model import backoff, job_result
 from torchx_monarch.model.env_names import RANK0_HOST
 from torchx_monarch.model.role_spec import RetryPolicy, WorkloadKind
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor.graceful_stop import GracefulStop
-from torchx_monarch.supervisor.replica import Replica
+from torchx_monarch.supervisor.replica import Replica, stop
 from torchx_monarch.system import processes
 
 _CHECK_EVERY = 3.0
@@ -67,8 +66,8 @@ class SupervisorLoop:
         self._replicas = [replica for role in self._roles for replica in role]
         self._by_pid: dict[int, Replica] = {}
         self._outcome: Outcome | None = None
-        self._stop: GracefulStop | None = None
-        """The stop of the whole app."""
+        self._is_stopping = False
+        """Whether the whole app was asked to stop."""
         self._settling: list[Replica] = []
         """The replicas that have some time to end by themselves before that stop."""
         self._tolerated: set[Replica] = set()
@@ -312,7 +311,7 @@ class SupervisorLoop:
         siblings = [r for r in self._roles[first.role_index] if is_late or r.record.restarts]
         living = self._living(siblings)
         late = [living[pid] for pid, hosts in processes.hosts(living).items() if hosts]
-        GracefulStop(self.at, late, self._request.grace)
+        stop(late, self._request.grace, self.at)
 
     # --- end of the app
 
@@ -366,8 +365,9 @@ class SupervisorLoop:
             self._finish()
 
     def _stop_all(self, grace: float | None = None) -> None:
-        if self._stop is None:
-            self._stop = GracefulStop(self.at, self._replicas, self._request.grace if grace is None else grace)
+        if not self._is_stopping:
+            self._is_stopping = True
+            stop(self._replicas, self._request.grace if grace is None else grace, self.at)
 
     def _on_cancel(self) -> None:
         asked = stop_request.load(self._paths)
@@ -375,9 +375,8 @@ class SupervisorLoop:
         if grace <= 0:
             self._leftovers = iter(())
         if self._outcome is not None:
-            self._stop_all(grace)
-            assert self._stop is not None
-            self._stop.shorten(grace)
+            self._is_stopping = True
+            stop(self._replicas, grace, self.at)
             return
         message = "the supervisor received SIGTERM, as when a machine shuts down"
         if asked is not None:
