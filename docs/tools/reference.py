@@ -24,7 +24,7 @@ from torchx_monarch.backends.docker.request import DockerOpts
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.local.backend import LocalOpts
 from torchx_monarch.backends.slurm.options import SlurmOpts
-from torchx_monarch.backends.ssh.options import SshOpts
+from torchx_monarch.backends.ssh.request import SshOpts
 from torchx_monarch.cli import main
 
 _Row = TypeVar("_Row", bound=tuple[str, ...])

@@ -34,9 +34,8 @@ from torchx_monarch.backends.ssh.backend import SshBackend
 from torchx_monarch.backends.ssh.in_job import entry
 from torchx_monarch.backends.ssh.in_job.code import Code
 from torchx_monarch.backends.ssh.in_job.wire import FoundReplica, Layout, Place, folder_name
-from torchx_monarch.backends.ssh.native import MachineConnection, RefusedOrderError, SshError, at_once
-from torchx_monarch.backends.ssh.options import parse_hosts, ssh_arguments
-from torchx_monarch.backends.ssh.request import SshRequest
+from torchx_monarch.backends.ssh.native import MachineConnection, RefusedOrderError, SshError, at_once, ssh_arguments
+from torchx_monarch.backends.ssh.request import SshRequest, parse_hosts
 from torchx_monarch.backends.ssh.snapshot import SshSnapshot, build
 from torchx_monarch.client.workspace_sync import current_workspace
 from torchx_monarch.code_sync.manifest import Tree

@@ -28,9 +28,9 @@ from torchx_monarch.backends.ssh.native import (
     SshError,
     at_once,
     find_ssh,
+    ssh_arguments,
 )
-from torchx_monarch.backends.ssh.options import SshOpts, parse_hosts, ssh_arguments
-from torchx_monarch.backends.ssh.request import SshRequest, render
+from torchx_monarch.backends.ssh.request import SshOpts, SshRequest, parse_hosts, render
 from torchx_monarch.backends.ssh.snapshot import SshSnapshot, build
 from torchx_monarch.model import codec
 from torchx_monarch.model.check_result import CheckResult, check

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -22,9 +23,8 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.ssh.in_job.wire import PYTHON_FILE, READY
-from torchx_monarch.backends.ssh.options import ssh_arguments
 from torchx_monarch.system import safe_files
 
 _CONNECT_TIMEOUT = 10
@@ -57,6 +57,10 @@ _CODE = "import sys; del sys.path[0]; from torchx_monarch.backends.ssh.in_job.en
 _LATEST_PYTHON = f'"$(cat "${{XDG_STATE_HOME:-$HOME/.local/state}}/torchx-monarch/{PYTHON_FILE}" || echo python3)"'
 """The interpreter that has started an app there last."""
 
+_NAME = re.compile(
+    r"(?:(?P<user>[^@\s/-][^@\s/]*)@)?(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s@:/\[\]-][^\s@:/\[\]]*))(?::(?P<port>\d+))?"
+)
+
 R = TypeVar("R")
 
 
@@ -78,6 +82,22 @@ def find_ssh() -> str:
     if ssh is None:
         raise SshError("", "`ssh` is not on the PATH; install OpenSSH's client (Debian: openssh-client)")
     return ssh
+
+
+def ssh_arguments(machine: str) -> list[str]:
+    """Return the arguments of ssh that name a machine. (An ``ssh://`` URI may hold no IPv6 address, OpenSSH 9.2.)
+
+    Raises:
+        UserError: it is no machine; a name that begins with ``-`` would be an option of ssh.
+    """
+    found = _NAME.fullmatch(machine)
+    if found is None or (found["port"] and not 0 < int(found["port"]) < 65536):
+        raise UserError(
+            f"Run option `hosts`: {machine!r} is no machine; machines are HOST, USER@HOST, HOST:PORT, USER@[IPV6]:PORT"
+        )
+    port = ["-p", str(int(found["port"]))] if found["port"] else []
+    user = ["-l", found["user"]] if found["user"] else []
+    return [*port, *user, "--", found["v6"] or found["host"]]
 
 
 class MachineConnection:

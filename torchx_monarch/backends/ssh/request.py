@@ -1,20 +1,40 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Render an app into the replicas of machines."""
+"""The run options of monarch_ssh, and the replicas of machines that run an app."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.render import new_app_id, render_role
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.ssh import workspace
 from torchx_monarch.backends.ssh.in_job.wire import Layout
-from torchx_monarch.backends.ssh.options import SshOpts, parse_hosts
+from torchx_monarch.backends.ssh.native import ssh_arguments
 from torchx_monarch.model.env_names import CREDENTIALS, RANK0_HOST, replica0_variable
+
+
+@dataclass
+class SshOpts(NetworkOpts):
+    """The run options of monarch_ssh."""
+
+    hosts: list[str] = field(default_factory=list)
+    """The machines, as ssh names them: `alice@a;b;10.0.0.3:2222`, IPv6 addresses in brackets; or `@FILE`, a file with a
+    machine on each line. Replica K of each role runs on the K-th of them."""
+
+    python: str = "python3"
+    """The Python interpreter on the machines, in whose environment torchx-monarch is installed."""
+
+    setup: str = ""
+    """Shell commands that each machine runs before Python, such as `source env.sh`; what they export is the environment
+    of the replicas."""
 
 
 @dataclass
@@ -59,6 +79,27 @@ class SshRequest:
             env[CREDENTIALS] = credentials
         roles = [RoleRequest(spec.alone(), [replace(replica, env=env)], first=k)]
         return LocalRequest(name, self.name, roles, grace=self.grace, lease=self.lease, networked=True)
+
+
+def parse_hosts(hosts: Sequence[str] | None) -> list[str]:
+    """Return the names of the machines that the run option ``hosts`` names."""
+    names: list[str] = []
+    for word in hosts or ():  # TorchX passes None where the option is not given
+        if word.startswith("@"):
+            try:
+                lines = Path(os.path.expanduser(word[1:])).read_text().splitlines()
+            except OSError as error:
+                raise UserError(f"Run option `hosts`: {word[1:]}: {error.strerror}") from None
+            except UnicodeDecodeError:
+                raise UserError(f"Run option `hosts`: {word[1:]} is no text, with one machine on each line") from None
+            names += [line for line in (line.partition("#")[0].strip() for line in lines) if line]
+        else:
+            names.append(word.strip())
+    for name in names:
+        ssh_arguments(name)
+        if names.count(name) > 1:
+            raise UserError(f"Run option `hosts` names {name} twice; each replica of a role has a machine of its own")
+    return names
 
 
 def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest:
