@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Iterator
 
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.line_output import LONGEST, LineOutput, complete
@@ -198,16 +197,3 @@ class ReplicaLogs:
         self._flush_all()
         for file in self._files.values():
             file.close()
-
-
-def read_available(fd: int, limit: int) -> Iterator[bytes]:
-    """Yield what a non-blocking pipe holds, up to about ``limit`` bytes; a last b"" means that all writers are gone."""
-    while limit > 0:
-        try:
-            data = os.read(fd, CHUNK)
-        except BlockingIOError:
-            return
-        yield data
-        if not data:
-            return
-        limit -= len(data)

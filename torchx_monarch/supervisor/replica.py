@@ -167,11 +167,16 @@ class Replica:
             self._drain(fd, 4 * log_writer.CHUNK)
 
     def _drain(self, fd: int, limit: int) -> None:
-        for data in log_writer.read_available(fd, limit):
-            if data:
-                self.logs.feed(self._pipes[fd], data)
-            else:
+        while limit > 0:
+            try:
+                data = os.read(fd, log_writer.CHUNK)
+            except BlockingIOError:
+                return
+            if not data:  # all writers are gone
                 self._close_pipe(fd)
+                return
+            self.logs.feed(self._pipes[fd], data)
+            limit -= len(data)
 
     def _close_pipe(self, fd: int) -> None:
         self._selector.unregister(fd)
