@@ -127,9 +127,9 @@ def test_nothing_is_lost_or_mixed(tmp_path_factory: pytest.TempPathFactory, piec
 def test_unfinished_lines(tmp_path: Path, clock: Clock) -> None:
     out = log_writer.ReplicaLogs(str(tmp_path))
     combined = tmp_path / "combined.log"
-    assert out.next_flush() is None
+    assert out.flush_old(clock.now) == math.inf
     out.feed("stdout", b"10%")
-    assert out.next_flush() == 1000.0 + log_writer.PATIENCE
+    assert out.flush_old(clock.now) == 1000.0 + log_writer.PATIENCE
     clock.now += log_writer.PATIENCE / 2
     out.feed("stdout", b" 20%")
     out.flush_old(clock.now)
@@ -137,7 +137,7 @@ def test_unfinished_lines(tmp_path: Path, clock: Clock) -> None:
     clock.now += log_writer.PATIENCE / 2 + 0.01
     out.flush_old(clock.now)
     assert combined.read_bytes() == b"10% 20%"
-    assert out.next_flush() is None
+    assert out.flush_old(clock.now) == math.inf
     out.feed("stdout", b" 30%\n")
     out.feed("stderr", b"half")
     out.say("one\ntwo")

@@ -12,6 +12,7 @@ before it, so it is right to RESOLUTION.
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import time
@@ -158,23 +159,21 @@ class ReplicaLogs:
     def _combine(self, stream: str, data: bytes) -> None:
         self._files[COMBINED].write(self._lines.place(stream, data))
 
-    def next_flush(self) -> float | None:
-        """Return when (``time.monotonic``) to call ``flush_old``; None if no line is unfinished."""
-        return min((self._since[s] + PATIENCE for s, data in self._pending.items() if data), default=None)
+    def flush_old(self, now: float = math.inf) -> float:
+        """Write to the combined log the unfinished lines that have waited for PATIENCE seconds, or all.
 
-    def flush_old(self, now: float) -> None:
-        """Write to the combined log the unfinished lines that have waited for PATIENCE seconds."""
+        Returns:
+            When (``time.monotonic``) to call this again; infinite if no line is unfinished.
+        """
         for stream, data in self._pending.items():
             if data and self._since[stream] + PATIENCE <= now:
-                self._flush(stream)
-
-    def _flush(self, stream: str) -> None:
-        self._combine(stream, self._pending[stream])
-        self._pending[stream] = b""
+                self._combine(stream, data)
+                self._pending[stream] = b""
+        return min((self._since[s] + PATIENCE for s, data in self._pending.items() if data), default=math.inf)
 
     def say(self, text: str) -> None:
         """Write messages of the supervisor to the stderr and combined logs, each line marked with ``[monarch]``."""
-        self._flush_all()
+        self.flush_old()
         lines = b"".join(b"[monarch] " + line.encode(errors="surrogateescape") + b"\n" for line in text.splitlines())
         stderr = self._files[STDERR]
         stderr.write(lines if stderr.at_line_start else b"\n" + lines)
@@ -183,17 +182,12 @@ class ReplicaLogs:
 
     def end_lines(self) -> None:
         """Write the rest of an ended process' output and end its unfinished lines: the next start begins a new line."""
-        self._flush_all()
+        self.flush_old()
         for stream in (STDOUT, STDERR):
             self._files[COMBINED].write(self._lines.end(stream))
 
-    def _flush_all(self) -> None:
-        for stream in (STDOUT, STDERR):
-            if self._pending[stream]:
-                self._flush(stream)
-
     def close(self) -> None:
         """Write the rest of the output and close the files."""
-        self._flush_all()
+        self.flush_old()
         for file in self._files.values():
             file.close()

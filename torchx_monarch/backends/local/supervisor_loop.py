@@ -148,9 +148,7 @@ class SupervisorLoop:
         wait = _MAX_WAIT if delay is None else min(_MAX_WAIT, delay)
         now = time.monotonic()
         for replica in self._replicas:
-            replica.logs.flush_old(now)
-            if (when := replica.logs.next_flush()) is not None:
-                wait = min(wait, when - now)
+            wait = min(wait, replica.logs.flush_old(now) - now)
         self._write_status()
         return 0.0 if self._done else max(0.0, wait)
 
