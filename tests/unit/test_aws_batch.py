@@ -20,7 +20,7 @@ from tests.clusters.aws_batch.model import operation
 from torchx_monarch import schedulers
 from torchx_monarch.backends.aws_batch import container, request, snapshot
 from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_VERSION, BatchJob, new_name
-from torchx_monarch.backends.aws_batch.snapshot import CANCELLED, FORGOTTEN, app_snapshot
+from torchx_monarch.backends.aws_batch.snapshot import CANCELLED, app_snapshot
 from torchx_monarch.backends.core.state import count_restarts, reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.model.host_result import HostResult
@@ -360,7 +360,6 @@ def node(status: str, stopped: int = 0, code: int | None = None, **more: Any) ->
         ),
         (batch_job("FAILED", "Job attempt duration exceeded timeout"), {}, F, "Job attempt duration exceeded", [F] * 4),
         (batch_job("A_NEW_STATUS"), {}, U, "", [P, P, P, P]),
-        ({"tags": {}, "parameters": {APP_PARAMETER: SUBMITTED.pack()}}, {}, U, FORGOTTEN, [U, U, U, U]),
     ],
 )
 def test_states(
@@ -384,10 +383,3 @@ def test_the_result_of_the_main_node_names_the_root_cause() -> None:
     assert status.message == "replica trainer/1 exited with code 3"
     assert "rank 1 exited with code 3" in status.error
     assert (count_restarts(app), app.started) == (3, 1.0)
-
-
-def test_an_app_that_is_too_large_to_store_is_described_by_its_definition() -> None:
-    app = app_snapshot("q:app-1", batch_job("RUNNING", parameters={}), {}, {})
-    assert [(role.spec.name, len(role.replicas)) for role in app.roles] == [("node", 2), ("node", 2)]
-    assert app.app is not None and app.app.roles[0].image == "image"
-    assert reduce(app).state is State.RUNNING

@@ -111,7 +111,11 @@ def test_waits_out_throttling(wire: Wire, wired: Apps) -> None:
 @pytest.mark.parametrize(
     ("code", "status", "words"),
     [
-        ("ExpiredTokenException", 403, "the AWS credentials have expired (ExpiredTokenException for batch:ListJobs)"),
+        (
+            "ExpiredTokenException",
+            403,
+            "the AWS credentials have expired (ExpiredTokenException for batch:ListJobs: ",
+        ),
         ("UnrecognizedClientException", 403, "AWS does not accept these credentials (UnrecognizedClientException"),
         ("AccessDeniedException", 403, "AWS does not allow you batch:ListJobs (no): have that action added"),
         ("ClientException", 400, "AWS refuses batch:ListJobs: no"),
@@ -254,7 +258,6 @@ def test_a_forgotten_job_can_still_be_deleted(wire: Wire, wired: Apps) -> None:
     wire.says("DeregisterJobDefinition", {})
     status = wired.status(HANDLE)
     assert (status.state, "has forgotten the job" in status.msg) == (AppState.UNKNOWN, True)
-    assert wired.described(HANDLE).roles[0].args == ["3"]
     wired.runner.delete(HANDLE)
     assert ("DeregisterJobDefinition", {"jobDefinition": arn}) in wire.asked
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import re
@@ -87,7 +88,14 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
     def submit(self, job: BatchJob, submitted: SubmittedApp, credentials: str) -> str:
         if job.app_id in self._job_ids:
             raise UserError(f"this request was submitted already, as {job.app_id}; another job needs another dry run")
-        arguments = _with_app(job.submit, submitted)
+        arguments = copy.deepcopy(job.submit)
+        arguments.setdefault("parameters", {})[request.APP_PARAMETER] = submitted.pack()
+        size = len(json.dumps(arguments).encode())
+        if size > _MAX_SUBMISSION:
+            raise UserError(
+                f"the app takes {size} bytes when it is packed, and AWS Batch takes {_MAX_SUBMISSION} with a job; put "
+                "what is large among its arguments, environment and metadata into files"
+            )
         with contextlib.ExitStack() as undo:
             if job.secret:
                 secret = {**job.secret, "SecretString": credentials}
@@ -181,8 +189,6 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
     def read_log(
         self, app: BatchSnapshot, role: str, replica: int, query: LogQuery[BatchSnapshot]
     ) -> Iterable[TimedLine]:
-        if app.is_forgotten:
-            raise UserError(f"there is no log of {app.app_id}: {snapshot.FORGOTTEN}")
         index = [(node.role, node.id) for node in app.replicas].index((role, replica))
 
         def streams() -> list[tuple[str, str]]:
@@ -244,16 +250,3 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
 
     def _delete_secret(self, secret: str) -> None:
         self._quietly("secretsmanager", "DeleteSecret", SecretId=secret, ForceDeleteWithoutRecovery=True)
-
-
-def _with_app(arguments: Mapping[str, Any], submitted: SubmittedApp) -> dict[str, Any]:
-    """Return the arguments of SubmitJob with the app among the job's parameters, unless that exceeds Batch's quota."""
-    complete = {**arguments, "parameters": {**arguments.get("parameters", {}), request.APP_PARAMETER: submitted.pack()}}
-    size = len(json.dumps(complete).encode())
-    if size <= _MAX_SUBMISSION:
-        return complete
-    _log.warning(
-        f"the app is too large to travel with its job ({size} bytes; AWS Batch takes {_MAX_SUBMISSION}): `describe` "
-        "will show it as the job definition has it"
-    )
-    return dict(arguments)

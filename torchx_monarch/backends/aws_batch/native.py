@@ -25,54 +25,24 @@ _HOW_TO_LOG_IN = (
     "AWS_SECRET_ACCESS_KEY; `aws sts get-caller-identity` shows who you are"
 )
 
-_REFUSALS = (
-    (
-        "ExpiredToken(Exception)?|RequestExpired|TokenRefreshRequired",
-        f"the AWS credentials have expired ({{code}} for {{request}}): {_HOW_TO_LOG_IN}",
-    ),
-    (
-        "(UnrecognizedClient|InvalidSignature)Exception|InvalidClientTokenId|SignatureDoesNotMatch|AuthFailure|"
-        "InvalidAccessKeyId|IncompleteSignature|MissingAuthenticationToken",
-        f"AWS does not accept these credentials ({{code}} for {{request}}: {{message}}): {_HOW_TO_LOG_IN}",
-    ),
-    (
-        "AccessDenied(Exception)?|UnauthorizedOperation|AuthorizationError",
-        "AWS does not allow you {request} ({message}): have that action added to your IAM policy",
-    ),
-    (
-        _THROTTLED,
-        "AWS throttles {request} ({message}); try again in a minute, or with more attempts (AWS_MAX_ATTEMPTS)",
-    ),
-    ("|ClientException", "AWS refuses {request}: {message}"),
-)
-"""AWS's error codes, as regular expressions, and what to do."""
-
-_FAILURES = (
-    (
-        (exceptions.NoRegionError,),
-        "no AWS region is set: set AWS_REGION, AWS_DEFAULT_REGION, or `region` in ~/.aws/config",
-    ),
-    ((exceptions.ProfileNotFound,), "{error}: see AWS_PROFILE, ~/.aws/config and ~/.aws/credentials"),
-    (
-        (exceptions.NoCredentialsError, exceptions.PartialCredentialsError),
-        f"there are no AWS credentials ({{error}}): {_HOW_TO_LOG_IN}",
-    ),
-    (
-        (
-            exceptions.CredentialRetrievalError,
-            exceptions.TokenRetrievalError,
-            exceptions.SSOError,
-            getattr(exceptions, "LoginError", exceptions.SSOError),
-        ),
-        f"the AWS credentials could not be had, or have expired ({{error}}): {_HOW_TO_LOG_IN}",
-    ),
-    (
-        (exceptions.ConnectionError, exceptions.HTTPClientError),
-        "AWS does not answer to {request} ({error}): see the network, the region (AWS_REGION) and AWS_ENDPOINT_URL",
-    ),
-    ((Exception,), "{request}: {error}"),
-)
-"""boto3's exceptions, and what to do."""
+_EXPLANATIONS = {
+    "ExpiredToken(Exception)?|RequestExpired|TokenRefreshRequired|"
+    "(Credential|Token)RetrievalError|SSOError|LoginError": "the AWS credentials have expired ({code} for {request}: "
+    f"{{message}}): {_HOW_TO_LOG_IN}",
+    "(UnrecognizedClient|InvalidSignature)Exception|InvalidClientTokenId|SignatureDoesNotMatch|AuthFailure|"
+    "InvalidAccessKeyId|IncompleteSignature|MissingAuthenticationToken": "AWS does not accept these credentials "
+    f"({{code}} for {{request}}: {{message}}): {_HOW_TO_LOG_IN}",
+    "(No|Partial)CredentialsError": f"there are no AWS credentials ({{message}}): {_HOW_TO_LOG_IN}",
+    "AccessDenied(Exception)?|UnauthorizedOperation|AuthorizationError": "AWS does not allow you {request} "
+    "({message}): have that action added to your IAM policy",
+    _THROTTLED: "AWS throttles {request} ({message}); try again in a minute, or with more attempts (AWS_MAX_ATTEMPTS)",
+    "NoRegionError": "no AWS region is set: set AWS_REGION, AWS_DEFAULT_REGION, or `region` in ~/.aws/config",
+    "ProfileNotFound": "{message}: see AWS_PROFILE, ~/.aws/config and ~/.aws/credentials",
+    "ConnectionError|HTTPClientError": "AWS does not answer to {request} ({message}): see the network, the region "
+    "(AWS_REGION) and AWS_ENDPOINT_URL",
+    "|ClientException": "AWS refuses {request}: {message}",
+}
+"""What to do after AWS's error codes and boto3's exceptions, which the keys match as regular expressions."""
 
 
 class AwsError(BackendError):
@@ -144,9 +114,10 @@ def _explained(error: Exception, request: str) -> AwsError:
     if isinstance(error, exceptions.ClientError):
         details = error.response.get("Error", {})
         code, message = details.get("Code", ""), details.get("Message", "") or str(error)
-        texts = [text for codes, text in _REFUSALS if re.fullmatch(codes, code)]
-        text = (*texts, "AWS refuses {request}: {message} ({code})")[0]
-        return AwsError(text.format(code=code, request=request, message=message), code)
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    text = next(text for kinds, text in _FAILURES if isinstance(error, kinds))
-    return AwsError(text.format(request=request, error=first_line))
+        codes, otherwise = [code], "AWS refuses {request}: {message} ({code})"
+    else:
+        code, message = "", (str(error).strip() or type(error).__name__).splitlines()[0]
+        codes, otherwise = [kind.__name__ for kind in type(error).__mro__], "{request}: {message}"
+    texts = (text for codes_of, text in _EXPLANATIONS.items() if any(re.fullmatch(codes_of, name) for name in codes))
+    text = next(texts, otherwise)
+    return AwsError(text.format(code=code or type(error).__name__, request=request, message=message), code)

@@ -21,7 +21,7 @@ import torchx
 import yaml
 from torchx import settings
 from torchx.schedulers.ids import make_unique
-from torchx.specs import AppDef, Resource, Role
+from torchx.specs import AppDef
 from torchx.specs.named_resources_aws import K8S_ITYPE
 
 from torchx_monarch.backends.aws_batch import container
@@ -47,9 +47,6 @@ TAG_DELETED = "torchx-monarch/deleted"
 
 APP_PARAMETER = "torchx-monarch-app"
 """Job parameter that holds the app (``SubmittedApp.pack``). Batch passes parameters to no container."""
-
-ROLE_NAME = "TORCHX_ROLE_NAME"
-"""Variable of each container, from TorchX's former scheduler. It names the roles if the app is too large to store."""
 
 SECRET_PREFIX = "torchx-monarch/"
 """Beginning of the names of the secrets that are made for jobs."""
@@ -119,7 +116,7 @@ def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJo
     first = 0
     for index, (role, spec) in enumerate(zip(app.roles, roles, strict=True)):
         words, env = container.render_command(role, f"{queue}:{name}", first)
-        env |= {"TORCHX_ROLE_IDX": str(index), ROLE_NAME: role.name, settings.ENV_TORCHX_IMAGE: role.image}
+        env |= {"TORCHX_ROLE_IDX": str(index), "TORCHX_ROLE_NAME": role.name, settings.ENV_TORCHX_IMAGE: role.image}
         if spec.runs_hosts:
             env.pop(CREDENTIALS, None)
             env[KEY_VARIABLE] = key
@@ -238,26 +235,6 @@ def log_group(job: Mapping[str, Any]) -> str:
     """Return the CloudWatch log group of a job's containers."""
     properties = next(iter(containers_of(job)), {})
     return str(properties.get("logConfiguration", {}).get("options", {}).get("awslogs-group", _DEFAULT_LOG_GROUP))
-
-
-def roles_of(job: Mapping[str, Any]) -> list[Role]:
-    """Reconstruct the roles of a job that does not hold its app, from what ``render`` has made of them."""
-    roles = []
-    ranges = job.get("nodeProperties", {}).get("nodeRangeProperties") or [{"targetNodes": "0:0"}]
-    for node_range, properties in zip(ranges, containers_of(job) or [{}], strict=True):
-        first, _, last = node_range["targetNodes"].partition(":")
-        env = _environment(properties)
-        name = env.pop(ROLE_NAME, "node")
-        env = {variable: value for variable, value in env.items() if variable not in (CREDENTIALS, KEY_VARIABLE)}
-        entrypoint, *args = properties.get("command") or [""]
-        role = Role(name, properties.get("image", ""), entrypoint=entrypoint, args=args, env=env)
-        role.num_replicas = int(last) - int(first) + 1
-        # Batch may return the older fields of a container instead of its requirements.
-        amounts = {"VCPU": properties.get("vcpus", -1), "MEMORY": properties.get("memory", -1)}
-        amounts |= {needed["type"]: needed["value"] for needed in properties.get("resourceRequirements", ())}
-        role.resource = Resource(*(int(float(amounts.get(kind, 0))) for kind in ("VCPU", "GPU", "MEMORY")))
-        roles.append(role)
-    return roles
 
 
 def _environment(properties: Mapping[str, Any]) -> dict[str, str]:

@@ -12,22 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchx.specs import AppDef
-
 from torchx_monarch.backends.aws_batch import request
 from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_APP
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import describe_shell_code
-from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.system import error_files
 
 CANCELLED = "cancelled through torchx"
 """The reason given to TerminateJob. It marks a job as cancelled, for which Batch has no state but FAILED."""
 
-FORGOTTEN = "AWS Batch has forgotten the job, as it does a week after its end; only the job definition is left"
+_FORGOTTEN = "AWS Batch has forgotten the job, as it does a week after its end; only the job definition is left"
 
 _STATES = {
     **dict.fromkeys(("SUBMITTED", "PENDING", "RUNNABLE", "STARTING"), State.PENDING),
@@ -42,34 +39,16 @@ Results = Mapping[int, Sequence[str]]
 _GENERIC_REASONS = ("Essential container in task exited", "Task failed to start")
 """Beginnings of status reasons that give no cause; another field of the job gives it."""
 
-_HINTS = (
-    # (beginning of a reason, advice), longer beginnings first
-    (
-        "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE",
-        "the job wants more vCPUs than the maximum of the queue's compute environments",
-    ),
-    (
-        "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT",
-        "no instance type of the queue's compute environments has the cpu, memory and gpu asked for (an instance keeps "
-        "some 4 % of its memory for itself)",
-    ),
-    (
-        "MISCONFIGURATION:SERVICE_ROLE_PERMISSIONS",
-        "the service role of the compute environment lacks permissions (AWSBatchServiceRole)",
-    ),
-    ("CAPACITY:", "AWS has no such instance free now: wait, or allow other instance types or availability zones"),
-    ("MISCONFIGURATION:", "see the compute environment and its launch template"),
-    ("ACTION_REQUIRED", "see the compute environment"),
-    ("UNDETERMINED", "see https://docs.aws.amazon.com/batch/latest/userguide/job_stuck_in_runnable.html"),
-    ("CannotPullContainerError", "see the name of the image, and whether the nodes may and can reach its registry"),
-    ("CannotPullECRContainerError", "see the name of the image, and the permissions of the instance or execution role"),
-    ("CannotPullImageManifestError", "see the name and the tag of the image"),
-    ("OutOfMemoryError", "it had {memory} MB (memMB)"),
-    ("CannotStartContainerError", "see the command and the mounts"),
-    ("CannotCreateContainerError", "see the mounts and devices"),
-    ("ResourceInitializationError", "see execution_role_arn, secrets and mounts"),
-    ("Host EC2", "the instance was taken away or broke: host_retries, or max_retries, starts such a job again"),
-)
+_HINTS = {
+    "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT": "no instance type of the queue's compute environments has the cpu, "
+    "memory and gpu asked for (an instance keeps some 4 % of its memory for itself)",
+    "CAPACITY:": "AWS has no such instance free now: wait, or allow other instance types or availability zones",
+    "UNDETERMINED": "see https://docs.aws.amazon.com/batch/latest/userguide/job_stuck_in_runnable.html",
+    "CannotPull": "see the name of the image, and whether the nodes may and can reach its registry",
+    "OutOfMemoryError": "it had {memory} MB (memMB)",
+    "Host EC2": "the instance was taken away or broke: host_retries, or max_retries, starts such a job again",
+}
+"""Beginnings of reasons, and advice that AWS does not give with them."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +62,6 @@ class BatchSnapshot(AppSnapshot):
 
     job: Mapping[str, Any] = field(default_factory=dict)
     nodes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-
-    @property
-    def is_forgotten(self) -> bool:
-        """Whether Batch has forgotten the job."""
-        return "jobId" not in self.job
 
 
 def state(job: Mapping[str, Any]) -> State:
@@ -113,13 +87,11 @@ def app_snapshot(
         job, nodes: as for ``BatchSnapshot``.
         results: what the hosts have logged of their end; empty in a brief snapshot, and before the end of the job.
     """
-    word = job.get("parameters", {}).get(APP_PARAMETER)  # None if the app is too large for it
-    submitted = SubmittedApp.unpack(word, f"the parameter {APP_PARAMETER} of {app_id}") if word else None
-    name = job.get("tags", {}).get(TAG_APP) or app_id.rpartition(":")[2]
-    app = submitted.app if submitted else AppDef(name, request.roles_of(job))
-    specs = submitted.roles if submitted else [RoleSpec.from_role(role) for role in app.roles]
+    submitted = None
+    if word := job.get("parameters", {}).get(APP_PARAMETER):  # a definition has none
+        submitted = SubmittedApp.unpack(word, f"the parameter {APP_PARAMETER} of {app_id}")
     roles, index = [], 0
-    for spec in specs:
+    for spec in submitted.roles if submitted else ():
         replicas = []
         for replica in range(spec.replicas):
             error = error_files.cleaned(results[index][-1]) if results.get(index) else ""
@@ -131,9 +103,9 @@ def app_snapshot(
     ranks = sum(HostResult.from_text(text).rank_restarts for text in results.get(0, ()))
     return BatchSnapshot(
         app_id,
-        name,
+        job.get("tags", {}).get(TAG_APP) or app_id.rpartition(":")[2],
         roles,
-        app=app,
+        app=submitted.app if submitted else None,
         created=job.get("createdAt", 0) / 1000,
         started=min(starts, default=0) / 1000,
         native=replace(_outcome(job, nodes), time=job.get("stoppedAt", 0) / 1000),
@@ -150,7 +122,7 @@ def _outcome(job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]]) -> 
     """Return the state of a job, and why it is in it unless a node's failure says that."""
     now, reason = state(job), str(job.get("statusReason", ""))
     if "jobId" not in job:
-        return Outcome(now, FORGOTTEN)
+        return Outcome(now, _FORGOTTEN)
     if now is State.PENDING and reason:
         return Outcome(now, f"{job['status']}: {_with_hint(reason, {})}")
     if now is State.CANCELLED:
@@ -237,5 +209,5 @@ def _with_hint(reason: str, container: Mapping[str, Any]) -> str:
     """Return a reason followed by advice, if there is any, about a container (empty if it is not about one)."""
     needed = {needed["type"]: needed["value"] for needed in container.get("resourceRequirements", ())}
     memory = needed.get("MEMORY", container.get("memory", "?"))
-    hint = next((text for start, text in _HINTS if reason.startswith(start)), "")
+    hint = next((text for start, text in _HINTS.items() if reason.startswith(start)), "")
     return f"{reason.rstrip('.')} ({hint.format(memory=memory)})" if hint else reason
