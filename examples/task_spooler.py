@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -17,21 +16,18 @@ class TaskSpooler(BatchBackend[BatchOpts]):
     """What tsp is told."""
 
     options, name, install = BatchOpts, "task_spooler", "task-spooler"
+    cancel_command = ("sh", "-c", 'for id; do tsp -r "$id" || tsp -k "$id"; done', "sh")
     unknown_job = "cannot be removed|not running|not finished|queue"
 
     def submit_command(self, job: Job, options: BatchOpts) -> Sequence[str]:
         """Return the command that submits a job and prints its id."""
-        return ["tsp", "-L", job.name, *shlex.split(options.submit_args), *job.words]
+        return ["tsp", "-L", job.name, *job.submit_args, *job.words]
 
     def queued(self) -> Mapping[str, QueuedJob]:
         """Return the jobs that have not ended."""
         states = {"queued": State.PENDING, "allocating": State.PENDING, "running": State.RUNNING}
         rows = [line.split() for line in self.run(["tsp"]).splitlines()[1:]]
         return {row[0]: QueuedJob(states[row[1]]) for row in rows if row[1] in states}
-
-    def cancel_command(self, jobs: Sequence[str]) -> Sequence[str]:
-        """Return the command that ends jobs."""
-        return ["sh", "-c", 'for id; do tsp -r "$id" || tsp -k "$id"; done', "sh", *jobs]
 
 
 def create_scheduler(session_name: str, **kwargs: object) -> MonarchScheduler:

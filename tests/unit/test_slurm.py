@@ -265,7 +265,7 @@ def job() -> JobFolder:
     folder = JobFolder(backend.new_folder("a b/c", backend.root))
     assert "/a-b-c-" in folder.root
     os.makedirs(folder.root)
-    os.makedirs(backend._ids)
+    os.makedirs(backend._index)
     state_files.write_json(folder.app, {"created": 1.0, "jobs": ["7"], **submitted.to_json()})
     state_files.write_json(folder.request, {"grace": 5.0})
     backend.name_app(folder, ["7"])
@@ -340,7 +340,7 @@ def test_a_job_is_found_by_the_link_or_by_the_comment_of_ones_own_job(
         return folder.root if folder else ""
 
     assert list(backend.folders()) == ["7"] and found("7") == job.root
-    os.unlink(os.path.join(backend._ids, "7"))
+    os.unlink(os.path.join(backend._index, "7"))
     comment = f"mine {render.MARK}{job.root}"
     monkeypatch.setattr(commands, "listed_jobs", lambda *_: {"7": SlurmJob("7", "RUNNING", "None", comment)})
     assert (backend.folders(), found("7"), found("8")) == ({}, job.root, "")
@@ -357,6 +357,7 @@ def test_folders_of_jobs_that_ended_long_ago_are_removed(
     assert set(backend.folders()) == {"7"}
     if recorded:
         state_files.write_json(record_path(job), asdict(OVER))
+        monkeypatch.setattr(commands, "listed_jobs", lambda *_: {})
     else:  # it was killed
         monkeypatch.setattr(commands, "listed_jobs", lambda *_: {"7": SlurmJob("7", "TIMEOUT")})
     os.utime(job.root)

@@ -230,7 +230,7 @@ def slurm_job(parent: str) -> JobFolder:
     job = JobFolder(backend.new_folder("train", parent))
     submitted = SubmittedApp(AppDef("train", [Role("r", image="", entrypoint="true")]), [RoleSpec("r")])
     os.makedirs(job.root)
-    os.makedirs(backend._ids)
+    os.makedirs(backend._index)
     state_files.write_json(job.app, {"created": 1.0, "jobs": ["7"], **submitted.to_json()})
     state_files.write_json(record_path(job), {"state": "SUCCEEDED", "ended": 2.0})
     backend.name_app(job, ["7"])
@@ -240,7 +240,7 @@ def slurm_job(parent: str) -> JobFolder:
 @root_only
 @pytest.mark.usefixtures("forgetful_slurm")
 def test_another_users_jobs_of_slurm(tmp_path: Path, forgetful_slurm: Path) -> None:
-    ids = Path(SlurmBackend()._ids)
+    ids = Path(SlurmBackend()._index)
     ids.mkdir(parents=True)
     precious = precious_folder(tmp_path / "train-0123456789")
     (ids / "99").symlink_to(precious)
@@ -264,7 +264,7 @@ def test_another_users_jobs_of_slurm(tmp_path: Path, forgetful_slurm: Path) -> N
 @pytest.mark.usefixtures("forgetful_slurm")
 def test_a_link_of_an_id_names_a_jobs_folder(tmp_path: Path) -> None:
     precious = precious_folder(tmp_path / "train-0123456789")
-    os.makedirs(SlurmBackend()._ids)
+    os.makedirs(SlurmBackend()._index)
     SlurmBackend().name_app(JobFolder(str(precious)), ["99"])
     scheduler = monarch_slurm("torchx")
     assert scheduler.list() == []

@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -67,13 +67,14 @@ class Job(NamedTuple):
     """What the batch system is to run: all replicas of a role as an array, or one of them.
 
     Attributes:
-        name: a unique name of letters, digits and ``-_.``, which begins with a letter or digit.
+        name: a unique name of letters, digits and ``-_.``, which begins with a letter.
         words: the command.
         tasks: number of replicas.
         cpu: number of CPUs that each needs; 0 if it does not say.
         gpu: number of GPUs that each needs.
         memory: megabytes of memory that each needs; 0 if it does not say.
         output: the file for what the batch system itself has to say.
+        submit_args: further words for the command that submits.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Job(NamedTuple):
     gpu: int
     memory: int
     output: str
+    submit_args: Sequence[str]
 
 
 O = TypeVar("O", bound=NetworkOpts)  # noqa: E741
@@ -93,6 +95,9 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
 
     Attributes:
         name: name of its folder below the state directory.
+        index: name of the folder below, whose entries are apps by id: their folders, or links to them.
+        cancel_command: the command that ends the jobs whose ids follow it: array jobs (``ID``), tasks of them
+            (``ID.NUMBER``), other jobs.
         array: the variable in which a task of an array job finds its number; empty if each replica is a job.
         first_task: the number of the first task.
         job_id: a regular expression for what the submission prints, whose first group is the job's id.
@@ -103,6 +108,8 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
     capabilities = Capabilities(separates_roles=True, shares_interpreter=True, limits_resources=True)
     poll = 0.5
     name: ClassVar[str]
+    index: ClassVar[str] = "jobs"
+    cancel_command: ClassVar[Sequence[str]]
     array: ClassVar[str] = ""
     first_task: ClassVar[int] = 0
     job_id: ClassVar[str] = r"(\d+)"
@@ -123,10 +130,6 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
     @abc.abstractmethod
     def queued(self) -> Mapping[str, QueuedJob]:
         """Return the user's jobs that have not ended, by id. A task of an array job is ``ID.NUMBER``."""
-
-    @abc.abstractmethod
-    def cancel_command(self, jobs: Sequence[str]) -> Sequence[str]:
-        """Return the command that ends jobs, array jobs (``ID``), or tasks of them (``ID.NUMBER``)."""
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
@@ -150,7 +153,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         """End jobs, of which some may have ended."""
         if jobs:
             try:
-                self.run(self.cancel_command(jobs))
+                self.run([*self.cancel_command, *jobs])
             except BackendError as error:
                 if not re.search(self.unknown_job, str(error)):
                     raise
@@ -187,20 +190,23 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
                 raise UserError(f"role {role.name!r} has mounts, and {self.name} runs no containers")
         folder = JobFolder(self.new_folder(app.name, self.root))
         roles = [batch_role(role, spec) for role, spec in zip(app.roles, submitted.roles, strict=True)]
-        commands = [list(self.submit_command(job, options)) for job in self._jobs(folder, roles)]
+        commands = [list(self.submit_command(job, options)) for job in self._jobs(folder, app.roles, options)]
         return BatchRequest(app.name, folder.root, roles, commands, float(options.grace), float(options.lease))
 
-    def _jobs(self, folder: JobFolder, roles: Sequence[BatchRole]) -> Iterator[Job]:
+    def _jobs(self, folder: JobFolder, roles: Sequence[Role], options: O) -> Iterator[Job]:
         """Yield the jobs of an app, role by role."""
+        submit_args = shlex.split(getattr(options, "submit_args", ""))
         for index, role in enumerate(roles):
-            start = [sys.executable, "-I", "-S", entrypoint.__file__, "batch.task", folder.root, str(index)]
-            needs = (role.cpu, role.gpu, role.memory, folder.job_log)
+            words = [sys.executable, "-I", "-S", entrypoint.__file__, "batch.task", folder.root, str(index)]
+            amounts = (role.resource.cpu, role.resource.gpu, role.resource.memMB)
+            cpu, gpu, memory = (max(0, int(amount)) for amount in amounts)
+            name = f"m-{folder.app_id}-{index}"
+            job = Job(name, words, role.num_replicas, cpu, gpu, memory, folder.job_log, submit_args)
             if self.array:
-                words = [*start, f"{self.array}-{self.first_task}"]
-                yield Job(f"{folder.app_id}-{index}", words, role.spec.replicas, *needs)
+                yield job._replace(words=[*words, f"{self.array}-{self.first_task}"])
             else:
-                for k in range(role.spec.replicas):
-                    yield Job(f"{folder.app_id}-{index}-{k}", [*start, str(k)], 1, *needs)
+                for k in range(role.num_replicas):
+                    yield job._replace(name=f"{name}-{k}", words=[*words, str(k)], tasks=1)
 
     def show(self, request: BatchRequest) -> str:
         """Return the commands that submit, and for each role its environment and command."""
@@ -223,15 +229,16 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         folder, created = JobFolder(request.folder), time.time()
         jobs: list[str] = []
         try:
-            state_files.make_folder(self.name, "jobs")
+            state_files.make_folder(self.name, self.index)
         except OSError as error:
-            raise StateDirError.from_os_error(error, self.root) from error
+            raise StateDirError.from_os_error(error, self._index) from error
         try:
             os.makedirs(os.path.dirname(folder.root), mode=0o700, exist_ok=True)
             os.mkdir(folder.root, 0o700)
             self.fill_folder(folder, request.with_credentials(credentials))
-            for command in request.commands:
-                self._submit(command, jobs)
+            with ThreadPoolExecutor(1) as pool:  # which lets Ctrl-C wait until the batch system has answered
+                for command in request.commands:
+                    pool.submit(self._submit, command, jobs).result()
             state_files.write_json(folder.app, {"created": created, "jobs": jobs, **submitted.to_json()})
             app_id = self.name_app(folder, jobs)
         except BaseException as error:
@@ -253,18 +260,12 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         folder.clear(request.roles)
 
     def _submit(self, command: Sequence[str], jobs: list[str]) -> None:
-        """Submit a job and add its id to ``jobs``, also if Ctrl-C comes before the batch system has answered."""
-        answer: Future[str] | None = None
-        try:
-            with ThreadPoolExecutor(1) as pool:
-                answer = pool.submit(self.run, command)
-                answer.result()
-        finally:
-            if answer is not None and answer.done() and answer.exception() is None:
-                found = re.search(self.job_id, answer.result())
-                if found is None:
-                    raise BackendError(f"`{command[0]}` has printed no job id: {answer.result().strip()}")
-                jobs.append(found[1])
+        """Submit a job and add its id to ``jobs``."""
+        answer = self.run(command)
+        found = re.search(self.job_id, answer)
+        if found is None:
+            raise BackendError(f"`{command[0]}` has printed no job id: {answer.strip()}")
+        jobs.append(found[1])
 
     def name_app(self, folder: JobFolder, jobs: Sequence[str]) -> str:
         """Return the id of an app whose jobs were submitted."""
@@ -273,13 +274,9 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
     def prune(self) -> None:
         """Remove the folders of apps that ended long ago."""
         oldest = time.time() - state_files.keep_days() * 86400
-        old = {}
-        for app_id, folder in self.folders().items():
-            with contextlib.suppress(OSError):
-                if os.path.dirname(folder.root) == self.root and os.stat(folder.root).st_mtime < oldest:
-                    old[app_id] = folder
-        # Of an app that was killed, only the batch system says that it has ended.
-        queued = {} if all(map(self.has_recorded_end, old.values())) else self.report(old)
+        folders = {app_id: f for app_id, f in self.folders().items() if os.path.dirname(f.root) == self.root}
+        old = {app_id: folder for app_id, folder in folders.items() if os.path.getmtime(folder.root) < oldest}
+        queued = self.report(old) if old else {}
         for app_id, folder in old.items():
             with contextlib.suppress(state_files.DamagedFileError, OSError):
                 app = self.read(app_id, folder, queued, brief=True)
@@ -300,21 +297,25 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         Raises:
             StateAccessError: another user owns the state directory, or it cannot be read.
         """
-        folders = (JobFolder(os.path.join(self.root, name)) for name in self.stored_ids(self.root, app_ids))
-        return {folder.app_id: folder for folder in folders if os.path.exists(folder.app)}
-
-    @staticmethod
-    def stored_ids(folder: str, app_ids: Collection[str]) -> list[str]:
-        """Return the ids that are names in a folder of the state directory; arguments and errors as for ``folders``."""
         try:
             if app_ids:  # looked up by name: NFS may list a folder as it was half a minute ago
-                os.close(safe_files.open_folder(folder, below=state_files.state_dir()))
-            names = app_ids or state_files.names_in(folder)
+                os.close(safe_files.open_folder(self._index, below=state_files.state_dir()))
+            names = app_ids or state_files.names_in(self._index)
         except (FileNotFoundError, NotADirectoryError):
-            return []
+            return {}
         except OSError as error:
-            raise StateAccessError.from_os_error(error, folder) from None
-        return list(filter(state_files.is_app_id, names))
+            raise StateAccessError.from_os_error(error, self._index) from None
+        found = {}
+        for name in filter(state_files.is_app_id, names):
+            path = os.path.join(self._index, name)
+            folder = JobFolder(os.readlink(path) if os.path.islink(path) else path)
+            if os.path.exists(folder.app):
+                found[name] = folder
+        return found
+
+    @property
+    def _index(self) -> str:
+        return os.path.join(state_files.state_dir(), self.name, self.index)
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> AppSnapshot | None:
         folder = self.folder(app_id)
@@ -419,8 +420,8 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         ids = self.task_ids([role.spec for role in app.roles], content["jobs"])
         queued = self.queued()
         jobs = {job_id: _job(queued, job_id) for tasks in ids for job_id in tasks}
-        states = {job_id: job.state for job_id, job in jobs.items() if job is not None and not job.state.is_terminal}
-        self.cancel([job_id for job_id, state in states.items() if state is State.PENDING or grace == 0])
+        ending = (State.PENDING, State.RUNNING) if grace == 0 else (State.PENDING,)
+        self.cancel([job_id for job_id, job in jobs.items() if job is not None and job.state in ending])
 
     def remove(self, app: AppSnapshot) -> None:
         """End what could not be ended in time, and remove the app's folder.
@@ -443,16 +444,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
 
 def batch_role(role: Role, spec: RoleSpec) -> BatchRole:
     """Return the role of a request."""
-    return BatchRole(
-        spec,
-        [role.entrypoint, *role.args],
-        dict(role.env),
-        cwd=working_folder(role),
-        image=role.image,
-        cpu=max(0, int(role.resource.cpu)),
-        gpu=max(0, role.resource.gpu),
-        memory=max(0, role.resource.memMB),
-    )
+    return BatchRole(spec, [role.entrypoint, *role.args], dict(role.env), working_folder(role), role.image)
 
 
 def _job(queued: Mapping[str, QueuedJob], job_id: str) -> QueuedJob | None:

@@ -8,13 +8,15 @@ request to stop it, ``job.log`` what the batch system and the tasks have to say,
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local.status import AppRecord
+from torchx_monarch.model import codec
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.role_spec import RoleSpec
 
@@ -31,9 +33,6 @@ class BatchRole:
         env: variables over those of the job, with macros as well.
         cwd: the working directory.
         image: the value of the macro ``img_root``.
-        cpu: number of CPUs that a replica needs; 0 if it does not say.
-        gpu: number of GPUs that a replica needs.
-        memory: megabytes of memory that a replica needs; 0 if it does not say.
     """
 
     spec: RoleSpec
@@ -41,9 +40,6 @@ class BatchRole:
     env: dict[str, str]
     cwd: str
     image: str = ""
-    cpu: int = 0
-    gpu: int = 0
-    memory: int = 0
 
 
 @dataclass
@@ -67,9 +63,9 @@ class BatchRequest:
     lease: float = 30.0
 
     def moved(self: R, folder: str) -> R:
-        """Return the same request with another folder, whose path occurs in its commands."""
-        commands = [[word.replace(self.folder, folder) for word in command] for command in self.commands]
-        return replace(self, folder=folder, commands=commands)
+        """Return the same request with another folder, whose path occurs in its commands and options."""
+        old, new = (json.dumps(path)[1:-1] for path in (self.folder, folder))
+        return codec.decode(type(self), json.loads(json.dumps(asdict(self)).replace(old, new)))
 
     def with_credentials(self: R, credentials: str) -> R:
         """Return the same request with the job's credentials in the environment of all hosts."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import xml.etree.ElementTree as xml
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,28 +31,22 @@ class SgeBackend(BatchBackend[SgeOpts]):
     """Grid Engine's commands."""
 
     options, name, install = SgeOpts, "sge", "Grid Engine's commands (Debian: gridengine-client)"
-    array, first_task = "SGE_TASK_ID", 1
+    array, first_task, cancel_command = "SGE_TASK_ID", 1, ("qdel",)
 
     def submit_command(self, job: Job, options: SgeOpts) -> Sequence[str]:
-        """Return the qsub command of an array job. A name must not begin with a digit."""
-        words = ["qsub", "-terse", "-b", "y", "-V", "-r", "n", "-N", f"m-{job.name}", "-t", f"1-{job.tasks}"]
+        words = ["qsub", "-terse", "-b", "y", "-V", "-r", "n", "-N", job.name, "-t", f"1-{job.tasks}"]
         words += ["-wd", os.path.dirname(job.output), "-j", "y", "-o", job.output]
         words += ["-q", options.queue] if options.queue else []
         words += ["-pe", options.parallel_environment, str(job.cpu)] if job.cpu > 1 else []
         words += ["-l", f"{options.memory_resource}={job.memory}M"] if job.memory and options.memory_resource else []
         words += ["-l", f"{options.gpu_resource}={job.gpu}"] if job.gpu else []
-        return [*words, *shlex.split(options.submit_args), *job.words]
+        return [*words, *job.submit_args, *job.words]
 
     def queued(self) -> Mapping[str, QueuedJob]:
-        """Return the user's tasks, each by itself (``-g d``)."""
         jobs = {}
-        for job in xml.fromstring(self.run(["qstat", "-xml", "-g", "d"])).iter("job_list"):
+        for job in xml.fromstring(self.run(["qstat", "-xml", "-g", "d"])).iter("job_list"):  # -g d: each task by itself
             state = job.findtext("state", "")
             reason = "Grid Engine could not start it" if "E" in state else "it is held" if "h" in state else ""
             queued = QueuedJob(State.RUNNING if job.get("state") == "running" else State.PENDING, reason, "E" in state)
             jobs[f"{job.findtext('JB_job_number')}.{job.findtext('tasks')}"] = queued
         return jobs
-
-    def cancel_command(self, jobs: Sequence[str]) -> Sequence[str]:
-        """Return the qdel command of jobs and tasks."""
-        return ["qdel", *jobs]

@@ -8,10 +8,9 @@ None of these can be fixed from outside.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torchx.specs import AppDef, Role
@@ -21,7 +20,6 @@ from torchx_monarch.backends.batch.backend import BatchBackend, Job
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.backends.core import state_files, stop_request
-from torchx_monarch.backends.core.errors import StateDirError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.slurm import commands, render
@@ -50,7 +48,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     """
 
     options = SlurmOpts
-    name, install = "slurm", commands.INSTALL
+    name, install, index, cancel_command = "slurm", commands.INSTALL, "ids", ("scancel",)
     job_id = r"(\d+)(?:;\S+)?\s*$"  # with several clusters, --parsable prints ID;CLUSTER
     poll = 0.1
     config_section = "slurm"
@@ -72,9 +70,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     def queued(self) -> Mapping[str, QueuedJob]:
         """Return the user's jobs as slurmctld reports them, also for some minutes after their end."""
         return {job_id: job.queued for job_id, job in commands.listed_jobs().items()}
-
-    def cancel_command(self, jobs: Sequence[str]) -> Sequence[str]:
-        return ["scancel", *jobs]
 
     def checks(self, options: SlurmOpts | None) -> Iterable[CheckResult]:
         return check_slurm(options)
@@ -105,10 +100,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         assert isinstance(request, SlurmRequest)
         if any(role.image_name for role in request.roles):
             check_pyxis()
-        try:
-            state_files.make_folder("slurm", "ids")
-        except OSError as error:
-            raise StateDirError.from_os_error(error, self._ids) from error
         return super().submit(request, submitted, credentials)
 
     def fill_folder(self, folder: JobFolder, request: BatchRequest) -> None:
@@ -119,27 +110,22 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
 
     def name_app(self, folder: JobFolder, jobs: Sequence[str]) -> str:
         """Return the job's id, and link it to the folder. Slurm uses an id again some day: the last job has it."""
-        link = os.path.join(self._ids, jobs[0])
-        aside = os.path.join(self._ids, f".{jobs[0]}.{os.getpid()}")
+        aside = os.path.join(self._index, f".{jobs[0]}.{os.getpid()}")
         os.symlink(folder.root, aside)
-        os.rename(aside, link)
+        os.rename(aside, os.path.join(self._index, jobs[0]))
         return jobs[0]
 
     def prune(self) -> None:
         """Remove the folders of jobs that ended long ago, and the links to removed folders."""
         super().prune()
-        for name in os.listdir(self._ids):
-            if not os.path.exists(link := os.path.join(self._ids, name)):
+        for name in os.listdir(self._index):
+            if not os.path.exists(link := os.path.join(self._index, name)):
                 state_files.remove_file(link)
 
     def task_ids(self, roles: Sequence[RoleSpec], jobs: Sequence[str]) -> list[list[str]]:
         return [[jobs[0]] * spec.replicas for spec in roles]
 
     # -- reading -------------------------------------------------------------------------------------------------------
-
-    @property
-    def _ids(self) -> str:
-        return os.path.join(state_files.state_dir(), "slurm", "ids")
 
     def folder(self, app_id: str) -> JobFolder | None:
         """Return the folder of a job: the one that was submitted here, or that of the comment of this user's job."""
@@ -151,13 +137,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
             _, mark, path = (job.comment if job else "").partition(render.MARK)
             found = JobFolder(path) if mark and os.path.exists(JobFolder(path).app) else None
         return found
-
-    def folders(self, app_ids: Collection[str] = ()) -> dict[str, JobFolder]:
-        found = {}
-        for name in filter(str.isdigit, self.stored_ids(self._ids, app_ids)):
-            with contextlib.suppress(OSError):  # no link, or removed just now
-                found[name] = JobFolder(os.readlink(os.path.join(self._ids, name)))
-        return {name: folder for name, folder in found.items() if os.path.exists(folder.app)}
 
     def report(self, folders: Mapping[str, JobFolder]) -> Mapping[str, QueuedJob]:
         """Add jobs that Slurm's controller has forgotten, from the accounting database."""
@@ -198,7 +177,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
 
     def remove(self, app: AppSnapshot) -> None:
         super().remove(app)
-        state_files.remove_file(os.path.join(self._ids, app.app_id))
+        state_files.remove_file(os.path.join(self._index, app.app_id))
 
 
 def _outcome(job: QueuedJob | None, record: BatchRecord | None, folder: JobFolder) -> Outcome | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole
@@ -72,14 +72,6 @@ class SlurmRequest(BatchRequest):
         starter = ["python", "-I", "-m", _ENTRYPOINT] if role.image_name else self.starter
         words = ["setsid", "srun", *group, *option_words(role.srun), "--input=none", "--label"]
         return [*words, *starter, "batch.task", self.folder, str(index), "SLURM_PROCID-0"]
-
-    def moved(self, folder: str) -> SlurmRequest:
-        """Return the same request with another folder, which containers mount."""
-        roles = []
-        for role in self.roles:
-            options = {name: value and value.replace(self.folder, folder) for name, value in role.srun.items()}
-            roles.append(replace(role, srun=options))
-        return replace(super().moved(folder), roles=roles)
 
 
 def option_words(options: Mapping[str, str | None]) -> list[str]:
