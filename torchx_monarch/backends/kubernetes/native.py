@@ -56,7 +56,6 @@ class Api:
     """Sends requests to one API server, as the Kubernetes client's ``Configuration`` says.
 
     Attributes:
-        host: URL of the API server.
         server_time: the time in the server's latest answer, in seconds since the epoch; 0 before the first one. The
             times in its objects are compared with it, never with this machine's clock.
     """
@@ -164,10 +163,9 @@ class Api:
 
     def _json(self, *request: Any) -> Object:
         try:
-            answer: Object = json.loads(self._send(*request).data)
+            return json.loads(self._send(*request).data)  # type: ignore[no-any-return]
         except ValueError as error:
             raise KubernetesError(f"{self.host}{request[1]} does not answer as an API server does: {error}") from None
-        return answer
 
     def _send(
         self,

@@ -34,10 +34,7 @@ _log = logging.getLogger("torchx_monarch")
 
 
 def submit(api: Api, app: KubernetesRequest, credentials: str) -> None:
-    """Create all objects of a request; remove those that exist if an object cannot be created.
-
-    Objects that are created after the jobs belong to them from the start; those created before are given to them last.
-    """
+    """Create all objects of a request, of which the jobs own the others; remove them if one cannot be created."""
     objects: list[Object] = []
     jobs: list[Object] = []
     try:
@@ -146,12 +143,7 @@ def refusals(api: Api, app: AppObjects) -> dict[str, str]:
 
 
 def stop(api: Api, app: KubernetesSnapshot, outcome: Outcome) -> None:
-    """Start to end the pods of an app; return without waiting for them. The call can be repeated.
-
-    Args:
-        outcome: how it ends, which is noted in its record. An earlier note takes precedence: two processes may describe
-            or cancel the app concurrently.
-    """
+    """Start to end the pods of an app, and write into its record how it ends; the first outcome counts."""
     ending = app.ending or outcome
     note = json.dumps({"state": ending.state.name, "msg": ending.message, "time": ending.time or time.time()})
     metadata: Object = {"annotations": {request.ANNOTATION_ENDED: note}}
@@ -170,19 +162,10 @@ def stop(api: Api, app: KubernetesSnapshot, outcome: Outcome) -> None:
     for pod in api.items(path, f"{LABEL_APP}={objects.name}"):
         attempt = Attempt(pod)
         if attempt.is_running and not attempt.is_stopping:
-            _stop_pod(api, f"{path}/{attempt.name}", attempt.phase)
-
-
-def _stop_pod(api: Api, path: str, phase: str) -> None:
-    """End a running pod by a deadline; delete a pending pod, which has no log."""
-    if phase != "Pending":
-        try:
-            api.patch(path, {"spec": {"activeDeadlineSeconds": DEADLINE}})
-            return
-        except KubernetesError as error:
-            if error.status != 403:  # a user without the right to patch pods may have the right to delete them
-                raise
-    api.delete(path)
+            if attempt.phase == "Pending":  # it has no log
+                api.delete(f"{path}/{attempt.name}")
+            else:
+                api.patch(f"{path}/{attempt.name}", {"spec": {"activeDeadlineSeconds": DEADLINE}})
 
 
 def _abort(api: Api, path: str) -> None:
@@ -198,7 +181,7 @@ def _abort(api: Api, path: str) -> None:
 
 
 def remove(api: Api, app: KubernetesSnapshot) -> None:
-    """Delete all objects of an app; running pods get their grace period. The call can be repeated."""
+    """Delete all objects of an app; running pods get their grace period."""
     namespace, name = app.objects.namespace, app.objects.name
     owners = [app.objects.record] if app.objects.mode == "volcano" else app.objects.jobs
     for job in owners:

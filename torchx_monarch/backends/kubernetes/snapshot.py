@@ -49,8 +49,7 @@ class AppObjects:
     Attributes:
         mode: ``job`` or ``volcano``.
         record: the object that carries the app's annotations: the Service, or the Volcano job.
-        jobs: the existing Jobs in mode ``job``; empty in mode ``volcano``.
-        pods: the existing pods.
+        jobs: the Jobs of mode ``job``.
     """
 
     mode: str
@@ -89,10 +88,8 @@ class JobReport:
     """What the Job of a role, or the Volcano job of its app, reports.
 
     Attributes:
-        is_active: whether it may still start pods.
-        finished: the state in which a Job has ended; None before its end.
+        is_active, finished, reason: as for ``RoleSnapshot``.
         succeeded, failed: indexes of the replicas that have finally succeeded or failed.
-        reason: what the Job waits for, or why it failed; empty if unknown.
         is_aborted: whether a Volcano job was aborted, as ``stop`` does: Volcano deletes its running pods.
     """
 
@@ -114,8 +111,7 @@ def assemble(objects: AppObjects, now: float, refusals: Mapping[str, str] | None
     annotations = objects.record["metadata"]["annotations"]
     options = json.loads(annotations[ANNOTATION_OPTIONS])
     app_id = f"{objects.namespace}:{objects.name}"
-    source = f"the annotation {ANNOTATION_APP} of {app_id}"
-    submitted = SubmittedApp.unpack(annotations[ANNOTATION_APP], source)
+    submitted = SubmittedApp.unpack(annotations[ANNOTATION_APP], f"the annotation {ANNOTATION_APP} of {app_id}")
     native = _volcano_outcome(objects.record) if objects.mode == "volcano" else None
     jobs = {job["metadata"]["labels"].get(LABEL_ROLE): job for job in objects.jobs}
     pods = _by_replica(objects.pods)
@@ -206,8 +202,7 @@ def _replica_state(spec: RoleSpec, index: int, last: Attempt | None, job: JobRep
 
 
 def _job_report(job: Object | None, refusals: Mapping[str, str]) -> JobReport:
-    """Return what an Indexed Job reports; None stands for a Job that was deleted."""
-    if job is None:
+    if job is None:  # it was deleted
         return JobReport(False)
     status = job.get("status") or {}
     conditions = _conditions(status)
@@ -234,7 +229,6 @@ def indexes(text: str | None) -> frozenset[int]:
 
 
 def _volcano_outcome(job: Object) -> Outcome:
-    """Return the state of a Volcano job, with Volcano's reason if it fails or waits."""
     status = job.get("status")
     if not status:
         queue = job["spec"].get("queue")
@@ -264,14 +258,8 @@ class Attempt:
     """One start of a replica: one pod. Times are in seconds since the epoch, 0 before.
 
     Attributes:
-        container: name of the container that runs the role's command, which is the first one.
-        phase: the pod's phase in Kubernetes.
         is_running: whether the pod runs or may still start.
-        host: the pod's host name; empty before the pod starts.
-        address: the pod's IP address; empty unless it runs.
-        exit_code: exit code of its container; None before its end.
         has_deadline: whether ``stop`` has ended it by a deadline.
-        is_stopping: whether the pod was asked to stop.
         was_deleted: whether it ended by the signal that the deletion of its pod has sent, and left no error file: its
             Job deletes the pods that still run when too many others have failed.
         waiting: why it cannot be scheduled or started; empty for normal progress.
@@ -297,31 +285,27 @@ class Attempt:
         self.address: str = (status.get("podIP") or "") if self.phase == "Running" else ""
         self.created = seconds(metadata["creationTimestamp"])
         self.started = seconds(status.get("startTime"))
-        self.ended = seconds(ended.get("finishedAt")) if self.is_running else _end_of(ended, conditions)
+        changes = (seconds(condition.get("lastTransitionTime")) for condition in conditions.values())
+        # A pod without a container tells when its conditions have changed.
+        self.ended = seconds(ended.get("finishedAt")) or (0.0 if self.is_running else max(changes, default=0.0))
         self.exit_code: int | None = ended.get("exitCode")
         is_deleted = "deletionTimestamp" in metadata
         self.has_deadline = spec.get("activeDeadlineSeconds") == DEADLINE
         self.is_stopping = self.has_deadline or is_deleted
-
         since = self.started or self.created
         self.waiting, self.stuck_since = _waiting(conditions, _section(state, "waiting"), since)
-        before = _section(_section(container, "lastState"), "terminated")
+        # What a pod without a host leaves as its termination message is its program's: its output, or a file.
+        ends = (ended, _section(_section(container, "lastState"), "terminated")) if _runs_host(main) else ({}, {})
+        result, earlier = (HostResult.from_text(end.get("message")) for end in ends)
+        self.rank_restarts = result.rank_restarts + earlier.rank_restarts
+        self.error = error_files.cleaned(ended["message"]) if result.names_cause else ""
         disruption = _disruption(status, conditions)
-        self._read_result(main, ended, before)
         has_cause = disruption or self.error or ended.get("reason") == "OOMKilled"
         self.was_deleted = is_deleted and self.exit_code in STOP_CODES and not has_cause
         self.failure = ""
         if self.phase == "Failed":
             place = f"on node {spec['nodeName']} " if spec.get("nodeName") else ""
             self.failure = place + (disruption or _failure(ended, main, _runs_host(main)))
-
-    def _read_result(self, main: Object, ended: Object, before: Object) -> None:
-        """Read what the host has left at the ends of its container, the last one and the one before."""
-        # What a pod without a host leaves as its termination message is its program's: its output, or a file.
-        texts = (end.get("message") if _runs_host(main) else None for end in (ended, before))
-        result, earlier = map(HostResult.from_text, texts)
-        self.rank_restarts = result.rank_restarts + earlier.rank_restarts
-        self.error = error_files.cleaned(ended["message"]) if result.names_cause else ""
 
 
 def _section(parent: Object, name: str) -> Object:
@@ -344,12 +328,6 @@ def _waiting(conditions: Mapping[str, Object], waiting: Object, since: float) ->
     return "", 0.0
 
 
-def _end_of(ended: Object, conditions: Mapping[str, Object]) -> float:
-    """Return when a pod that has ended did so; a pod without a container tells when its conditions have changed."""
-    changes = (seconds(condition.get("lastTransitionTime")) for condition in conditions.values())
-    return seconds(ended.get("finishedAt")) or max(changes, default=0.0)
-
-
 def _disruption(status: Object, conditions: Mapping[str, Object]) -> str:
     """Return why Kubernetes itself has ended a pod; empty if it has not."""
     if status.get("reason"):  # Evicted, NodeLost, DeadlineExceeded, UnexpectedAdmissionError ...
@@ -360,7 +338,6 @@ def _disruption(status: Object, conditions: Mapping[str, Object]) -> str:
 
 
 def _failure(ended: Object, container: Object, runs_host: bool) -> str:
-    """Return how a container has failed, by its termination (``ended``), if there is one."""
     reason, message = ended.get("reason"), (ended.get("message") or "").strip()
     if reason == "OOMKilled":
         limits = (container.get("resources") or {}).get("limits") or {}
@@ -378,9 +355,9 @@ def _conditions(status: Object) -> dict[str, Object]:
 
 
 def _holds(conditions: Mapping[str, Object], kind: str) -> bool:
-    return bool(conditions.get(kind, {}).get("status") == "True")
+    return conditions.get(kind, {}).get("status") == "True"
 
 
 def _reason(described: Mapping[str, Any]) -> str:
-    """Return the reason and the message that Kubernetes gives for a condition, a status or a waiting container."""
+    """Return the reason and message of a condition, a status or a waiting container."""
     return f"{described.get('reason', '')}: {described.get('message', '')}".strip(": ")
