@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import shutil
-import subprocess
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -120,9 +119,9 @@ def test_a_state_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.M
 def test_slurm(
     ping: str, sinfo: str, options: SlurmOpts | None, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(words: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
-        told = f"Slurmctld(primary) at head {ping}" if words[0] == "scontrol" else sinfo
-        return subprocess.CompletedProcess(words, 0, "slurm 24.05" if "--version" in words else told, "")
+    def run(words: list[str], timeout: float) -> str:
+        answer = f"Slurmctld(primary) at head {ping}" if words[0] == "scontrol" else sinfo
+        return "slurm 24.05" if "--version" in words else answer
 
     monkeypatch.setattr(commands, "run", run)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")

@@ -266,8 +266,7 @@ def job() -> JobFolder:
     assert "/a-b-c-" in folder.root
     os.makedirs(folder.root)
     os.makedirs(backend._index)
-    state_files.write_json(folder.app, {"created": 1.0, "jobs": ["7"], **submitted.to_json()})
-    state_files.write_json(folder.request, {"grace": 5.0})
+    state_files.write_json(folder.app, {"created": 1.0, "jobs": ["7"], "grace": 5.0, **submitted.to_json()})
     backend.name_app(folder, ["7"])
     return folder
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -135,8 +134,8 @@ def test_what_is_not_used_without_containers_is_said(tmp_path: Path, caplog: pyt
 def test_clusters_without_pyxis_are_told_before_submission(monkeypatch: pytest.MonkeyPatch) -> None:
     help_text = "--container=PATH"
 
-    def run(command: Sequence[str], timeout: float = 0) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(list(command), 0, help_text, "")
+    def run(command: Sequence[str], timeout: float = 0) -> str:
+        return help_text
 
     monkeypatch.setattr(commands, "run", run)
     with pytest.raises(BackendError, match="cannot run -cfg container=pyxis: .* pyxis is not installed"):

@@ -231,7 +231,7 @@ def slurm_job(parent: str) -> JobFolder:
     submitted = SubmittedApp(AppDef("train", [Role("r", image="", entrypoint="true")]), [RoleSpec("r")])
     os.makedirs(job.root)
     os.makedirs(backend._index)
-    state_files.write_json(job.app, {"created": 1.0, "jobs": ["7"], **submitted.to_json()})
+    state_files.write_json(job.app, {"created": 1.0, "jobs": ["7"], "grace": 5.0, **submitted.to_json()})
     state_files.write_json(record_path(job), {"state": "SUCCEEDED", "ended": 2.0})
     backend.name_app(job, ["7"])
     return job

@@ -133,21 +133,11 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
-    def environ(self) -> dict[str, str]:
-        """Return the environment for commands, which jobs may inherit, without the variables of a job around this."""
-        return {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
-
     def run(self, command: Sequence[str]) -> str:
-        """Run a command of the batch system and return what it prints.
-
-        Raises:
-            BackendError: it is missing, fails, or does not end in time.
-        """
-        done = commands.run(command, self.environ(), self.install)
-        if done.returncode:
-            answer = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-            raise BackendError(f"{command[0]} refuses: {answer}")
-        return done.stdout
+        """Run a command of the batch system; return and errors as for ``commands.run``."""
+        # Which jobs may inherit, without the variables of a job around this.
+        environ = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
+        return commands.run(command, environ, self.install)
 
     def cancel(self, jobs: Sequence[str]) -> None:
         """End jobs, of which some may have ended."""
@@ -239,7 +229,8 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
             with ThreadPoolExecutor(1) as pool:  # which lets Ctrl-C wait until the batch system has answered
                 for command in request.commands:
                     pool.submit(self._submit, command, jobs).result()
-            state_files.write_json(folder.app, {"created": created, "jobs": jobs, **submitted.to_json()})
+            content = {"created": created, "jobs": jobs, "grace": request.grace, **submitted.to_json()}
+            state_files.write_json(folder.app, content)
             app_id = self.name_app(folder, jobs)
         except BaseException as error:
             with contextlib.suppress(BackendError):
@@ -353,7 +344,6 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         if content is None:
             return None
         stored = submitted_app.parse(content, folder.app)
-        request = state_files.load_undamaged(dict, folder.request, folder.trusted) or {}
         jobs = self.task_ids(stored.roles, content["jobs"])
         ending = stop_request.load_outcome(folder)
         happened = [] if brief else events.read(folder.events, below=folder.trusted)[0]
@@ -368,7 +358,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
             roles,
             stored.app,
             created=content["created"],
-            grace=float(request.get("grace", 0.0)),
+            grace=content["grace"],
             ending=ending,
             ui_url=f"file://{folder.root}",
         )

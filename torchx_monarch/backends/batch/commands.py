@@ -9,20 +9,18 @@ from collections.abc import Mapping, Sequence
 from torchx_monarch.backends.core.errors import BackendError
 
 
-def run(
-    command: Sequence[str], environ: Mapping[str, str], install: str, timeout: float = 60.0
-) -> subprocess.CompletedProcess[str]:
-    """Run a command of a batch system, which may answer late under load.
+def run(command: Sequence[str], environ: Mapping[str, str], install: str, timeout: float = 60.0) -> str:
+    """Run a command of a batch system, which may answer late under load, and return what it prints.
 
     Args:
         install: what to install if it is missing.
         timeout: seconds that it may take.
 
     Raises:
-        BackendError: it is missing, cannot be executed, or does not end in time.
+        BackendError: it is missing, fails, or does not end in time.
     """
     try:
-        return subprocess.run(
+        done = subprocess.run(
             command,
             env=environ,
             stdin=subprocess.DEVNULL,
@@ -39,3 +37,7 @@ def run(
         raise BackendError(f"{command[0]!r} cannot be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise BackendError(f"`{' '.join(command[:2])}` has not answered for {timeout:g} s") from None
+    if done.returncode:
+        answer = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        raise BackendError(f"{command[0]} refuses: {answer}")
+    return done.stdout

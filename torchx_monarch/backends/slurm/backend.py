@@ -48,7 +48,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     """
 
     options = SlurmOpts
-    name, install, index, cancel_command = "slurm", commands.INSTALL, "ids", ("scancel",)
+    name, index, cancel_command = "slurm", "ids", ("scancel",)
     job_id = r"(\d+)(?:;\S+)?\s*$"  # with several clusters, --parsable prints ID;CLUSTER
     poll = 0.1
     config_section = "slurm"
@@ -60,8 +60,8 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
-    def environ(self) -> dict[str, str]:
-        return commands.environ()
+    def run(self, command: Sequence[str]) -> str:
+        return commands.run(command)
 
     def submit_command(self, job: Job, options: SlurmOpts) -> Sequence[str]:
         """Not called: one command submits all roles (``render``)."""

@@ -6,9 +6,9 @@ The commands are asked for named fields, which are the same in all versions of S
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.model.env_names import JOB_VARIABLES
 from torchx_monarch.model.state import State
 
-INSTALL = "Slurm's commands, as the login nodes of a cluster have them (Debian: slurm-client, Red Hat: slurm)"
+_INSTALL = "Slurm's commands, as the login nodes of a cluster have them (Debian: slurm-client, Red Hat: slurm)"
 
 _INHERITED = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
@@ -92,9 +92,9 @@ def environ() -> dict[str, str]:
     }
 
 
-def run(command: Sequence[str], timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands; arguments and errors as for ``batch.commands.run``."""
-    return batch_commands.run(command, environ(), INSTALL, timeout)
+def run(command: Sequence[str], timeout: float = 60.0) -> str:
+    """Run one of Slurm's commands; arguments, return and errors as for ``batch.commands.run``."""
+    return batch_commands.run(command, environ(), _INSTALL, timeout)
 
 
 _JOB_ID = re.compile(r"(\d+)(?:\+0+)?")
@@ -113,12 +113,12 @@ def listed_jobs(job_id: str = "") -> dict[str, SlurmJob]:
     """
     which = [f"--jobs={job_id}"] if job_id else []
     command = ["squeue", "--noheader", "--all", f"--user={os.getuid()}", "--states=all", "--format=%i|%T|%r|%k", *which]
-    done = run(command)
-    if done.returncode and "Invalid job id" in done.stderr:
+    try:
+        return parse_jobs(run(command))
+    except BackendError as error:
+        if "Invalid job id" not in str(error):
+            raise
         return {}
-    if done.returncode:
-        raise BackendError(f"squeue refuses: {done.stderr.strip()}")
-    return parse_jobs(done.stdout)
 
 
 def accounted_jobs(job_ids: Sequence[str]) -> dict[str, SlurmJob]:
@@ -126,8 +126,9 @@ def accounted_jobs(job_ids: Sequence[str]) -> dict[str, SlurmJob]:
     if not job_ids:
         return {}
     which = f"--jobs={','.join(job_ids)}"
-    done = run(["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State", which])
-    return {} if done.returncode else parse_jobs(done.stdout)
+    with contextlib.suppress(BackendError):
+        return parse_jobs(run(["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State", which]))
+    return {}
 
 
 def parse_jobs(text: str) -> dict[str, SlurmJob]:
@@ -148,10 +149,10 @@ def partition_memory(partition: str | None) -> int | None:
         partition: the partition; None for the default one.
     """
     try:
-        done = run(["sinfo", "--noheader", "--format=%P|%m", "--noconvert"])
+        partitions = run(["sinfo", "--noheader", "--format=%P|%m", "--noconvert"])
     except BackendError:
         return None  # a dry run needs no cluster
-    for line in done.stdout.splitlines():
+    for line in partitions.splitlines():
         name, _, memory = line.partition("|")
         if (name.rstrip("*") == partition) if partition else name.endswith("*"):
             digits = re.match(r"\d+", memory)

@@ -99,15 +99,14 @@ def check_slurm(options: SlurmOpts | None) -> Iterator[CheckResult]:
     yield check("Slurm's commands", shutil.which("sbatch") or "", fail=advice if missing else "")
     if missing:
         return
-    version = commands.run(["sinfo", "--version"], _TIMEOUT).stdout.strip()
-    ping = commands.run(["scontrol", "ping"], _TIMEOUT)
-    up = ping.returncode == 0 and " UP" in ping.stdout.upper()
-    answer = (ping.stdout + ping.stderr).strip().replace("\n", ", ")
-    yield check(
-        "slurmctld",
-        ": ".join(filter(None, (version, answer))),
-        fail="" if up else "start it, or see SLURM_CONF and the network",
-    )
+    version = commands.run(["sinfo", "--version"], _TIMEOUT).strip()
+    try:
+        answer = commands.run(["scontrol", "ping"], _TIMEOUT)
+    except BackendError as error:
+        answer = str(error)
+    up = " UP" in answer.upper()
+    answer = answer.strip().replace("\n", ", ")
+    yield check("slurmctld", f"{version}: {answer}", fail="" if up else "start it, or see SLURM_CONF and the network")
     if not up or options is None:
         return
     yield _check_partition(options.partition)
@@ -132,7 +131,7 @@ def check_pyxis() -> None:
 
 
 def _has_pyxis() -> bool:
-    return "--container-image" in commands.run(["srun", "--help"]).stdout
+    return "--container-image" in commands.run(["srun", "--help"])
 
 
 def _check_partition(partition: str | None) -> CheckResult:
@@ -142,10 +141,11 @@ def _check_partition(partition: str | None) -> CheckResult:
         partition: its name; None for Slurm's default.
     """
     which = ["--partition", partition] if partition else []
-    sinfo = commands.run(["sinfo", "--noheader", "--format=%P %a %D", *which], _TIMEOUT)
-    if sinfo.returncode:
-        return check("partition", partition or "", fail=f"sinfo refuses: {sinfo.stderr.strip()}")
-    rows = [fields for fields in map(str.split, sinfo.stdout.splitlines()) if len(fields) == 3]
+    try:
+        partitions = commands.run(["sinfo", "--noheader", "--format=%P %a %D", *which], _TIMEOUT)
+    except BackendError as error:
+        return check("partition", partition or "", fail=str(error))
+    rows = [fields for fields in map(str.split, partitions.splitlines()) if len(fields) == 3]
     if not partition:
         rows = [fields for fields in rows if fields[0].endswith("*")]
     if not rows:
