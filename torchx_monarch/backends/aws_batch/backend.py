@@ -40,9 +40,7 @@ _log = logging.getLogger("torchx_monarch")
 class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
     """Runs each replica as a node of a job.
 
-    Passes Monarch hosts replica 0's address and the credentials; other roles run as ordinary containers. Batch ends a
-    job with its main node, and restarts all nodes or none. Methods that send requests raise ``AwsError`` if AWS is
-    unreachable or refuses.
+    Batch ends a job with its main node, and restarts all nodes or none. Methods that send requests raise ``AwsError``.
     """
 
     options = AWSBatchOpts
@@ -120,10 +118,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         return snapshot.app_snapshot(app_id, job, nodes, self._results(job, nodes) if has_ended and not brief else {})
 
     def _find(self, app_id: str) -> Mapping[str, Any] | None:
-        """Return Batch's description of an app's job, or of its definition if Batch has forgotten the job.
-
-        None stands for an app that does not exist or was deleted.
-        """
+        """Return Batch's description of an app's job, or of its definition if Batch has forgotten the job."""
         queue, _, name = app_id.rpartition(":")
         if not queue or not name:
             return None
@@ -168,10 +163,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         ]
 
     def _jobs_in(self, queue: str) -> list[dict[str, Any]]:
-        """Return the jobs of a queue that this scheduler submitted, by their tags, which only DescribeJobs returns.
-
-        (TorchX's former scheduler examined the first hundred jobs only.)
-        """
+        """Return the jobs of a queue that this scheduler submitted, by their tags, which only DescribeJobs returns."""
         ids = []
         # Without a filter, ListJobs returns running jobs only.
         for summary in self._summaries(queue, "AFTER_CREATED_AT", "1"):

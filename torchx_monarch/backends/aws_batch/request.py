@@ -74,7 +74,6 @@ class BatchJob:
 
     Attributes:
         name: name of the job and of its definition.
-        queue: name of the queue.
         definition: arguments of RegisterJobDefinition.
         submit: arguments of SubmitJob but the app itself; ``jobDefinition`` becomes the ARN of the registered revision
             when the job is submitted.
@@ -161,11 +160,7 @@ def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJo
 
 
 def with_credentials(job: BatchJob, roles: Sequence[RoleSpec], value: str) -> dict[str, Any]:
-    """Return a copy of a job definition whose hosts receive their credentials.
-
-    Args:
-        value: the ARN of the secret that holds the credentials if the request has one; otherwise the credentials.
-    """
+    """Return a copy of a job definition whose hosts receive their credentials, or the ARN of the secret with them."""
     definition = copy.deepcopy(job.definition)
     where, key = ("secrets", "valueFrom") if job.secret else ("environment", "value")
     for properties, spec in zip(containers_of(definition), roles, strict=False):
@@ -175,10 +170,7 @@ def with_credentials(job: BatchJob, roles: Sequence[RoleSpec], value: str) -> di
 
 
 def _retries(app: AppDef, cfg: AWSBatchOpts) -> dict[str, Any]:
-    """Return Batch's retry strategy. Batch restarts a whole job when its main node has failed, whatever the policy.
-
-    (TorchX's former scheduler used ``max_retries`` as the number of attempts, so that 1 meant no retry.)
-    """
+    """Return Batch's retry strategy. Batch restarts a whole job when its main node has failed, whatever the policy."""
     retries = max(role.max_retries for role in app.roles)
     attempts = 1 + (retries or cfg.host_retries)
     if attempts > _MAX_ATTEMPTS:

@@ -135,14 +135,9 @@ def _outcome(job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]]) -> 
 def _replica(
     role: str, replica: int, job: Mapping[str, Any], node: Mapping[str, Any] | None, error: str
 ) -> ReplicaSnapshot:
-    """Return the snapshot of a replica.
-
-    Args:
-        node: Batch's description of its node; None if Batch does not know it yet, or has forgotten the job.
-        error: its host's result, if the log has it.
-    """
+    """Return the snapshot of a replica; ``error`` is its host's result, if the log has it."""
     if node is None:
-        return ReplicaSnapshot(role, replica, State.PENDING if "jobId" in job else State.UNKNOWN)
+        return ReplicaSnapshot(role, replica, State.PENDING)  # Batch does not know its node yet
     container = container_of(node)
     # Batch reports no address of a container on its host's network.
     address = str((container.get("networkInterfaces") or [{}])[0].get("privateIpv4Address", ""))

@@ -170,11 +170,6 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         return os.path.join(parent, f"{safe_name(name)[:60]}-{os.urandom(5).hex()}")
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: O) -> BatchRequest:
-        """Return the request that runs an app.
-
-        Raises:
-            UserError: a role has mounts.
-        """
         for role in app.roles:
             if role.mounts:
                 raise UserError(f"role {role.name!r} has mounts, and {self.name} runs no containers")
@@ -208,12 +203,6 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         return "\n".join(lines)
 
     def submit(self, request: BatchRequest, submitted: SubmittedApp, credentials: str) -> str:
-        """Write the app's folder, submit its jobs, and return its id.
-
-        Raises:
-            StateDirError: the state directory cannot be written, or a part of it belongs to another user.
-            BackendError: the batch system refuses a job, or the folder cannot be written; nothing is left.
-        """
         if os.path.exists(request.folder):  # the same dry run may be submitted twice
             request = request.moved(self.new_folder(request.name, os.path.dirname(request.folder)))
         folder, created = JobFolder(request.folder), time.time()
@@ -280,10 +269,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         return self.folders([app_id]).get(app_id)
 
     def folders(self, app_ids: Collection[str] = ()) -> dict[str, JobFolder]:
-        """Return the folders of apps by id.
-
-        Args:
-            app_ids: the ids; empty for all.
+        """Return the folders of all apps, or of some, by id.
 
         Raises:
             StateAccessError: another user owns the state directory, or it cannot be read.
@@ -334,12 +320,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
     def read(
         self, app_id: str, folder: JobFolder, queued: Mapping[str, QueuedJob], *, brief: bool
     ) -> AppSnapshot | None:
-        """Return the snapshot of an app; None if its folder was removed.
-
-        Args:
-            queued: what the batch system reports, which must have been asked before: tasks write their records before
-                they end.
-        """
+        """Return the snapshot of an app by its files, and by a report that is older: tasks write records, then end."""
         content = state_files.load(dict[str, Any], folder.app, folder.trusted)
         if content is None:
             return None
@@ -364,11 +345,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         )
 
     def task_ids(self, roles: Sequence[RoleSpec], jobs: Sequence[str]) -> list[list[str]]:
-        """Return for each role the batch system's ids of its replicas.
-
-        Args:
-            jobs: the ids of the app's jobs.
-        """
+        """Return the batch system's ids of the replicas of each role, by those of the app's jobs."""
         if self.array:
             numbers = [range(self.first_task, self.first_task + spec.replicas) for spec in roles]
             return [[f"{job}.{number}" for number in tasks] for job, tasks in zip(jobs, numbers, strict=True)]
@@ -407,18 +384,12 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         content = state_files.load_undamaged(dict, folder.app, folder.trusted)
         if content is None:  # removed meanwhile
             return
-        ids = self.task_ids([role.spec for role in app.roles], content["jobs"])
-        queued = self.queued()
+        ids, queued = self.task_ids([role.spec for role in app.roles], content["jobs"]), self.queued()
         jobs = {job_id: _job(queued, job_id) for tasks in ids for job_id in tasks}
         ending = (State.PENDING, State.RUNNING) if grace == 0 else (State.PENDING,)
         self.cancel([job_id for job_id, job in jobs.items() if job is not None and job.state in ending])
 
     def remove(self, app: AppSnapshot) -> None:
-        """End what could not be ended in time, and remove the app's folder.
-
-        Raises:
-            RemoveError: it cannot be removed.
-        """
         folder = self.folder(app.app_id)
         if folder is None:
             return

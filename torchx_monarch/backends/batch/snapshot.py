@@ -30,12 +30,7 @@ class QueuedJob(NamedTuple):
 def read_replica(
     spec: RoleSpec, k: int, folder: JobFolder, job: QueuedJob | None, ending: Outcome | None
 ) -> ReplicaSnapshot:
-    """Return a replica by its record and its job.
-
-    Args:
-        job: what the batch system reports of its job; None if that has ended.
-        ending: how the app was asked to end.
-    """
+    """Return a replica by its record and its job, which is None if the batch system does not know it any more."""
     record = folder.replica(spec.name, k).load_record()
     queued = None if job is None or job.state.is_terminal else job
     reason = job.reason if job else ""
@@ -79,11 +74,7 @@ def _not_started(role: str, k: int, queued: QueuedJob | None, reason: str, endin
 
 
 def _waiting(found: ReplicaSnapshot, job: QueuedJob, ending: Outcome | None, reason: str = "") -> ReplicaSnapshot:
-    """Return a replica whose job waits, or whose task is about to begin.
-
-    Args:
-        reason: why it waits, if the batch system does not say.
-    """
+    """Return a replica whose job waits, by default for ``reason``, or whose task is about to begin."""
     is_stopping = ending is not None and job.state is State.RUNNING
     return replace(
         found, state=State.PENDING, waiting=job.reason or reason, is_stuck=job.is_stuck, is_stopping=is_stopping

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from string import Template
 
-from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder, ReplicaFolder
+from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder, R, ReplicaFolder
 from torchx_monarch.backends.core import state_files, stop_request
 from torchx_monarch.backends.local import status
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
@@ -62,12 +62,7 @@ def main(folder: str, role: str, number: str) -> int:
     variable, _, first = number.rpartition("-")
     replica = int(os.environ[variable]) - int(first) if variable else int(number)
     job, node = JobFolder(folder), os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-    try:
-        stored = state_files.load(BatchRequest, job.request, job.trusted)
-    except state_files.DamagedFileError as error:
-        sys.exit(f"node {node}: {error}")
-    if stored is None:
-        sys.exit(f"node {node} cannot read {job.request}: all nodes must see that folder")
+    stored = load_request(BatchRequest, job)
     spec = stored.roles[int(role)].spec
     paths = job.replica(spec.name, replica)
     os.makedirs(paths.root, mode=0o700, exist_ok=True)
@@ -93,6 +88,17 @@ def main(folder: str, role: str, number: str) -> int:
         state_files.write_json(paths.status, asdict(record))
     code = record.roles[0].replicas[0].exit_code
     return 1 if code is None else shell_code(code)
+
+
+def load_request(kind: type[R], job: JobFolder) -> R:
+    """Return the request of an app; end the process if this node cannot read it."""
+    try:
+        stored = state_files.load(kind, job.request, job.trusted)
+    except state_files.DamagedFileError as error:
+        sys.exit(f"node {os.uname().nodename}: {error}")
+    if stored is None:
+        sys.exit(f"node {os.uname().nodename} cannot read {job.request}: all nodes must see that folder")
+    return stored
 
 
 def _request(stored: BatchRequest, index: int, replica: int, app_id: str, run_dir: str) -> LocalRequest:

@@ -181,12 +181,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
 
 
 def _outcome(job: QueuedJob | None, record: BatchRecord | None, folder: JobFolder) -> Outcome | None:
-    """Return how a job has ended, or what it waits for; None if its replicas say that.
-
-    Args:
-        job: Slurm's record; None if Slurm has forgotten the job.
-        record: the batch step's record; None if it is missing.
-    """
+    """Return how a job has ended, or what it waits for; None if its replicas say that."""
     if record is not None and record.ended is not None and not (record.outside and job):
         return Outcome(record.state, record.msg, time=record.ended)
     if job is None:

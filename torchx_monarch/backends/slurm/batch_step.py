@@ -14,14 +14,13 @@ import os
 import re
 import select
 import signal
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob, read_replica
-from torchx_monarch.backends.batch.task import APP_ID
+from torchx_monarch.backends.batch.task import APP_ID, load_request
 from torchx_monarch.backends.core import state_files, stop_request
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, AppStatus, reduce
@@ -307,11 +306,7 @@ def first_node(nodes: str) -> str:
 
 
 def last_error(job_log: str) -> str:
-    """Return the last error that srun, slurmstepd or pyxis has written; empty if none is found.
-
-    Args:
-        job_log: the log of the batch step, with the output of its steps, in which the task's number precedes each line.
-    """
+    """Return the last error that srun, slurmstepd or pyxis has written to the job's log; empty if none is found."""
     with contextlib.suppress(OSError), open(safe_files.open_file(job_log), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _READ))
         for line in reversed(file.read().decode(errors="replace").splitlines()):
@@ -345,10 +340,4 @@ def _run(*words: str) -> str | None:
 def main(path: str) -> int:
     """Run the job whose folder this is, and return its exit code."""
     folder = JobFolder(path)
-    try:
-        request = state_files.load(SlurmRequest, folder.request, folder.trusted)
-    except state_files.DamagedFileError as error:
-        sys.exit(str(error))
-    if request is None:
-        sys.exit(f"this node cannot read {folder.request}: all nodes must see that folder (run option job_dir)")
-    return BatchStep(folder, request).run()
+    return BatchStep(folder, load_request(SlurmRequest, folder)).run()

@@ -57,8 +57,7 @@ class SlurmJob:
     Attributes:
         job_id: id of the job; of a heterogeneous one that of its first component, which runs the batch script.
         state: the state as Slurm prints it; may have several words, such as ``CANCELLED by 1000``, and end in ``+``.
-        reason: Slurm's reason why the job waits or ended; empty if not reported.
-        comment: the job's comment; empty if not reported.
+        reason: why it waits.
     """
 
     job_id: str
@@ -103,14 +102,7 @@ that of another component (``15+1``), nor that of tasks of an array (``3_7``), w
 
 
 def listed_jobs(job_id: str = "") -> dict[str, SlurmJob]:
-    """Return the jobs of this user from slurmctld, by id, without arrays.
-
-    Args:
-        job_id: the only job to ask for; empty for all.
-
-    Raises:
-        BackendError: squeue fails or cannot be run.
-    """
+    """Return the jobs of this user, or one of them, from slurmctld, by id, without arrays."""
     which = [f"--jobs={job_id}"] if job_id else []
     command = ["squeue", "--noheader", "--all", f"--user={os.getuid()}", "--states=all", "--format=%i|%T|%r|%k", *which]
     try:
@@ -143,11 +135,7 @@ def parse_jobs(text: str) -> dict[str, SlurmJob]:
 
 
 def partition_memory(partition: str | None) -> int | None:
-    """Return the memory of a partition's nodes in MB; None if sinfo does not report it.
-
-    Args:
-        partition: the partition; None for the default one.
-    """
+    """Return the memory of the nodes of a partition, or the default one, in MB; None if sinfo does not report it."""
     try:
         partitions = run(["sinfo", "--noheader", "--format=%P|%m", "--noconvert"])
     except BackendError:

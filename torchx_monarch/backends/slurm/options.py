@@ -86,14 +86,7 @@ class SlurmOpts(NetworkOpts):
 
 
 def check_slurm(options: SlurmOpts | None) -> Iterator[CheckResult]:
-    """Check that jobs can be submitted with run options.
-
-    Args:
-        options: the run options; None to check only that Slurm answers.
-
-    Raises:
-        BackendError: a command does not end in time or cannot be run.
-    """
+    """Check that jobs can be submitted with run options; with None, only that Slurm answers."""
     missing = [name for name in _COMMANDS if shutil.which(name) is None]
     advice = f"{', '.join(missing)} not on the PATH; install Slurm's commands (Debian: slurm-client, Red Hat: slurm)"
     yield check("Slurm's commands", shutil.which("sbatch") or "", fail=advice if missing else "")
@@ -121,11 +114,7 @@ def check_slurm(options: SlurmOpts | None) -> Iterator[CheckResult]:
 
 
 def check_pyxis() -> None:
-    """Check that the cluster can run containers.
-
-    Raises:
-        BackendError: it cannot.
-    """
+    """Raise BackendError if the cluster cannot run containers."""
     if not _has_pyxis():
         raise BackendError(f"this cluster cannot run -cfg container=pyxis: {_NO_PYXIS}")
 
@@ -135,11 +124,7 @@ def _has_pyxis() -> bool:
 
 
 def _check_partition(partition: str | None) -> CheckResult:
-    """Check that a partition accepts jobs.
-
-    Args:
-        partition: its name; None for Slurm's default.
-    """
+    """Check that a partition, or Slurm's default one, accepts jobs."""
     which = ["--partition", partition] if partition else []
     try:
         partitions = commands.run(["sinfo", "--noheader", "--format=%P %a %D", *which], _TIMEOUT)

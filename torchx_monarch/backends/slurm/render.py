@@ -45,14 +45,7 @@ _SBATCH = (
 
 
 def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) -> SlurmRequest:
-    """Render the request for an app.
-
-    Args:
-        path: the job's folder.
-
-    Raises:
-        UserError: a role cannot run in a container as it is, or the job's folder cannot be mounted there.
-    """
+    """Return the request for an app; ``path`` is the job's folder."""
     whole = [spec.max_retries for spec in submitted.roles if spec.retry_policy is RetryPolicy.APPLICATION]
     retries = max((role.max_retries for role in app.roles), default=0)
     requeue = retries > 0 if options.requeue is None else options.requeue
@@ -88,9 +81,6 @@ def _sbatch(request: SlurmRequest, options: dict[str, str | None]) -> list[str]:
 
     Options are on the command line because variables such as SBATCH_PARTITION override those in the script, and because
     the script's quoting rules differ between versions of Slurm.
-
-    Args:
-        options: the options of the whole job.
     """
     words = ["sbatch", "--parsable", "--export=ALL"]
     for index, role in enumerate(request.roles):
@@ -101,11 +91,7 @@ def _sbatch(request: SlurmRequest, options: dict[str, str | None]) -> list[str]:
 
 
 def check_options(cfg: SlurmOpts) -> None:
-    """Check the run options that do not depend on the app.
-
-    Raises:
-        InvalidRunConfigException: a value is not allowed; the message names the option and says what is.
-    """
+    """Check the run options that do not depend on the app."""
     for name, (pattern, allowed) in _ALLOWED.items():
         value = getattr(cfg, name)
         if value is not None and not re.fullmatch(pattern, value):
@@ -180,12 +166,6 @@ def _container(role: Role, cwd: str, job: str) -> dict[str, str]:
 
     The job's folder and the working directory are mounted under their own paths, so that every path of the request
     means the same inside and outside.
-
-    Args:
-        job: the job's folder.
-
-    Raises:
-        UserError: the role has no image that can be used, or a mount that pyxis cannot make.
     """
     if not role.image or _is_default(role.image):
         given = f"TorchX's default image, {role.image}, has not" if role.image else "it names none"
@@ -209,11 +189,6 @@ def _container(role: Role, cwd: str, job: str) -> dict[str, str]:
 
 
 def _bind(role: Role, source: str, target: str) -> str:
-    """Return a mount as pyxis spells it.
-
-    Raises:
-        UserError: pyxis cannot spell it.
-    """
     if re.search("[:,]", source + target):
         raise UserError(
             f"role {role.name!r}: pyxis cannot mount {source} at {target}: paths must have neither ':' nor ','"
@@ -222,17 +197,12 @@ def _bind(role: Role, source: str, target: str) -> str:
 
 
 def _is_default(image: str) -> bool:
-    """Return whether an image is the one that TorchX's components name by default."""
     default: str = torchx.IMAGE
     return image.partition(":")[0] == default.partition(":")[0]
 
 
 def _enroot_name(role: Role) -> str:
-    """Return a role's image as enroot spells it, which separates registry and name by ``#``.
-
-    Raises:
-        UserError: it is the path of a file that this machine does not see.
-    """
+    """Return a role's image as enroot spells it, which separates registry and name by ``#``."""
     image: str = role.image
     if image.startswith(("/", "./", "../")):
         path = os.path.abspath(image)

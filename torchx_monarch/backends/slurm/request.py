@@ -40,7 +40,6 @@ class SlurmRequest(BatchRequest):
     """One job.
 
     Attributes:
-        roles: the roles, each a component of the job, in this order.
         python: the interpreter of the batch step and the tasks.
         requeue: whether Slurm may restart the job after a lost node or a preemption.
         retries: how often the job goes back into the queue after a failure (the run option ``retry=requeue``).
