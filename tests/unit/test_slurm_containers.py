@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -46,7 +47,7 @@ def test_a_step_runs_the_task_with_the_images_python() -> None:
     assert found.roles[0].command[:3] == ["python", "-m", "torchx_monarch.host"]
     assert "--container-image=me/image" in SlurmBackend().show(found)
     # The batch step runs on the node, with the submitter's interpreter, and reads the request.
-    assert found.starter[0] == sys.executable
+    assert shlex.join([sys.executable, "-I", "-S"]) in found.script
     assert codec.decode(SlurmRequest, asdict(found)) == found
     assert "/else:/else" in " ".join(found.moved("/else").step(0))
 

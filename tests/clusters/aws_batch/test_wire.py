@@ -114,7 +114,7 @@ def test_waits_out_throttling(wire: Wire, wired: Apps) -> None:
         (
             "ExpiredTokenException",
             403,
-            "the AWS credentials have expired (ExpiredTokenException for batch:ListJobs: ",
+            "the AWS credentials have expired, or cannot be had (ExpiredTokenException for",
         ),
         ("UnrecognizedClientException", 403, "AWS does not accept these credentials (UnrecognizedClientException"),
         ("AccessDeniedException", 403, "AWS does not allow you batch:ListJobs (no): have that action added"),

@@ -27,8 +27,8 @@ _HOW_TO_LOG_IN = (
 
 _EXPLANATIONS = {
     "ExpiredToken(Exception)?|RequestExpired|TokenRefreshRequired|"
-    "(Credential|Token)RetrievalError|SSOError|LoginError": "the AWS credentials have expired ({code} for {request}: "
-    f"{{message}}): {_HOW_TO_LOG_IN}",
+    "(Credential|Token)RetrievalError|SSOError|LoginError": "the AWS credentials have expired, or cannot be had "
+    f"({{code}} for {{request}}: {{message}}): {_HOW_TO_LOG_IN}",
     "(UnrecognizedClient|InvalidSignature)Exception|InvalidClientTokenId|SignatureDoesNotMatch|AuthFailure|"
     "InvalidAccessKeyId|IncompleteSignature|MissingAuthenticationToken": "AWS does not accept these credentials "
     f"({{code}} for {{request}}: {{message}}): {_HOW_TO_LOG_IN}",

@@ -87,10 +87,18 @@ class Job(NamedTuple):
     submit_args: Sequence[str]
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchSnapshot(AppSnapshot):
+    """The state of an app, its folder, and the batch system's ids of its jobs."""
+
+    folder: JobFolder
+    jobs: Sequence[str]
+
+
 O = TypeVar("O", bound=NetworkOpts)  # noqa: E741
 
 
-class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
+class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
     """A batch system.
 
     Attributes:
@@ -294,14 +302,14 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
     def _index(self) -> str:
         return os.path.join(state_files.state_dir(), self.name, self.index)
 
-    def snapshot(self, app_id: str, *, brief: bool = False) -> AppSnapshot | None:
+    def snapshot(self, app_id: str, *, brief: bool = False) -> BatchSnapshot | None:
         folder = self.folder(app_id)
         if folder is None:
             return None
         queued = {} if self.has_recorded_end(folder) else self.report({app_id: folder})
         return self.read(app_id, folder, queued, brief=brief)
 
-    def snapshots(self, options: Cfg) -> Sequence[AppSnapshot]:
+    def snapshots(self, options: Cfg) -> Sequence[BatchSnapshot]:
         folders = self.folders()
         queued = self.report(folders)
         return read_undamaged(folders, lambda app_id: self.read(app_id, folders[app_id], queued, brief=True))
@@ -319,7 +327,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
 
     def read(
         self, app_id: str, folder: JobFolder, queued: Mapping[str, QueuedJob], *, brief: bool
-    ) -> AppSnapshot | None:
+    ) -> BatchSnapshot | None:
         """Return the snapshot of an app by its files, and by a report that is older: tasks write records, then end."""
         content = state_files.load(dict[str, Any], folder.app, folder.trusted)
         if content is None:
@@ -333,7 +341,7 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
             restarts = sum(event["kind"] == "rank_restart" and event.get("role") == spec.name for event in happened)
             replicas = [read_replica(spec, k, folder, _job(queued, ids[k]), ending) for k in range(spec.replicas)]
             roles.append(RoleSnapshot(spec, [replace(replicas[0], rank_restarts=restarts), *replicas[1:]]))
-        return AppSnapshot(
+        return BatchSnapshot(
             app_id,
             stored.app.name,
             roles,
@@ -342,6 +350,8 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
             grace=content["grace"],
             ending=ending,
             ui_url=f"file://{folder.root}",
+            folder=folder,
+            jobs=content["jobs"],
         )
 
     def task_ids(self, roles: Sequence[RoleSpec], jobs: Sequence[str]) -> list[list[str]]:
@@ -362,45 +372,35 @@ class BatchBackend(Backend[O, BatchRequest, AppSnapshot]):
         self._asked[app_id] = now
         return None
 
-    def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
-        """Yield lines of a replica's log; of both streams together if no stream is named. Times are right to 0.1 s."""
-        folder = self.folder(app.app_id)
-        if folder is None:
-            raise UserError(f"app {app.app_id} was removed")
-        yield from log_reader.lines(folder.replica_logs(role, replica), query, folder.trusted)
+    def read_log(
+        self, app: BatchSnapshot, role: str, replica: int, query: LogQuery[BatchSnapshot]
+    ) -> Iterator[TimedLine]:
+        """Return lines of a replica's log; of both streams together if no stream is named. Times are right to 0.1 s."""
+        return log_reader.lines(app.folder.replica_logs(role, replica), query, app.folder.trusted)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
-    def stop(self, app: AppSnapshot, outcome: Outcome, grace: float | None) -> None:
+    def stop(self, app: BatchSnapshot, outcome: Outcome, grace: float | None) -> None:
         """Ask the tasks to stop, which look for that every second; end jobs that wait, and all jobs without grace."""
-        folder = self.folder(app.app_id)
-        if folder is None:
-            return
         self._asked.pop(app.app_id, None)
         try:
-            stop_request.write(folder, outcome, grace)
+            stop_request.write(app.folder, outcome, grace)
         except OSError:  # a full disk: the tasks cannot be asked, so that the batch system must end them
             grace = 0
-        content = state_files.load_undamaged(dict, folder.app, folder.trusted)
-        if content is None:  # removed meanwhile
-            return
-        ids, queued = self.task_ids([role.spec for role in app.roles], content["jobs"]), self.queued()
+        ids, queued = self.task_ids([role.spec for role in app.roles], app.jobs), self.queued()
         jobs = {job_id: _job(queued, job_id) for tasks in ids for job_id in tasks}
         ending = (State.PENDING, State.RUNNING) if grace == 0 else (State.PENDING,)
         self.cancel([job_id for job_id, job in jobs.items() if job is not None and job.state in ending])
 
-    def remove(self, app: AppSnapshot) -> None:
-        folder = self.folder(app.app_id)
-        if folder is None:
-            return
+    def remove(self, app: BatchSnapshot) -> None:
         if any(replica.is_alive for replica in app.replicas):
-            self.cancel((state_files.load_undamaged(dict, folder.app, folder.trusted) or {"jobs": ()})["jobs"])
+            self.cancel(app.jobs)
         try:
-            shutil.rmtree(folder.root)
+            shutil.rmtree(app.folder.root)
         except FileNotFoundError:
             pass
         except OSError as error:
-            raise RemoveError(app.app_id, folder.root, error) from None
+            raise RemoveError(app.app_id, app.folder.root, error) from None
 
 
 def batch_role(role: Role, spec: RoleSpec) -> BatchRole:

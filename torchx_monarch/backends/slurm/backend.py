@@ -16,11 +16,11 @@ from dataclasses import replace
 from torchx.specs import AppDef, Role
 from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
-from torchx_monarch.backends.batch.backend import BatchBackend, Job
+from torchx_monarch.backends.batch.backend import BatchBackend, BatchSnapshot, Job
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.backends.core import state_files, stop_request
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
+from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.slurm import commands, render
 from torchx_monarch.backends.slurm.batch_step import BatchRecord, load_record
@@ -151,7 +151,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
 
     def read(
         self, app_id: str, folder: JobFolder, queued: Mapping[str, QueuedJob], *, brief: bool
-    ) -> AppSnapshot | None:
+    ) -> BatchSnapshot | None:
         """Return the snapshot of a job, whose outcome is Slurm's and the batch step's."""
         job, record = queued.get(app_id), load_record(folder)
         app = super().read(app_id, folder, {app_id: job} if job else {}, brief=brief)
@@ -175,7 +175,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
-    def remove(self, app: AppSnapshot) -> None:
+    def remove(self, app: BatchSnapshot) -> None:
         super().remove(app)
         state_files.remove_file(os.path.join(self._index, app.app_id))
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import sys
 from dataclasses import replace
 
 import torchx
@@ -68,7 +67,6 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
         commands=[],
         grace=float(options.grace),
         lease=float(options.lease),
-        python=sys.executable,
         requeue=requeue,
         retries=max(whole, default=0) if options.retry == "requeue" else 0,
     )

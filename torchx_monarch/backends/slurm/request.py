@@ -8,13 +8,15 @@ script they would be visible to all users of the node or of the accounting datab
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole
 
-_ENTRYPOINT = "torchx_monarch.backends.entrypoint"
+_STARTER = (sys.executable, "-I", "-S", entrypoint.__file__)
+"""The command that starts what runs in the job, without its arguments: the batch step has the submitter's Python."""
 
 
 @dataclass
@@ -40,25 +42,18 @@ class SlurmRequest(BatchRequest):
     """One job.
 
     Attributes:
-        python: the interpreter of the batch step and the tasks.
         requeue: whether Slurm may restart the job after a lost node or a preemption.
         retries: how often the job goes back into the queue after a failure (the run option ``retry=requeue``).
     """
 
     roles: list[SlurmRole]  # type: ignore[assignment]
-    python: str = ""
     requeue: bool = False
     retries: int = 0
 
     @property
-    def starter(self) -> list[str]:
-        """The command that starts what runs in the job, without its arguments."""
-        return [self.python, "-I", "-S", entrypoint.__file__]
-
-    @property
     def script(self) -> str:
         """The batch script of the job."""
-        return f"#!/bin/sh\nexec {shlex.join([*self.starter, 'slurm.batch_step', self.folder])}\n"
+        return f"#!/bin/sh\nexec {shlex.join([*_STARTER, 'slurm.batch_step', self.folder])}\n"
 
     def step(self, index: int) -> list[str]:
         """Return the command that starts the step of the role of this index.
@@ -68,7 +63,7 @@ class SlurmRequest(BatchRequest):
         role = self.roles[index]
         group = [f"--het-group={index}"] if len(self.roles) > 1 else []
         # An image has its own Python, whatever path the submitter's has.
-        starter = ["python", "-I", "-m", _ENTRYPOINT] if role.image_name else self.starter
+        starter = ("python", "-I", "-m", entrypoint.__name__) if role.image_name else _STARTER
         words = ["setsid", "srun", *group, *option_words(role.srun), "--input=none", "--label"]
         return [*words, *starter, "batch.task", self.folder, str(index), "SLURM_PROCID-0"]
 
