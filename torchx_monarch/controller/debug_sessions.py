@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Connect clients on replica 0 with the ranks that wait in a breakpoint.
 
-For each rank that waits, its host has a connection to replica 0; replica 0 passes messages on between it and that of a
-client. Whichever ends first, the other one is closed.
+For each rank that waits, its host has a connection to replica 0, and passes it on to the rank; replica 0 passes
+messages on between it and that of a client. Whichever ends first, the other one is closed.
 
 =========================  =======================================================================================
-host to replica 0          ``breakpoint`` (greeting: ``rank``, ``pid``, ``file``, ``line``, ``function``, and ``wait``,
+rank to replica 0          ``breakpoint`` (greeting: ``rank``, ``pid``, ``file``, ``line``, ``function``, and ``wait``,
                            the seconds for which it waits), ``output`` (``data``), ``end`` (``reason``)
-client to replica 0        ``breakpoints`` (greeting; the answer has ``ranks``, a list of greetings of hosts with
+client to replica 0        ``breakpoints`` (greeting; the answer has ``ranks``, a list of greetings of ranks with
                            ``attached``), ``debug`` (greeting: ``rank``, ``kind`` of terminal, ``rows``, ``columns``),
                            ``input`` (``data``), ``size`` (``rows``, ``columns``), ``detach``
-replica 0 to a host        ``attach`` (``kind``, ``rows``, ``columns``), the client's messages, and ``lost`` when the
-                           client's connection has ended
-replica 0 to a client      ``attached``, and the host's messages
+replica 0 to a rank        ``attach`` (``kind``, ``rows``, ``columns``), the client's messages, and ``expired`` when no
+                           client has come in time
+replica 0 to a client      ``attached``, ``output``, and ``end``
 =========================  =======================================================================================
 
 ``data`` are bytes of a terminal, as characters of the same numbers.
@@ -20,6 +20,8 @@ replica 0 to a client      ``attached``, and the host's messages
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
@@ -35,16 +37,18 @@ class _Waiting:
     """A rank in a breakpoint.
 
     Attributes:
-        host: its host, whose greeting describes the rank.
+        rank: its connection, whose greeting describes it.
         client: the client that is attached; None if none is.
+        end: what has become of the rank; empty if that is not known.
     """
 
-    host: Peer
+    rank: Peer
     client: Peer | None = None
+    end: str = ""
 
 
 class DebugSessions:
-    """Serve the greetings of hosts and clients (see ``Rendezvous.clients``).
+    """Serve the greetings of ranks and clients (see ``Rendezvous.clients``).
 
     Attributes:
         clients: the handlers, by the kind of the greeting.
@@ -60,7 +64,7 @@ class DebugSessions:
         rest: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.clients: dict[str, Serve] = {
-            "breakpoint": self._serve_host,
+            "breakpoint": self._serve_rank,
             "breakpoints": self._list,
             "debug": self._serve_client,
         }
@@ -69,7 +73,7 @@ class DebugSessions:
         self._rest = rest
         self._ranks: dict[int, _Waiting] = {}
 
-    async def _serve_host(self, peer: Peer) -> None:
+    async def _serve_rank(self, peer: Peer) -> None:
         rank, wait = peer.greeting.get("rank"), peer.greeting.get("wait")
         if peer.is_client:
             raise RendezvousError("a client cannot wait in a breakpoint")
@@ -78,24 +82,34 @@ class DebugSessions:
         place = _place(peer.greeting)
         self._say(f"rank {rank} waits at {place} for {wait:g} s. Debug it: {self._command} --rank {rank}")
         waiting = self._ranks[rank] = _Waiting(peer)
-        reason = "is not debugged any more: the connection to its host broke"
+
+        def expire() -> None:
+            if waiting.client is None:
+                waiting.end = f"goes on: no debugger was attached within {wait:g} s (-cfg debug_wait)"
+                peer.writer.write(messages.encode({"type": "expired"}))
+
+        timer = asyncio.get_running_loop().call_later(wait, expire)
         try:
             with self._rest():
                 while message := await peer.receive():
                     if message.get("type") == "end":
-                        reason = one_line(str(message.get("reason")), 200)
+                        waiting.end = waiting.end or one_line(str(message.get("reason")), 200)
+                        break
                     if waiting.client is not None:
                         await waiting.client.send(message)
         finally:
+            timer.cancel()
             if self._ranks.get(rank) is waiting:
                 del self._ranks[rank]
+            reason = waiting.end or "is not debugged any more: the connection to its host broke"
             if waiting.client is not None:
+                await waiting.client.send({"type": "end", "reason": reason})
                 waiting.client.writer.close()
             self._say(f"rank {rank} {reason}")
 
     async def _list(self, peer: Peer) -> None:
         ranks = [
-            {**waiting.host.greeting, "attached": waiting.client is not None}
+            {**waiting.rank.greeting, "attached": waiting.client is not None}
             for _, waiting in sorted(self._ranks.items())
         ]
         await peer.send({"type": "breakpoints", "ranks": ranks})
@@ -109,14 +123,21 @@ class DebugSessions:
             raise RendezvousError(f"rank {rank} is being debugged by another client")
         waiting.client = peer
         self._say(f"a debugger is attached to rank {rank}")
+        end = "goes on: the connection of its debugger broke"
         try:
-            place = {name: waiting.host.greeting.get(name) for name in ("file", "line", "function")}
+            place = {name: waiting.rank.greeting.get(name) for name in ("file", "line", "function")}
             await peer.send({"type": "attached", **place})
-            await waiting.host.send({**peer.greeting, "type": "attach"})
+            await waiting.rank.send({**peer.greeting, "type": "attach"})
             while message := await peer.receive():
-                await waiting.host.send(message)
+                if message.get("type") == "detach":
+                    end = "goes on: its debugger was detached"
+                    break
+                await waiting.rank.send(message)
         finally:
-            await waiting.host.send({"type": "lost"})
+            waiting.end = waiting.end or end
+            waiting.rank.writer.close()
+            with contextlib.suppress(OSError):
+                await peer.writer.wait_closed()
 
 
 def _place(greeting: messages.Message) -> str:

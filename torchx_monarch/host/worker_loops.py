@@ -22,7 +22,7 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Peer, RendezvousError
 from torchx_monarch.controller.roles import is_registered_address
 from torchx_monarch.host.host import Host
-from torchx_monarch.host.ranks.breakpoints import Streams
+from torchx_monarch.host.ranks.breakpoints import Streams, pass_on
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.model.env_names import JOB_VARIABLES, is_for_hosts
 from torchx_monarch.model.job_result import describe_code
@@ -40,8 +40,6 @@ _END_TIMEOUT = 5.0
 
 _MONARCH_NOISE = re.compile(rb"(Monarch internal logs are being written to|unable to create log file in) .*")
 """Lines that Monarch prints whenever it starts a process; ``monarch_api`` keeps Monarch's log out of ``/tmp``."""
-
-_PIECE = 1 << 16
 
 _RETRY_EVERY = 0.1
 """Seconds until the next try to connect to another role, which may still be starting."""
@@ -210,7 +208,7 @@ class AttachRelay:
                 await peer.send({"type": "refused", "reason": f"the leader is not reached: {error}"})
                 return
             try:
-                await peer.while_connected(_pass_on(from_leader, writer))
+                await peer.while_connected(pass_on(from_leader, writer))
             finally:
                 to_leader.close()
         except messages.ProtocolError as error:
@@ -241,10 +239,3 @@ class AttachRelay:
             return await roles.find(role, self._network, timeout)
         expanded = local_addresses.expand_address(where, self._host.environ, is_first=False)
         return Address.parse(expanded, f"role {role}")
-
-
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await reader.read(_PIECE):
-            writer.write(data)
-            await writer.drain()

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""In a rank: wait in a breakpoint for a debugger, and be debugged on the terminal that the host opens for it.
+"""In a rank: wait in a breakpoint for a debugger, and be debugged on a terminal whose other end is a client's.
 
 ``rank_main`` runs this file at the first breakpoint of a rank. The terminal is stdin and stdout of the rank while
 pdb reads a command, so that line editing, history and completion are those of Python; otherwise these are as before.
+The rank connects to its host, which passes its messages on (``controller.debug_sessions`` lists them).
 """
 
 from __future__ import annotations
 
 import _thread
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -16,10 +18,15 @@ import pdb
 import select
 import signal
 import socket
+import struct
 import sys
+import termios
 from collections.abc import Collection, Iterator, Mapping
 from types import FrameType
 from typing import Any
+
+_PIECE = 4096
+"""Bytes of a terminal's output in one message."""
 
 _session: _Debugger | None = None
 
@@ -75,16 +82,15 @@ def _wait(frame: FrameType, host: str, rank: int, own_files: Collection[str]) ->
     link = socket.socket(socket.AF_UNIX)
     try:
         link.connect(host)
-        link.sendall(json.dumps(place).encode() + b"\n")
-        with link.makefile("rb") as file:
-            answer = json.loads(file.readline() or "null")  # until the host answers, or closes the connection
-        if not answer:
-            _expired = answer is not None
+        _send(link, **place)
+        with link.makefile("rb", 0) as file:  # without a buffer: what follows the line is for the terminal
+            answer = json.loads(file.readline() or "{}")  # until replica 0 answers, or the connection ends
+        if answer.get("type") != "attach":
+            _expired = answer.get("type") == "expired"
             link.close()
             return None
-        terminal = _Terminal(answer["terminal"], answer["kind"])
-        link.sendall(b"+")
-    except OSError as error:
+        terminal = _Terminal(link, answer)
+    except (OSError, ValueError) as error:
         link.close()
         print(f"[monarch] no debugger can be attached: {error}", file=sys.stderr)
         return None
@@ -92,28 +98,81 @@ def _wait(frame: FrameType, host: str, rank: int, own_files: Collection[str]) ->
         link.close()
         raise
     with terminal.in_use():  # Pdb imports readline, which asks what kind of terminal stdout is
-        return _Debugger(terminal, link, own_files)
+        return _Debugger(terminal, own_files)
 
 
 class _Terminal:
-    """The terminal that the host has opened: its device, and the kind of the user's terminal, TERM.
+    """A terminal whose other end is that of a connection to a client. It is not the controlling terminal, whose end
+    would end this process: the signals of its keys are sent here.
 
     Attributes:
         output: text file that writes to it, and drops what cannot be written.
+        is_hung_up: whether its other end has been closed.
     """
 
-    def __init__(self, path: str, kind: str) -> None:
-        # It does not become the controlling terminal, whose end would end this process.
-        self._descriptor = os.open(path, os.O_RDWR | os.O_NOCTTY)
-        self._kind = kind
+    def __init__(self, link: socket.socket, client: Mapping[str, Any]) -> None:
+        self._link = link
+        self._far_end, self._descriptor = os.openpty()
+        self._kind = str(client.get("kind"))
         self.output = _writer(self._descriptor)
+        self.is_hung_up = False
+        self._resize(client)
+        os.set_blocking(self._far_end, False)
+        os.register_at_fork(after_in_child=self._hang_up)
+        _thread.start_new_thread(self._relay, ())
 
-    @property
-    def is_hung_up(self) -> bool:
-        """Whether the other end has been closed."""
+    def _relay(self) -> None:
+        """Pass on keys and output, until the connection ends."""
+        received = keys = b""
         poll = select.poll()
-        poll.register(self._descriptor, 0)
-        return bool(poll.poll(0))
+        poll.register(self._link, select.POLLIN)
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                poll.register(self._far_end, select.POLLIN | (select.POLLOUT if keys else 0))
+                ready = dict(poll.poll())
+                if self._link.fileno() in ready:
+                    if not (data := self._link.recv(_PIECE)):
+                        break
+                    *lines, received = (received + data).split(b"\n")
+                    keys += b"".join(map(self._obey, map(json.loads, lines)))
+                if ready.get(self._far_end, 0) & select.POLLOUT:
+                    keys = keys[self._type(keys) :]
+                if ready.get(self._far_end, 0) & select.POLLIN:
+                    self._show()
+        with contextlib.suppress(OSError):  # nothing is left, or the connection is broken
+            while True:
+                self._show()
+        with contextlib.suppress(OSError):
+            _send(self._link, type="end", reason="goes on: its debugger was detached")
+        self._hang_up()
+
+    def _obey(self, message: Mapping[str, Any]) -> bytes:
+        """Return the keys of a message, or resize the terminal."""
+        if message["type"] == "size":
+            self._resize(message)
+            os.kill(os.getpid(), signal.SIGWINCH)
+        return str(message.get("data", "")).encode("latin-1", "replace")
+
+    def _type(self, keys: bytes) -> int:
+        attributes: Any = termios.tcgetattr(self._far_end)
+        size = os.write(self._far_end, keys)
+        # After the key, at which the kernel drops what the program has printed: not what pdb prints then.
+        if attributes[3] & termios.ISIG and attributes[6][termios.VINTR] in keys[:size]:
+            os.kill(os.getpid(), signal.SIGINT)
+        return size
+
+    def _resize(self, message: Mapping[str, Any]) -> None:
+        size = (min(max(int(message.get(name, 24)), 1), 0xFFFF) for name in ("rows", "columns"))
+        fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+
+    def _show(self) -> None:
+        _send(self._link, type="output", data=os.read(self._far_end, _PIECE).decode("latin-1"))
+
+    def _hang_up(self) -> None:
+        if not self.is_hung_up:
+            self.is_hung_up = True
+            os.close(self._far_end)
+            self._link.close()
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -144,31 +203,32 @@ class _Terminal:
                 os.environ["TERM"] = kind
 
     def close(self) -> None:
-        """Close it."""
+        """Close it once its output is sent; the connection, too."""
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_RD)
         self.output.close()
         os.close(self._descriptor)
 
 
 class _Debugger(pdb.Pdb):
-    """pdb on a terminal that may go away. At the end of ``link``, the connection to it, the host closes the terminal.
+    """pdb on a terminal that may go away.
 
     Attributes:
         ended: whether the program goes on without it.
     """
 
-    def __init__(self, terminal: _Terminal, link: socket.socket, own_files: Collection[str]) -> None:
+    def __init__(self, terminal: _Terminal, own_files: Collection[str]) -> None:
         super().__init__(stdout=terminal.output)
         self.use_rawinput = 1  # type: ignore[assignment]
         self.ended = False
         self._terminal = terminal
-        self._link = link
         self._own_files = own_files
 
     def is_attached(self) -> bool:
         """Return whether the user still has the terminal; close it otherwise."""
         if not self.ended and self._terminal.is_hung_up:
             self.do_detach("")
-            self._close()
+            self._terminal.close()
         return not self.ended
 
     def cmdloop(self, intro: Any = None) -> None:
@@ -180,7 +240,7 @@ class _Debugger(pdb.Pdb):
             self.stdin = sys.stdin
             super().cmdloop(intro)
         if self.ended:
-            self._close()
+            self._terminal.close()
 
     def precmd(self, line: str) -> str:
         """Execute no half of a command that was being typed when the terminal went away."""
@@ -194,13 +254,7 @@ class _Debugger(pdb.Pdb):
         self.clear_all_breaks()
         self.set_continue()
         self.ended = True
-        with contextlib.suppress(OSError):
-            self._link.sendall(b"d")
         return True
-
-    def _close(self) -> None:
-        self._terminal.close()
-        self._link.close()
 
     def sigint_handler(self, signum: signal.Signals, frame: FrameType) -> None:
         """Stop the program on SIGINT, unless the debugger has gone away."""
@@ -238,6 +292,10 @@ class _Raw(io.FileIO):
 def _writer(descriptor: int) -> io.TextIOWrapper:
     raw = _Raw(descriptor, "w", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
+
+
+def _send(link: socket.socket, **message: Any) -> None:
+    link.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _duplicate(descriptor: int) -> int | None:
