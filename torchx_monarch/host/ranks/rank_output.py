@@ -7,9 +7,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import os
 import re
 import socket
+import termios
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,27 +36,23 @@ _DRAW_AFTER = 0.1
 """Seconds after which an unfinished progress bar is shown: tqdm's default interval between two updates."""
 
 
-_MAX_HELD_BYTES = 1 << 20
-"""Bytes of output that are held at most before ``release``."""
-
 _LAST = 1024
 """Bytes at the end of the output that are kept for ``OutputPipe.last_line``."""
 
 
 class OutputPipe:
-    """Read one pipe to its end.
+    """Read one pipe to its end, from ``release`` on, so that progress lines of the host can precede its output.
 
-    Output that arrives before ``release`` is held, so that progress lines of the host can precede it. Memory is
-    bounded: a line longer than ``LONGEST`` bytes is passed on in pieces, and while a destination takes no more, the
-    pipe is not read, so that the rank waits when it is full.
+    Memory is bounded: a line longer than ``LONGEST`` bytes is passed on in pieces, and while a destination takes no
+    more, the pipe is not read, so that the rank waits when it is full.
 
     Attributes:
         ended: set when the pipe has been closed.
         last_at: when output arrived last, in seconds since the epoch; 0 for never.
 
     Args:
-        on_first: called once, for the first bytes that are not held. They are passed on in the next turn of the event
-            loop: a task that this wakes can write a progress line before them. None for no call.
+        on_first: called once, for the first bytes. They are passed on in the next turn of the event loop: a task that
+            this wakes can write a progress line before them. None for no call.
         is_shown: returns whether to write a line, given without its line feed, to the host's output; None to write all.
     """
 
@@ -67,8 +65,7 @@ class OutputPipe:
         self._pipe = pipe
         self._on_first = on_first
         self._is_shown = is_shown
-        self._held = bytearray()
-        self._is_held = True
+        self._is_released = False
         self._file: int | None = None
         self._writer = WriterThread()
         self._writers: list[WriterThread] = []
@@ -81,7 +78,6 @@ class OutputPipe:
         """Whether the next text to show continues a line of which pieces have been shown."""
         self._drawing: asyncio.TimerHandle | None = None
         os.set_blocking(pipe.fileno(), False)
-        asyncio.get_running_loop().add_reader(pipe, self._readable)
 
     def assign(
         self,
@@ -120,15 +116,10 @@ class OutputPipe:
         return next((line.strip() for line in reversed(lines) if line.strip()), b"")
 
     def release(self) -> None:
-        """Pass on the output that has been held, and from now on all output as it arrives; later calls do nothing."""
-        if not self._is_held:
-            return
-        self._is_held = False
-        held, self._held = bytes(self._held), bytearray()
-        if held:
-            self._take(held)
-        if self.ended.is_set() and not self._is_held:
-            self._finish()
+        """Begin to read, when the destinations are set; later calls do nothing."""
+        if not self._is_released:
+            self._is_released = True
+            asyncio.get_running_loop().add_reader(self._pipe, self._readable)
 
     def close(self) -> None:
         """Pass on what is in the pipe and close it, even if a process still has the write end."""
@@ -140,8 +131,7 @@ class OutputPipe:
         asyncio.get_running_loop().remove_reader(self._pipe)
         self._pipe.close()
         self.ended.set()
-        if not self._is_held:
-            self._finish()
+        self._finish()
 
     def _finish(self) -> None:
         if self._console is not None and self._partial:
@@ -158,6 +148,10 @@ class OutputPipe:
             self._writer.close(self._file)
 
     def _readable(self) -> None:
+        if self._on_first is not None and any(fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4))):
+            self._on_first()
+            self._on_first = None
+            return
         try:
             data = os.read(self._pipe.fileno(), _CHUNK)
         except BlockingIOError:
@@ -186,23 +180,6 @@ class OutputPipe:
     def _arrived(self, data: bytes) -> None:
         self.last_at = time.time()
         self._last = (self._last + data[-_LAST:])[-_LAST:]
-        self._take(data)
-
-    def _take(self, data: bytes) -> None:
-        """Hold output, or pass it on."""
-        if not self._is_held and self._on_first is not None:
-            self._on_first()
-            self._on_first = None
-            self._is_held = True
-            asyncio.get_running_loop().call_soon(self.release)
-        if not self._is_held:
-            self._feed(data)
-            return
-        self._held += data
-        if len(self._held) > _MAX_HELD_BYTES:
-            self.release()
-
-    def _feed(self, data: bytes) -> None:
         if self._file is not None:
             self._writer.write(self._file, data)  # a full disk loses log lines, never the job
         if self._console is None:

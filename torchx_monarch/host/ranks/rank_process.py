@@ -129,7 +129,7 @@ class RankProcess:
         watch_child(pid, self._has_ended)
 
     def release(self) -> None:
-        """Pass on the output, which is held until now."""
+        """Begin to pass on the output."""
         self.stdout.release()
         self.stderr.release()
 
