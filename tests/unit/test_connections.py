@@ -161,7 +161,7 @@ def test_replica_0_tries_the_port_of_every_worker_loop(
 ) -> None:
     monkeypatch.setattr(wires_module, "_CHECK_TIMEOUT", 0.5)
 
-    async def check(server: Identity | None, worker: str) -> dict[int, str]:
+    async def check(server: Identity | None, worker: str) -> str:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read()
 
@@ -169,12 +169,12 @@ def test_replica_0_tries_the_port_of_every_worker_loop(
         try:
             host = Registration(1, "node7", 4711, 1)
             network = HostNetwork(address, HostSpec(), address.host, "", identity())
-            return await network.unreachable([(host, worker)])
+            return await network.why_unreachable([(host, worker)])
         finally:
             listening.close()
 
     good = f"service@tls://127.0.0.1:{address.port}"
-    assert asyncio.run(check(identity(), good)) == {}
+    assert asyncio.run(check(identity(), good)) == ""
     bad: list[tuple[Identity | None, str, str]] = [
         (identity("127.0.0.2"), good, "its certificate is for another name"),
         (foreign(), good, "it belongs to another job"),
@@ -183,7 +183,7 @@ def test_replica_0_tries_the_port_of_every_worker_loop(
         (None, "service@tls://127.0.0.1:99999", "no address that can be dialled"),
     ]
     for server, worker, why in bad:
-        wrong = asyncio.run(check(server, worker))[1]
+        wrong = asyncio.run(check(server, worker))
         assert wrong.startswith("host 1 (node7, pid 4711) ") and why in wrong
 
 

@@ -230,9 +230,9 @@ def test_a_host_that_fails_again_makes_way_for_the_spare_and_without_one_it_stay
     excluded = job.gatherer.blame(hosts[1], "boom")
     assert isinstance(excluded, HostExcluded) and excluded.replica == 1
     assert excluded.result.reason == "node (replica 1) is excluded after 2 failures within 60 s, the last: boom"
-    assert [host.replica for host in job.gatherer.form()] == [0, 2]
+    assert [host.replica for host in job.gatherer._form()] == [0, 2]
     assert job.gatherer.blame(hosts[2], "unfit", unfit=True) is None, "the other one is bad, too"
-    assert [host.replica for host in job.gatherer.form()] == [0, 2]
+    assert [host.replica for host in job.gatherer._form()] == [0, 2]
 
 
 def test_an_excluded_host_is_left_out_of_the_next_attempt() -> None:

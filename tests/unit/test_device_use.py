@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.host.ranks.rank_samples import Devices
+from torchx_monarch.host.ranks import rank_samples
 from torchx_monarch.insight.rank_sample import DeviceUse
 
 Named = types.SimpleNamespace
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    rank_samples._nvml.cache_clear()
 
 
 def pynvml(**changes: Any) -> types.ModuleType:
@@ -33,7 +38,7 @@ def pynvml(**changes: Any) -> types.ModuleType:
 
 def test_each_device_belongs_to_the_processes_that_have_memory_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", pynvml())
-    assert Devices().use({1: [1, 7], 8: [8], 9: [9]}) == {
+    assert rank_samples.device_use({1: [1, 7], 8: [8], 9: [9]}) == {
         1: (DeviceUse(0, r"GPU\n0", 0.5, 100, 1000),),
         8: (DeviceUse(0, r"GPU\n0", 0.5, 0, 1000), DeviceUse(1, r"GPU\n1", 0.5, 5, 1000)),
     }
@@ -46,5 +51,4 @@ def fails(*arguments: object) -> None:
 @pytest.mark.parametrize("module", [None, pynvml(nvmlInit=fails), pynvml(nvmlDeviceGetName=fails)])
 def test_no_devices_are_no_error(module: types.ModuleType | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    devices = Devices()
-    assert devices.use({7: [7]}) == {} == devices.use({7: [7]})
+    assert rank_samples.device_use({7: [7]}) == {} == rank_samples.device_use({7: [7]})

@@ -77,7 +77,7 @@ class ScriptedHosts(JobHosts):
             raise HostRefused(*REFUSED, own=True)
         return StoreOpened("node0", 29500, True)
 
-    async def ask(self, request: Request[Any], timeout: float | None = None) -> AsyncIterator[tuple[int, Any]]:
+    async def ask(self, request: Request[Any], *args: Any) -> AsyncIterator[tuple[int, Any]]:
         if self.refusal == (type(request), False):
             raise HostRefused(*REFUSED)
         if isinstance(request, LaunchRanks):
@@ -197,7 +197,7 @@ def test_an_event_leaves_the_ranks_to_the_controller_and_the_run_goes_on_on_the_
         with pytest.raises(Interrupted) as caught:
             await session.run(HOSTS)
         assert caught.value.event is lost and events.pending == [lost]
-        events.settle(lost)
+        events.settle_all(lambda event: event is lost)
         assert await session.stop(lost, left=True)
         assert not await session.stop(lost, left=True)  # nothing runs any more
         session.hosts_changed(joined=False)

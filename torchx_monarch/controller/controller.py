@@ -52,13 +52,10 @@ class Controller:
         Args:
             wait: seconds to wait for hosts beyond the minimum.
         """
-        hosts: list[Registration] = []
-        while not hosts:
-            try:
-                await self._events.interrupt(self._gatherer.enough(wait), concerns_hosts)
-            except TooFewHosts as error:
-                raise Interrupted(StopRequested(0, JobResult(1, str(error)))) from None
-            hosts = self._gatherer.form()
+        try:
+            hosts = await self._events.interrupt(self._gatherer.gather(wait), concerns_hosts)
+        except TooFewHosts as error:
+            raise Interrupted(StopRequested(0, JobResult(1, str(error)))) from None
         members = {host.replica for host in hosts}
 
         def settled(event: HostEvent) -> bool:
@@ -71,7 +68,7 @@ class Controller:
 
     async def _handle(self, event: HostEvent) -> JobResult | None:
         """Make the transition that an event causes; return the result of the job, or None if the job goes on."""
-        self._events.settle(event)
+        self._events.settle_all(lambda pending: pending is event)
         wanted = isinstance(event, StopRequested) and event.result.stopped
         more = {"host": event.host} if isinstance(event, HostExcluded) else {}
         self._reporter.note("stop" if wanted else event.KIND, event.result.reason, replica=event.replica, **more)
@@ -98,7 +95,9 @@ class Controller:
         A preempted host leaves alone a job that can lose hosts, if more hosts than the minimum are present.
         """
         if isinstance(event, HostLost):
-            self._gatherer.blame_lost(event.replica, event.result.reason)
+            for host in self._rendezvous.hosts.members:
+                if host.replica == event.replica:
+                    self._gatherer.blame(host, event.result.reason)
             return True
         leaves = event.replica != 0 and isinstance(event, HostPreempted) and self._sizes.can_lose
         if not leaves or self._rendezvous.hosts.present <= self._sizes.fewest:

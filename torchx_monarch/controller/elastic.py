@@ -105,8 +105,8 @@ class HostGatherer:
         self._reported_spares = frozenset[int]()
         rendezvous.on_idle_change = self._report_idle_change
 
-    async def enough(self, wait: float) -> None:
-        """Wait for the hosts of the next attempt.
+    async def gather(self, wait: float) -> list[Registration]:
+        """Wait for the hosts of the next attempt; return them in the order of their node ranks.
 
         Args:
             wait: seconds to wait for further hosts after the minimum has arrived.
@@ -127,13 +127,10 @@ class HostGatherer:
                         lambda: f"more hosts, {wait:g} s in all (replica {listed(registry.missing)})",
                     )
             if registry.present >= sizes.fewest:
-                return
+                return self._form()
 
-    def form(self) -> list[Registration]:
-        """Return the hosts of the next attempt by replica id; empty if too few are left of those that had arrived."""
+    def _form(self) -> list[Registration]:
         registry, sizes = self._registry, self._sizes
-        if registry.present < sizes.fewest:
-            return []
         before, hosts = registry.members, self._choose()
         registry.members = hosts
         size = f" (elastic, {sizes.fewest} to {sizes.most})" if sizes.elastic else ""
@@ -180,11 +177,6 @@ class HostGatherer:
             return HostExcluded(host.replica, JobResult(1, message, replica=host.replica), host=name)
         self._reporter.note(HostExcluded.KIND, message, replica=host.replica, host=name)
         return None
-
-    def blame_lost(self, replica: int, reason: str) -> None:
-        """Count the loss of a host of the present attempt as its failure."""
-        if host := next((member for member in self._registry.members if member.replica == replica), None):
-            self.blame(host, reason)
 
     def _report_spares(self) -> None:
         """Report the hosts that are present and run no ranks, if they have changed."""

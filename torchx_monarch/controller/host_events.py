@@ -104,10 +104,6 @@ class HostEvents:
         self._posted.set()
         self._posted = asyncio.Event()
 
-    def settle(self, event: HostEvent) -> None:
-        """Remove an event, if it is pending. Only the controller calls this."""
-        self.settle_all(lambda pending: pending is event)
-
     def settle_all(self, settled: Callable[[HostEvent], bool]) -> list[HostEvent]:
         """Remove the events to which a condition applies; return them. Only the controller calls this."""
         removed = [event for event in self.pending if settled(event)]

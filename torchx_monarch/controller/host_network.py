@@ -95,24 +95,19 @@ class HostNetwork:
         await messages.send(writer, {**greeting, "version": messages.VERSION})
         return reader, writer
 
-    async def unreachable(self, members: Iterable[tuple[Registration, str]]) -> dict[int, str]:
-        """Find the hosts whose worker loop cannot be reached or, under TLS, does not prove the host's identity.
+    async def why_unreachable(self, members: Iterable[tuple[Registration, str]]) -> str:
+        """Return why a host's worker loop cannot be reached or, under TLS, does not prove the host's identity.
 
-        Monarch itself does not report a failed handshake: it would time out after a minute, without a reason.
-
-        Returns:
-            The reason for each such host, by replica, in a text that names the host; empty if all can be reached.
+        Empty if all can. Monarch does not report a failed handshake: it times out after a minute, without a reason.
         """
         if not self.rendezvous.networked:
-            return {}
+            return ""
         at_a_time = asyncio.Semaphore(_CHECKS_AT_A_TIME)
-        wrong: dict[int, str] = {}
 
-        async def check(host: Registration, url: str) -> None:
+        async def check(host: Registration, url: str) -> str:
             where, _, port = url.partition("://")[2].rpartition(":")
             if not where or not port.isdecimal():
-                wrong[host.replica] = f"{host.name} says that it listens at {url!r}, which is no address and port"
-                return
+                return f"{host.name} says that it listens at {url!r}, which is no address and port"
             address = Address(self.rendezvous.scheme, where, int(port))
             async with at_a_time:
                 try:
@@ -121,12 +116,7 @@ class HostNetwork:
                     )
                     writer.close()
                 except ConnectError as error:
-                    wrong[host.replica] = f"{host.name} cannot be reached by replica 0: {error}"
+                    return f"{host.name} cannot be reached by replica 0: {error}"
+            return ""
 
-        checks = [asyncio.ensure_future(check(host, url)) for host, url in members]
-        try:
-            await asyncio.gather(*checks)
-        finally:
-            for task in checks:
-                task.cancel()
-        return wrong
+        return next(filter(None, await asyncio.gather(*(check(host, url) for host, url in members))), "")

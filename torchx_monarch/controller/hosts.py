@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from torchx_monarch.controller.elastic import listed
 from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, StopRequested
@@ -75,37 +74,33 @@ class JobHosts:
         return all(self._requests.reaches(host.replica) for host in self.present[1:])
 
     async def ask_own(self, request: Request[AnswerT], timeout: float) -> AnswerT:
-        """Have the leader's own host execute a request.
-
-        Raises:
-            Interrupted: an event is pending, or there is no answer within ``timeout`` seconds.
-            HostRefused: the host refused the request.
-        """
+        """Send a request to the leader's own host alone, and return the answer (see ``ask``)."""
         try:
-            answer: AnswerT = await self.events.interrupt(asyncio.wait_for(self._own_host(request), timeout))
-        except asyncio.TimeoutError:
-            raise Interrupted(self._no_answer(request, {self.present[0].replica}, timeout)) from None
+            return [answer async for _, answer in self.ask(request, timeout, self.present[:1])][0]
         except HostRefused as refusal:
             refusal.own = True
             raise
-        return answer
 
-    async def ask(self, request: Request[AnswerT], timeout: float | None = None) -> AsyncIterator[tuple[int, AnswerT]]:
+    async def ask(
+        self, request: Request[AnswerT], timeout: float | None = None, hosts: Sequence[Registration] | None = None
+    ) -> AsyncIterator[tuple[int, AnswerT]]:
         """Send a request to every host and yield the answers as they arrive, each with the host's replica.
 
         Args:
             timeout: seconds for all answers; None for no limit: the leases of the hosts limit the wait for lost ones.
+            hosts: the hosts that are asked, the leader's own first; None for all.
 
         Raises:
             Interrupted: an event is pending, a host is lost, or not all hosts answer in time.
             HostRefused: a host refused the request.
         """
-        with self.call(request, timeout) as call:
-            for _ in self.present:
+        with self.call(request, timeout, hosts) as call:
+            for _ in range(len(call.waiting)):
                 try:
                     replica, answer = await self.events.interrupt(call.next())
                 except asyncio.TimeoutError:
-                    raise Interrupted(self._no_answer(request, call.waiting, timeout or 0.0)) from None
+                    reason = f"host {listed(call.waiting)}: no answer to {type(request).__name__} in {timeout:g} s"
+                    raise Interrupted(StopRequested(0, JobResult(1, reason))) from None
                 if isinstance(answer, HostRefused):
                     raise answer
                 if isinstance(answer, HostError):  # the event of the host's loss names the cause better
@@ -131,11 +126,7 @@ class JobHosts:
         return answers
 
     async def collect(self, request: Request[AnswerT], timeout: float) -> tuple[dict[int, AnswerT], dict[int, str]]:
-        """Send a request to every host; return the answers, and why a host has not answered, by replica.
-
-        Args:
-            timeout: seconds for all answers.
-        """
+        """Send a request to every host; return the answers, and why a host has not answered, by replica."""
         answers: dict[int, AnswerT] = {}
         missing: dict[int, str] = {}
         with self.call(request, timeout) as call, contextlib.suppress(asyncio.TimeoutError):
@@ -171,14 +162,12 @@ class JobHosts:
         self.running -= {event.replica for event in self.events.pending if isinstance(event, HostLost)}
 
     @contextlib.contextmanager
-    def call(self, request: Request[AnswerT], timeout: float | None = None) -> Iterator[HostCall[AnswerT]]:
-        """Send a request to every host; its answers arrive within the context, and its end cancels what is missing.
-
-        Args:
-            timeout: seconds for all answers; None for no limit.
-        """
+    def call(
+        self, request: Request[AnswerT], timeout: float | None = None, hosts: Sequence[Registration] | None = None
+    ) -> Iterator[HostCall[AnswerT]]:
+        """Send a request as ``ask`` does; its answers arrive within the context, whose end cancels what is missing."""
         own = self.present[0].replica
-        call = self._requests.begin(request, [host.replica for host in self.present], own, timeout)
+        call = self._requests.begin(request, [host.replica for host in hosts or self.present], own, timeout)
 
         async def ask_own() -> None:
             try:
@@ -194,7 +183,3 @@ class JobHosts:
         finally:
             self._requests.end(call)
             task.cancel()
-
-    def _no_answer(self, request: Request[Any], replicas: Collection[int], timeout: float) -> StopRequested:
-        reason = f"host {listed(replicas)}: no answer to {type(request).__name__} in {timeout:g} s"
-        return StopRequested(0, JobResult(1, reason))

@@ -123,8 +123,8 @@ class MeshClients:
             replica, reason = next(iter(sorted(missing.items())))
             raise RendezvousError(f"host {replica} has no worker loop for actors: {reason}")
         members = [(host, ready[host.replica]) for host in hosts]
-        if wrong := await self._network.unreachable(members):
-            raise RendezvousError(next(iter(wrong.values())))
+        if reason := await self._network.why_unreachable(members):
+            raise RendezvousError(reason)
         return members
 
     async def _ended(self, running: _Loops, count: int, peer: Peer) -> None:

@@ -9,7 +9,7 @@ which can attach again. See docs/explanation/upstream.md.
 Each client numbers its messages to a host agent, which holds back those after a missing one: with it, all further
 requests. But a client counts from 1 for each spelling of an address. So it sends a request that was returned to another
 spelling, and the others to the same one as before. Replica 0 connects to addresses of a network before it attaches
-(``HostNetwork.unreachable``), so that its requests rarely arrive in that moment. A user's client only attaches.
+(``HostNetwork.why_unreachable``), so that its requests rarely arrive in that moment. A user's client only attaches.
 
 A fault that reaches the root client before Monarch has constructed its actor interrupts the main thread instead
 ("Actor object is missing when executing method __supervise__"). So the actor is waited for first.

@@ -7,6 +7,7 @@ import asyncio
 import binascii
 import contextlib
 import dataclasses
+import functools
 import importlib
 import os
 import time
@@ -46,7 +47,6 @@ class RankSampler:
         self._hostname = hostname
         self._marker = marker
         self._recorders = recorders
-        self._devices = Devices()
 
     async def take(self, ranks: Sequence[Rank], groups: bool) -> list[RankSample]:
         """Return a sample of each rank, also of those that have ended; with ``groups`` the state of its collectives."""
@@ -64,7 +64,7 @@ class RankSampler:
         """Return the samples without the groups; ``running`` has the pids of the ranks that have not ended."""
         children = processes.children()
         families = {pid: [pid, *processes.descendants(pid, self._marker, children)] for pid in running}
-        devices = self._devices.use(families)
+        devices = device_use(families)
         now = time.time()
         return [
             self._sample(rank, now, families.get(rank.process.pid, []), devices.get(rank.process.pid, ()))
@@ -153,27 +153,24 @@ def parse_progress(data: bytes) -> Progress | None:
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 
-class Devices:
-    """The GPUs of this host; none without nvidia-ml-py or NVIDIA's driver.
+@functools.cache
+def _nvml() -> Any:
+    with contextlib.suppress(Exception):  # not installed, or without the driver
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()  # which takes a tenth of a second
+        return nvml
+    return None
 
-    The driver is asked from the first call of ``use`` on, which takes a tenth of a second.
+
+def device_use(families: Mapping[int, Collection[int]]) -> dict[int, tuple[DeviceUse, ...]]:
+    """Return the GPUs on which processes have memory. In a container the driver may hide their process ids.
+
+    Empty without nvidia-ml-py or NVIDIA's driver.
     """
-
-    def __init__(self) -> None:
-        self._nvml: Any = None
-        self._is_open = False
-
-    def use(self, families: Mapping[int, Collection[int]]) -> dict[int, tuple[DeviceUse, ...]]:
-        """Return the GPUs on which processes have memory. In a container the driver may hide their process ids."""
-        try:
-            if not self._is_open:
-                self._is_open = True
-                nvml = importlib.import_module("pynvml")
-                nvml.nvmlInit()
-                self._nvml = nvml
-            return {} if self._nvml is None else _use(self._nvml, families)
-        except Exception:  # not installed, or of a driver that has been unloaded, or forbids it: ranks run all the same
-            return {}
+    try:
+        return _use(_nvml(), families) if _nvml() is not None else {}
+    except Exception:  # of a driver that has been unloaded, or forbids it: ranks run all the same
+        return {}
 
 
 def _use(nvml: Any, families: Mapping[int, Collection[int]]) -> dict[int, tuple[DeviceUse, ...]]:
