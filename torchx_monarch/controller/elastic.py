@@ -58,11 +58,9 @@ class NodeRange:
 
     @classmethod
     def from_command(cls, command: Command | None, replicas: int, timeout: float, spares: int = 0) -> NodeRange:
-        """Derive the range from torchrun's ``--nnodes`` and ``--rdzv-conf``.
+        """Derive the range from torchrun's ``--nnodes`` and ``--rdzv-conf``, if the command can be parsed.
 
-        Args:
-            command: the role's command; None if it cannot be parsed.
-            timeout: seconds to wait for hosts, unless the command sets ``join_timeout``.
+        ``timeout`` is ``join_timeout`` where the command sets none.
         """
         if command is None:
             return cls(replicas, replicas, timeout, spares=spares)
@@ -85,11 +83,7 @@ class NodeRange:
 
 
 class HostGatherer:
-    """Gather the hosts of each attempt.
-
-    Args:
-        failures: counts the failures of hosts; None to exclude no host.
-    """
+    """Gather the hosts of each attempt."""
 
     def __init__(
         self,
@@ -307,13 +301,8 @@ def machine(host: Registration, others: Collection[Registration]) -> str:
 
 
 class HostFailures:
-    """The failures of each machine, and the machines that have failed too often.
-
-    Args:
-        after: number of failures after which a machine is excluded; 0 for never.
-        window: seconds within which failures count.
-        clock: returns the time in seconds.
-    """
+    """The failures of each machine, and the machines that are excluded: those with ``after`` failures, 0 for never,
+    within ``window`` seconds."""
 
     def __init__(self, after: int, window: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.excluded: set[str] = set()

@@ -57,8 +57,7 @@ class HostPreempted(HostEvent):
 class HostExcluded(HostEvent):
     """A host has failed too often, and another one is to take its place; its ranks have ended.
 
-    Attributes:
-        host: the name under which its failures were counted.
+    ``host`` is the name under which its failures were counted.
     """
 
     KIND = "excluded"
@@ -88,11 +87,7 @@ class Interrupted(Exception):
 
 
 class HostEvents:
-    """The events that the controller has not handled yet, oldest first.
-
-    Attributes:
-        pending: these events.
-    """
+    """The events that the controller has not handled yet, oldest first."""
 
     def __init__(self) -> None:
         self.pending: list[HostEvent] = []

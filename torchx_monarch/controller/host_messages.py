@@ -42,8 +42,6 @@ class HostRefused(HostError):
     """A host cannot execute a request.
 
     Attributes:
-        host: the host's name, for messages.
-        reason: why it cannot.
         code: exit code of the run that needs the request.
         own: whether the request was to the leader's own host alone.
     """
@@ -80,7 +78,7 @@ class Launched:
     """The ranks that a host has started.
 
     Attributes:
-        pids: their process ids, by local rank.
+        pids: by local rank.
         imported: when the import of which the ranks are forks began and ended, in seconds since the epoch by the
             host's clock; empty if there was none.
     """
@@ -162,14 +160,7 @@ class TakeFacts(Request[HostFacts]):
 
 @dataclasses.dataclass(frozen=True)
 class RunBegun:
-    """What a host knows of a run that it has prepared for.
-
-    Attributes:
-        nproc: number of ranks on the host.
-        run_id: TORCHELASTIC_RUN_ID of the ranks.
-        max_restarts: how often the ranks are restarted after a failure.
-        grace: seconds from SIGTERM to SIGKILL for the ranks.
-    """
+    """What a host knows of a run that it has prepared for, the same on all hosts but for the number of its ranks."""
 
     nproc: int
     run_id: str
@@ -182,9 +173,7 @@ class BeginRun(Request[RunBegun]):
     """Prepare for a run on a live allocation; a repetition for the same run changes nothing.
 
     Attributes:
-        number: number of the run.
         token: identifies the run even after a restart of replica 0.
-        request: the client's request.
     """
 
     number: int
@@ -224,11 +213,7 @@ class WorkerLoopEnded:
 
 @dataclasses.dataclass(frozen=True)
 class RunWorkerLoop(Request[WorkerLoopEnded]):
-    """Run a Monarch worker loop for a client until the request is cancelled (see ``host.worker_loops``).
-
-    Attributes:
-        token: identifies the client.
-    """
+    """Run a Monarch worker loop for a client until the request is cancelled (see ``host.worker_loops``)."""
 
     token: str
 
@@ -245,7 +230,6 @@ class SignalReceived:
     """Report a signal that the host process has received.
 
     Attributes:
-        number: the signal.
         announced: whether the backend has announced it; None for a backend that cannot.
     """
 
@@ -255,12 +239,7 @@ class SignalReceived:
 
 @dataclasses.dataclass(frozen=True)
 class RunOutput:
-    """Report records of a run on a live allocation.
-
-    Attributes:
-        token: identifies the run.
-        records: JSON lines.
-    """
+    """Report records, JSON lines, of a run on a live allocation."""
 
     token: str
     records: str

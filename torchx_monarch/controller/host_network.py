@@ -48,17 +48,13 @@ class HostNetwork:
     def setup(
         cls, rendezvous: Address, advertised: str, options: HostSpec, credentials: str, folder: str
     ) -> HostNetwork:
-        """Create the certificate and open the ports.
+        """Create the certificate, in a folder of mode 0700.
 
-        Args:
-            rendezvous: address on which replica 0 listens.
-            advertised: the result of ``local_addresses.advertised``.
-            credentials: value of ``env_names.CREDENTIALS``; empty if it is not set.
-            folder: folder for sockets and keys; mode 0700.
+        ``credentials`` is the value of ``env_names.CREDENTIALS``, empty if it is not set.
 
         Raises:
             CredentialsError: under TLS, the credentials are missing or invalid.
-            NetworkError: no port can be opened.
+            NetworkError: ``--bind`` names no address of this host.
         """
         if not rendezvous.networked:
             return cls(rendezvous, options, advertised, "127.0.0.1", None)

@@ -15,7 +15,6 @@ class JobOptions:
 
     Attributes:
         spec: the command line of replica 0's host.
-        sizes: number of hosts, and how long the job waits for them.
         run_id: TORCHELASTIC_RUN_ID of the ranks.
         grace: seconds from SIGTERM to SIGKILL for ranks.
         max_restarts: number of restarts after a rank has failed; one budget for the whole job.

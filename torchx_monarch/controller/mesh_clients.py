@@ -46,9 +46,7 @@ Member: TypeAlias = tuple[Registration, str]
 class MeshClients:
     """Serve the greeting ``attach`` (see ``Rendezvous.clients``). Each client gets worker loops of its own.
 
-    Args:
-        credentials: value of ``env_names.CREDENTIALS``; empty without TLS.
-        session: the runs of the hosts, which do not count as idle while a client is attached.
+    The hosts do not count as idle while a client is attached.
     """
 
     def __init__(self, hosts: JobHosts, network: HostNetwork, credentials: str, session: Session) -> None:

@@ -28,11 +28,7 @@ _ABSENT = os.strerror(errno.ENOENT)
 
 
 class Preflight:
-    """Compare the hosts of a run, once for each set of hosts.
-
-    Attributes:
-        culprit: the host of the first problem of the last check, the last one if it has several; None for none.
-    """
+    """Compare the hosts of a run, once for each set of hosts; ``culprit`` is the unfit host that the last has found."""
 
     def __init__(self, hosts: JobHosts) -> None:
         self._mode = hosts.options.spec.preflight

@@ -50,15 +50,9 @@ async def handshake(
 ) -> tuple[messages.Message, asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to a replica 0 and greet it. Retry until it listens and sends the expected answer.
 
-    Args:
-        address: address on which replica 0 listens.
-        timeout: seconds for all tries together.
-
-    Returns:
-        The answer, and the reader and writer of the connection.
-
     Raises:
-        RendezvousError: replica 0 refused the greeting, or did not send the expected answer within ``timeout`` seconds.
+        RendezvousError: replica 0 refused the greeting, or did not send the expected answer within ``timeout`` seconds,
+            in all tries together.
     """
     started = time.monotonic()
     pause, why, handshake_timeout = _RETRY_EVERY, "", connections.FIRST_HANDSHAKE_TIMEOUT
@@ -104,12 +98,6 @@ class RendezvousClient:
     Attributes:
         lost: why replica 0 is lost; empty if no more is known than that the connection broke.
         dismissed: whether the result is for this host alone, and the job goes on without it.
-
-    Args:
-        reader: reader of the connection to replica 0.
-        writer: writer of the connection to replica 0.
-        name: name of replica 0's host, for messages.
-        lease: seconds of silence after which replica 0 counts as lost.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, lease: float) -> None:
@@ -128,14 +116,7 @@ class RendezvousClient:
         timeout: float,
         on_failure: Callable[[ConnectError], None] = lambda error: None,
     ) -> RendezvousClient:
-        """Connect to replica 0 and register. Retry until it listens.
-
-        Args:
-            timeout: seconds for all tries together.
-
-        Raises:
-            RendezvousError: replica 0 refused the host, or did not answer within ``timeout`` seconds.
-        """
+        """Connect to replica 0 and register (see ``handshake``)."""
         shortened = dataclasses.replace(host, error=host.error[: messages.MAX_ERROR])
         greeting = {"type": "register", "host": shortened}
         address = network.rendezvous

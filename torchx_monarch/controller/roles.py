@@ -175,9 +175,6 @@ class Roles:
     ) -> Address:
         """Look up the address on which replica 0 of a role listens, and retry until it has registered.
 
-        Args:
-            timeout: seconds for all tries together.
-
         Raises:
             RendezvousError: the address was not available within ``timeout`` seconds.
         """

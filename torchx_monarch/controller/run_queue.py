@@ -62,9 +62,7 @@ class Run:
     """One run.
 
     Attributes:
-        number: number of the run, from 1.
-        request: the client's request.
-        run_log: the records of the run.
+        number: from 1.
         token: identifies the run on the hosts, even after a restart of this replica 0.
         submitted: time of acceptance, in seconds since the epoch.
         started: time of the start, in seconds since the epoch; 0 before it.
@@ -147,10 +145,6 @@ class RunQueue(Session):
     Attributes:
         current: the run that its hosts execute; None between runs.
         idle_timeout: seconds without a run after which the allocation ends; 0 for no limit.
-
-    Args:
-        log_dir: folder in which each run gets a folder ``run_N``.
-        is_warm: returns whether ranks of this host are to find their modules imported.
     """
 
     def __init__(
@@ -303,11 +297,7 @@ class RunQueue(Session):
         self._wake.set()
 
     def end_run(self, run: Run, result: JobResult, number: int = signal.SIGTERM) -> None:
-        """End a run with the given result: remove it from the queue, or have the controller stop its ranks.
-
-        Args:
-            run: the run; nothing happens if it has ended.
-        """
+        """End a run, unless it has ended: remove it from the queue, or have the controller stop its ranks."""
         if run in self._queue:
             self._queue.remove(run)
             self._end(run, result, [])
@@ -372,10 +362,7 @@ class RunQueue(Session):
         return run
 
     def find(self, number: object) -> Run:
-        """Return the run with the given number.
-
-        Args:
-            number: number of the run; None for the current run, or the last one if none is running.
+        """Return the run with a number; for None the current run, or the last one.
 
         Raises:
             RendezvousError: no such run is known.
@@ -397,15 +384,7 @@ class RunQueue(Session):
         return [*([self.current] if self.current else []), *self._queue]
 
     async def _serve_records(self, run: Run, peer: Peer, rank: int | None = None, wait: bool = True) -> None:
-        """Send a run's records to a client, until the last record or until the client disconnects.
-
-        Args:
-            rank: the only rank whose output is sent; None for all ranks.
-            wait: whether to wait for further records.
-
-        Raises:
-            RendezvousError: the run has no such rank.
-        """
+        """Send a run's records to a client, of one rank alone or (None) of all, until the last or its disconnection."""
         if why := run.why_no_rank(rank):
             raise RendezvousError(why)
         if await peer.send({"type": "accepted", "run": run.number}):

@@ -33,16 +33,10 @@ class Session:
 
     This class is for a batch job: one run, for which the hosts are prepared when they register, and with which the
     session ends.
-
-    Attributes:
-        hosts: the hosts that execute them.
-        ends_with_mesh: whether a Monarch client that shuts the host mesh down ends the session.
-
-    Args:
-        new_attempts: returns the attempts of a run.
     """
 
     ends_with_mesh = False
+    """Whether a Monarch client that shuts the host mesh down ends the session."""
 
     def __init__(self, hosts: JobHosts, new_attempts: Callable[[], Attempts], recorder: SampleRecorder) -> None:
         self.hosts = hosts
@@ -95,11 +89,7 @@ class Session:
             return interruption.event.result
 
     async def stop(self, event: HostEvent, left: bool) -> bool:
-        """Stop the ranks because of an event, and return whether there were any.
-
-        Args:
-            left: whether the host of the event has left.
-        """
+        """Stop the ranks because of an event, whose host may have left; return whether there were any."""
         if left:
             self.hosts.running.discard(event.replica)
         if not self.hosts.running:

@@ -25,13 +25,8 @@ class Host:
     """The values that the parts of a host process share.
 
     Attributes:
-        options: command line of the host process.
-        environ: environment in which the backend started it, and in which its ranks start.
-        hostname: name of the machine.
-        stdout: the stdout with which the host process was started.
-        stderr: its stderr.
-        log_dir: folder of its logs.
-        reporter: writes progress lines and events.
+        environ: environment in which the backend started the host process, and in which its ranks start.
+        stdout, stderr: those with which it was started.
         sockets: folder of its sockets; empty before it exists.
         grace: seconds from SIGTERM to SIGKILL for ranks: torchrun's option or variable if given, else ``--grace``.
         roles: the other roles of the app; None before they are known.
@@ -95,11 +90,7 @@ class Host:
     def settle_addresses(self, run_dir: str, command: Command | None) -> tuple[Address, str]:
         """Return where replica 0 listens, and by which name or address the other hosts dial this one.
 
-        It sets ``roles``, and ``INTERFACE`` for the ranks.
-
-        Args:
-            run_dir: folder of the socket file at which the hosts of one machine meet.
-            command: the role's command; None if it is not valid.
+        It sets ``roles``, and ``INTERFACE`` for the ranks. The hosts of one machine meet in ``run_dir``.
 
         Raises:
             ValueError: one of the two is not valid; the message names it and the reason.

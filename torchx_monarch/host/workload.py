@@ -68,11 +68,11 @@ class Workload(abc.ABC):
     Attributes:
         command: the torchrun or Python command that determines the number of hosts; None before ``parse``.
         pool: the ranks of the present run; None before ``start``.
-        listens: whether replica 0 needs its listener even if it is the only host: what it runs comes from clients.
         first_output: set when a rank has printed something; None if that is not reported.
     """
 
     listens = False
+    """Whether replica 0 needs its listener even if it is the only host: what it runs comes from clients."""
 
     def __init__(self, host: Host, early: ZygoteProcess | None = None) -> None:
         self.command: Command | None = None

@@ -95,11 +95,7 @@ def _is_loopback(address: str) -> bool:
 
 
 class MasterStore:
-    """Open the master endpoint of each attempt on the host of replica 0.
-
-    Attributes:
-        current: the store that is served now, or whose port is open; None while no store is served.
-    """
+    """Open the master endpoint of each attempt on the host of replica 0; ``current`` is the present one's store."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -112,10 +108,7 @@ class MasterStore:
         A fork of the zygote serves a TCPStore there, which begins with the ranks (``RankStarter.start``). The port is
         opened before its number is published, so that no other process can take it, and early connections wait.
         Without a store a socket that never listens reserves the port; both it and the program's own store set
-        SO_REUSEADDR, so that the store can still bind the port.
-
-        Returns:
-            the port, and whether a store is served there.
+        SO_REUSEADDR, so that the store can still bind the port. Returns whether a store is served, too.
 
         Raises:
             EndpointError: the endpoint cannot be opened.
@@ -157,7 +150,6 @@ class StoreProcess:
     The process runs until it is closed or the host ends: it reads a pipe of which only the host has the write end.
 
     Attributes:
-        port: port of the store.
         pid: id of the process, a child of the host; 0 before ``begin``.
         given: the read end of the pipe, and the socket of the port, which a zygote gives to the process; closed by
             ``begin`` and ``close``.

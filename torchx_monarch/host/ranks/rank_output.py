@@ -90,11 +90,9 @@ class OutputPipe:
         """Set the destinations, before ``release``.
 
         Args:
-            path: path of the rank's log file, which is appended to; None for no file.
-            console: output of the host, for prefixed lines; None to write to the file alone.
-            prefix: written before each line, such as ``[trainer3]:``; may be empty.
+            path: the rank's log file, which is appended to; None for no file.
+            console: output of the host, for lines with the prefix, and the time if ``stamped``; None for none.
             sinks: further destinations for the lines of ``console``; closed at the end.
-            stamped: whether the time is written before the prefix.
 
         Raises:
             OSError: the file cannot be opened, or belongs to another user.
@@ -260,12 +258,8 @@ class RankLogs:
     """The destinations of the output of a run's ranks on one host.
 
     Attributes:
-        replica: id of the host's replica.
-        hostname: name of the machine.
         log_dir: folder for ``attempt_N/RANK/{stdout,stderr}.log`` and ``error.json``; None for no files.
-        run: what the ranks execute.
-        stdout: output for prefixed stdout lines; None to drop them.
-        stderr: output for prefixed stderr lines; None to drop them.
+        stdout, stderr: output for prefixed lines; None to drop them.
         run_log: second destination of these lines, in a run on a live allocation; None in a batch job.
         stamped: whether the time is written before each of these lines.
     """

@@ -47,10 +47,7 @@ class RankPool:
     """Start, watch and stop the ranks of a run on one host.
 
     Methods that start something raise ``LaunchError`` if it cannot be started; the message gives the reason.
-
-    Attributes:
-        attempt: number of the last attempt that was launched; -1 for none.
-        run: what the ranks execute.
+    ``attempt`` is the number of the last attempt that was launched, -1 for none.
     """
 
     def __init__(
@@ -114,11 +111,7 @@ class RankPool:
     # -- an attempt ----------------------------------------------------------------------------------------------------
 
     async def serve_store(self, bind: str, advertised: str, hosts: int) -> tuple[str, int, bool]:
-        """Open the port where the ranks meet, on rank 0's host.
-
-        Returns:
-            MASTER_ADDR, MASTER_PORT, and whether a store is already served there.
-        """
+        """Open the port where the ranks meet, on rank 0's host (``OpenStore``)."""
         try:
             endpoint = await MasterEndpoint.create(self.run.command.options, bind, advertised, hosts)
             if endpoint.unused and self.attempt < 0:
@@ -217,13 +210,7 @@ class RankPool:
         await self._clear_up(ranks)
 
     async def stacks(self, rank: int | None, native: bool, save_as: str = "") -> list[ProcessStacks]:
-        """Return the stacks of the ranks that run now, and of the processes that they have started.
-
-        Args:
-            rank: the only global rank that is asked; None for all.
-            native: whether py-spy reads them as well.
-            save_as: title under which they are also written into the folder of the attempt; empty for not.
-        """
+        """Return the stacks of the ranks that run now, and of the processes that they have started: ``TakeStacks``."""
         ranks = [own_rank for own_rank in self._ranks if rank in (None, own_rank.rank)]
         taken = await self._stacks.take(ranks, _STACKS_TIMEOUT, native)
         if save_as and ranks and ranks[0].directory is not None:

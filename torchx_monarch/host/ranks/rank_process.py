@@ -88,9 +88,6 @@ class RankProcess:
     Attributes:
         pid: process id; 0 before ``begin``.
         returncode: exact exit code, negative for a signal, once ``ended`` is set; None before.
-        stdout, stderr: readers of its output, which call ``on_first_output`` when the program first prints.
-        stacks: the file to which the process, and its forked children, write their stacks.
-        ended: set when the process has ended.
         ended_at: time of the end, in seconds since the epoch; 0 before.
         cleared: set when the process group has no process left.
 
