@@ -25,7 +25,7 @@ from torchx_monarch.controller.host_events import (
     StopRequested,
 )
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.hosts import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.session import Session
 from torchx_monarch.insight.progress import Reporter
@@ -238,6 +238,6 @@ def test_a_host_that_fails_again_makes_way_for_the_spare_and_without_one_it_stay
 def test_an_excluded_host_is_left_out_of_the_next_attempt() -> None:
     excluded = HostExcluded(1, JobResult(1, "excluded", replica=1), host="node (replica 1)")
     job = Job(SPARED, 0, (excluded,), DONE)
-    job.while_stopping = lambda: job.gatherer._failures.exclude("node (replica 1)")
+    job.while_stopping = lambda: job.gatherer._failures.excluded.add("node (replica 1)")
     assert job.result() is DONE
     assert job.log == [[0, 1], ("HostExcluded", 15, False), False, [0, 2]]

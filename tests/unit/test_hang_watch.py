@@ -15,8 +15,7 @@ from torchx_monarch.controller import hang_watch
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import CollectivesRead, ReadCollectives, Request
-from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.insight.hangs import Hang, RankCollectives
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus

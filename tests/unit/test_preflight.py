@@ -16,8 +16,7 @@ import pytest
 from torchx_monarch.command.command import parse
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import TakeFacts
-from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.controller.preflight import Preflight, Problem, clock_offset, compare
 from torchx_monarch.host.preflight import parse_gpus, take_facts
 from torchx_monarch.host.ranks.run_spec import RunSpec

@@ -15,8 +15,7 @@ from torchx_monarch.command.allocation_spec import AllocationSpec
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import BeginRun, FinishRun, Request, RunBegun
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.controller.rendezvous import Peer, Rendezvous
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.host.code_distribution import HostCode

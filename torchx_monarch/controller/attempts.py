@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator
 
 from torchx_monarch.controller import retry
 from torchx_monarch.controller.elastic import HostGatherer
@@ -22,9 +22,8 @@ from torchx_monarch.controller.host_events import (
     Interrupted,
     StopRequested,
 )
-from torchx_monarch.controller.host_messages import Exits, HostRefused, Launched, LaunchRanks, OpenStore, WatchRanks
-from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.host_messages import Exits, HostRefused, LaunchRanks, OpenStore, WatchRanks
+from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.insight.hangs import Hang
 from torchx_monarch.model.backoff import Backoff
@@ -159,7 +158,17 @@ class Attempts:
         world = await self._world(hosts)
         self._launched = self.number
         launched = dict([found async for found in self._hosts.ask(LaunchRanks(world), self._options.spec.host_timeout)])
-        shown = _shown(launched, world, hosts)
+        names = {host.replica: host.hostname for host in hosts}
+        shown = [
+            {
+                "replica": replica,
+                "name": names[replica],
+                "first_rank": world.first_rank(replica),
+                "pids": answer.pids,
+                "imported": answer.imported,
+            }
+            for replica, answer in sorted(launched.items())
+        ]
         text = f"ranks {world.size}/{world.size}"
         self._reporter.phase("ranks", text, attempt=self.number, count=world.size, hosts=shown)
         output = asyncio.ensure_future(self._report_output()) if self.number == 0 else None
@@ -336,21 +345,6 @@ class Attempts:
         if self._first_output is not None:
             await self._first_output.wait()
             self._reporter.phase("output", "first output")
-
-
-def _shown(launched: Mapping[int, Launched], world: World, hosts: Iterable[Registration]) -> list[dict[str, object]]:
-    """Return what the event of launched ranks tells of each host."""
-    names = {host.replica: host.hostname for host in hosts}
-    return [
-        {
-            "replica": replica,
-            "name": names[replica],
-            "first_rank": world.first_rank(replica),
-            "pids": answer.pids,
-            "imported": answer.imported,
-        }
-        for replica, answer in sorted(launched.items())
-    ]
 
 
 def _joined(host: Registration) -> HostJoined:

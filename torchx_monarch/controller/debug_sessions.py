@@ -79,7 +79,8 @@ class DebugSessions:
             raise RendezvousError("a client cannot wait in a breakpoint")
         if type(rank) is not int or not isinstance(wait, (int, float)):
             raise RendezvousError(f"rank={rank!r:.20} is no number")
-        place = _place(peer.greeting)
+        file = os.path.basename(str(peer.greeting.get("file")))
+        place = one_line(f"{file}:{peer.greeting.get('line')} in {peer.greeting.get('function')}", 300)
         self._say(f"rank {rank} waits at {place} for {wait:g} s. Debug it: {self._command} --rank {rank}")
         waiting = self._ranks[rank] = _Waiting(peer)
 
@@ -138,9 +139,3 @@ class DebugSessions:
             waiting.rank.writer.close()
             with contextlib.suppress(OSError):
                 await peer.writer.wait_closed()
-
-
-def _place(greeting: messages.Message) -> str:
-    """Return where a rank is, in words."""
-    file = os.path.basename(str(greeting.get("file")))
-    return one_line(f"{file}:{greeting.get('line')} in {greeting.get('function')}", 300)

@@ -157,8 +157,8 @@ class HostGatherer:
         if len(self._registry.registered) == 1:  # no other host can take its place
             return None
         name = machine(host, self._registry.registered.values())
-        if unfit and self._failures.enabled and name not in self._failures.excluded:
-            self._failures.exclude(name)
+        if unfit and self._failures.after and name not in self._failures.excluded:
+            self._failures.excluded.add(name)
             message = f"{name} is excluded: {reason}"
         elif not unfit and self._failures.add(name):
             message = f"{name} is excluded after {self._failures.describe(name)}, the last: {reason}"
@@ -306,29 +306,20 @@ class HostFailures:
 
     def __init__(self, after: int, window: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.excluded: set[str] = set()
-        self._after = after
+        self.after = after
         self._window = window
         self._clock = clock
         self._failures: dict[str, list[float]] = {}
-
-    @property
-    def enabled(self) -> bool:
-        """Whether machines are ever excluded."""
-        return self._after > 0
 
     def add(self, name: str) -> bool:
         """Count a failure of a machine; return whether it is the one that excludes the machine."""
         now = self._clock()
         recent = [at for at in self._failures.get(name, ()) if at > now - self._window]
         self._failures[name] = [*recent, now]
-        if not self._after or name in self.excluded or len(recent) + 1 < self._after:
+        if not self.after or name in self.excluded or len(recent) + 1 < self.after:
             return False
-        self.exclude(name)
-        return True
-
-    def exclude(self, name: str) -> None:
-        """Exclude a machine, however often it has failed."""
         self.excluded.add(name)
+        return True
 
     def describe(self, name: str) -> str:
         """Return how often a machine has failed: ``3 failures within 1 h``."""

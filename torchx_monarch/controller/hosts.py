@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The hosts on which the leader runs ranks, and its requests to all of them."""
+"""The hosts on which the leader runs ranks, its requests to all of them, and the options of their job."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-from torchx_monarch.controller.elastic import listed
+from torchx_monarch.controller.elastic import NodeRange, listed
 from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, StopRequested
 from torchx_monarch.controller.host_messages import (
     AnswerT,
@@ -19,13 +20,39 @@ from torchx_monarch.controller.host_messages import (
     StopRanks,
 )
 from torchx_monarch.controller.host_requests import HostCall, HostRequests
-from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 
 _STOP_MARGIN = 10.0
 """Seconds beyond the grace period that hosts have to report that their ranks have ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JobOptions:
+    """The options of a job that its controller needs.
+
+    Attributes:
+        spec: the command line of replica 0's host.
+        run_id: TORCHELASTIC_RUN_ID of the ranks.
+        grace: seconds from SIGTERM to SIGKILL for ranks.
+        max_restarts: number of restarts after a rank has failed; one budget for the whole job.
+        first_log_attempt: number of the first attempt's log folders.
+        master_addr: address by which ranks dial rank 0, unless the user names one.
+        store_bind: local address on which rank 0's store listens, unless the user names one; empty for all.
+        report_timeout: seconds to wait for a host's own report after it has refused a request.
+    """
+
+    spec: HostSpec
+    sizes: NodeRange
+    run_id: str
+    grace: float
+    max_restarts: int = 0
+    first_log_attempt: int = 0
+    master_addr: str = ""
+    store_bind: str = ""
+    report_timeout: float = 1.0
 
 
 class JobHosts:

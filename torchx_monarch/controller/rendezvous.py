@@ -124,8 +124,8 @@ class Rendezvous:
         clients: handlers of client greetings, by kind, which extend or replace those of this module. The handler owns
             the connection until it returns; its ``RendezvousError`` refuses the client.
         on_idle_change: called when hosts that take no part in the present attempt have changed, with the loss of one or
-            with None; None elsewhere.
-        on_output: called with a host and the output of its ranks, on a live allocation; None elsewhere.
+            with None.
+        on_output: called with a host and the output of its ranks, on a live allocation.
 
     Args:
         fewest: minimum number of hosts that the job needs; None for all.
@@ -141,8 +141,8 @@ class Rendezvous:
         self.events = HostEvents()
         self.hosts = HostRegistry(network.options.replicas)
         self.clients: dict[str, Serve] = {}
-        self.on_output: Callable[[Registration, RunOutput], None] | None = None
-        self.on_idle_change: Callable[[HostEvent | None], None] | None = None
+        self.on_output: Callable[[Registration, RunOutput], None] = lambda host, output: None
+        self.on_idle_change: Callable[[HostEvent | None], None] = lambda loss: None
         self._network = network
         self._replicas = network.options.replicas
         self._fewest = self._replicas if fewest is None else fewest
@@ -270,7 +270,7 @@ class Rendezvous:
         own = self.hosts.registered.get(0)
         await messages.send(writer, {"type": "registered", "name": own.name if own else "replica 0"})
         if self.hosts.is_idle(host) and not host.error:
-            self._note_idle_change(None)
+            self.on_idle_change(None)
         if self._result is not None:
             await messages.send(writer, {"type": "result", **vars(self._result)})
         try:
@@ -284,7 +284,7 @@ class Rendezvous:
         if self.hosts.registered.get(host.replica) is host:
             self.hosts.remove(host.replica)
             if not host.error and self._is_needless(host):
-                self._note_idle_change(lost)
+                self.on_idle_change(lost)
             elif not host.error:
                 self.events.post(lost)
         if current:
@@ -349,12 +349,12 @@ class Rendezvous:
                     continue
                 if isinstance(event, HostPreempted) and self._is_needless(host):
                     await self.dismiss(host.replica, event.result)
-                    self._note_idle_change(event)
+                    self.on_idle_change(event)
                 else:
                     self.events.post(event)
             if message.get("type") == "answer" and is_current:
                 self.requests.receive(host.replica, message)
-            if isinstance(report, RunOutput) and self.on_output is not None:
+            if isinstance(report, RunOutput):
                 self.on_output(host, report)
             if message.get("type") == "alive" and is_current:
                 await messages.send(writer, {"type": "alive"})
@@ -370,10 +370,6 @@ class Rendezvous:
         """Return whether the present attempt goes on if a host, other than replica 0, is lost."""
         without = self.hosts.present - (self.hosts.registered.get(host.replica) is host)
         return self._spares > 0 and host.replica != 0 and self.hosts.is_idle(host) and without >= self._fewest
-
-    def _note_idle_change(self, loss: HostEvent | None) -> None:
-        if self.on_idle_change is not None:
-            self.on_idle_change(loss)
 
     def _lease_expired(self, replica: int) -> None:
         self._silent.add(replica)

@@ -32,8 +32,7 @@ from torchx_monarch.command.allocation_spec import AllocationSpec
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.host_events import Interrupted, RunEndRequested, StopRequested, concerns_hosts
 from torchx_monarch.controller.host_messages import BeginRun, FinishRun, HostError, HostRefused, RunOutput, StopRanks
-from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.controller.rank_queries import SampleRecorder
 from torchx_monarch.controller.rendezvous import Peer, Rendezvous, RendezvousError, Serve
 from torchx_monarch.controller.session import Session

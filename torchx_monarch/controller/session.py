@@ -21,8 +21,7 @@ from torchx_monarch.controller.host_events import (
     concerns_hosts,
 )
 from torchx_monarch.controller.host_messages import HostRefused
-from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.controller.rank_queries import SampleRecorder
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult

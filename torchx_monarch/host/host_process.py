@@ -19,7 +19,7 @@ from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
 from torchx_monarch.controller.host_messages import SignalReceived
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.hosts import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.host.follower import Follower
 from torchx_monarch.host.host import Host

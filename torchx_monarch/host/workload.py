@@ -35,8 +35,7 @@ from torchx_monarch.controller.host_messages import (
     WatchRanks,
 )
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.controller.mesh_clients import MeshClients
 from torchx_monarch.controller.rank_queries import HostQueries, SampleRecorder
 from torchx_monarch.controller.rendezvous import Rendezvous

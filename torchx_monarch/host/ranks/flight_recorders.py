@@ -107,7 +107,7 @@ class FlightRecorders:
             while dumps < _MAX_DUMPS:
                 kind, size = HEAD.unpack(await reader.readexactly(HEAD.size))
                 # A rank says nothing of its groups that it is not asked: reading costs the host time.
-                if size > _MAX_SIZES[kind] or (kind == GROUPS and not connection.is_asked(GROUPS)):
+                if size > _MAX_SIZES[kind] or (kind == GROUPS and GROUPS not in connection.awaited):
                     break
                 data = await reader.readexactly(size)
                 if kind == FAILURE:
@@ -166,24 +166,20 @@ def _limited_collective(collective: Collective) -> Collective:
 
 
 class _Connection:
-    """The connection of one rank, with the answer to come to the last request of each kind."""
+    """The connection of one rank; ``awaited`` has the answer to come to the last request of each kind."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
-        self._answers: dict[bytes, asyncio.Future[tuple[GroupStatus, ...]]] = {}
-
-    def is_asked(self, kind: bytes) -> bool:
-        """Return whether an answer is awaited."""
-        return kind in self._answers
+        self.awaited: dict[bytes, asyncio.Future[tuple[GroupStatus, ...]]] = {}
 
     def ask(self, kind: bytes) -> asyncio.Future[tuple[GroupStatus, ...]]:
         """Return the answer to come. A second request waits for that of the first: none pile up in a stopped rank."""
-        if kind not in self._answers:
-            self._answers[kind] = asyncio.get_running_loop().create_future()
+        if kind not in self.awaited:
+            self.awaited[kind] = asyncio.get_running_loop().create_future()
             self._writer.write(kind)
-        return self._answers[kind]
+        return self.awaited[kind]
 
     def answer(self, kind: bytes, groups: tuple[GroupStatus, ...] = ()) -> None:
         """Set the answer, if it is awaited."""
-        if (answer := self._answers.pop(kind, None)) is not None:
+        if (answer := self.awaited.pop(kind, None)) is not None:
             answer.set_result(groups)

@@ -305,7 +305,7 @@ class RankPool:
         async with self._clearing:
             if ranks is self._ranks:  # otherwise a new attempt has started
                 # Ranks of other hosts may still be shutting down and need the store.
-                timers = [self._timers.pid] if self._timers is not None else []
+                timers = [self._timers.process.pid] if self._timers is not None else []
                 await end_orphans(self._marker, [*timers, *self._starter.pids])
             for rank in ranks:
                 await rank.process.drain()
@@ -338,7 +338,7 @@ class RankPool:
             stopped_at=rank.stopped_at,
             stderr_path=str(rank.directory / "stderr.log") if rank.directory else "",
             error=error,
-            timer=self._timers.timer_of(process.pid) if self._timers else "",
+            timer=self._timers.expired.get(process.pid, "") if self._timers else "",
             started=rank.started,
             out_of_memory=self._memory.evidence() if killed else "",
             step=progress.step if progress is not None else None,

@@ -45,6 +45,7 @@ class TimerServer:
 
     Attributes:
         path: path of the named pipe on which ranks send their timers.
+        expired: the scopes of timers that have expired, by the pids of the processes that were signalled.
 
     Raises:
         OSError: the process cannot be started.
@@ -55,11 +56,11 @@ class TimerServer:
     ) -> None:
         self.path = path
         self._say = say
-        self._expired: dict[int, str] = {}
+        self.expired: dict[int, str] = {}
         self._ready = asyncio.Event()
         self._error = ""
         self._partial = b""
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [*python, __file__, str(os.getpid()), path, run_id],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -67,14 +68,9 @@ class TimerServer:
             start_new_session=True,
             env=env,
         )
-        assert self._process.stdout is not None
-        self._answers = self._process.stdout
+        assert self.process.stdout is not None
+        self._answers = self.process.stdout
         asyncio.get_running_loop().add_reader(self._answers, self._readable)
-
-    @property
-    def pid(self) -> int:
-        """Process id of the server."""
-        return self._process.pid
 
     async def ready(self) -> None:
         """Wait until ranks can set timers; forget the expired timers of the previous attempt.
@@ -82,7 +78,7 @@ class TimerServer:
         Raises:
             TimerError: the server has failed, has ended, or is not ready within ``_READY_TIMEOUT`` seconds.
         """
-        self._expired.clear()
+        self.expired.clear()
         try:
             await asyncio.wait_for(self._ready.wait(), _READY_TIMEOUT)
         except asyncio.TimeoutError:
@@ -90,17 +86,13 @@ class TimerServer:
         if self._error:
             raise TimerError(self._error)
 
-    def timer_of(self, pid: int) -> str:
-        """Return the scope of the timer for which a process was signalled; empty if none expired."""
-        return self._expired.get(pid, "")
-
     def close(self) -> None:
         """Kill the server and remove its named pipe."""
         asyncio.get_running_loop().remove_reader(self._answers)
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         self._answers.close()
         with contextlib.suppress(OSError):
             os.unlink(self.path)
@@ -117,7 +109,7 @@ class TimerServer:
         for message in map(json.loads, lines):
             if message["op"] == "expired":
                 pid, scope = message["pid"], message["scope"]
-                self._expired[pid] = scope
+                self.expired[pid] = scope
                 self._say(f"timer {scope!r} of process {pid} expired: it gets signal {message['signal']}")
             else:
                 self._error = message.get("text", "")
