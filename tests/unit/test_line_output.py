@@ -219,20 +219,13 @@ def test_output_is_held_until_it_is_released_and_its_announcement_precedes_it(tm
     console = tmp_path / "console"
 
     async def program(out: Console) -> None:
-        first, (end, pipe) = asyncio.Event(), os.pipe()
-        output = OutputPipe(os.fdopen(end, "rb", 0), first.set)
+        end, pipe = os.pipe()
+        output = OutputPipe(os.fdopen(end, "rb", 0), lambda: out.write("host", b"[monarch] first output\n"))
         output.assign(None, out, "[default0]:")
-
-        async def announce() -> None:
-            await first.wait()
-            out.write("host", b"[monarch] first output\n")
-
-        task = asyncio.ensure_future(announce())
         os.write(pipe, b"one\ntwo")
         os.close(pipe)
         out.write("host", b"[monarch] ranks 1/1\n")
         output.release()
-        await task
         await shown(console, lambda data: data.endswith(b"two\n"))
         output.release()
 

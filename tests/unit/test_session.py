@@ -99,7 +99,7 @@ class ScriptedHosts(JobHosts):
 def new_attempts(hosts: JobHosts, failures: HostFailures | None = None) -> Callable[[], Attempts]:
     rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere"), HostSpec(replicas=2)))
     gatherer = HostGatherer(FIXED, rendezvous, hosts.reporter, failures)
-    return lambda: Attempts(hosts, gatherer, HangWatch(hosts), None)
+    return lambda: Attempts(hosts, gatherer, HangWatch(hosts))
 
 
 def batch_job(hosts: JobHosts, failures: HostFailures | None = None) -> Session:

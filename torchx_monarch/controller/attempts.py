@@ -52,18 +52,9 @@ class Attempts:
     Attributes:
         number: number of the present attempt, from 0.
         exits: exits of the ranks of the present attempt, by rank.
-
-    Args:
-        first_output: set when a rank of this host has printed something; None if that is not reported.
     """
 
-    def __init__(
-        self,
-        hosts: JobHosts,
-        gatherer: HostGatherer,
-        hang_watch: HangWatch,
-        first_output: asyncio.Event | None,
-    ) -> None:
+    def __init__(self, hosts: JobHosts, gatherer: HostGatherer, hang_watch: HangWatch) -> None:
         self.number = 0
         self.exits: dict[int, RankExit] = {}
         self._options = hosts.options
@@ -72,7 +63,6 @@ class Attempts:
         self._events = hosts.events
         self._reporter = hosts.reporter
         self._hang_watch = hang_watch
-        self._first_output = first_output
         self._preflight = Preflight(hosts)
         self._launched = -1
         self._recorded = -1
@@ -171,7 +161,6 @@ class Attempts:
         ]
         text = f"ranks {world.size}/{world.size}"
         self._reporter.phase("ranks", text, attempt=self.number, count=world.size, hosts=shown)
-        output = asyncio.ensure_future(self._report_output()) if self.number == 0 else None
         hanging = asyncio.ensure_future(self._hang_watch.run(self.number))
         ending = asyncio.ensure_future(self._end(world.size, hanging))
         try:
@@ -179,13 +168,10 @@ class Attempts:
             if not ending.done() and not hanging.cancelled():
                 ending.cancel()
                 return await self._end_hang(hanging.result(), world)
-            cause = await ending
+            return await ending
         finally:
             hanging.cancel()
             ending.cancel()
-        if output is not None and cause is None:
-            output.cancel()
-        return cause
 
     async def _end(self, world_size: int, hanging: asyncio.Future[Hang]) -> RankExit | None:
         """Wait for the end of the ranks; stop the others when one has failed. Return the root cause, or None."""
@@ -193,7 +179,6 @@ class Attempts:
         try:
             answers = self._hosts.ask(WatchRanks())
             async for _, exited in answers:
-                await asyncio.sleep(0)  # lets ``_report_output`` run first: output is reported before exits
                 self._add_exits(exited)
                 growth.cancel()  # once the ranks of a host have ended, a further host is of no use
                 if first := root_cause(self.exits.values()):
@@ -340,11 +325,6 @@ class Attempts:
     async def _report_newcomer(self) -> None:
         if self._options.sizes.elastic:
             self._events.post(_joined(await self._gatherer.newcomer()))
-
-    async def _report_output(self) -> None:
-        if self._first_output is not None:
-            await self._first_output.wait()
-            self._reporter.phase("output", "first output")
 
 
 def _joined(host: Registration) -> HostJoined:

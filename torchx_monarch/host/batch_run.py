@@ -6,7 +6,6 @@ The script of a Monarch controller (``command.actors``) is a batch job whose onl
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shlex
 
@@ -29,7 +28,6 @@ class BatchRun(Workload):
 
     def __init__(self, host: Host, early: ZygoteProcess | None = None) -> None:
         super().__init__(host, early)
-        self.first_output = asyncio.Event()
         self._log_dir: str | None = None
         self._restarts = 0
         self._learned: LearnedPreload | None = None

@@ -67,7 +67,6 @@ class Workload(abc.ABC):
     Attributes:
         command: the torchrun or Python command that determines the number of hosts; None before ``parse``.
         pool: the ranks of the present run; None before ``start``.
-        first_output: set when a rank has printed something; None if that is not reported.
     """
 
     listens = False
@@ -76,7 +75,6 @@ class Workload(abc.ABC):
     def __init__(self, host: Host, early: ZygoteProcess | None = None) -> None:
         self.command: Command | None = None
         self.pool: RankPool | None = None
-        self.first_output: asyncio.Event | None = None
         self._host = host
         self._zygotes = Zygotes(host.reporter.line, early)
         self._recorders: FlightRecorders | None = None
@@ -125,7 +123,7 @@ class Workload(abc.ABC):
         host.connector = rendezvous.connect
 
         def new_attempts() -> Attempts:
-            return Attempts(hosts, gatherer, hang_watch, self.first_output)
+            return Attempts(hosts, gatherer, hang_watch)
 
         # Only where a command finds it again: beside the events of the job.
         samples_are_stored = "MONARCH_EVENTS" in host.environ and host.log_dir
@@ -152,10 +150,13 @@ class Workload(abc.ABC):
         )
         outputs = (host.stdout, host.stderr, run_log, host.options.timestamps)
         logs = RankLogs(host.options.replica, host.hostname, log_dir, run, *outputs)
-        first_output: Callable[[], None] | None = self.first_output.set if self.first_output is not None else None
-        starter = RankStarter(run, self._zygotes, host.reporter.line, first_output, learned)
+        starter = RankStarter(run, self._zygotes, host.reporter.line, self._report_first_output, learned)
         self.pool = RankPool(logs, starter, self._recorders, self._breakpoints, host.attach_socket, host.reporter.line)
         return starter
+
+    def _report_first_output(self) -> None:
+        if self._host.options.replica == 0 and not self.listens:  # that of a run on a live allocation is not reported
+            self._host.reporter.phase("output", "first output")
 
     def _start_timers(self, run: RunSpec, run_id: str, name: str = "timers") -> None:
         """Start torch's timer server, if the environment of the ranks enables it."""

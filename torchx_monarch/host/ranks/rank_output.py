@@ -7,11 +7,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import fcntl
 import os
 import re
 import socket
-import termios
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,8 +49,7 @@ class OutputPipe:
         last_at: when output arrived last, in seconds since the epoch; 0 for never.
 
     Args:
-        on_first: called once, for the first bytes. They are passed on in the next turn of the event loop: a task that
-            this wakes can write a progress line before them. None for no call.
+        on_first: called once, before the first bytes are passed on; None for no call.
         is_shown: returns whether to write a line, given without its line feed, to the host's output; None to write all.
     """
 
@@ -146,10 +143,6 @@ class OutputPipe:
             self._writer.close(self._file)
 
     def _readable(self) -> None:
-        if self._on_first is not None and any(fcntl.ioctl(self._pipe, termios.FIONREAD, bytes(4))):
-            self._on_first()
-            self._on_first = None
-            return
         try:
             data = os.read(self._pipe.fileno(), _CHUNK)
         except BlockingIOError:
@@ -176,6 +169,9 @@ class OutputPipe:
             asyncio.get_running_loop().add_reader(self._pipe, self._readable)
 
     def _arrived(self, data: bytes) -> None:
+        if self._on_first is not None:
+            self._on_first()
+            self._on_first = None
         self.last_at = time.time()
         self._last = (self._last + data[-_LAST:])[-_LAST:]
         if self._file is not None:
