@@ -66,7 +66,7 @@ class Rank:
         self.process = subprocess.Popen([sys.executable, RANK], stdin=subprocess.PIPE, text=True)
         self.recorders.expect({self.process.pid: self.folder / "3"})
         self._say(self._stub)
-        while self.recorders.grouped(self.process.pid) is None:
+        while self.process.pid not in self.recorders.grouped:
             await asyncio.sleep(0.005)
         return self
 
@@ -87,7 +87,7 @@ class Rank:
 
     async def fail(self) -> None:
         self._say("fail")
-        while self.recorders.failed(self.process.pid) is None:
+        while self.process.pid not in self.recorders.failed:
             await asyncio.sleep(0.005)
 
     def dumps(self) -> dict[str, list[dict[str, Any]]]:
@@ -118,7 +118,7 @@ def test_each_recorder_is_read(torch: str, folder: Path) -> None:
             assert rank.dumps() == {**gloo, "nccl_rank_3": NCCL}
             shutil.rmtree(rank.folder / "flight_recorder")
             await rank.fail()
-            assert rank.recorders.failed(rank.process.pid)[1] == 5  # type: ignore[index]
+            assert rank.recorders.failed[rank.process.pid][1] == 5
             assert rank.dumps() == {**gloo, "nccl_rank_3": NCCL}
 
     asyncio.run(asyncio.wait_for(main(), WITHIN))

@@ -104,7 +104,13 @@ def compare(
     for name in sorted({name for host in facts.values() for name in host.versions}):
         values = {replica: host.versions.get(name, "none") for replica, host in facts.items() if not host.problem}
         yield from _differences(names, values, name, f"install the same {name} on all hosts")
-    yield from _of_programs(names, facts)
+    files = {replica: host.program for replica, host in facts.items() if host.program is not None}
+    if len({file.digest for file in files.values()}) > 1:
+        shown = {
+            replica: f"{file.path} of {file.size} bytes (SHA-256 {file.digest[:12]})" for replica, file in files.items()
+        }
+        advice = "copy the same file to all hosts, or put it on a shared disk"
+        yield from _differences(names, shown, "the program", advice)
     yield from _of_paths(names, facts)
     for replica, offset in offsets.items():
         if abs(offset) > MAX_OFFSET:
@@ -137,16 +143,6 @@ def _differences(names: Mapping[int, str], values: Mapping[int, str], what: str,
             hosts = _listed([names[replica] for replica in replicas])
             verb = "has" if len(replicas) == 1 else "have"
             yield Problem(replicas, f"{hosts} {verb} {what} {value}, and {_listed(others)} {usual}; {advice}")
-
-
-def _of_programs(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[Problem]:
-    files = {replica: host.program for replica, host in facts.items() if host.program is not None}
-    if len({file.digest for file in files.values()}) > 1:
-        shown = {
-            replica: f"{file.path} of {file.size} bytes (SHA-256 {file.digest[:12]})" for replica, file in files.items()
-        }
-        advice = "copy the same file to all hosts, or put it on a shared disk"
-        yield from _differences(names, shown, "the program", advice)
 
 
 def _of_paths(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[Problem]:

@@ -119,8 +119,8 @@ class RendezvousClient:
         """Connect to replica 0 and register (see ``handshake``)."""
         shortened = dataclasses.replace(host, error=host.error[: messages.MAX_ERROR])
         greeting = {"type": "register", "host": shortened}
-        address = network.rendezvous
-        answer, reader, writer = await handshake(network, address, greeting, "registered", timeout, on_failure)
+        joining = handshake(network, network.rendezvous, greeting, "registered", timeout, on_failure)
+        answer, reader, writer = await joining
         return cls(reader, writer, str(answer.get("name"))[:200], network.options.lease)
 
     async def report(self, report: Report) -> None:

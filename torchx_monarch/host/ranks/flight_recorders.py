@@ -49,14 +49,16 @@ class FlightRecorders:
 
     Attributes:
         path: socket file to which ranks connect.
+        grouped: when a rank formed its first process group, in seconds since the epoch, by pid.
+        failed: when a rank with a process group reported that its program had failed, and its exit code, by pid.
     """
 
     def __init__(self, folder: str) -> None:
         self.path = os.path.join(folder, "recorder")
         self._folders: dict[int, Path | None] = {}
         self._ranks: dict[int, _Connection] = {}
-        self._grouped: dict[int, float] = {}
-        self._failed: dict[int, tuple[float, int]] = {}
+        self.grouped: dict[int, float] = {}
+        self.failed: dict[int, tuple[float, int]] = {}
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -67,19 +69,8 @@ class FlightRecorders:
     def expect(self, ranks: dict[int, Path | None]) -> None:
         """Set the folders of the ranks of the present attempt, by pid; None for no files."""
         self._folders = ranks
-        self._grouped = {pid: time for pid, time in self._grouped.items() if pid in ranks}
-        self._failed = {pid: failure for pid, failure in self._failed.items() if pid in ranks}
-
-    def grouped(self, pid: int) -> float | None:
-        """Return when a rank formed its first process group, in seconds since the epoch; None if it has formed none."""
-        return self._grouped.get(pid)
-
-    def failed(self, pid: int) -> tuple[float, int] | None:
-        """Return when a rank reported that its program had failed, in seconds since the epoch, and its exit code.
-
-        None for a rank that has not, or has formed no process group.
-        """
-        return self._failed.get(pid)
+        self.grouped = {pid: time for pid, time in self.grouped.items() if pid in ranks}
+        self.failed = {pid: failure for pid, failure in self.failed.items() if pid in ranks}
 
     async def collect(self, pids: Collection[int]) -> None:
         """Have ranks, those with a process group, send dumps; return when they are stored, or after ``_TIMEOUT``."""
@@ -101,7 +92,7 @@ class FlightRecorders:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         pid = peer_pid(writer)
         connection = self._ranks[pid] = _Connection(writer)
-        self._grouped[pid] = time.time()
+        self.grouped[pid] = time.time()
         dumps = 0
         with contextlib.suppress(OSError, EOFError, LookupError, ValueError, RecursionError, struct.error):
             while dumps < _MAX_DUMPS:
@@ -111,14 +102,14 @@ class FlightRecorders:
                     break
                 data = await reader.readexactly(size)
                 if kind == FAILURE:
-                    self._failed.setdefault(pid, (time.time(), CODE.unpack(data)[0]))
+                    self.failed.setdefault(pid, (time.time(), CODE.unpack(data)[0]))
                 elif kind == DUMP:
                     connection.answer(DUMP)
                 elif kind == GROUPS:
                     connection.answer(GROUPS, parse_groups(data))
                 else:
                     dumps += 1
-                    if pid not in self._failed:  # when its interpreter ends, a program may destroy the groups
+                    if pid not in self.failed:  # when its interpreter ends, a program may destroy the groups
                         self._store(pid, DUMPS[kind], data)
         if self._ranks.get(pid) is connection:
             del self._ranks[pid]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -257,7 +258,8 @@ class RankPool:
         """Send a signal to the rank processes but not to their process groups; the ranks do not count as stopped."""
         for rank in self._ranks:
             if rank.is_running:
-                rank.process.send_signal(number)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, number)
 
     def exits(self) -> list[RankExit]:
         """Return the exits of the ranks of this attempt that have ended."""
@@ -326,7 +328,7 @@ class RankPool:
         if error is None and process.returncode > 0:
             last_line = process.stderr.last_line or process.stdout.last_line
         killed = process.returncode == -signal.SIGKILL and rank.stopped_at is None
-        reported = self._recorders.failed(process.pid)
+        reported = self._recorders.failed.get(process.pid)
         exit = RankExit(
             rank=rank.rank,
             local_rank=rank.local_rank,
@@ -342,7 +344,7 @@ class RankPool:
             started=rank.started,
             out_of_memory=self._memory.evidence() if killed else "",
             step=progress.step if progress is not None else None,
-            grouped=self._recorders.grouped(process.pid),
+            grouped=self._recorders.grouped.get(process.pid),
             failure_reported_at=reported[0] if reported else None,
             last_output=one_line(last_line.decode(errors="replace"), _MAX_LINE),
         )

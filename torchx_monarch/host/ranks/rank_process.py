@@ -142,12 +142,6 @@ class RankProcess:
         self.stdout.close()
         self.stderr.close()
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the process alone."""
-        if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
     def kill(self, number: int) -> None:
         """Send a signal to the whole process group, which may outlive the process."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
