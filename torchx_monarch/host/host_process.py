@@ -21,7 +21,7 @@ from torchx_monarch.controller.host_messages import SignalReceived
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
-from torchx_monarch.host.follower import Follower
+from torchx_monarch.host.follower import follow
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.no_restart_marker import NoRestartMarker
 from torchx_monarch.host.ranks.rank_process import reap_orphans
@@ -155,7 +155,7 @@ class HostProcess:
         sizes = NodeRange.from_command(self._workload.command, options.world, options.host_timeout, options.spares)
         if options.replica == 0:
             return await self._control(registration, network, sizes)
-        return await Follower(host, self._workload, registration, network).run(sizes.join_timeout)
+        return await follow(host, self._workload, registration, network, sizes.join_timeout)
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
