@@ -65,8 +65,12 @@ def test_pruning(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
         os.mkdir(half.root)
         Path(half.lock).touch()
         os.utime(half.root, (when, when))
-    Path(state_files.apps_dir(), "mine").mkdir()
-    os.utime(Path(state_files.apps_dir(), "mine"), (0, 0))
+    for name in ("empty-old", "mine"):
+        folder = Path(state_files.apps_dir(), name)
+        folder.mkdir()
+        if name == "mine":
+            (folder / "note.txt").touch()
+        os.utime(folder, (0, 0))
     (Path(state_files.apps_dir(), "note.txt")).touch()
     app_id = apps.run(sh("true"))
     apps.wait(app_id)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchx_monarch.backends.core import client_credentials, state_files
+from torchx_monarch.cli import exec as exec_command
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import since
 from torchx_monarch.cli.handles import HandleError, check_local, complete, recorded_apps, resolve, used_schedulers
@@ -155,3 +156,24 @@ def test_a_time() -> None:
 def test_no_time_at_all(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="neither a duration"):
         since(text)
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("H", []),
+        ("H train.py --nproc 2", ["train.py", "--nproc", "2"]),
+        ("H -m pkg --lr 1", ["-m", "pkg", "--lr", "1"]),
+        ("H --nproc 4 -m pkg --nproc 2", ["-m", "pkg", "--nproc", "2"]),
+        ("H --nproc 4 train.py --nproc 2", ["train.py", "--nproc", "2"]),
+        ("H --nproc 4 -- torchrun -m pkg", ["torchrun", "-m", "pkg"]),
+        ("H -- torchrun train.py", ["torchrun", "train.py"]),
+        ("--nproc 4 H -m pkg", ["-m", "pkg"]),
+    ],
+)
+def test_the_options_of_exec_end_at_the_program(typed: str, words: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    exec_command.add_arguments(parser)
+    args = parser.parse_args(typed.split())
+    assert exec_command._words(args) == words
+    assert args.nproc == ("4" if "--nproc 4" in typed else "")

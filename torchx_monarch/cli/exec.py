@@ -95,11 +95,14 @@ def _words(args: argparse.Namespace) -> list[str]:
     typed: list[str] = args.command
     if not typed or not typed[0].startswith("-") or typed[0] == "-m":
         return typed
-    end = typed.index("--") if "--" in typed else len(typed)
     parser = argparse.ArgumentParser(add_help=False)
     _add_options(parser)
-    _, unknown = parser.parse_known_args(typed[:end], args)
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    _, unknown = parser.parse_known_args(typed, args)
     if unknown:
         say(f"{unknown[0]} is no option here. {_USAGE}")
         sys.exit(exit_codes.USAGE)
-    return typed[end + 1 :]
+    if args.module:
+        return ["-m", *args.module]
+    return args.program[1:] if args.program[:1] == ["--"] else list(args.program)

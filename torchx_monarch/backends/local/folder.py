@@ -221,8 +221,9 @@ def prune(apps: str, *, newest: int | None = None) -> list[str]:
                 if record is not None and record.terminal and record.ended is not None:
                     ended.append((record.ended, paths))
                 # The record of an app of another machine may be unreadable for a moment (NFS): it has a supervisor.
-                has_begun = os.path.exists(paths.lock) and not os.path.exists(paths.supervisor)
-                is_left = is_trash or (record is None and has_begun and not is_supervised(paths))
+                is_locked = os.path.exists(paths.lock) and not os.path.exists(paths.supervisor)
+                is_half_made = record is None and (is_locked or not os.listdir(entry.path))
+                is_left = is_trash or (is_half_made and not is_supervised(paths))
                 if is_left and entry.stat().st_mtime < time.time() - _WORK_TIME:
                     run_dirs.remove_tree(entry.path)
     newest = keep_apps() if newest is None else newest
