@@ -118,11 +118,10 @@ class LiveRuns(Workload):
         if self._begun is not None and self._begun[0] == begin.token:
             return self._begun[1]
         await self._close_run_log()
-        await self._host_code().release()
         cwd = request.cwd or os.getcwd()
         if request.synced:
             await self._fetch(request.code)
-            cwd = await self._host_code().checkout(request.code, request.workspace)
+            cwd = await self._host_code().check_out(request.code, request.workspace)
         environ = {**host.environ, **request.env}
         command = self._command_of(request, cwd, environ)
         folder = os.path.join(host.log_dir, f"run_{begin.number}")
@@ -215,7 +214,6 @@ class LiveRuns(Workload):
         await self.pool.stop(signal.SIGKILL, 0.0)
         self.pool.retire()
         self._learn()
-        await self._host_code().release()
         await self._close_run_log()
 
     # -- its output ----------------------------------------------------------------------------------------------------
