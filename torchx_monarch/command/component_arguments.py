@@ -16,7 +16,7 @@ from typing import get_origin
 
 from torchx.util.types import decode_optional, to_dict
 
-from torchx_monarch.command.torchrun_options import OPTIONS, Option, Use
+from torchx_monarch.command.torchrun_options import OPTIONS, Option
 from torchx_monarch.model.spelling import did_you_mean
 
 _PROTECTION = "\0"
@@ -38,13 +38,6 @@ _TORCHRUN_NAMES = {"nproc_per_node": "nproc", "module": "m", "t": "tee"}
 
 _BY_J = ("nproc_per_node", "nnodes")
 """torchrun's options of which ``-j NNODESxNPROC`` takes the place in a component that has no others for it."""
-
-
-_NOT_NEEDED = {
-    "role": "the role is named after the program",
-    "standalone": "the hosts of each job find each other by themselves",
-}
-"""torchrun's options that say what is so anyway, with the reason."""
 
 
 class ComponentArgumentError(ValueError):
@@ -153,9 +146,7 @@ def _unknown(component: str, flag: str, options: Mapping[str, object]) -> str:
 
 def _instead(option: Option, flag: str) -> str:
     """Say what to type instead of an option of torchrun that the component of torchrun commands does not have."""
-    if option.dest in _NOT_NEEDED:
-        return f"leave {flag} out: {_NOT_NEEDED[option.dest]}."
-    if option.use is not Use.HONOURED:
+    if option.why:
         return f"leave {flag} out: {option.why}."
     if not option.env:
         return f"{flag} is an option of torchrun's own command only: utils.sh torchrun {flag} VALUE train.py"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Parse torchrun's options, from one table that defines each option and how this package treats it.
+"""Parse torchrun's options. Each field of ``TorchrunOptions`` declares an option and how this package treats it.
 
-The argument parser is built from the table, so an option cannot be parsed without a decision about it. A test compares
-the table with ``torch.distributed.run.get_args_parser()`` and fails when torch adds, drops or changes an option.
+The argument parser is built from the fields, so an option cannot be parsed without a decision about it. A test compares
+them with ``torch.distributed.run.get_args_parser()`` and fails when torch adds, drops or changes an option.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, NoReturn, TypeVar
 
@@ -161,45 +161,42 @@ class Option:
     """One option of torchrun.
 
     Attributes:
-        names: its names, separated by blanks.
+        dest: the attribute name of the value, here and in argparse's namespace.
         use: how this package treats it.
-        why: reason for the treatment, and the alternative to a refused option; may be empty for an honoured option.
+        why: why it is not needed or not supported, and the alternative. Of an honoured option: why ``monarch.spmd``
+            does not need it; empty if it may.
         default: default value, as torchrun declares it.
         type: type to which torchrun converts the value; bool for a switch, which takes no value.
         parse: converts and checks the value instead of ``type``; raises ValueError with the allowed values. None to use
             ``type``.
         choices: allowed values; empty for any.
+        short: its short spelling, such as ``-m``; empty for none.
         env: whether ``PET_<DEST>`` supplies the value if the option is not given.
         since: first release of torch whose torchrun has the option; empty if all supported releases have it.
     """
 
-    names: str
-    use: Use
+    dest: str
+    use: Use = Use.HONOURED
     why: str = ""
     default: Any = None
     type: Callable[[str], Any] = str
     parse: Callable[[str], Any] | None = None
     choices: tuple[str, ...] = ()
+    short: str = ""
     env: bool = True
     since: str = ""
 
-    @functools.cached_property
+    @property
+    def name(self) -> str:
+        """The long spelling, which messages use."""
+        return f"--{self.dest.replace('_', '-')}"
+
+    @property
     def flags(self) -> tuple[str, ...]:
         """Its spellings, in torchrun's order: torchrun takes ``_`` for each ``-`` within a name as well."""
-        names = self.names.split()
-        return tuple(dict.fromkeys(flag for name in names for flag in (name, name[:2] + name[2:].replace("-", "_"))))
+        return tuple(dict.fromkeys(filter(None, (self.short, self.name, f"--{self.dest}"))))
 
-    @functools.cached_property
-    def name(self) -> str:
-        """The first long spelling, which messages use and from which argparse derives ``dest``."""
-        return next(flag for flag in self.flags if flag.startswith("--"))
-
-    @functools.cached_property
-    def dest(self) -> str:
-        """The attribute name of the value in argparse's namespace."""
-        return self.name[2:].replace("-", "_")
-
-    @functools.cached_property
+    @property
     def variable(self) -> str:
         """The environment variable that supplies the value if ``env`` is True."""
         return f"PET_{self.dest.upper()}"
@@ -221,84 +218,10 @@ class Option:
 
 _MESH = "the hosts of the job find each other by themselves"
 
-OPTIONS: tuple[Option, ...] = (
-    Option("--nnodes", Use.HONOURED, default="1:1", parse=node_range),
-    Option("--nproc-per-node", Use.HONOURED, default="1"),
-    Option("--rdzv-backend", Use.IMPLIED, _MESH, default="static", parse=_rendezvous_backend),
-    Option(
-        "--rdzv-endpoint",
-        Use.HONOURED,
-        f"of the static rendezvous it is where the ranks meet, as with --master-port; otherwise {_MESH}",
-        default="",
-    ),
-    Option("--rdzv-id", Use.HONOURED, default="none"),
-    Option("--rdzv-conf", Use.HONOURED, default="", parse=RendezvousConf.parse),
-    Option("--standalone", Use.HONOURED, default=False, type=bool),
-    Option("--max-restarts", Use.HONOURED, default=0, type=int, parse=_restarts),
-    Option(
-        "--monitor-interval",
-        Use.HONOURED,
-        "exit codes arrive at once, which is within any interval",
-        default=0.1,
-        type=float,
-        parse=_INTERVAL,
-    ),
-    Option(
-        "--start-method",
-        Use.IMPLIED,
-        "torchrun, too, starts a script or a program as a process of its own and uses this for --run-path only",
-        default="spawn",
-        choices=("spawn", "fork", "forkserver"),
-    ),
-    Option(
-        "--event-log-handler",
-        Use.REFUSED,
-        "the handlers get the events of torchelastic's agent, and no such agent takes part. Leave it out; "
-        "the job's log has a line for each of its own events, and `events.jsonl` in the app's folder an entry",
-        default="null",
-    ),
-    Option("--role", Use.HONOURED, default="default"),
-    Option("-m --module", Use.HONOURED, default=False, type=bool),
-    Option("--no-python", Use.HONOURED, default=False, type=bool),
-    Option(
-        "--run-path",
-        Use.IMPLIED,
-        "a script always runs in the interpreter that was started for its rank",
-        default=False,
-        type=bool,
-    ),
-    Option("--log-dir", Use.HONOURED),
-    Option("-r --redirects", Use.HONOURED, default="0", parse=Streams.parse),
-    Option("-t --tee", Use.HONOURED, default="0", parse=Streams.parse),
-    Option("--log-line-prefix-template", Use.HONOURED, default="", since="2.14"),
-    Option("--local-ranks-filter", Use.HONOURED, default="", parse=_LOCAL_RANKS),
-    Option("--duplicate-stdout-filters", Use.HONOURED, default=(), type=_comma_separated_list),
-    Option("--duplicate-stderr-filters", Use.HONOURED, default=(), type=_comma_separated_list),
-    Option("--node-rank", Use.IMPLIED, "hosts are ranked by their replica id", default=0, type=int),
-    Option(
-        "--master-addr",
-        Use.HONOURED,
-        "of hosts on several machines it is the address of replica 0, which the mesh knows",
-        default="127.0.0.1",
-    ),
-    Option("--master-port", Use.HONOURED, type=int, parse=_PORT),
-    Option(
-        "--local-addr",
-        Use.HONOURED,
-        "the address by which other hosts dial this one; on one machine it is where the ranks meet",
-    ),
-    Option(
-        "--logs-specs",
-        Use.REFUSED,
-        "the plug-in gives torchelastic's agent files for the ranks to write, and here the host process reads what "
-        "they print. Leave it out, and use --log-dir, --redirects, --tee and --duplicate-stdout-filters",
-        env=False,
-    ),
-    Option("--numa-binding", Use.HONOURED, choices=("node", "socket", "exclusive", "core-complex"), env=False),
-    Option("--signals-to-handle", Use.HONOURED, default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", parse=_signal_names),
-    Option("--shutdown-timeout", Use.HONOURED, type=int),
-    Option("--virtual-local-rank", Use.HONOURED, default=False, type=bool),
-)
+
+def _option(**more: Any) -> Any:
+    """Declare an option; the arguments are attributes of ``Option``."""
+    return field(metadata=more)
 
 
 @dataclass(frozen=True)
@@ -306,7 +229,7 @@ class TorchrunOptions:
     """torchrun's options as values, one field per option.
 
     Attributes:
-        min_nodes, max_nodes: minimum and maximum of ``--nnodes``.
+        nnodes: the minimum and the maximum.
         nproc_per_node: as typed: a number, or ``auto``, ``gpu``, ``cpu``, ``xpu``. The host resolves it.
         local_ranks_filter: local ranks whose output is shown; None for all.
         shutdown_timeout: seconds; None for the value of the environment variable, or the default.
@@ -314,39 +237,68 @@ class TorchrunOptions:
             host checks them. Empty for a command that is not part of a shell string.
     """
 
-    min_nodes: int
-    max_nodes: int
-    nproc_per_node: str
-    rdzv_backend: str
-    rdzv_endpoint: str
-    rdzv_id: str
-    rdzv_conf: RendezvousConf
-    standalone: bool
-    max_restarts: int
-    monitor_interval: float
-    start_method: str
-    event_log_handler: str
-    role: str
-    module: bool
-    no_python: bool
-    run_path: bool
-    log_dir: str | None
-    redirects: Streams
-    tee: Streams
-    log_line_prefix_template: str
-    local_ranks_filter: frozenset[int] | None
-    duplicate_stdout_filters: tuple[str, ...]
-    duplicate_stderr_filters: tuple[str, ...]
-    node_rank: int
-    master_addr: str
-    master_port: int | None
-    local_addr: str | None
-    logs_specs: str | None
-    numa_binding: str | None
-    signals_to_handle: str
-    shutdown_timeout: int | None
-    virtual_local_rank: bool
+    nnodes: tuple[int, int] = _option(default="1:1", parse=node_range)
+    nproc_per_node: str = _option(default="1")
+    rdzv_backend: str = _option(use=Use.IMPLIED, why=_MESH, default="static", parse=_rendezvous_backend)
+    rdzv_endpoint: str = _option(default="")
+    rdzv_id: str = _option(default="none")
+    rdzv_conf: RendezvousConf = _option(default="", parse=RendezvousConf.parse)
+    standalone: bool = _option(why="the hosts of each job find each other by themselves", default=False, type=bool)
+    max_restarts: int = _option(default=0, type=int, parse=_restarts)
+    monitor_interval: float = _option(default=0.1, type=float, parse=_INTERVAL)
+    start_method: str = _option(
+        use=Use.IMPLIED,
+        why="torchrun, too, starts a script or a program as a process of its own and uses this for --run-path only",
+        default="spawn",
+        choices=("spawn", "fork", "forkserver"),
+    )
+    event_log_handler: str = _option(
+        use=Use.REFUSED,
+        why="the handlers get the events of torchelastic's agent, and no such agent takes part. Leave it out; "
+        "the job's log has a line for each of its own events, and `events.jsonl` in the app's folder an entry",
+        default="null",
+    )
+    role: str = _option(why="the role is named after the program", default="default")
+    module: bool = _option(short="-m", default=False, type=bool)
+    no_python: bool = _option(default=False, type=bool)
+    run_path: bool = _option(
+        use=Use.IMPLIED,
+        why="a script always runs in the interpreter that was started for its rank",
+        default=False,
+        type=bool,
+    )
+    log_dir: str | None = _option()
+    redirects: Streams = _option(short="-r", default="0", parse=Streams.parse)
+    tee: Streams = _option(short="-t", default="0", parse=Streams.parse)
+    log_line_prefix_template: str = _option(default="", since="2.14")
+    local_ranks_filter: frozenset[int] | None = _option(default="", parse=_LOCAL_RANKS)
+    duplicate_stdout_filters: tuple[str, ...] = _option(default=(), type=_comma_separated_list)
+    duplicate_stderr_filters: tuple[str, ...] = _option(default=(), type=_comma_separated_list)
+    node_rank: int = _option(use=Use.IMPLIED, why="hosts are ranked by their replica id", default=0, type=int)
+    master_addr: str = _option(default="127.0.0.1")
+    master_port: int | None = _option(type=int, parse=_PORT)
+    local_addr: str | None = _option()
+    logs_specs: str | None = _option(
+        use=Use.REFUSED,
+        why="the plug-in gives torchelastic's agent files for the ranks to write, and here the host process reads what "
+        "they print. Leave it out, and use --log-dir, --redirects, --tee and --duplicate-stdout-filters",
+        env=False,
+    )
+    numa_binding: str | None = _option(choices=("node", "socket", "exclusive", "core-complex"), env=False)
+    signals_to_handle: str = _option(default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", parse=_signal_names)
+    shutdown_timeout: int | None = _option(type=int)
+    virtual_local_rank: bool = _option(default=False, type=bool)
     unexpanded: frozenset[str] = frozenset()
+
+    @property
+    def min_nodes(self) -> int:
+        """The minimum of ``--nnodes``."""
+        return self.nnodes[0]
+
+    @property
+    def max_nodes(self) -> int:
+        """The maximum of ``--nnodes``."""
+        return self.nnodes[1]
 
     @property
     def static_endpoint(self) -> tuple[str, int] | None:
@@ -364,6 +316,11 @@ class TorchrunOptions:
         if self.master_port is None and self.max_nodes == 1:
             return None
         return self.master_addr, self.master_port or 0
+
+
+OPTIONS = tuple(
+    Option(declared.name, **declared.metadata) for declared in fields(TorchrunOptions) if declared.name != "unexpanded"
+)
 
 
 def unused_options(options: TorchrunOptions, in_run: bool) -> list[str]:
@@ -449,8 +406,7 @@ def _values(texts: Mapping[str, Any], env: Mapping[str, str]) -> TorchrunOptions
         # Like argparse, convert a default that is a string in the same way as a value.
         value = option.default if text is None else text
         values[option.dest] = option.convert(value, source) if isinstance(value, str) else value
-    min_nodes, max_nodes = values.pop("nnodes")
-    return TorchrunOptions(min_nodes=min_nodes, max_nodes=max_nodes, unexpanded=frozenset(unexpanded), **values)
+    return TorchrunOptions(unexpanded=frozenset(unexpanded), **values)
 
 
 DEFAULTS = _values({}, {})
