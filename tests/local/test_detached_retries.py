@@ -118,7 +118,7 @@ def test_a_host_that_is_killed_after_its_role_has_succeeded_is_not_started_again
     # It would wait for the hosts that have ended. A shell script stands in for the hosts.
     command = f"test ${{replica_id}} = 1 && exit 0; {UNTIL.format(folder=tmp_path, name='go')} kill -9 $$$$"
     app = AppDef("app", [sh(command, replicas=2, max_retries=1, retry_policy=RetryPolicy.REPLICA)])
-    submitted = SubmittedApp(app, [RoleSpec.from_role(app.roles[0], WorkloadKind.RANKS)])
+    submitted = SubmittedApp(app, [RoleSpec.from_role(app.roles[0], workload=WorkloadKind.RANKS)])
     backend = apps.scheduler.inner
     app_id = backend.submit(backend.render(app, submitted, LocalOpts(grace=5)), submitted, "")
     until(lambda: apps.states(app_id)["r/1"] is S, "the end of the other host")
@@ -136,7 +136,7 @@ def test_a_host_that_replaces_another_ends_when_its_role_has_succeeded_meanwhile
     first = f"test $MONARCH_RESTART = 0 && kill -9 $$$$; touch {tmp_path}/go; exec {host}"
     command = f"if test ${{replica_id}} = 0; then {first}; fi; {UNTIL.format(folder=tmp_path, name='go')}"
     app = AppDef("app", [sh(command, replicas=2, max_retries=1, retry_policy=RetryPolicy.REPLICA)])
-    submitted = SubmittedApp(app, [RoleSpec.from_role(app.roles[0], WorkloadKind.RANKS)])
+    submitted = SubmittedApp(app, [RoleSpec.from_role(app.roles[0], workload=WorkloadKind.RANKS)])
     backend = apps.scheduler.inner
     app_id = backend.submit(backend.render(app, submitted, LocalOpts(grace=5)), submitted, "")
     status = apps.wait(app_id)

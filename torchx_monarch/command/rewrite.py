@@ -30,14 +30,6 @@ from torchx_monarch.model.role_spec import MAX_REPLICAS, RoleSpec, WorkloadKind
 _NPROC = "PET_NPROC_PER_NODE"
 """The variable from which torchrun takes the number of ranks if it is not typed."""
 
-_WORKLOADS = {
-    "torchrun": WorkloadKind.RANKS,
-    "python": WorkloadKind.RANKS,
-    "hosts": WorkloadKind.SESSION,
-    "actors": WorkloadKind.RANKS,
-}
-"""What the hosts of a command run, by ``Command.kind``."""
-
 
 @dataclass(frozen=True)
 class WrapOptions:
@@ -192,8 +184,14 @@ def _wrap(role: Role, found: _RankCommand | None, options: WrapOptions, coordina
     }
     words = host.to_argv(escape, {name: text for name, text in placeholders.items() if text})
     _insert(role, found, [options.python, "-m", HOST_MODULE, *words, "--"])
-    spec = RoleSpec.from_role(role, _WORKLOADS[found.kind], rendezvous, ends_together=coordination.peer_roles > 0)
-    return replace(spec, spares=spares, stamped=options.spec.timestamps)
+    return RoleSpec.from_role(
+        role,
+        workload=WorkloadKind.SESSION if found.kind == "hosts" else WorkloadKind.RANKS,
+        rendezvous=rendezvous,
+        ends_together=coordination.peer_roles > 0,
+        spares=spares,
+        stamped=options.spec.timestamps,
+    )
 
 
 def _count_spares(role: Role, found: _RankCommand | None, spares: int) -> int:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a role's metadata says of it: that it is a sidecar, and how many spare hosts it has."""
+"""What the metadata of a role says: that it is a sidecar, and how many spare hosts it has.
+
+A role is a ``torchx.specs.Role``, which this package does not import.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 KEY = "monarch"
 _SIDECAR = "sidecar"
@@ -16,20 +19,13 @@ class SidecarError(ValueError):
     """Raised when the sidecar mark of a role is not a boolean."""
 
 
-class HasMetadata(Protocol):
-    """The interface of ``torchx.specs.Role``, which this module does not import."""
-
-    name: str
-    metadata: dict[str, Any]
-
-
-def mark_sidecar(role: HasMetadata) -> None:
+def mark_sidecar(role: Any) -> None:
     """Mark a role as a sidecar, in place; keep a mark that the user has set."""
     ours = role.metadata.get(KEY)
     role.metadata[KEY] = {_SIDECAR: True, **(ours if isinstance(ours, Mapping) else {})}
 
 
-def is_sidecar(role: HasMetadata) -> bool:
+def is_sidecar(role: Any) -> bool:
     """Return whether a role is marked as a sidecar.
 
     Raises:
@@ -49,7 +45,7 @@ class SparesError(ValueError):
     """Raised when a role's number of spare hosts is invalid, or its command cannot have spare hosts."""
 
 
-def read_spares(role: HasMetadata) -> int | None:
+def read_spares(role: Any) -> int | None:
     """Return the number of spare hosts that a role's metadata asks for; None if it does not say.
 
     Raises:

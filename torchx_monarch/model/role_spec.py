@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
-from torchx_monarch.model.role_metadata import HasMetadata, is_sidecar
+from torchx_monarch.model.role_metadata import is_sidecar
 
 MAX_REPLICAS = 1 << 16
 """The largest number of replicas of a role: a backend writes some lines for each of them."""
@@ -43,15 +43,6 @@ class WorkloadKind(str, enum.Enum):
     NONE = ""
     RANKS = "ranks"
     SESSION = "session"
-
-
-class TorchXRole(HasMetadata, Protocol):
-    """The fields of ``torchx.specs.Role`` that a spec takes over; this package does not import TorchX."""
-
-    num_replicas: int
-    min_replicas: int | None
-    max_retries: int
-    retry_policy: enum.Enum
 
 
 @dataclass(frozen=True)
@@ -86,14 +77,8 @@ class RoleSpec:
     stamped: bool = False
 
     @classmethod
-    def from_role(
-        cls,
-        role: TorchXRole,
-        workload: WorkloadKind = WorkloadKind.NONE,
-        rendezvous: str = "",
-        ends_together: bool = False,
-    ) -> RoleSpec:
-        """Return the spec of a TorchX role; the other arguments are attributes.
+    def from_role(cls, role: Any, **attributes: Any) -> RoleSpec:
+        """Return the spec of a ``torchx.specs.Role``, with the attributes that its fields do not give.
 
         Raises:
             SidecarError: the role's sidecar mark is invalid.
@@ -105,9 +90,7 @@ class RoleSpec:
             sidecar=is_sidecar(role),
             max_retries=role.max_retries,
             retry_policy=RetryPolicy(str(role.retry_policy.value)),
-            workload=workload,
-            rendezvous=rendezvous,
-            ends_together=ends_together,
+            **attributes,
         )
 
     def alone(self) -> RoleSpec:

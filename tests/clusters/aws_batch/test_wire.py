@@ -53,7 +53,7 @@ def wired(wire: Wire, tmp_path: Path) -> Iterator[Apps]:
 def job(wire: Wire, apps: Apps, status: str = "RUNNING", replicas: int = 2, **more: Any) -> dict[str, Any]:
     """What DescribeJobs says of a job of one role, as AWS's own model has it, and says to this test from now on."""
     role = apps.torchrun("train.py", replicas=replicas)
-    app = SubmittedApp(AppDef("app", [role]), [RoleSpec.from_role(role, WorkloadKind.RANKS)])
+    app = SubmittedApp(AppDef("app", [role]), [RoleSpec.from_role(role, workload=WorkloadKind.RANKS)])
     container = {"image": "image:1", "command": ["true"], "resourceRequirements": [{"type": "MEMORY", "value": "512"}]}
     found = {
         "jobArn": ARN,
