@@ -19,7 +19,7 @@ from torchx_monarch.backends.core.timed_line import LogQuery
 from torchx_monarch.host.ranks.rank_output import FilteredFile, OutputPipe
 from torchx_monarch.insight.run_log import RunLog, RunLogSink
 from torchx_monarch.supervisor import log_reader, log_writer
-from torchx_monarch.system.console import Console, LineSink, WriterThread
+from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.system.line_output import CONTINUED, LONGEST, LineOutput, LineReader, complete
 
 PIECES = st.lists(st.text("ab\r\n", min_size=1, max_size=4).map(str.encode), max_size=30)
@@ -33,7 +33,7 @@ class Rank:
         console: Console,
         prefix: str = "",
         file: str | None = None,
-        sinks: Sequence[LineSink] = (),
+        sinks: Sequence[FilteredFile | RunLogSink] = (),
         stamped: bool = False,
     ) -> None:
         end, self._pipe = os.pipe()

@@ -155,33 +155,7 @@ class _BegunRecord:
     submitted: Seconds = 0.0
 
 
-@dataclasses.dataclass
-class _PhaseRecord:
-    text: str
-
-
-class _Stream(enum.Enum):
-    STDOUT = "stdout"
-    STDERR = "stderr"
-
-
-@dataclasses.dataclass
-class _OutputRecord:
-    rank: int
-    stream: _Stream
-    text: str
-    prefix: str = ""
-    stamped: bool = False
-
-
-@dataclasses.dataclass
-class _ExitRecord:
-    exit: RankExit
-
-
-@dataclasses.dataclass
-class _AttemptsRecord:
-    count: int
+_Stream = enum.Enum("_Stream", {"STDOUT": "stdout", "STDERR": "stderr"})
 
 
 @dataclasses.dataclass
@@ -196,11 +170,14 @@ class _ResultRecord:
     started: Seconds = 0.0
 
 
-_RECORDS = {
-    "phase": _PhaseRecord,
-    "output": _OutputRecord,
-    "exit": _ExitRecord,
-    "attempts": _AttemptsRecord,
+_RECORDS: dict[str, type[Any]] = {
+    "phase": dataclasses.make_dataclass("_Phase", [("text", str)]),
+    "output": dataclasses.make_dataclass(
+        "_Output",
+        [("rank", int), ("stream", _Stream), ("text", str), ("prefix", str, ""), ("stamped", bool, False)],
+    ),
+    "exit": dataclasses.make_dataclass("_Exit", [("exit", RankExit)]),
+    "attempts": dataclasses.make_dataclass("_Attempts", [("count", int)]),
     "result": _ResultRecord,
 }
 """The fields on which ``Collector`` relies, by the type of the record."""

@@ -143,7 +143,7 @@ class RunLogSink:
         self._stamped = stamped
 
     def write(self, text: bytes, shown: bytes) -> None:
-        """Append ``shown``, the text with its prefixes (see ``LineSink``)."""
+        """Append ``shown``, the text with its prefixes."""
         self._run_log.output(self._rank, self._stream, shown, self._prefix, self._stamped)
 
     def close(self) -> None:

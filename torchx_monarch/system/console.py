@@ -11,7 +11,6 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 from torchx_monarch.system.line_output import LineOutput
 
@@ -126,22 +125,3 @@ class Console:
     def end(self, writer: object) -> None:
         """End the unfinished line of a writer that has ended."""
         self.writer.write(self._fd, self._lines.end(writer))
-
-
-class LineSink(Protocol):
-    """A further consumer of the text that is written to the host's output (see ``FilteredFile``)."""
-
-    @property
-    def writers(self) -> Sequence[WriterThread]:
-        """The threads that write the text."""
-
-    def write(self, text: bytes, shown: bytes) -> None:
-        """Take whole lines, or part of a line that continues later.
-
-        Args:
-            text: the bytes that the rank wrote.
-            shown: the same bytes, with the prefix before each line that starts in them.
-        """
-
-    def close(self) -> None:
-        """Close the sink; no text follows."""

@@ -210,14 +210,13 @@ def write_named_file(path: str, data: bytes, *, is_exposed: bool) -> None:
         mode = os.stat(path, follow_symlinks=not is_exposed).st_mode
     except OSError:  # there is none, or a link leads nowhere
         mode = stat.S_IFREG
-    is_device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
-    if is_device or (stat.S_ISFIFO(mode) and not is_exposed):
-        try:
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        _write_in_place(path, data)
+        return
+    if stat.S_ISFIFO(mode) and not is_exposed:
+        with contextlib.suppress(OSError):  # nobody reads it
             _write_in_place(path, data)
             return
-        except OSError as error:
-            if error.errno != errno.ENXIO or is_device:  # of a FIFO, ENXIO says that nobody reads it
-                raise
     try:
         replace_file(path, data)
     except OSError as error:

@@ -20,7 +20,7 @@ from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.insight.log_lines import TEMPLATE, stamp
 from torchx_monarch.insight.run_log import RunLog, RunLogSink
 from torchx_monarch.system import safe_files
-from torchx_monarch.system.console import Console, LineSink, WriterThread
+from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.system.line_output import LONGEST, complete
 
 _CHUNK = 1 << 18
@@ -67,7 +67,7 @@ class OutputPipe:
         self._writer = WriterThread()
         self._writers: list[WriterThread] = []
         self._console: Console | None = None
-        self._sinks: Sequence[LineSink] = ()
+        self._sinks: Sequence[FilteredFile | RunLogSink] = ()
         self._prefix = b""
         self._is_stamped = False
         self._partial = bytearray()
@@ -81,7 +81,7 @@ class OutputPipe:
         path: str | None,
         console: Console | None,
         prefix: str,
-        sinks: Sequence[LineSink] = (),
+        sinks: Sequence[FilteredFile | RunLogSink] = (),
         stamped: bool = False,
     ) -> None:
         """Set the destinations, before ``release``.
@@ -234,7 +234,7 @@ class FilteredFile:
         self._goes_on = False
 
     def write(self, text: bytes, shown: bytes) -> None:
-        """Take whole lines, or a piece of a line, which counts as a line (see ``LineSink``)."""
+        """Take whole lines, or a piece of a line, which counts as a line; ``shown`` is the text with its prefixes."""
         if text == b"\n" and self._goes_on:  # the end of a line whose pieces were written before
             text = b""
         self._goes_on = not text.endswith(b"\n")
@@ -290,7 +290,7 @@ class RankLogs:
         for name, output, console in (("stdout", stdout, self.stdout), ("stderr", stderr, self.stderr)):
             teed = getattr(options.tee, name)(local_rank)
             onto_console = shown and (teed or not getattr(options.redirects, name)(local_rank))
-            sinks: list[LineSink] = []
+            sinks: list[FilteredFile | RunLogSink] = []
             if self.run_log is not None:
                 own = prefix if teed and template == TEMPLATE else ""
                 sinks.append(RunLogSink(self.run_log, rank, name, own, self.stamped))
