@@ -52,10 +52,7 @@ class Attachment:
 
     @classmethod
     def open(cls, target: Target, whose: str) -> Attachment:
-        """Attach to the hosts of a role.
-
-        Args:
-            target: where replica 0 of the role listens.
+        """Attach to the hosts of a role, whose replica 0 is the target.
 
         Raises:
             UnreachableError: not all hosts of the role have started, or replica 0 cannot be reached.

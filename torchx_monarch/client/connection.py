@@ -43,12 +43,7 @@ class Connection:
 
     @classmethod
     def open(cls, target: Target, greeting: dict[str, Any], timeout: float = TIMEOUT) -> Connection:
-        """Connect and send the greeting.
-
-        Args:
-            greeting: the first message, with its ``type``; the protocol version and the role are added.
-            timeout: seconds for the connection to be established.
-        """
+        """Connect and send the greeting, to which the protocol version and the role are added."""
         try:
             data = messages.encode({"version": messages.VERSION, "role": target.role, **greeting})
         except messages.ProtocolError as error:
@@ -89,9 +84,6 @@ class Connection:
     def receive(self, timeout: float | None = TIMEOUT) -> dict[str, Any] | None:
         """Return the next message; None if the connection is closed.
 
-        Args:
-            timeout: seconds; None for no limit.
-
         Raises:
             TimeoutError: no message arrived in time. The connection stays usable.
         """
@@ -120,11 +112,7 @@ class Connection:
         return message
 
     def answer(self, timeout: float = TIMEOUT) -> dict[str, Any]:
-        """Return the next message, which must arrive.
-
-        Args:
-            timeout: seconds.
-        """
+        """Return the next message, which must arrive within ``timeout`` seconds."""
         try:
             answer = self.receive(timeout)
         except TimeoutError:
@@ -147,12 +135,7 @@ class Connection:
 
 
 def ask(target: Target, greeting: dict[str, Any], timeout: float = TIMEOUT) -> dict[str, Any]:
-    """Send one request on a new connection, and return its answer.
-
-    Args:
-        greeting: the request, with its ``type``.
-        timeout: seconds for the connection, and again for the answer.
-    """
+    """Send one request and return its answer; ``timeout`` seconds for the connection, and again for the answer."""
     with Connection.open(target, greeting, timeout) as link:
         return link.answer(timeout)
 

@@ -239,12 +239,9 @@ class Hosts:
         return self.reach(lambda target: ask(target, greeting), wait=wait)
 
     def wait(self, timeout: float | None, on_progress: Callable[[str], None] | None = None, warm: bool = False) -> None:
-        """Wait until a run can start immediately.
+        """Wait until a run can start immediately, or with ``warm`` until its ranks find torch imported.
 
-        Args:
-            timeout: seconds; None for no limit.
-            on_progress: called with a line each time the reason for waiting changes; None for no progress lines.
-            warm: whether to wait until ranks find torch imported.
+        ``on_progress`` is called with a line each time the reason for waiting changes.
         """
 
         def look(target: Target) -> None:
@@ -266,10 +263,7 @@ class Hosts:
     ) -> T:
         """Call ``operation`` until it does not raise ``UnreachableError``, or waiting does not help; return its result.
 
-        Args:
-            operation: called with the address of replica 0; must be repeatable.
-            timeout: seconds; None for no limit.
-            on_progress: as for ``wait``.
+        It must be repeatable. The other arguments are as for ``wait``.
         """
         started, pause, said = time.monotonic(), _POLL, ""
         while True:
@@ -304,11 +298,7 @@ class Hosts:
             raise AllocationError(f"{self.handle} {self.end_reason}")
 
     def _missing_since(self, started: float, error: UnreachableError) -> str:
-        """Describe why replica 0 cannot be reached yet; raise if waiting does not help.
-
-        Args:
-            started: ``time.monotonic()`` at the start of the wait.
-        """
+        """Describe why replica 0 cannot be reached yet; raise if waiting does not help."""
         self.check_alive()
         if error.final:
             raise error

@@ -29,11 +29,7 @@ _STACKS_TIMEOUT = 40.0
 
 
 def ask_samples(hosts: Hosts, timeout: float = _SAMPLES_TIMEOUT) -> tuple[list[RankSample], dict[str, str]]:
-    """Return a sample of each rank, in their order, and why a host has not answered, by replica.
-
-    Args:
-        timeout: seconds to wait for the connection, and again for the answer.
-    """
+    """Return a sample of each rank, in their order, and why a host has not answered, by replica."""
     samples, missing = _ask(hosts, {"type": "samples"}, RankSample, timeout)
     return sorted(samples, key=lambda sample: sample.rank), missing
 

@@ -87,11 +87,7 @@ class RunOptions:
 
 
 def check_output(output: Output) -> None:
-    """Check that a value is an ``Output``.
-
-    Raises:
-        ValueError: it is not; the message lists the values.
-    """
+    """Raise a ValueError, which lists the values, if a value is no ``Output``."""
     if not callable(output) and output not in ("stream", "store", "none"):
         raise ValueError(f"output={output!r}: use 'stream', 'store', 'none' or a function of rank, stream and text")
 

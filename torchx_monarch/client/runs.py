@@ -80,11 +80,7 @@ class StoredRecords:
 
 
 def follow_run(hosts: Hosts, run: int | None) -> RunRecords:
-    """Return the records of a run, from the hosts or, if they have ended, from the run logs that are kept.
-
-    Args:
-        run: number of the run; None for the one that runs, or else the last.
-    """
+    """Return the records of a run, or the last, from the hosts or, if they have ended, from the kept run logs."""
     try:
         return Records.request(hosts, {"type": "follow", "run": run})
     except AllocationError as error:
@@ -103,11 +99,7 @@ def ask_runs(hosts: Hosts) -> list[RunInfo]:
 
 
 def read_runs(link: Connection, timeout: float = TIMEOUT) -> list[RunInfo]:
-    """Read the answer to ``RUNS``; without its end if the connection breaks.
-
-    Args:
-        link: a connection whose greeting was ``RUNS``.
-        timeout: seconds to wait for each part of the answer.
+    """Read the answer to ``RUNS``, in parts; without its end if the connection breaks.
 
     Raises:
         TimeoutError: a part did not arrive in time.

@@ -55,11 +55,6 @@ class SyncResult:
 def sync_workspace(target: Target, workspace: str, when: SyncMode) -> SyncResult:
     """Make the current state of a workspace available on every host.
 
-    Args:
-        target: replica 0 of the allocation.
-        workspace: path of the folder. Files that ``.torchxignore`` or ``.gitignore`` exclude are not sent.
-        when: when each host gets its own copy; see ``SyncMode``.
-
     Raises:
         CodeError: the workspace cannot be read, exceeds the limits or keeps changing; or a host could not store it.
         UnreachableError: the allocation cannot be reached.
@@ -91,11 +86,7 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode) -> SyncResult
 
 
 def check_when(when: str) -> None:
-    """Check that a string is a value of ``SyncMode``.
-
-    Raises:
-        ValueError: it is not; the message lists the values.
-    """
+    """Raise a ValueError, which lists the values, if a string is none of ``SyncMode``."""
     if when not in get_args(SyncMode):
         raise ValueError(f"sync={when!r} is none of {', '.join(get_args(SyncMode))}")
 

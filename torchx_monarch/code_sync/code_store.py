@@ -135,10 +135,7 @@ class CodeStore(ContentStore):
             super().take(piece)
 
     def complete(self) -> str:
-        """Finish the transfer, and add the expected tree to the store.
-
-        Returns:
-            The hash of the tree.
+        """Finish the transfer, and add the expected tree to the store; return its hash.
 
         Raises:
             StoreError: contents of the tree are missing.

@@ -48,11 +48,7 @@ class TorchXIgnore:
         ]
 
     def match(self, path: str, is_folder: bool, first: int = 0) -> tuple[bool | None, int]:
-        """Decide whether a path is ignored.
-
-        Args:
-            path: path below the workspace.
-            is_folder: whether the path is a folder.
+        """Decide whether a path below the workspace is ignored.
 
         Returns:
             Whether the last matching pattern ignores the path, None if no pattern matches; and the value of ``first``
@@ -107,11 +103,7 @@ class IgnoreRules:
         return cls(TorchXIgnore(_text(os.path.join(root, TORCHX_IGNORE))), 0, around)
 
     def below(self, root: str, folder: str) -> IgnoreRules:
-        """Return the rules of a folder that has a ``.gitignore``.
-
-        Args:
-            root: path of the workspace.
-            folder: path of the folder below the workspace; empty for the workspace itself.
+        """Return the rules of a folder below the workspace, or of itself (empty), that has a ``.gitignore``.
 
         Raises:
             OSError: the ``.gitignore`` cannot be read.
@@ -142,11 +134,7 @@ def _by_git(git: Sequence[_Git], path: str) -> bool:
 
 
 def _around(root: str) -> list[_Git]:
-    """Read the ``.gitignore`` files of a workspace's parent folders up to the root of its git repository.
-
-    Returns:
-        The files, outermost first; none outside a repository.
-    """
+    """Read the ``.gitignore`` files above a workspace up to the root of its git repository, the outermost first."""
     found: list[_Git] = []
     folder, way = root, ""
     while not os.path.exists(os.path.join(folder, ".git")):

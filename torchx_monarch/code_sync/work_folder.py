@@ -89,12 +89,7 @@ class WorkFolder:
             _forget_bytecode(where)
 
     def _remove_empty(self, candidates: set[str], needed: set[str]) -> None:
-        """Delete folders that hold nothing but bytecode, and their parents if those become empty.
-
-        Args:
-            candidates: paths of the folders to check.
-            needed: paths of folders that belong to the new tree.
-        """
+        """Delete folders that hold only bytecode, and parents that become empty, unless the new tree needs them."""
         for path in sorted(candidates, key=len, reverse=True):
             while path and path not in needed and self._is_within(path):
                 where = os.path.join(self.path, path)

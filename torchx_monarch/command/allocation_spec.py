@@ -52,11 +52,7 @@ class AllocationSpec:
 
     @classmethod
     def from_command(cls, command: Command, env: Mapping[str, str], replicas: int, role: str) -> AllocationSpec:
-        """Parse the options of a command of kind ``hosts``.
-
-        Args:
-            command: the result of ``command.parse``.
-        """
+        """Parse the options of a command of kind ``hosts``."""
         args = list(command.program.args)
         end = args.index("--") if "--" in args else len(args)
         try:
@@ -74,11 +70,7 @@ class AllocationSpec:
 
 
 def run_command(words: Sequence[str], env: Mapping[str, str], replicas: int, role: str, nproc: str = "") -> Command:
-    """Parse the command of a run. Without ``--nnodes`` it uses all hosts of the allocation.
-
-    Args:
-        nproc: processes per host, which replaces ``--nproc-per-node`` of the command; empty to keep it.
-    """
+    """Parse the command of a run, by default on all hosts of the allocation; ``nproc`` replaces its own if given."""
     command = parse(words, {"PET_NNODES": str(replicas), **env})
     if command is None or command.kind == "hosts":
         raise CommandError(f"role {role!r}: not a torchrun or Python command: {' '.join(words)!r}")
@@ -93,12 +85,7 @@ def run_command(words: Sequence[str], env: Mapping[str, str], replicas: int, rol
 
 
 def with_program(held: Command | None, program: Sequence[str]) -> Command:
-    """Replace the program of the allocation's default command.
-
-    Args:
-        held: the default command; None for torchrun with its default options.
-        program: a script or ``-m`` and a module, followed by its arguments.
-    """
+    """Replace the program of a default command, or of torchrun without options, by a script or ``-m`` and a module."""
     module = list(program[:1]) == ["-m"]
     try:
         parsed = parse(["torchrun", *(("--",) if not module else ()), *program])
@@ -111,11 +98,7 @@ def with_program(held: Command | None, program: Sequence[str]) -> Command:
 
 
 def script_command(script: Sequence[str]) -> list[str]:
-    """Return the words of the command that runs a script.
-
-    Args:
-        script: a Python command, such as ``("python", "main.py")``.
-    """
+    """Return the words of the command that runs a script, which is a Python command."""
     return ["python", "-m", ACTORS_MODULE, "--", *script]
 
 

@@ -205,12 +205,9 @@ def _script(interpreter: tuple[str, ...], words: Sequence[str]) -> tuple[tuple[s
 
 
 def check(command: Command, *, replicas: int, role: str) -> None:
-    """Check that a command can run on its role, before the job is submitted.
+    """Check that a command can run on its role, whose replicas are torchrun's nodes, before the job is submitted.
 
     Skips options whose value contains an unexpanded shell expression; the host checks them.
-
-    Args:
-        replicas: number of replicas of the role, which correspond to torchrun's nodes.
     """
     if command.kind == "torchrun":
         reason = _contradiction(command.options, replicas) or _unsupported(command.options)

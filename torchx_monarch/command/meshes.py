@@ -44,11 +44,7 @@ def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = ()) -> App
 
 
 def app_of_meshes(meshes: Mapping[str, int]) -> AppDef:
-    """Build an app with a role for each mesh.
-
-    Args:
-        meshes: number of hosts of each mesh by name, such as ``{"trainers": 2, "dataloaders": 1}``, as for Monarch's
-            own jobs.
+    """Build an app with a role for each mesh, from the numbers of hosts by name.
 
     Raises:
         ValueError: the number of hosts is not positive, or a name cannot be the name of a mesh.

@@ -209,9 +209,6 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT) -> AppDef:
     """Return a copy of ``app`` whose hosts wait for runs. A role's rank program becomes its default run command.
 
     Roles without a rank program do not change. The app ends with its first role; the other roles become sidecars.
-
-    Args:
-        idle_timeout: seconds without a run after which the hosts end; 0 for never.
     """
     held = copy.deepcopy(app)
     words = ["python", "-m", HOSTS_MODULE, "--idle-timeout", show_seconds(idle_timeout), "--"]
@@ -285,11 +282,7 @@ def _find_in_string(role: Role, string: int) -> _RankCommand | None:
 
 
 def _insert(role: Role, found: _RankCommand, words: Sequence[str]) -> None:
-    """Insert a command prefix before the rank command of a role, in place.
-
-    Args:
-        words: the prefix: the interpreter, not escaped, then words that are escaped for TorchX.
-    """
+    """Insert the interpreter, and words escaped for TorchX, before the rank command of a role, in place."""
     python, *options = words
     if found.string is not None:
         # The value of a macro may be a shell variable (Slurm: $SLURM_JOB_ID), which expands within double quotes.

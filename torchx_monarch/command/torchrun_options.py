@@ -202,11 +202,7 @@ class Option:
         return f"PET_{self.dest.upper()}"
 
     def convert(self, text: str, source: str) -> Any:
-        """Convert the text of a value.
-
-        Args:
-            source: spelling of the option, or name of the environment variable, for error messages.
-        """
+        """Convert the text of a value; ``source`` names the option, or its variable, in errors."""
         try:
             value = (self.parse or _PARSERS.get(self.type, self.type))(text)
         except ValueError as error:
@@ -324,11 +320,7 @@ OPTIONS = tuple(
 
 
 def unused_options(options: TorchrunOptions, in_run: bool) -> list[str]:
-    """Return a line for each honoured option that has no effect in this command; the job's log shows them.
-
-    Args:
-        in_run: whether it is the command of a run of an allocation.
-    """
+    """Return a line for the log for each option that has no effect in this command, or in a run of an allocation."""
     keys = options.rdzv_conf.keys if in_run else options.rdzv_conf.unsupported
     lines = []
     if keys:
@@ -364,9 +356,6 @@ def _parser() -> _Parser:
 
 def parse_options(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[TorchrunOptions, str, tuple[str, ...]]:
     """Parse torchrun's command line with its own rules: abbreviations, ``PET_*`` defaults, all words after the script.
-
-    Args:
-        arguments: the words after ``torchrun``.
 
     Returns:
         The options, the training script (or module, or program) and its arguments.

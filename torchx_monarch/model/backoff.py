@@ -36,11 +36,7 @@ class Backoff:
         self._in_a_row = 0
 
     def delay(self, lived: float) -> float:
-        """Return the seconds to wait before the next attempt.
-
-        Args:
-            lived: seconds for which the last attempt ran.
-        """
+        """Return the seconds to wait before the next attempt, after one that ran for ``lived`` seconds."""
         if lived >= _LIVED:
             self._in_a_row = 0
         self._in_a_row += 1

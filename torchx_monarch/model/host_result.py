@@ -132,11 +132,7 @@ class HostResult:
 
     @classmethod
     def from_text(cls, text: str | None) -> HostResult:
-        """Parse a text that a host or any other program has written; an unreadable text is an empty ``HostResult``.
-
-        Args:
-            text: the text; None counts as unreadable.
-        """
+        """Parse a text that a host or any other program has written; an unreadable text is an empty ``HostResult``."""
         values = error_files.parse(text)
         message = values.get("message")
         is_short = isinstance(message, str)
@@ -160,11 +156,7 @@ class HostResult:
 
 
 def no_retry_reason(code: int, text: str | None) -> str:
-    """Return why a failed host must not be restarted; empty if it may be.
-
-    Args:
-        text: its result, as it has written it; None if it has written none.
-    """
+    """Return why a failed host, with this exit code and result, must not be restarted; empty if it may be."""
     if code == os.EX_CONFIG:
         return f"exit code {code} (EX_CONFIG) asks for no restart"
     return HostResult.from_text(text).no_retry_reason

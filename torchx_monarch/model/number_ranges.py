@@ -7,11 +7,7 @@ from collections.abc import Iterable
 
 
 def consecutive(numbers: Iterable[int]) -> list[list[int]]:
-    """Return the ranges of consecutive numbers, each as its first and last number, in the order of the numbers.
-
-    Args:
-        numbers: the numbers. Each that is not one more than the number before it begins a range.
-    """
+    """Return the ranges of consecutive numbers, each as its first and last number, in the order of the numbers."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

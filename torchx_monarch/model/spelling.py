@@ -33,11 +33,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def similar(word: str, choices: Iterable[str], at_most: int) -> set[str]:
-    """Return the known names that are like a word, with the same tolerance for case, ``-`` and ``_``.
-
-    Args:
-        at_most: the number of different names to return at most.
-    """
+    """Return at most so many known names that are like a word, with the same tolerance for case, ``-`` and ``_``."""
     folded = {name: _folded(name) for name in choices}
     near = difflib.get_close_matches(_folded(word), set(folded.values()), n=at_most)
     return {name for name, folded_name in folded.items() if folded_name in near}

@@ -52,10 +52,7 @@ def run_groups(
 ) -> dict[str, list[CheckResult]]:
     """Run groups of checks at the same time; return the results of each.
 
-    A group that raises an exception, or does not end in time, adds a failed check of its name.
-
-    Args:
-        timeout: seconds for each group.
+    A group that raises an exception, or does not end within ``timeout`` seconds, adds a failed check of its name.
     """
     found: dict[str, list[CheckResult]] = {name: [] for name in groups}
 

@@ -70,11 +70,7 @@ def check_extra(extra: str) -> list[CheckResult]:
 
 
 def check_requirement(name: str, versions: str) -> CheckResult:
-    """Check that a package is installed, in one of the versions that this package works with.
-
-    Args:
-        versions: the versions, such as ``>=0.7,<0.8``; empty for any.
-    """
+    """Check that a package is installed, in a version of the range (``>=0.7,<0.8``; empty for any)."""
     found = _version(name)
     install = f"run: pip install '{name}{versions}'"
     if not found:

@@ -290,11 +290,7 @@ def events_of(lines: Iterable[TimedLine]) -> list[Event]:
 
 
 def in_one_line(status: JobStatus, now: float | None = None) -> str:
-    """Return the facts of a job as one line; empty if there is none beyond its state.
-
-    Args:
-        now: the time in seconds since the epoch; None for the present.
-    """
+    """Return the facts of a job as one line; empty if there is none beyond its state."""
     now = time.time() if now is None else now
     parts = [status.message]
     if status.phase is not None and not status.message:

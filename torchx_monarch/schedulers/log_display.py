@@ -54,11 +54,7 @@ class LogDisplay:
         return cls(app, role, replica, sys.stdout if command == "log" else sys.stderr)
 
     def show(self, pieces: Iterable[str], regex: str | None) -> Iterator[str]:
-        """Return the lines to show; those in which a regular expression matches, if there is one.
-
-        Args:
-            regex: is matched with the line without colours; None or empty for all lines.
-        """
+        """Return the lines to show: if there is a regular expression, those that it matches without their colours."""
         matching((), regex)
         return self._shown(pieces, re.compile(regex) if regex else None)
 

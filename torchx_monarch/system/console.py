@@ -19,11 +19,7 @@ _MAX_PENDING = 1 << 20
 
 
 def write_all(fd: int, data: bytes) -> bool:
-    """Write all bytes to a descriptor.
-
-    Returns:
-        False if they could not be written: the reader has closed the pipe, or the disk is full.
-    """
+    """Write all bytes; return False if the reader has closed the pipe, or the disk is full."""
     view = memoryview(data)
     while view:
         try:
@@ -56,11 +52,7 @@ class WriterThread:
         self.call(write_all, fd, data, size=len(data))
 
     def call(self, function: Callable[..., object], *args: object, size: int = 0) -> None:
-        """Call a function after all earlier writes.
-
-        Args:
-            size: bytes of data in the arguments.
-        """
+        """Call a function, with ``size`` bytes of data in its arguments, after all earlier writes."""
         with self._changed:
             WriterThread._unfinished += 1
             self._pending += size

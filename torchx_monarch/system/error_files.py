@@ -186,12 +186,9 @@ def _cut(text: str, limit: int, *, keeps_end: bool = False) -> str:
 
 
 def write_for_caller(cause: str) -> None:
-    """Write a root cause to the error file of this process's caller, if it has named one.
+    """Write a root cause, if it is known, to the error file of this process's caller, if it has named one.
 
     So does torchrun, whose ``main`` is decorated with ``@record`` (``ErrorHandler.dump_error_file``, torch 2.13).
-
-    Args:
-        cause: the content of an error file; empty if the cause is unknown.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and cause:

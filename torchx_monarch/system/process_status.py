@@ -27,11 +27,7 @@ class KernelStatus(NamedTuple):
 
 
 def status(pid: int, thread: int | None = None) -> KernelStatus | None:
-    """Return the status of a process, or of one of its threads; None if it is gone.
-
-    Args:
-        thread: id of the thread; None for the main thread.
-    """
+    """Return the status of a process (of its main thread), or of one of its threads; None if it is gone."""
     path = f"/proc/{pid}/status" if thread is None else f"/proc/{pid}/task/{thread}/status"
     try:
         with open(path, errors="replace") as file:

@@ -210,9 +210,6 @@ def descendants(root: int, job: str, children_of: Callable[[int], list[int]] | N
     """Return the living descendants of a process, parents before children, without those that belong to another app.
 
     An app that was submitted from inside this one is separate: its supervisor is a descendant, but is left alone.
-
-    Args:
-        children_of: lists the children of a process; None to read those of each descendant.
     """
     children_of = children_of or _families()
     foreign = MARKER.encode() + b"="
@@ -313,11 +310,7 @@ def kill_until_gone(find: Callable[[], list[int]], timeout: float = 5.0) -> list
 
 
 def reap(on_exit: Callable[[int, int], None] = lambda pid, code: None) -> bool:
-    """Collect every child that has ended and call ``on_exit(pid, exit code)``; the code is -N for signal N.
-
-    Returns:
-        Whether this process still has children.
-    """
+    """Collect all children that have ended, with ``on_exit(pid, code)`` (-N for signal N); return whether some live."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -335,11 +328,7 @@ def dead_children() -> set[int]:
 
 
 def kill_descendants(job: str) -> list[int]:
-    """Kill and collect every descendant of this process with the app's marker ``job``, orphans included.
-
-    Returns:
-        The processes that are still alive after 5 seconds.
-    """
+    """Kill and collect all descendants with the app's marker, orphans too; return those alive after 5 seconds."""
     return kill_until_gone(lambda: own_descendants(job))
 
 

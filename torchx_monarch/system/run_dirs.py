@@ -18,9 +18,6 @@ def _new_dir(prefix: str) -> str:
     """Make a folder that only its owner may enter; return its path, which is the prefix and a random suffix.
 
     (``tempfile`` does the same, at several times the cost of the rest of the supervisor's imports.)
-
-    Raises:
-        OSError: the folder could not be made.
     """
     path = f"{prefix}{os.urandom(8).hex()}"
     os.mkdir(path, 0o700)
@@ -42,12 +39,9 @@ def new_run_dir() -> str:
 
 
 def private_dir(within: str) -> str:
-    """Make a folder for the sockets and keys of one start of one replica; return its path.
+    """Make a folder in another for the sockets and keys of one start of one replica; return its path.
 
     Its name is short, because a socket's path has at most 107 bytes.
-
-    Args:
-        within: the folder to make it in.
 
     Raises:
         ValueError: the folder could not be made.

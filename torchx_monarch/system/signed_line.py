@@ -24,11 +24,7 @@ def sign(text: str, key: str) -> str:
 
 
 def verified(lines: Iterable[str], key: str) -> list[str]:
-    """Return the texts of the lines that were signed with the key, in order; none if the key is empty.
-
-    Args:
-        lines: lines of a log; a signed line starts with ``[monarch]``.
-    """
+    """Return the texts of the log lines that were signed with the key, in order; none if the key is empty."""
     found = [match for line in lines if (match := _LINE.fullmatch(line))] if key else []
     return [match[2] for match in found if hmac.compare_digest(match[1], _code(match[2], key))]
 

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 
 def one_line(text: str, limit: int = 0) -> str:
-    """Escape a text so that it fits on one line.
-
-    Args:
-        limit: the maximum number of characters of ``text`` to show; 0 for all.
-    """
+    """Escape a text, or the first ``limit`` characters of it, so that it fits on one line."""
     if limit and len(text) > limit:
         text = text[:limit] + "..."
     return text if text.isprintable() else "".join(map(_escape, text))
