@@ -132,7 +132,7 @@ def test_a_host_without_credentials_says_so(start: Callable[..., Hosts], tmp_pat
         pem: "MONARCH_CREDENTIALS does not hold a job's credentials: its PEM cannot be read",
         f"file:{tmp_path}/no": f"MONARCH_CREDENTIALS names a file that cannot be read: {tmp_path}/no: No such file",
         f"file:{tmp_path}": f"MONARCH_CREDENTIALS names a file that cannot be read: {tmp_path}: Is a directory",
-        f"file:{binary}": f"MONARCH_CREDENTIALS does not hold a job's credentials: not JSON in base64, in {binary}",
+        f"file:{binary}": f"not JSON in base64 with authority, key, client_authority, in {binary}",
     }
     for value, why in wrong.items():
         for replica in (0, 1):

@@ -165,7 +165,7 @@ def test_replica_0_tries_the_port_of_every_worker_loop(
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read()
 
-        listening = await connections.listen(address, serve, server, "", 5.0)
+        listening = connections.Listener(address, serve, server, "", 5.0)
         try:
             host = Registration(1, "node7", 4711, 1)
             network = HostNetwork(address, HostSpec(), address.host, "", identity())

@@ -62,28 +62,17 @@ def test_nothing_shows_a_key() -> None:
 
 
 def test_something_else_is_named_and_not_shown(tmp_path: Path) -> None:
-    hosts, _ = credentials.create()
-    values = dataclasses.asdict(hosts)
-
     def packed(what: object) -> str:
         return base64.b64encode(json.dumps(what).encode()).decode()
 
-    wrong = {
-        "hunter2": "not JSON in base64",
-        "": "not JSON in base64",
-        packed([1]): "it needs authority, key, client_authority",
-        packed({**values, "more": "-----BEGIN "}): "it needs authority, key, client_authority",
-        packed({**values, "key": "hunter2"}): "its values are not PEM",
-        packed({**values, "key": 1}): "its values are not PEM",
-    }
-    for text, why in wrong.items():
-        with pytest.raises(CredentialsError, match=f"MONARCH_CREDENTIALS .*{why}") as caught:
+    for text in ("hunter2", "", packed([1]), packed({"key": "hunter2"})):
+        with pytest.raises(CredentialsError, match="MONARCH_CREDENTIALS .* with authority, key, client_auth") as caught:
             HostCredentials.load(text)
         assert "hunter2" not in str(caught.value)
 
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\x00" * 100)
-    with pytest.raises(CredentialsError, match=f"not JSON in base64, in {binary}"):
+    with pytest.raises(CredentialsError, match=f"not JSON in base64 .*, in {binary}"):
         HostCredentials.load(f"file:{binary}")
     with pytest.raises(CredentialsError, match=f"cannot be read: {tmp_path}/no: No such file"):
         HostCredentials.load(f"file:{tmp_path}/no")
@@ -93,12 +82,9 @@ def test_something_else_is_named_and_not_shown(tmp_path: Path) -> None:
 
 def test_pem_of_something_else_cannot_sign() -> None:
     hosts, _ = credentials.create()
-    others, _ = credentials.create()
     for change in ({"authority": "-----BEGIN X"}, {"key": "-----BEGIN X"}, {"client_authority": "-----BEGIN X"}):
         with pytest.raises(CredentialsError, match="its PEM cannot be read"):
             dataclasses.replace(hosts, **change).sign(["node7"])
-    with pytest.raises(CredentialsError, match="its key is not its certificate's"):
-        dataclasses.replace(hosts, key=others.key).sign(["node7"])
     with pytest.raises(CredentialsError, match="the job's certificates have expired, .* or the clock of this machine"):
         credentials.create(datetime.timedelta(seconds=-1))[0].sign(["node7"])
     with pytest.raises(CredentialsError, match="'nöde' is no name that a certificate can hold"):

@@ -17,7 +17,7 @@ import pytest
 from tests.waits import WITHIN
 from torchx_monarch.code_sync import code_store as store_module
 from torchx_monarch.code_sync.code_store import CodeStore, StoreError
-from torchx_monarch.code_sync.manifest import ChangedError, Entry, PackError, Tree, TreeError, pack
+from torchx_monarch.code_sync.manifest import ChangedError, Entry, PackError, Tree, pack
 from torchx_monarch.code_sync.scan import scan
 
 
@@ -214,13 +214,8 @@ def test_what_is_not_what_it_says_is_refused(tmp_path: Path, store: CodeStore) -
         ({"/etc/x": ["d", "", 0]}, "no path below"),
         ({"a//b": ["d", "", 0]}, "no path below"),
         ({"a\0b": ["d", "", 0]}, "no path below"),
-        ({"a": ["l", "/etc", 0], "a/passwd": ["d", "", 0]}, "lies below 'a'"),
-        ({"a": ["f", "0" * 63, 1]}, "no file, link or folder"),
-        ({"a": ["f", "../../x", 1]}, "no file, link or folder"),
-        ({"a": ["f", "0" * 64, 1], "b": ["f", "0" * 64, 2]}, "another size"),
-        ({"a": ["l", "", 0]}, "no file, link or folder"),
-        ({"a": ["d", "x", 0]}, "no file, link or folder"),
-        ({"a": ["p", "", 0]}, "no file, link or folder"),
+        ({"a": ["f", "0" * 63, 1]}, "has no digest"),
+        ({"a": ["f", "../../x", 1]}, "has no digest"),
         ({"a": 1}, "not a tree"),
         ([], "not a tree"),
     ],
@@ -228,11 +223,11 @@ def test_what_is_not_what_it_says_is_refused(tmp_path: Path, store: CodeStore) -
 def test_a_tree_that_reaches_out_is_refused(entries: object, why: str) -> None:
     import json
 
-    with pytest.raises(TreeError, match=why):
+    with pytest.raises(PackError, match=why):
         Tree.decode(zlib.compress(json.dumps(entries).encode()))
-    with pytest.raises(TreeError):
+    with pytest.raises(PackError):
         Tree.decode(b"nonsense")
-    with pytest.raises(TreeError, match="cut off"):
+    with pytest.raises(PackError, match="cut off"):
         Tree.decode(zlib.compress(b"{}" * 1000)[:-3])
 
 

@@ -166,7 +166,7 @@ class Rendezvous:
         """
         try:
             network, timeout = self._network, self._network.options.peer_timeout
-            self._listener = await connections.listen(
+            self._listener = connections.Listener(
                 network.rendezvous, self._serve, network.identity, network.bind, timeout, self._say
             )
         except ConnectError as error:

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from torchx_monarch.code_sync.code_store import CodeStore, StoreError
-from torchx_monarch.code_sync.manifest import MAX_TREE, PackError, Tree, TreeError
+from torchx_monarch.code_sync.manifest import MAX_TREE, PackError, Tree
 from torchx_monarch.controller.host_messages import FetchCode, ProbeFile
 from torchx_monarch.controller.rendezvous import Peer
 from torchx_monarch.controller.run_queue import RunQueue
@@ -197,5 +197,5 @@ async def _send(writer: asyncio.StreamWriter, pieces: Iterator[bytes]) -> None:
 async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
     try:
         return await asyncio.to_thread(function, *args)
-    except (StoreError, PackError, TreeError) as error:
+    except (StoreError, PackError) as error:
         raise SyncError(str(error)) from None

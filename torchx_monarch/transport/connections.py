@@ -32,7 +32,7 @@ from torchx_monarch.transport.address import CONNECT_TIMEOUT, Address, AddressEr
 if TYPE_CHECKING:
     from torchx_monarch.transport.credentials import HostCredentials
 
-__all__ = ["Address", "AddressError", "ConnectError", "Identity", "connect", "explain", "is_client", "listen"]
+__all__ = ["Address", "AddressError", "ConnectError", "Identity", "Listener", "connect", "explain", "is_client"]
 
 FIRST_HANDSHAKE_TIMEOUT = 3.0
 """Seconds for the TLS handshake of the first try. A waiting host can then soon report that there is no answer."""
@@ -126,36 +126,6 @@ def is_client(writer: asyncio.StreamWriter) -> bool:
     return (("commonName", CLIENT_AUTHORITY),) in certificate["issuer"]
 
 
-async def listen(
-    address: Address,
-    serve: Serve,
-    identity: Identity | None,
-    bind: str,
-    peer_timeout: float,
-    say: Callable[[str], None] | None = None,
-) -> Listener:
-    """Listen on an address and serve every connection.
-
-    Args:
-        serve: called with each connection after its handshake. It calls ``Listener.mark_authenticated`` once the peer
-            has identified itself; until then the listener may close the connection, which ends when it returns.
-        identity: this host's certificate; None without TLS.
-        bind: local IP address to listen on; empty for all.
-        peer_timeout: as for ``watch_peer``.
-        say: called with a line for the log, once, if connections wait because this process may open no more files.
-
-    Raises:
-        ConnectError: the process cannot listen on the address.
-    """
-    try:
-        context = identity.context(server=True) if identity and address.networked else None
-        listening = _port(bind, address.port) if address.networked else _socket_file(address.path)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConnectError(f"cannot listen for the other hosts at {address.path or address}: {reason}") from None
-    return Listener(listening, serve, context, peer_timeout, say)
-
-
 def _socket_file(path: str) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # left by an earlier replica 0 that this one replaces
@@ -246,24 +216,41 @@ def watch_peer(writer: asyncio.StreamWriter, seconds: float) -> None:
 
 
 class Listener:
-    """Accept the connections of one listening socket (see ``listen``)."""
+    """Listen on an address and serve every connection.
+
+    Args:
+        serve: called with each connection after its handshake. It calls ``mark_authenticated`` once the peer has
+            identified itself; until then the listener may close the connection, which ends when it returns.
+        identity: this host's certificate; None without TLS.
+        bind: local IP address to listen on; empty for all.
+        peer_timeout: as for ``watch_peer``.
+        say: called with a line for the log, once, if connections wait because this process may open no more files.
+
+    Raises:
+        ConnectError: the process cannot listen on the address.
+    """
 
     def __init__(
         self,
-        listening: socket.socket,
+        address: Address,
         serve: Serve,
-        context: ssl.SSLContext | None,
+        identity: Identity | None,
+        bind: str,
         peer_timeout: float,
-        say: Callable[[str], None] | None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        self._listening = listening
+        try:
+            self._context = identity.context(server=True) if identity and address.networked else None
+            self._listening = _port(bind, address.port) if address.networked else _socket_file(address.path)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConnectError(f"cannot listen for the other hosts at {address.path or address}: {reason}") from None
         self._serve = serve
-        self._context = context
         self._peer_timeout = peer_timeout
         self._say = say
         self._unauthenticated: dict[asyncio.Task[None], asyncio.TimerHandle] = {}  # with their time-outs; oldest first
         self._all: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
-        listening.setblocking(False)
+        self._listening.setblocking(False)
         self._accepting = asyncio.ensure_future(self._accept())
 
     def mark_authenticated(self) -> None:
