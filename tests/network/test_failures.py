@@ -238,8 +238,8 @@ def test_says_what_is_wrong_with_an_option(start: Callable[..., Hosts], port: in
     wrong = {
         ("--bind", "nonsense"): (1, "--bind nonsense: neither an address nor an interface of this machine, which has"),
         ("--ports", "5-4"): (2, "--ports: '5-4' is no port and no range of ports such as 26600-26699"),
-        ("--peer-timeout", "0"): (2, "--peer-timeout 0: give seconds, 1 to 80000"),
-        ("--peer-timeout", "inf"): (2, "--peer-timeout inf: give seconds, 1 to 80000"),
+        ("--peer-timeout", "0"): (2, "--peer-timeout 0: it is a number of seconds, 1 to 80000"),
+        ("--peer-timeout", "inf"): (2, "--peer-timeout inf: it is a number of seconds, 1 to 80000"),
         ("--advertise", "nöde"): (1, "'nöde' is no name that a certificate can hold"),
     }
     for options, (code, why) in wrong.items():

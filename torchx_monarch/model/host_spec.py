@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchx_monarch.model.exit_codes import parse_exit_codes
@@ -87,7 +88,8 @@ class _Flag:
         help: the text of ``--help``.
         parse: turns the text of the flag into the value of the field; raises ``ValueError``.
         show: turns the value into text.
-        range: the lowest and the highest value of a number of seconds; None for fields of other kinds.
+        range: the lowest and the highest value of a number; None for fields of other kinds.
+        words: the allowed values, if they are words.
         always: whether the flag is given even where the field has its default value.
     """
 
@@ -95,7 +97,19 @@ class _Flag:
     parse: Callable[[str], Any] = str
     show: Callable[[Any], str] = str
     range: tuple[float, float] | None = None
+    words: Sequence[str] = ()
     always: bool = False
+
+    def allowed_instead(self, value: Any) -> str:
+        """Return which values are allowed if this one is not; else empty."""
+        if self.words and value not in self.words:
+            return " or ".join(self.words)
+        lowest, highest = self.range or (-math.inf, math.inf)
+        if self.range is None or lowest <= value <= highest:
+            return ""
+        if highest == math.inf:
+            return f"a number, {lowest} or more"
+        return f"a number of seconds, {math.ceil(lowest)} to {highest:.0f}"
 
 
 def _flag(default: Any, help: str, **more: Any) -> Any:
@@ -106,13 +120,12 @@ def _seconds(default: float, help: str, lowest: float, always: bool = False, hig
     return _flag(default, help, parse=float, show=show_seconds, range=(lowest, highest), always=always)
 
 
-def _word(words: Sequence[str], help: str) -> Any:
-    def parse(text: str) -> str:
-        if text not in words:
-            raise ValueError(f"{text!r} is not {', '.join(words)}")
-        return text
+def _count(default: int, help: str) -> Any:
+    return _flag(default, help, parse=int, range=(0, math.inf))
 
-    return _flag(words[0], help, parse=parse)
+
+def _word(words: Sequence[str], help: str) -> Any:
+    return _flag(words[0], help, words=words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,17 +171,13 @@ class HostSpec:
         parse=parse_exit_codes,
         show=lambda codes: ",".join(map(str, codes)),
     )
-    same_step_limit: int = _flag(
-        SAME_STEP_LIMIT, "failures in a row at one step after which ranks are not restarted; 0: any number", parse=int
+    same_step_limit: int = _count(
+        SAME_STEP_LIMIT, "failures in a row at one step after which ranks are not restarted; 0: any number"
     )
-    spares: int = _flag(
-        0, "how many of the replicas are spare hosts, which take the place of lost or bad ones", parse=int
-    )
-    exclude_after: int = _flag(
-        EXCLUDE_AFTER, "failures of a host after which another takes its place; 0: any number", parse=int
-    )
+    spares: int = _count(0, "how many of the replicas are spare hosts, which take the place of lost or bad ones")
+    exclude_after: int = _count(EXCLUDE_AFTER, "failures of a host after which another takes its place; 0: any number")
     exclude_window: float = _seconds(EXCLUDE_WINDOW, "seconds within which the failures of a host count", 1)
-    replacements: int = _flag(0, "how many lost hosts the backend replaces while the job goes on", parse=int)
+    replacements: int = _count(0, "how many lost hosts the backend replaces while the job goes on")
     rendezvous: str = _flag(
         "",
         "where replica 0 listens: unix:PATH, tls:HOST:PORT or insecure-tcp:HOST:PORT. @NAME as HOST is the value of "
@@ -184,7 +193,7 @@ class HostSpec:
     application: str = _flag(
         "", "where replica 0 of the first role listens, which ends and restarts all roles when one has failed"
     )
-    peer_roles: int = _flag(0, "how many roles are ended and restarted with the first one", parse=int)
+    peer_roles: int = _count(0, "how many roles are ended and restarted with the first one")
     await_role: tuple[str, ...] = _flag(
         (),
         "names of the roles whose success the first role waits for before it ends, separated by commas",
@@ -273,10 +282,8 @@ class HostSpec:
             parser.error(f"--replica {spec.replica} is not one of {spec.replicas} replicas, which count from 0")
         if not 0 <= spec.spares < spec.replicas:
             parser.error(f"--spares {spec.spares} leaves none of {spec.replicas} replicas")
-        for name, (lowest, highest) in seconds_allowed().items():
-            if not lowest <= getattr(spec, name) <= highest:
-                allowed = f"{show_seconds(lowest)} to {highest:.0f}"
-                parser.error(f"{_option(name)} {getattr(spec, name):g}: give seconds, {allowed}")
+        for name, allowed in wrong_values(spec):
+            parser.error(f"{_option(name)} {_FLAGS[name].show(getattr(spec, name))}: it is {allowed}")
         return spec
 
 
@@ -285,9 +292,11 @@ _FLAGS: dict[str, _Flag] = {
 }
 
 
-def seconds_allowed() -> dict[str, tuple[float, float]]:
-    """Return the lowest and the highest value of each field that is a number of seconds."""
-    return {name: flag.range for name, flag in _FLAGS.items() if flag.range is not None}
+def wrong_values(options: object) -> Iterator[tuple[str, str]]:
+    """Yield each field of a ``HostSpec``, or of other options with such fields, that is wrong, and what is allowed."""
+    for name, flag in _FLAGS.items():
+        if allowed := flag.allowed_instead(getattr(options, name)) if hasattr(options, name) else "":
+            yield name, allowed
 
 
 def _option(name: str) -> str:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -30,7 +29,7 @@ from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rank_command,
 from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.exit_codes import parse_exit_codes
-from torchx_monarch.model.host_spec import ON_HANG, PREFLIGHT, RANKS, HostSpec, parse_ports, seconds_allowed
+from torchx_monarch.model.host_spec import HostSpec, parse_ports, wrong_values
 from torchx_monarch.model.role_metadata import SidecarError, SparesError
 from torchx_monarch.model.spelling import nearest
 from torchx_monarch.schedulers import command, image_push
@@ -52,9 +51,6 @@ _PORTS_DRAWN = range(20000, 30000)
 _FIRST_SOCKET = "unix:@MONARCH_RUN_DIR/0.sock"
 """Where replica 0 of the first role listens on backends of one machine: in a folder that only the hosts know."""
 
-_WORDS = {"ranks": RANKS, "on_hang": ON_HANG, "preflight": PREFLIGHT}
-"""The values of options that are one of some words."""
-
 
 class InvalidCommandError(UserError):
     """Raised when a role's command cannot run on Monarch hosts; the message gives the reason."""
@@ -69,11 +65,7 @@ def _wrong_option(name: str, value: object, wrong: str, cfg: Cfg) -> InvalidRunC
 
 
 class _DryRun(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
-    """A dry run's result: the backend's request.
-
-    Args:
-        images: the images to push (``image_push.name_images``).
-    """
+    """A dry run's result: the backend's request, and the images to push (``image_push.name_images``)."""
 
     def __init__(self, request: Any, backend: Backend[Any, Any, Any], submitted: SubmittedApp, images: Any) -> None:
         super().__init__(request, backend.show)
@@ -109,17 +101,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     def _options(self, cfg: Cfg) -> MonarchOpts:
         """Convert run options, with defaults filled in, to the backend's type and check them."""
         options: MonarchOpts = self.inner.options.from_cfg(cfg)
-        for name, (lowest, highest) in seconds_allowed().items():
-            value = getattr(options, name, lowest)  # hosts that share a machine have no peer_timeout
-            if not lowest <= value <= highest:
-                allowed = f"{math.ceil(lowest)} to {highest:.0f}"
-                raise _wrong_option(name, value, f"; it is a number of seconds, {allowed}", cfg)
-        for name, words in _WORDS.items():
-            if options[name] not in words:
-                raise _wrong_option(name, options[name], f"; it is {' or '.join(words)}", cfg)
-        for name in ("spares", "exclude_after"):
-            if options[name] < 0:
-                raise _wrong_option(name, options[name], "; it is a number, 0 or more", cfg)
+        for name, allowed in wrong_values(options):
+            raise _wrong_option(name, options[name], f"; it is {allowed}", cfg)
         self.inner.check_options(options)
         return options
 
