@@ -30,9 +30,6 @@ class Connection:
 
     Methods raise ``UnreachableError`` if the connection cannot be established, breaks, has no answer in time or leads
     to another program, and ``RefusedError`` with replica 0's message if it refuses the request.
-
-    Args:
-        where: the address of replica 0, for error messages.
     """
 
     def __init__(self, connection: socket.socket, where: Address) -> None:

@@ -52,9 +52,7 @@ class RunRecords(Protocol):
 class Records:
     """Iterate over the records of a run, from the first one; reconnect if the connection breaks.
 
-    Args:
-        link: a connection whose greeting was ``run`` or ``follow``.
-        rank: the only rank whose output is received; None for all ranks.
+    The greeting of the connection was ``run`` or ``follow``, with the rank, or of all ranks (None).
     """
 
     def __init__(self, hosts: Hosts, link: Connection, rank: int | None = None) -> None:

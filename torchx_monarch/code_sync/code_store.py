@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Store the workspaces that a host receives: trees, file contents, and the working folders of runs.
 
-The store of a host belongs to one process, and its folder is deleted with that process. So its index is in memory only.
-Its methods may be called from any thread.
+The store of a host belongs to one process, and its folder is deleted with that process. So its trees are in memory
+only. Its methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Container, Iterator
 
-from torchx_monarch.code_sync.manifest import ChangedError, PackError, Tree, Unpacker, brief, pack
+from torchx_monarch.code_sync.manifest import DIGEST_LENGTH, ChangedError, PackError, Tree, Unpacker, brief, pack
 from torchx_monarch.code_sync.work_folder import WorkFolder
 from torchx_monarch.system import run_dirs
 
@@ -27,11 +27,7 @@ class StoreError(Exception):
 
 
 class ContentStore:
-    """The contents of files in a folder, by their digests.
-
-    Args:
-        folder: path of the folder.
-    """
+    """The contents of files in a folder, by their digests."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -95,7 +91,6 @@ class CodeStore(ContentStore):
         super().__init__(folder)
         self._lock = threading.RLock()
         self._trees: dict[str, Tree] = {}  # by hash, the most recently used last
-        self._contents: set[str] = set()
         self._folders: dict[str, WorkFolder] = {}  # by workspace
         self._made = 0
         self._incoming: Tree | None = None
@@ -115,14 +110,9 @@ class CodeStore(ContentStore):
         """
         with self._lock, self._as_store_error("make"):
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
-            missing = self.receive(tree, self._contents, self.folder)
+            missing = self.receive(tree, set(os.listdir(self.folder)), self.folder)
             self._incoming = tree
             return missing
-
-    def keep(self, digest: str, path: str) -> None:
-        """Store a content that is complete."""
-        super().keep(digest, path)
-        self._contents.add(digest)
 
     def take(self, piece: bytes) -> None:
         """Unpack a piece of the expected contents.
@@ -220,9 +210,9 @@ class CodeStore(ContentStore):
             del self._trees[old]
         trees = [*self._trees.values(), *([self._incoming] if self._incoming is not None else [])]
         needed = {digest for tree in trees for digest in tree.contents}
-        for digest in self._contents - needed:
-            run_dirs.remove_tree(self.path(digest))
-            self._contents.discard(digest)
+        for name in os.listdir(self.folder):
+            if len(name) == DIGEST_LENGTH and name not in needed:
+                run_dirs.remove_tree(self.path(name))
 
     def _forget_all(self) -> None:
         """Delete all trees, so that they are sent again."""

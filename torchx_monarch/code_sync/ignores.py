@@ -35,11 +35,7 @@ ignored: ``walk_workspace`` tests it as ``./Dockerfile.torchx``, which its ``_ig
 
 
 class TorchXIgnore:
-    """Match paths against the patterns of a ``.torchxignore``.
-
-    Args:
-        text: content of the file; empty for no patterns.
-    """
+    """Match paths against the patterns in the text of a ``.torchxignore``."""
 
     def __init__(self, text: str) -> None:
         lines = (line.partition("#")[0].strip() for line in text.splitlines())

@@ -31,7 +31,8 @@ MAX_ENTRIES = 200_000
 MAX_TREE = 100 << 20
 """Largest JSON text of a tree in bytes, enough for 200,000 paths of 400 characters."""
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+DIGEST_LENGTH = 64
+_DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_LENGTH}}}")
 _NO_PATH = re.compile(r"\0|(^|/)\.{0,2}(/|\Z)")
 
 PIECE = 1 << 19

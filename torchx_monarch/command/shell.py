@@ -313,7 +313,7 @@ class _Scanner:
         following = self._peek(1)
         if self._peek() == "`":
             self._position += 1
-            self._until("`")
+            self._nested("`", literal=True)
         elif following == "(":
             self._position += 2
             self._nested(")")
@@ -322,7 +322,7 @@ class _Scanner:
             self._nested("}", quoted=quoted)
         elif following == "'" and not quoted:
             self._position += 2
-            self._until("'")
+            self._nested("'", literal=True)
         elif following == '"' and not quoted:
             self._position += 1
             return self._double_quoted()
@@ -333,21 +333,14 @@ class _Scanner:
             return "$"
         return UNEXPANDED
 
-    def _until(self, closing: str) -> None:
-        while (character := self._peek()) != closing:
-            if not character:
-                raise _OpenEnded
-            self._position += 2 if character == "\\" else 1
-        self._position += 1
-
-    def _nested(self, closing: str, *, quoted: bool = False) -> None:
-        """Skip the text up to and including the closing bracket of the bracket that was just read."""
+    def _nested(self, closing: str, *, quoted: bool = False, literal: bool = False) -> None:
+        """Skip the text up to and including the counterpart of what was just read; ``literal``: nothing nests in it."""
         while (character := self._peek()) != closing:
             if not character:
                 raise _OpenEnded
             if character == "\\":
                 self._position += 2
-            elif character in '"$`' or (character == "'" and not quoted):
+            elif not literal and (character in '"$`' or (character == "'" and not quoted)):
                 self._quote_or_expansion()
             elif character == "(" and closing == ")":
                 self._position += 1

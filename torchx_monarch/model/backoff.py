@@ -26,9 +26,6 @@ class Backoff:
     The first restart is immediate, and so is the first one after an attempt that ran for a minute. The delays of
     further restarts double, up to a minute. Each delay is drawn from the upper half of its range, so that jobs that
     failed by a common cause do not all restart at the same moment.
-
-    Args:
-        draw: returns a random number from 0 to 1.
     """
 
     def __init__(self, draw: Callable[[], float] = _random) -> None:

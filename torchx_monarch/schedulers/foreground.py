@@ -52,11 +52,7 @@ WARNING = "standard input is not forwarded to the job: its ranks have an empty o
 
 
 class Foreground:
-    """Watches the apps that a ``torchx run`` in this process has submitted.
-
-    Args:
-        kills: whether the backend can kill an app immediately.
-    """
+    """Watches the apps that a ``torchx run`` in this process has submitted; it may kill them if the backend can."""
 
     def __init__(self, apps: Apps[Any], scheduler: str, kills: bool) -> None:
         self._apps = apps

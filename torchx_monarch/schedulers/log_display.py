@@ -32,11 +32,7 @@ _TEMPLATE_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
 class LogDisplay:
-    """Decide how the log lines of one replica look.
-
-    Args:
-        stream: where TorchX prints the lines; None if that is closed.
-    """
+    """Decide how the log lines of one replica look on a stream (None if it is closed)."""
 
     def __init__(self, app: AppSnapshot, role: str, replica: int, stream: TextIO | None) -> None:
         self._parser = parser_of(app, role, replica)
