@@ -22,7 +22,9 @@ from typing import Any
 
 from torchx.runner import get_runner
 
+from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.cli import top
+from torchx_monarch.cli.jobs import JobFacts
 from torchx_monarch.components import spmd
 from torchx_monarch.controller.host_messages import CollectivesRead, ReadCollectives, Request, SampleRanks, TakeStacks
 from torchx_monarch.insight import hangs, rank_view, report_page, stacks, timeline
@@ -163,8 +165,9 @@ def measure(ranks: int, per_host: int, rounds: int) -> dict[str, float]:
 
     found["hang: diagnose"] = 1000 * seconds(diagnose, rounds)
     found["stacks: group and show"] = 1000 * seconds(lambda: stacks.render(job.stacks), rounds)
-    status = JobStatus("monarch_slurm://torchx/1", "job", "RUNNING")
-    view = top.View(status, rank_view.rank_views(job.samples, job.before))
+    activity = rank_view.rank_views(job.samples, job.before)
+    status = JobStatus("monarch_slurm://torchx/1", "job", "RUNNING", activity=activity)
+    view = JobFacts(AppSnapshot("1", "job", []), status)
     found["what ranks do"] = 1000 * seconds(lambda: rank_view.rank_views(job.samples, job.before), rounds)
     found["top: screen"] = 1000 * seconds(lambda: top.screen(view, 160, 50, 0), rounds)
     found["top: screen by host"] = 1000 * seconds(lambda: top.screen(view, 160, 50, 0, by_host=True), rounds)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.cli import exit_codes, main, ps, run_output
+from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.cli import exit_codes, main, ps, run_output, top
+from torchx_monarch.cli.jobs import JobFacts
 from torchx_monarch.cli.metrics import Family
-from torchx_monarch.cli.top import View
 from torchx_monarch.client.debugger import Breakpoint
 from torchx_monarch.client.result import RankResult, RunInfo, RunResult
 from torchx_monarch.insight.rank_view import RankView
@@ -72,7 +73,8 @@ def test_the_fields_of_stacks() -> None:
 
 
 def test_the_fields_of_top() -> None:
-    shown: Any = View(JobStatus("h", "n", "RUNNING"), [RankView(0, 0, "host", 1, "running")]).to_json()
+    status = JobStatus("h", "n", "RUNNING", activity=[RankView(0, 0, "host", 1, "running")])
+    shown: Any = top.to_json(JobFacts(AppSnapshot("a", "a", []), status))
     assert documented("a look") == set(shown)
     assert documented("ranks in `top`") == set(shown["ranks"][0])
 

@@ -59,7 +59,7 @@ _READ_LOGS = """if True:
     from types import SimpleNamespace
     from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
     from torchx_monarch.backends.core.timed_line import LogQuery
-    from torchx_monarch.cli import logs
+    from torchx_monarch.cli import jobs, logs
     from torchx_monarch.model.role_spec import RoleSpec
     from torchx_monarch.model.state import State
     from torchx_monarch.schedulers import monarch_local
@@ -81,7 +81,7 @@ _READ_LOGS = """if True:
         opened = [iter(scheduler.log_iter("a", "r", replica)) for replica in range(LIMIT)]
         print(*(next(log) for log in opened), sep="")
         sys.exit()
-    logs.opened = lambda _: contextlib.nullcontext(scheduler)
+    jobs.opened = lambda _: contextlib.nullcontext(scheduler)
     names = ("role", "rank", "since", "tail", "timestamps", "follow", "json")
     logs.run(argparse.Namespace(handle="monarch_local://torchx/a", **dict.fromkeys(names)))
 """

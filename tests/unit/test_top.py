@@ -17,17 +17,19 @@ import pytest
 
 from tests import waits
 from tests.waits import WITHIN
+from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.cli import top
-from torchx_monarch.cli.top import View
+from torchx_monarch.cli.jobs import JobFacts
 from torchx_monarch.insight.rank_view import RankView
 from torchx_monarch.schedulers.job_status import Failure, JobStatus
 
+APP = AppSnapshot("a-1", "a", [])
 JOB = JobStatus("monarch_local://torchx/a-1", "a", "RUNNING", phase="running", elapsed=61, attempt=2, attempts=3)
 
 
-def view(ranks: int, **more: Any) -> View:
+def view(ranks: int, **more: Any) -> JobFacts:
     rows = [RankView(rank, 0, f"node{rank // 8}", 100 + rank, "running", last_line="x" * 300) for rank in range(ranks)]
-    return View(JOB, rows, **more)
+    return JobFacts(APP, replace(JOB, activity=rows), **more)
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (40, 6), (300, 100)])
@@ -54,7 +56,7 @@ def test_the_table_scrolls_to_its_end_and_not_beyond() -> None:
 def test_the_head_says_what_is_wrong() -> None:
     hang = Failure(0.0, "rank 1 makes rank 0 wait")
     status = replace(JOB, hang=hang, last_failure=Failure(0.0, "rank 1 \x1b exited"), restarts=1, hosts=1, ranks=2)
-    failed = View(status, [], {"1": "no answer"}, "cannot be reached")
+    failed = JobFacts(APP, status, missing={"1": "no answer"}, problem="cannot be reached")
     assert top.head(failed, 80) == [
         "monarch_local://torchx/a-1: RUNNING for 1 min 1 s",
         "ranks run; attempt 2 of 3; 2 ranks on 1 host; hang: rank 1 makes rank 0 wait;",
@@ -62,7 +64,7 @@ def test_the_head_says_what_is_wrong() -> None:
         "host 1: no answer",
         "cannot be reached",
     ]
-    assert json.loads(json.dumps(failed.to_json()))["missing"] == {"1": "no answer"}
+    assert json.loads(json.dumps(top.to_json(failed)))["missing"] == {"1": "no answer"}
 
 
 PROGRAM = """

@@ -1,61 +1,237 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Open the scheduler of a job, and read the whole history of the job: its status, its events and its timeline."""
+"""Read what is known of a job: its scheduler's answer, its events, its logs, its hosts and its ranks.
+
+``status``, ``top``, ``report``, ``trace`` and ``metrics`` show parts of the same ``JobFacts``.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
 from torchx_monarch.backends.core.errors import BackendError, UserError
-from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot
 from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli.handles import unknown
-from torchx_monarch.client.connection import ask
+from torchx_monarch.client.connection import Connection, ask
+from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.rank_queries import RankWatch
+from torchx_monarch.client.runs import RUNS, read_runs
 from torchx_monarch.client.target import Target
+from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight import timeline
 from torchx_monarch.insight.events import Event
+from torchx_monarch.insight.log_lines import host_text
 from torchx_monarch.insight.timeline import Timeline
 from torchx_monarch.model.role_spec import WorkloadKind
+from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import job_status, registered
-from torchx_monarch.schedulers.description import log_folder
+from torchx_monarch.schedulers.description import log_folder, summary_of
 from torchx_monarch.schedulers.job_status import JobStatus, LiveState
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 
 _MAX_LINES = 100_000
 """Progress lines that are read of one log: a rank can imitate them."""
 
+_TAIL = 200
+"""Lines at the end of a replica's log in which its last output, and the present phase, are looked for."""
+
+_MAX_LOGS = 64
+"""Replicas whose logs are read for the last output; each may cost a request."""
+
+_AT_A_TIME = 16
+
+_RUNS_SHOWN = 10
+
 PATIENCE = 3.0
-"""Seconds to wait for the connection to replica 0, and again for its answer."""
+"""Seconds to wait for the connection to replica 0 of a live allocation, and again for its answer."""
+
+SAMPLE_PAUSE_S = 1.0
+"""Seconds between the two first samples of ranks, of which rates follow."""
+
+_WITH_RANKS = (WorkloadKind.RANKS, WorkloadKind.SESSION)
+
+_WITHOUT_RANKS = ("queued", "hosts", "ready")
+"""The phases in which hosts have no ranks to ask."""
 
 
 @dataclass(frozen=True)
-class JobHistory:
-    """What is known of a job from its submission on.
+class JobFacts:
+    """What is known of a job at one moment.
 
     Attributes:
-        from_log: whether progress lines stand for its events, which this machine does not have.
+        happened: its events, or what the progress lines in its log stand for (``JobStatus.from_log``).
+        missing: why a host has not said what its ranks do, by replica.
+        problem: why none has; empty if they have, or were not asked.
     """
 
     app: AppSnapshot
-    decided: AppStatus
     status: JobStatus
-    timeline: Timeline
-    from_log: bool
+    happened: Sequence[Event] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """The timeline of the job until its end or now."""
+        status, happened = self.status, self.happened
+        if status.started and (status.from_log or not happened):
+            started = {"time": status.started, "kind": "job_started", "message": "the job started"}
+            happened = [started, *(event for event in happened if event["time"] >= status.started)]
+        return timeline.build(
+            happened,
+            [role.spec.name for role in self.app.roles],
+            start=status.submitted or status.started or 0.0,
+            end=status.ended or time.time(),
+            live=[role.spec.name for role in self.app.roles if role.spec.workload is WorkloadKind.SESSION],
+        )
 
 
-def app_id_of(handle: str) -> tuple[str, str]:
-    """Return the scheduler's name and the app's id of a TorchX handle.
+class JobReader:
+    """Read what is known of one job, once or again and again.
+
+    Args:
+        role: the role whose ranks are asked; empty for the first role that has some.
+        address: as for ``Hosts``.
+    """
+
+    def __init__(self, scheduler: MonarchScheduler, handle: str, app_id: str, role: str, address: str) -> None:
+        self.scheduler = scheduler
+        self.handle = handle
+        self.app_id = app_id
+        self._role = role
+        self._address = address
+        self._ranks: RankWatch | None = None
+
+    def read_app(self) -> tuple[AppSnapshot, AppStatus]:
+        """Return the snapshot and the state of the app.
+
+        Raises:
+            HandleError: there is no such app.
+            BackendError: its scheduler cannot be reached.
+        """
+        found = self.scheduler.apps.read(self.app_id)
+        if found is None:
+            raise unknown(self.handle)
+        return found
+
+    def read(self, sample_pause: float | None = None, whole_log: bool = False) -> JobFacts:
+        """Return what is known now; raise as ``read_app`` does.
+
+        Args:
+            sample_pause: seconds between the first two samples of the ranks of a job that runs; 0 for one sample, which
+                tells no rates; None to ask neither ranks nor logs what they do.
+            whole_log: whether the events that a log stands for begin with its first line.
+        """
+        app, decided = self.read_app()
+        recorded = self.scheduler.read_events(self.app_id)
+        happened = recorded or self._events_of_logs(app, 0 if whole_log else _TAIL)
+        is_running = decided.state is State.RUNNING
+        status = job_status.build(
+            self.handle,
+            app,
+            decided,
+            happened,
+            log_folder=log_folder(app),
+            live=self._ask_live(app) if is_running else None,
+            from_log=not recorded,
+        )
+        if status.has_ended:
+            summary = summary_of(self.handle, app, decided, status.submitted or 0.0, time.time())
+            status = replace(status, summary=summary)
+        facts = JobFacts(app, status, happened)
+        return facts if sample_pause is None or not is_running else self._with_ranks(facts, sample_pause)
+
+    def watch(self, interval: float, sample_pause: float) -> Iterator[JobFacts]:
+        """Yield what is known again and again, until the job has ended; arguments as for ``read``."""
+        while True:
+            yield (facts := self.read(sample_pause))
+            if facts.status.has_ended:
+                return
+            time.sleep(max(interval, self.scheduler.inner.poll))
+
+    def _with_ranks(self, facts: JobFacts, pause: float) -> JobFacts:
+        """Return the facts with what the ranks do, and with when one of them has printed something last."""
+        first = next((role.spec.name for role in facts.app.roles if role.spec.workload in _WITH_RANKS), "")
+        if (role := self._role or first) and facts.status.phase not in _WITHOUT_RANKS:
+            self._ranks = self._ranks or RankWatch(Hosts(self.handle, role, self._address))
+            try:
+                activity, missing = self._ranks.ask(pause)
+                facts = replace(facts, status=replace(facts.status, activity=activity or None), missing=missing)
+            except (UnreachableError, RefusedError, AllocationError, BackendError) as error:
+                facts = replace(facts, problem=str(error))
+        printed = [rank.last_output for rank in facts.status.activity or () if rank.last_output is not None]
+        last = max(printed) if printed else self._last_output(facts.app)
+        return replace(facts, status=replace(facts.status, last_output=last or None))
+
+    def _events_of_logs(self, app: AppSnapshot, tail: int) -> list[Event]:
+        """Return the events that the progress lines in the log of each role's replica 0 stand for.
+
+        Args:
+            tail: how many of its last lines are read; 0 for all.
+        """
+        found: list[Event] = []
+        for role in app.roles:
+            with contextlib.suppress(BackendError, UserError):
+                lines = self.scheduler.apps.replica_log(app, role.spec.name, 0, tail=tail)
+                marked = (line for line in lines if "[monarch]" in line.text)
+                happened = job_status.events_of(itertools.islice(marked, _MAX_LINES))
+                found += [{**event, "role": role.spec.name} for event in happened if event["time"]]
+        return sorted(found, key=lambda event: event["time"])
+
+    def _last_output(self, app: AppSnapshot) -> float:
+        """Return when a rank has printed something last, as the ends of the logs tell; 0 if they do not."""
+
+        def last_line(replica: ReplicaSnapshot) -> float:
+            with contextlib.suppress(BackendError, UserError):
+                lines = deque(self.scheduler.apps.replica_log(app, replica.role, replica.id, tail=_TAIL), maxlen=_TAIL)
+                return max((line.time for line in lines if host_text(line.text) is None), default=0.0)
+            return 0.0
+
+        begun = [replica for replica in app.replicas if replica.started or replica.state is State.RUNNING]
+        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+            return max(pool.map(last_line, begun[:_MAX_LOGS]), default=0.0)
+
+    def _ask_live(self, app: AppSnapshot) -> LiveState | None:
+        """Ask the hosts of a live allocation; return None for another job, and if they do not answer."""
+        role = next((role.spec.name for role in app.roles if role.spec.workload is WorkloadKind.SESSION), None)
+        if role is not None:
+            with contextlib.suppress(UnreachableError, RefusedError, TimeoutError):
+                target = Target.from_handle(self.handle, role)
+                if (live := ask_live(target)) is not None:
+                    with Connection.open(target, RUNS) as link:
+                        return replace(live, last_runs=tuple(read_runs(link, PATIENCE)[-_RUNS_SHOWN:]))
+        return None
+
+
+def ask_live(target: Target) -> LiveState | None:
+    """Return what the hosts of a live allocation answer, without their runs; None if they are of another job."""
+    answer = ask(target, {"type": "look"}, PATIENCE)
+    live = answer.get("live")
+    if live is None:
+        return None
+    facts = {name: live[name] for name in ("ready", "run", "runs", "queued", "idle", "idle_timeout")}
+    return LiveState(hosts=len(answer["hosts"]), **facts)
+
+
+@contextlib.contextmanager
+def opened_job(handle: str, role: str = "", address: str = "") -> Iterator[JobReader]:
+    """Open the scheduler of a job and close its connections afterwards; raise as ``opened`` does.
 
     Raises:
-        torchx.specs.MalformedAppHandleException: it is no handle.
+        torchx.specs.MalformedAppHandleException: the handle is none.
     """
     from torchx.specs import parse_app_handle
 
-    scheduler, _, app_id = parse_app_handle(handle)
-    return str(scheduler), str(app_id)
+    scheduler_name, _, app_id = parse_app_handle(handle)
+    with opened(str(scheduler_name)) as scheduler:
+        yield JobReader(scheduler, handle, str(app_id), role, address)
 
 
 @contextlib.contextmanager
@@ -79,63 +255,3 @@ def opened(name: str) -> Iterator[MonarchScheduler]:
         yield scheduler
     finally:
         scheduler.inner.close()
-
-
-def read_app(scheduler: MonarchScheduler, handle: str, app_id: str) -> tuple[AppSnapshot, AppStatus]:
-    """Return the snapshot and the state of an app.
-
-    Raises:
-        HandleError: there is no such app.
-        BackendError: its scheduler cannot be reached.
-    """
-    found = scheduler.apps.read(app_id)
-    if found is None:
-        raise unknown(handle)
-    return found
-
-
-def ask_live(target: Target) -> LiveState | None:
-    """Return what the hosts of a live allocation answer, without their runs; None if they are of another job."""
-    answer = ask(target, {"type": "look"}, PATIENCE)
-    live = answer.get("live")
-    if live is None:
-        return None
-    facts = {name: live[name] for name in ("ready", "run", "runs", "queued", "idle", "idle_timeout")}
-    return LiveState(hosts=len(answer["hosts"]), **facts)
-
-
-def read_history(handle: str) -> JobHistory:
-    """Return the history of a job; raise as ``opened`` and ``read_app`` do."""
-    scheduler_name, app_id = app_id_of(handle)
-    with opened(scheduler_name) as scheduler:
-        app, decided = read_app(scheduler, handle, app_id)
-        now = time.time()
-        recorded = scheduler.read_events(app_id)
-        happened = recorded or _events_of_logs(scheduler, app)
-    status = job_status.build(
-        handle, app, decided, happened, now=now, log_folder=log_folder(app), from_log=not recorded
-    )
-    if not recorded and status.started:
-        started = {"time": status.started, "kind": "job_started", "message": "the job started"}
-        happened = [started, *(event for event in happened if event["time"] >= status.started)]
-    live = [role.spec.name for role in app.roles if role.spec.workload is WorkloadKind.SESSION]
-    drawn = timeline.build(
-        happened,
-        [role.spec.name for role in app.roles],
-        start=status.submitted or status.started or 0.0,
-        end=status.ended or now,
-        live=live,
-    )
-    return JobHistory(app, decided, status, drawn, not recorded)
-
-
-def _events_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[Event]:
-    """Return the events that the progress lines in the log of each role's replica 0 stand for."""
-    found: list[Event] = []
-    for role in app.roles:
-        with contextlib.suppress(BackendError, UserError):
-            lines = scheduler.apps.replica_log(app, role.spec.name, 0)
-            marked = (line for line in lines if "[monarch]" in line.text)
-            happened = job_status.events_of(itertools.islice(marked, _MAX_LINES))
-            found += [{**event, "role": role.spec.name} for event in happened if event["time"]]
-    return found

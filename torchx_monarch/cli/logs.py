@@ -19,7 +19,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli.allocation_arguments import since
 from torchx_monarch.cli.handles import add_handle
-from torchx_monarch.cli.jobs import app_id_of, opened, read_app
+from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import add_json, print_record
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import LogLine, is_coloured, is_terminal, stamp
@@ -81,16 +81,15 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> None:
     """Print the lines; Ctrl-C ends this command, and not the job."""
-    scheduler_name, app_id = app_id_of(args.handle)
     began = time.time()
     raise_file_limit()  # each replica's log stays open, and its index
-    with opened(scheduler_name) as scheduler:
-        app, status = read_app(scheduler, args.handle, app_id)
+    with opened_job(args.handle) as job:
+        app, status = job.read_app()
         roles = _roles(app, args)
         if args.rank is not None:
-            happened = scheduler.read_events(app_id)
+            happened = job.scheduler.read_events(job.app_id)
             _check_ranks(args, [most_ranks(app, role, happened) for role in roles])
-        merged = _merged(scheduler, app, roles, args, args.follow and not status.state.is_terminal)
+        merged = _merged(job.scheduler, app, roles, args, args.follow and not status.state.is_terminal)
         printer = _Printer(app, args.timestamps, args.json)
         for shown in _tail(printer.chosen(merged, args.rank), args.tail, began):
             printer.show(*shown)

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torchx_monarch.cli.handles import add_handle
-from torchx_monarch.cli.jobs import JobHistory, read_history
+from torchx_monarch.cli.jobs import JobFacts, opened_job
 from torchx_monarch.cli.output import add_json, write_output
 from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.rank_queries import ask_samples
@@ -53,11 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the metrics."""
-    history = read_history(args.handle)
-    app_id = history.app.app_id
-    families = job_families(history.status, history.timeline, app_id)
-    if not history.status.has_ended:
-        families += _rank_families(history, app_id, args.per_rank)
+    with opened_job(args.handle) as job:
+        facts = job.read(whole_log=True)
+    app_id = facts.app.app_id
+    families = job_families(facts.status, facts.timeline, app_id)
+    if not facts.status.has_ended:
+        families += _rank_families(facts, app_id, args.per_rank)
     if args.json:
         shown = json.dumps({"metrics": [family.to_json() for family in families if family.values]}, indent=1) + "\n"
     else:
@@ -68,14 +69,14 @@ def run(args: argparse.Namespace) -> None:
         write_output(args.output, shown)
 
 
-def _rank_families(history: JobHistory, job: str, per_rank: bool) -> list[Family]:
+def _rank_families(facts: JobFacts, job: str, per_rank: bool) -> list[Family]:
     """Return the metrics of the ranks of all roles; none of a role whose hosts do not answer."""
     samples: dict[str, list[RankSample]] = {}
-    for role in history.app.roles:
+    for role in facts.app.roles:
         name = role.spec.name
         if role.spec.workload in (WorkloadKind.RANKS, WorkloadKind.SESSION):
             try:
-                samples[name], missing = ask_samples(Hosts(history.status.handle, name))
+                samples[name], missing = ask_samples(Hosts(facts.status.handle, name))
             except (UnreachableError, RefusedError, AllocationError) as error:
                 say(f"no metrics of the ranks of {one_line(name)}: {error}")
                 continue

@@ -11,22 +11,21 @@ from collections.abc import Iterator
 from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.job_files import read_stacks
-from torchx_monarch.cli.jobs import JobHistory, read_history
+from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import STDOUT, add_json, add_output, print_json, write_output
 from torchx_monarch.cli.status_text import facts, state_and_time
 from torchx_monarch.insight import sample_log
 from torchx_monarch.insight.report_page import Curve, curves, render, rows_of, shares, ticks
-from torchx_monarch.insight.summary import local_path, raised_at, show_duration
+from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.insight.timeline import Span, Timeline, lost_seconds
-from torchx_monarch.model.host_result import HostResult
-from torchx_monarch.schedulers.job_status import PHASES
+from torchx_monarch.schedulers.job_status import PHASES, JobStatus
 from torchx_monarch.system.untrusted_text import one_line, printable
 
 _MAX_MOMENTS = 500
 _MAX_RANKS = 512
 _MAX_RUNS = 200
 
-_SHOWN_ELSEWHERE = ("message", "phase", "hang", "source")
+_SHOWN_ELSEWHERE = ("message", "cause", "log", "phase", "hang", "source", "runs", "idle", "next", "")
 """The facts of a status that the page has in other places."""
 
 
@@ -38,16 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the page."""
-    history = read_history(args.handle)
-    write_output(args.output, page_of(history))
+    with opened_job(args.handle) as job:
+        facts = job.read(SAMPLE_PAUSE_S, whole_log=True)
+    write_output(args.output, page_of(facts))
     if args.json and args.output not in STDOUT:
-        roles = [span.name for span in history.timeline.spans_of("role")]
+        roles = [span.name for span in facts.timeline.spans_of("role")]
         print_json(
             {
                 "path": os.path.abspath(args.output),
-                "state": history.status.state,
-                "seconds": history.timeline.job.seconds,
-                "roles": {role: _times(history.timeline, role) for role in roles},
+                "state": facts.status.state,
+                "seconds": facts.timeline.job.seconds,
+                "roles": {role: _times(facts.timeline, role) for role in roles},
             }
         )
 
@@ -57,11 +57,10 @@ def _times(drawn: Timeline, role: str) -> dict[str, dict[str, float]]:
     return {"phases": phases, "lost": lost_seconds(drawn, role)}
 
 
-def page_of(history: JobHistory) -> str:
+def page_of(job: JobFacts) -> str:
     """Return the page about a job."""
-    status, drawn = history.status, history.timeline
-    result = HostResult.from_text(history.decided.error)
-    cause = one_line(result.reason or status.message or PHASES.get(status.phase or "", ""))
+    status, drawn, ended = job.status, job.timeline, job.status.summary
+    cause = ended.cause if ended is not None else status.message or PHASES.get(status.phase or "", "")
     hang = f"hang: {status.hang.message}" if status.hang is not None else ""
     ranks, unshown = _last_ranks(drawn), ("output", "result", "ended")
     page = {
@@ -69,19 +68,19 @@ def page_of(history: JobHistory) -> str:
         "handle": one_line(status.handle),
         "state": status.state,
         "headline": state_and_time(status),
-        "cause": "; ".join(filter(None, (cause, hang))),
-        "traceback": printable(result.traceback),
-        "log": one_line(local_path(result.log)),
-        "facts": _facts(history),
+        "cause": "; ".join(filter(None, (one_line(cause), hang))),
+        "traceback": printable(ended.traceback) if ended is not None else "",
+        "log": one_line(ended.log) if ended is not None and ended.log != status.log_folder else "",
+        "facts": _facts(status),
         "rows": rows_of(drawn),
         "ticks": ticks(drawn.job.seconds),
-        "is_from_log": history.from_log,
+        "is_from_log": status.from_log,
         "roles": [
             {"name": span.name, "lost": _lost(drawn, span.name), "shares": shares(drawn, span.name)}
             for span in drawn.spans_of("role")
         ],
         "runs": drawn.spans_of("run")[-_MAX_RUNS:],
-        "curves": list(_curves(history)),
+        "curves": list(_curves(job)),
         "moments": [moment for moment in drawn.moments if moment.kind not in unshown][-_MAX_MOMENTS:],
         "ranks": ranks[:_MAX_RANKS],
         "ranks_left_out": max(0, len(ranks) - _MAX_RANKS),
@@ -91,18 +90,14 @@ def page_of(history: JobHistory) -> str:
     return render(page, drawn.job)
 
 
-def _facts(history: JobHistory) -> list[tuple[str, str]]:
-    status = history.status
+def _facts(status: JobStatus) -> list[tuple[str, str]]:
     stated = [(title.rstrip(": "), text) for title, text in facts(status) if title not in _SHOWN_ELSEWHERE]
     dates = (("submitted", status.submitted), ("started", status.started), ("ended", status.ended))
-    found = [
+    return [
         *(fact for fact in stated if fact[0].startswith("command")),
         *((title, _date(when)) for title, when in dates if when is not None),
-        *(fact for fact in stated if not fact[0].startswith(("command", "logs"))),
-        ("raised", raised_at(HostResult.from_text(history.decided.error).traceback)),
-        ("logs", one_line(status.log_folder or "")),
+        *(fact for fact in stated if not fact[0].startswith("command")),
     ]
-    return [(title, text) for title, text in found if text]
 
 
 def _lost(drawn: Timeline, role: str) -> str:
@@ -125,15 +120,12 @@ def _last_ranks(drawn: Timeline) -> list[Span]:
     return [last[key] for key in sorted(last)]
 
 
-def _curves(history: JobHistory) -> Iterator[tuple[str, list[Curve]]]:
+def _curves(job: JobFacts) -> Iterator[tuple[str, list[Curve]]]:
     """Yield the curves of each role whose samples this machine has."""
-    folder = history.status.log_folder
-    for role in history.timeline.spans_of("role") if folder else ():
-        drawn = curves(
-            sample_log.read(os.path.join(folder or ".", path_name(role.name), "0", sample_log.NAME)),
-            history.timeline.job,
-        )
-        if drawn:
+    folder = job.status.log_folder
+    for role in job.timeline.spans_of("role") if folder else ():
+        samples = sample_log.read(os.path.join(folder or ".", path_name(role.name), "0", sample_log.NAME))
+        if drawn := curves(samples, job.timeline.job):
             yield role.name, drawn
 
 

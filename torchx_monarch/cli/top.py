@@ -11,24 +11,19 @@ import shutil
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
-from torchx_monarch.cli.jobs import app_id_of, opened, read_app
+from torchx_monarch.cli.allocation_arguments import add_handle
+from torchx_monarch.cli.handles import check_local
+from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, JobReader, opened_job
 from torchx_monarch.cli.output import add_json, print_record
 from torchx_monarch.cli.status_text import headline
-from torchx_monarch.client.rank_queries import RankWatch
-from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight import rank_table
 from torchx_monarch.insight.log_lines import is_terminal
-from torchx_monarch.insight.rank_view import RankView
 from torchx_monarch.insight.summary import show_restarts
 from torchx_monarch.schedulers import job_status
-from torchx_monarch.schedulers.job_status import JobStatus
 from torchx_monarch.system.termination import termination
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -40,13 +35,13 @@ _INTERVAL_S = 2.0
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 86400.0
 
-_ONCE_S = 1.0
-"""Time between the two samples of ``--once``, of which rates follow."""
-
 _NO_TERMINAL_WIDTH = 160
 """Columns of the lines where there is no terminal."""
 
 _KEY_TIMEOUT_MS = 200
+
+_MAX_ROWS = 1 << 20
+"""More rows than a table has: ``screen`` shows its end instead."""
 
 _KEYS = "q quit   up/down/pgup/pgdn scroll   h {}"
 
@@ -68,86 +63,48 @@ def _interval(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
 
 
-@dataclass(frozen=True)
-class View:
-    """A job and its ranks at one moment.
-
-    Attributes:
-        missing: why a host has not answered, by replica.
-        problem: why there is no rank at all; empty if the hosts have answered.
-    """
-
-    status: JobStatus
-    ranks: Sequence[RankView]
-    missing: Mapping[str, str] = field(default_factory=dict)
-    problem: str = ""
-
-    def to_json(self) -> dict[str, object]:
-        """Return the view as JSON values."""
-        ranks = [
-            {
-                "ranks": [rank.rank],
-                "host": rank.host,
-                "pid": rank.pid,
-                "state": rank.state,
-                "cpu": rank.cpu,
-                "rss_bytes": rank.rss_bytes,
-                "gpu_bytes": rank.gpu_bytes,
-                "gpu_busy": rank.gpu_busy,
-                "rate": rank.collectives_per_second,
-                "late": rank.waited_for,
-                "line": rank.last_line,
-            }
-            for rank in self.ranks
-        ]
-        return {
-            "status": self.status.to_json(),
-            "ranks": ranks,
-            "missing": dict(self.missing),
-            "problem": self.problem,
+def to_json(facts: JobFacts) -> dict[str, object]:
+    """Return a job and its ranks as JSON values."""
+    ranks = [
+        {
+            "ranks": [rank.rank],
+            "host": rank.host,
+            "pid": rank.pid,
+            "state": rank.state,
+            "cpu": rank.cpu,
+            "rss_bytes": rank.rss_bytes,
+            "gpu_bytes": rank.gpu_bytes,
+            "gpu_busy": rank.gpu_busy,
+            "rate": rank.collectives_per_second,
+            "late": rank.waited_for,
+            "line": rank.last_line,
         }
+        for rank in facts.status.activity or ()
+    ]
+    status = {**facts.status.to_json(), "activity": None}
+    return {"status": status, "ranks": ranks, "missing": dict(facts.missing), "problem": facts.problem}
 
 
 def run(args: argparse.Namespace) -> None:
     """Show the job until it has ended, or until q or Ctrl-C."""
-    if args.once:
-        _print(next(views(args, min(_ONCE_S, args.interval))), args)
-    elif args.json or not (is_terminal(sys.stdout) and is_terminal(sys.stdin)):
-        for view in views(args):
-            _print(view, args)
-    else:
-        last = _show(args)
-        print("\n".join(lines(last, _width())) if last.status.has_ended else last.status.handle)
+    if not args.address:
+        check_local(args.handle)
+    with opened_job(args.handle, args.role, args.address) as job:
+        if args.once:
+            _print(job.read(min(SAMPLE_PAUSE_S, args.interval)), args)
+        elif args.json or not (is_terminal(sys.stdout) and is_terminal(sys.stdin)):
+            for facts in job.watch(args.interval, 0.0):
+                _print(facts, args)
+        else:
+            last = _show(job, args)
+            print("\n".join(lines(last, _width())) if last.status.has_ended else last.status.handle)
 
 
-def views(args: argparse.Namespace, first_pause: float = 0.0) -> Iterator[View]:
-    """Yield the job and its ranks again and again, until the job has ended.
-
-    Args:
-        first_pause: seconds between the two samples of the first view; 0 for one sample, which tells no rates.
-    """
-    scheduler_name, app_id = app_id_of(args.handle)
-    ranks = RankWatch(hosts_of(args))
-    with opened(scheduler_name) as scheduler:
-        while True:
-            app = read_app(scheduler, args.handle, app_id)
-            view = View(job_status.build(args.handle, *app, scheduler.read_events(app_id)), [])
-            if not view.status.has_ended:
-                try:
-                    view = View(view.status, *ranks.ask(first_pause))
-                except (UnreachableError, RefusedError, AllocationError) as error:
-                    view = replace(view, problem=str(error))
-            yield view
-            if view.status.has_ended:
-                return
-            time.sleep(max(args.interval, scheduler.inner.poll))
-
-
-def _print(view: View, args: argparse.Namespace) -> None:
+def _print(facts: JobFacts, args: argparse.Namespace) -> None:
     if args.json:
-        print_record(view.to_json())
+        print_record(to_json(facts))
     else:
-        print("\n".join(lines(view, _width(), args.by_host)), end="\n\n", flush=True)
+        print("\n".join(lines(facts, _width(), args.by_host)), end="\n\n", flush=True)
 
 
 def _width() -> int:
@@ -157,30 +114,31 @@ def _width() -> int:
 # -- as lines ----------------------------------------------------------------------------------------------------------
 
 
-def head(view: View, width: int) -> list[str]:
+def head(facts: JobFacts, width: int) -> list[str]:
     """Return the lines above the table: the job, what it does, and what is wrong."""
-    status = view.status
-    facts = [job_status.in_one_line(status), show_restarts(status.restarts) if status.restarts else ""]
-    found = [headline(status), *textwrap.wrap(one_line("; ".join(filter(None, facts))), width, break_on_hyphens=False)]
-    found += [one_line(f"host {replica}: {why}") for replica, why in view.missing.items()]
-    found += [one_line(view.problem)] if view.problem else []
+    status = facts.status
+    parts = [job_status.in_one_line(status), show_restarts(status.restarts) if status.restarts else ""]
+    found = [headline(status), *textwrap.wrap(one_line("; ".join(filter(None, parts))), width, break_on_hyphens=False)]
+    found += [one_line(f"host {replica}: {why}") for replica, why in facts.missing.items()]
+    found += [one_line(facts.problem)] if facts.problem else []
     return [line[:width] for line in found]
 
 
-def lines(view: View, width: int, by_host: bool = False) -> list[str]:
+def lines(facts: JobFacts, width: int, by_host: bool = False) -> list[str]:
     """Return all lines, none longer than ``width`` characters."""
-    return head(view, width) + (rank_table.render(view.ranks, width, by_host) if view.ranks else [])
+    return head(facts, width) + (rank_table.render(ranks, width, by_host) if (ranks := facts.status.activity) else [])
 
 
-def screen(view: View, width: int, height: int, first: int, by_host: bool = False) -> tuple[list[str], int]:
+def screen(facts: JobFacts, width: int, height: int, first: int, by_host: bool = False) -> tuple[list[str], int]:
     """Return the lines of a terminal, and the first row that is shown.
 
     Args:
         first: the first row of the table to show; a number that is too large shows the end of the table.
         by_host: whether there is one row for each host.
     """
-    above = head(view, width)[: max(1, height - 4)]
-    table = rank_table.render(view.ranks, width, by_host) if view.ranks else [""]
+    above = head(facts, width)[: max(1, height - 4)]
+    ranks = facts.status.activity
+    table = rank_table.render(ranks, width, by_host) if ranks else [""]
     room = max(1, height - len(above) - 3)
     count = len(table) - 1
     first = max(0, min(first, count - room))
@@ -195,40 +153,40 @@ def screen(view: View, width: int, height: int, first: int, by_host: bool = Fals
 # -- on the whole screen -----------------------------------------------------------------------------------------------
 
 
-def _show(args: argparse.Namespace) -> View:
+def _show(job: JobReader, args: argparse.Namespace) -> JobFacts:
     """Show the job on the whole screen, and return what was shown last."""
-    arrived: queue.SimpleQueue[View | BaseException] = queue.SimpleQueue()
+    arrived: queue.SimpleQueue[JobFacts | BaseException] = queue.SimpleQueue()
 
-    def read_views() -> None:
+    def read() -> None:
         try:
-            for view in views(args):
-                arrived.put(view)
+            for facts in job.watch(args.interval, 0.0):
+                arrived.put(facts)
         except BaseException as error:
             arrived.put(error)
 
     # A daemon: q ends the command also while a host does not answer.
-    threading.Thread(target=read_views, daemon=True).start()
-    view = _next(arrived, None)
+    threading.Thread(target=read, daemon=True).start()
+    facts = _next(arrived, None)
     first, by_host = 0, args.by_host
     with whole_screen() as terminal:
-        while not view.status.has_ended:
+        while not facts.status.has_ended:
             height, width = terminal.getmaxyx()
-            shown, first = screen(view, width, height, first, by_host)
+            shown, first = screen(facts, width, height, first, by_host)
             draw(terminal, shown)
             key = pressed(terminal)
             if key in ("q", "Q"):
-                return view
+                return facts
             by_host = by_host != (key == "h")
             page = max(1, height - 8)
             moves = {"KEY_UP": -1, "k": -1, "KEY_DOWN": 1, "j": 1, "KEY_PPAGE": -page, "KEY_NPAGE": page, " ": page}
-            moves |= {"KEY_HOME": -first, "g": -first, "KEY_END": len(view.ranks), "G": len(view.ranks)}
+            moves |= {"KEY_HOME": -first, "g": -first, "KEY_END": _MAX_ROWS, "G": _MAX_ROWS}
             first += moves.get(key, 0)
-            view = _next(arrived, view)
-    return view
+            facts = _next(arrived, facts)
+    return facts
 
 
-def _next(arrived: queue.SimpleQueue[View | BaseException], present: View | None) -> View:
-    """Return the next view, or the present one if there is none yet; wait for the first."""
+def _next(arrived: queue.SimpleQueue[JobFacts | BaseException], present: JobFacts | None) -> JobFacts:
+    """Return what was read next, or the present facts if nothing was yet; wait for the first."""
     try:
         found = arrived.get(block=present is None)
     except queue.Empty:

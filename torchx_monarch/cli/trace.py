@@ -9,7 +9,7 @@ import os
 
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.job_files import read_collectives
-from torchx_monarch.cli.jobs import read_history
+from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import STDOUT, add_json, add_output, print_json, write_output
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.chrome_trace import trace
@@ -28,15 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the trace."""
-    history = read_history(args.handle)
+    with opened_job(args.handle) as job:
+        facts = job.read(whole_log=True)
     collectives = None
     if args.collectives:
-        collectives, problems = read_collectives(history.status.log_folder)
+        collectives, problems = read_collectives(facts.status.log_folder)
         for problem in problems:
             say(problem)
         if not collectives:
             say("this machine has no dump of the flight recorder of this job")
-    written = trace(history.timeline, history.status.name, collectives, from_log=history.status.from_log)
+    written = trace(facts.timeline, facts.status.name, collectives, from_log=facts.status.from_log)
     write_output(args.output, json.dumps(written))
     if args.json and args.output not in STDOUT:
         print_json({"path": os.path.abspath(args.output), "events": len(written["traceEvents"])})

@@ -9,7 +9,7 @@ import time
 
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.handles import add_handle
-from torchx_monarch.cli.jobs import app_id_of, opened, read_app, read_history
+from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import add_json, print_json
 from torchx_monarch.cli.status_text import render
 from torchx_monarch.client.hosts import say
@@ -27,14 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Wait, print the status, and exit with the job's exit code; with 1 for a job that failed without one."""
     deadline = None if args.timeout is None else time.monotonic() + args.timeout
-    scheduler_name, app_id = app_id_of(args.handle)
-    with opened(scheduler_name) as scheduler:
-        while not (state := read_app(scheduler, args.handle, app_id)[1].state).is_terminal:
+    with opened_job(args.handle) as job:
+        while not (state := job.read_app()[1].state).is_terminal:
             left = float("inf") if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 say(f"{args.handle} has not ended within {args.timeout:g} s: {state.value}")
                 sys.exit(exit_codes.TIMEOUT)
-            time.sleep(min(max(_INTERVAL_S, scheduler.inner.poll), left))
-    status = read_history(args.handle).status
+            time.sleep(min(max(_INTERVAL_S, job.scheduler.inner.poll), left))
+        status = job.read().status
     print_json(status.to_json()) if args.json else print(render(status))
     sys.exit(status.exit_code if status.exit_code is not None else int(status.state != "SUCCEEDED"))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TypeVar
 
-from torchx_monarch.client.connection import TIMEOUT, Connection
+from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import UnreachableError
@@ -20,6 +20,9 @@ from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.codec import DecodeError, decode
 
 T = TypeVar("T")
+
+_CONNECT_TIMEOUT = 5.0
+"""Seconds to wait for the connection: somebody waits for the answer."""
 
 _SAMPLES_TIMEOUT = 12.0
 """Seconds to wait for samples: replica 0 waits for the other hosts."""
@@ -53,16 +56,16 @@ class RankWatch:
         self._hosts = hosts
         self._before: list[RankSample] = []
 
-    def ask(self, first_pause: float = 0.0, timeout: float = _SAMPLES_TIMEOUT) -> tuple[list[RankView], dict[str, str]]:
+    def ask(self, first_pause: float = 0.0) -> tuple[list[RankView], dict[str, str]]:
         """Return what each rank does, and why a host has not answered, by replica.
 
         Args:
             first_pause: seconds between the two samples of the first call; 0 for one sample, which tells no rates.
         """
         if first_pause and not self._before:
-            self._before = ask_samples(self._hosts, timeout)[0]
+            self._before = ask_samples(self._hosts)[0]
             time.sleep(first_pause if self._before else 0)
-        samples, missing = ask_samples(self._hosts, timeout)
+        samples, missing = ask_samples(self._hosts)
         before, self._before = self._before, samples or self._before
         return rank_views(samples, before), missing
 
@@ -76,7 +79,7 @@ def _ask(hosts: Hosts, greeting: Mapping[str, object], kind: type[T], timeout: f
 
     def ask_at(target: Target) -> tuple[list[T], dict[str, str]]:
         found: list[T] = []
-        with Connection.open(target, dict(greeting), min(timeout, TIMEOUT)) as link:
+        with Connection.open(target, dict(greeting), _CONNECT_TIMEOUT) as link:
             while True:
                 answer = link.answer(timeout)
                 if answer.get("type") == "end":
