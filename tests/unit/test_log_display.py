@@ -46,7 +46,23 @@ def shown(
 
 def test_in_a_pipe_a_line_has_a_short_prefix_and_no_control_sequence() -> None:
     lines = ("[digits0]:epoch 1\n", "[monarch] mesh\n", "raw\n", "[digits1]:\r 10%", "\r 20%", "\n")
-    assert shown(app(), *lines) == ["[0] epoch 1\n", "[monarch] mesh\n", "raw\n", "[1] \r 10%", "\r 20%", "\n"]
+    assert shown(app(), *lines) == ["[0] epoch 1\n", "[monarch] mesh\n", "raw\n", "[1]  20%\n"]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        (["[d0]:\r 10%", "\r 20%"], ["[0]  20%\n"]),  # the log has no more
+        (["[d0]:\r 10%\n", "[d1]:x\n", "[d0]:[continued] \r 20%\n"], ["[1] x\n", "[0]  20%\n"]),
+        (["[d0]:\r 10%\n", "[d0]:[continued] \r 20%\n", "[d0]:end\n"], ["[0]  20%\n", "[0] end\n"]),
+        (["[d0]:\r 10%\n", "[d1]:x\n", "[d0]:[continued] \n", "[d0]:y\n"], ["[1] x\n", "[0]  10%\n", "[0] y\n"]),
+        (["[d0]:\r 99%\n", "[d0]:\r 0%\n"], ["[0]  99%\n", "[0]  0%\n"]),  # two bars
+        (["[d0]:\r 99%\r    \r\n", "[d0]:x\r\n"], ["[0] x\r\n"]),  # a bar that leaves nothing behind
+        (["[d0]:a long line\n", "[d0]:[continued] of pieces"], ["[0] a long line\n", "[0] [continued] of pieces"]),
+    ],
+)
+def test_of_a_progress_bar_the_last_state_is_shown(pieces: list[str], lines: list[str]) -> None:
+    assert shown(app("--tee", "3", "--role", "d"), *pieces) == lines
 
 
 def test_a_template_without_the_rank_is_shown_behind_it() -> None:
@@ -99,6 +115,14 @@ def test_exec_shows_the_same_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == (
         "[0] one\n[0] two\nraw\n[13] [step10]: x\n[rank2]: ValueError\n[step10]: loss=10\n"
     )
+
+
+def test_exec_shows_the_last_state_of_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    collector = Collector("stream")
+    for rank, text in ((0, "[d0]:\r 10%"), (1, "[d1]:x\n[d1]:\r 1%"), (0, "\r 20%"), (0, "\r 30%\n[d0]:end\n")):
+        collector._show(output(rank, f"[d{rank}]:", text))
+    assert capsys.readouterr().out == "[1] x\n[0]  30%\n[0] end\n"
+    assert collector._streams["stdout"].rest() == "[1]  1%\n"
 
 
 def test_exec_names_every_rank_on_a_terminal(

@@ -22,7 +22,7 @@ from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import add_json, print_record
 from torchx_monarch.client.hosts import say
-from torchx_monarch.insight.log_lines import LogLine, is_coloured, is_terminal, stamp
+from torchx_monarch.insight.log_lines import LastStates, LogLine, is_coloured, is_terminal, stamp
 from torchx_monarch.schedulers.job_status import most_ranks
 from torchx_monarch.schedulers.log_display import parser_of
 from torchx_monarch.schedulers.monarch import MonarchScheduler
@@ -33,7 +33,8 @@ from torchx_monarch.system.untrusted_text import one_line
 Source = tuple[str, int]
 """The name of a role, and the id of one of its replicas."""
 
-_Line = tuple[Source, TimedLine, LogLine]
+_Line = tuple[Source, float, LogLine]
+"""A line, and when it was written, in seconds since the epoch; 0 if that is not known."""
 
 _MAX_LINES = 10**9
 """Lines that ``-n`` keeps at most; a backend's own limit is a number of 64 bits."""
@@ -43,6 +44,9 @@ PATIENCE = 0.5
 
 _HELD = 1000
 """Lines of one log that are read ahead."""
+
+_STATES = 1000
+"""Lines beside those that ``-n`` asks for that are read of each log: the states of progress bars become one line."""
 
 K = TypeVar("K")
 
@@ -110,7 +114,7 @@ def _tail(lines: Iterable[_Line | None], count: int | None, began: float) -> Ite
     """
     last: deque[_Line] | None = deque(maxlen=count) if count is not None else None
     for line in lines:
-        if last is not None and (line is None or line[1].time > began):
+        if last is not None and (line is None or line[1] > began):
             yield from last
             last = None
         if line is not None and last is None:
@@ -144,7 +148,7 @@ def _merged(
     scheduler: MonarchScheduler, app: AppSnapshot, roles: Sequence[str], args: argparse.Namespace, follow: bool
 ) -> Iterable[tuple[Source, TimedLine] | None]:
     """Return the lines of the replicas of some roles."""
-    tail = args.tail + 1 if args.tail is not None and args.rank is None else 0
+    tail = args.tail + _STATES if args.tail is not None and args.rank is None else 0
     logs = {
         (replica.role, replica.id): _readable(
             scheduler.apps.replica_log(app, replica.role, replica.id, since=args.since, tail=tail, follow=follow)
@@ -183,28 +187,42 @@ class _Printer:
         self._is_terminal, self._is_coloured = is_terminal(sys.stdout), is_coloured(sys.stdout)
         self._output = LineOutput()
         self._unfinished: set[Source] = set()
+        # On a terminal a progress bar moves, unless its states had a time each.
+        is_live = self._is_terminal and not timestamps and not as_json
+        self._states = {} if is_live else {source: LastStates(parser) for source, parser in self._parsers.items()}
 
     def chosen(
         self, merged: Iterable[tuple[Source, TimedLine] | None], ranks: Sequence[range] | None
     ) -> Iterator[_Line | None]:
         """Parse lines; yield those of some ranks, all if that is None, and None where no more came for a while."""
+        for line in self._parsed(merged):
+            if line is not None:
+                _, _, parsed = line
+                self.has_named_ranks = self.has_named_ranks or parsed.rank is not None
+                self.has_output = self.has_output or not parsed.is_of_host
+                if ranks is not None and not any(parsed.rank in rank_range for rank_range in ranks):
+                    continue
+            yield line
+
+    def _parsed(self, merged: Iterable[tuple[Source, TimedLine] | None]) -> Iterator[_Line | None]:
         for merged_line in merged:
             if merged_line is None:
                 yield None
                 continue
             source, line = merged_line
-            parsed = self._parsers[source].parse(line.text)
-            self.has_named_ranks = self.has_named_ranks or parsed.rank is not None
-            self.has_output = self.has_output or not parsed.is_of_host
-            if ranks is None or any(parsed.rank in rank_range for rank_range in ranks):
-                yield source, line, parsed
+            if source not in self._states:
+                yield source, line.time, self._parsers[source].parse(line.text)
+            else:
+                yield from ((source, *found) for found in self._states[source].feed(line.text, line.time))
+        for source, states in self._states.items():
+            yield from ((source, *found) for found in states.rest())
 
-    def show(self, source: Source, line: TimedLine, parsed: LogLine) -> None:
+    def show(self, source: Source, time: float, parsed: LogLine) -> None:
         """Print a line: with its rank, and with its replica if it has no rank and there are several replicas."""
         role, replica = source
-        when = parsed.time or (stamp(line.time).rstrip() if line.time else "")
+        when = parsed.time or (stamp(time).rstrip() if time else "")
         if self._as_json:
-            place = {"time": line.time or None, "role": role, "replica": replica, "rank": parsed.rank}
+            place = {"time": time or None, "role": role, "replica": replica, "rank": parsed.rank}
             print_record({**place, "text": parsed.text.rstrip("\n")})
             return
         shown = replace(parsed, time=when if self._timestamps else parsed.time)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import signal
 import sys
@@ -19,7 +20,7 @@ from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.result import RankOutput, RunResult, rank_result
 from torchx_monarch.client.run_options import Output, check_output
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
-from torchx_monarch.insight.log_lines import STAMP_LENGTH, LogLine, is_coloured, is_terminal
+from torchx_monarch.insight.log_lines import STAMP_LENGTH, LogLine, is_coloured, is_terminal, last_state
 from torchx_monarch.model.codec import decode
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.line_output import LineOutput
@@ -165,6 +166,9 @@ class Collector:
             elif kind == "attempts":
                 self._attempts = record["count"]
             elif kind == "result":
+                for name, lines in self._streams.items():
+                    if rest := lines.rest():
+                        show(name, rest)
                 texts = {
                     rank: RankOutput("".join(streams["stdout"]), "".join(streams["stderr"]))
                     for rank, streams in sorted(self._texts.items())
@@ -203,6 +207,9 @@ class _RankLines:
         self._is_coloured = is_coloured(stream)
         self._placed = LineOutput()
         self._unfinished: set[int] = set()
+        # The cell of a notebook shows how a bar moves, as a terminal does.
+        self._has_last_states = isinstance(stream, io.TextIOWrapper) and not self._is_terminal
+        self._bars: dict[int, tuple[str, int, int]] = {}
 
     def place(self, rank: int, text: str, prefix: int, stamp: int) -> str:
         """Return what to write for lines, or a piece of a line, of a rank.
@@ -213,13 +220,25 @@ class _RankLines:
         """
         shown, start = [], stamp + prefix
         mark = f"[{rank}] " if prefix or self._is_terminal else ""
-        for line in _LINES.findall(text):
+        for line in _LINES.findall(self._bars.pop(rank, ("", 0, 0))[0] + text):
             begun = rank in self._unfinished
+            if self._has_last_states and "\r" in line and not begun:
+                head, state = line[:start], last_state(line[start:])
+                if not line.endswith("\n"):
+                    self._bars[rank] = f"{head}\r{state}", prefix, stamp
+                    continue
+                line = head + state
             shown.append(line if begun else self._line(LogLine(line[start:], mark, rank, line[:stamp].rstrip())))
             (self._unfinished.discard if line.endswith("\n") else self._unfinished.add)(rank)
+        if not shown:
+            return ""
         lead = self._line(LogLine("", mark, rank)) if self._is_terminal else ""
         placed = self._placed.place(rank, "".join(shown).encode(errors="surrogateescape"), lead.encode())
         return placed.decode(errors="surrogateescape")
+
+    def rest(self) -> str:
+        """Return what to write for bars that have not ended when the run has."""
+        return "".join(self.place(rank, "\n", *lengths) for rank, (_, *lengths) in list(self._bars.items()))
 
     def _line(self, line: LogLine) -> str:
         return line.on_terminal(self._is_coloured) if self._is_terminal else line.plain()

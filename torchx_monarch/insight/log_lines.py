@@ -15,9 +15,12 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from string import Template
 from typing import TextIO
+
+from torchx_monarch.system.line_output import CONTINUED
 
 TEMPLATE = "[${role_name}${rank}]:"
 """The prefix of a rank's lines, as under torchrun, unless the user gives another template."""
@@ -28,6 +31,8 @@ STAMP_LENGTH = len("2026-11-25T10:00:00.123Z ")
 
 _HOST = "[monarch]"
 """Marks the lines of host processes and supervisors."""
+
+_CONTINUED = CONTINUED.decode()
 
 _COLOURS = (36, 33, 32, 35, 94, 96, 93, 92, 95)
 """ANSI colours of the ranks, in turn: no red, which means an error, and no dark blue, which is unreadable on black."""
@@ -150,6 +155,51 @@ class LineParser:
         if match is None or not self._is_complete:
             return LogLine(rest, rank=rank, time=time)
         return LogLine(rest[match.end() :], f"[{rank}] " if self._is_default else prefix + match[0], rank, time)
+
+
+class LastStates:
+    """Parse the lines of one replica for files and pipes, with one line for each progress bar: its last state.
+
+    A program redraws a bar after a carriage return. In a log the lines of other ranks come between its states: what
+    follows them is marked with ``CONTINUED``. So a bar is held until its rank writes another line, or the log ends.
+    """
+
+    def __init__(self, parser: LineParser) -> None:
+        self._parser = parser
+        self._unfinished: LogLine | None = None
+        self._bars: dict[int | None, tuple[float, LogLine]] = {}
+
+    def feed(self, piece: str, time: float = 0.0) -> Iterator[tuple[float, LogLine]]:
+        """Take a line, or a piece of a bar; yield the lines that it completes, with the times of their last pieces."""
+        begun = self._unfinished
+        line = replace(begun, text=begun.text + piece) if begun is not None else self._parser.parse(piece)
+        self._unfinished = None
+        goes_on, is_bar = line.text.startswith(_CONTINUED), "\r" in line.text.rstrip("\r\n")
+        state = last_state(line.text)
+        if is_bar and not piece.endswith("\n"):
+            self._unfinished = replace(line, text=f"{_CONTINUED if goes_on else ''}\r{state}")
+            return
+        bar = self._bars.pop(line.rank, None)
+        is_same_bar = bar is not None and goes_on
+        if bar is not None and not (is_same_bar and is_bar):
+            yield bar
+        if is_bar and state.strip():
+            self._bars[line.rank] = time, replace(line, text=state)
+        elif not is_bar and not (is_same_bar and line.text == f"{_CONTINUED}\n"):
+            yield time, line
+
+    def rest(self) -> Iterator[tuple[float, LogLine]]:
+        """Yield the bars that are held when the log has ended."""
+        if self._unfinished is not None:
+            yield from self.feed("\n")
+        yield from self._bars.values()
+        self._bars = {}
+
+
+def last_state(line: str) -> str:
+    """Return what a line, with or without its end, shows on a terminal: the text after the last carriage return."""
+    text = line.rstrip("\r\n")
+    return text.rpartition("\r")[2] + line[len(text) :]
 
 
 def _pattern(template: str, role_name: str) -> str:

@@ -2,13 +2,15 @@
 """Show log lines in ``torchx log`` and ``torchx run --log`` with the short prefix of ``insight.log_lines``.
 
 TorchX writes ``ROLE/REPLICA`` before every piece of text that ``log_iter`` yields (``torchx.cli.cmd_log``), and again
-after each carriage return. In files and pipes that stays. On a terminal a line that names its rank does without it: the
-text begins with the control sequences that move the cursor to the first column and erase the line.
+after each carriage return. In files and pipes that stays, and progress bars are shown as their last states. On a
+terminal a line that names its rank does without it: the text begins with the control sequences that move the cursor to
+the first column and erase the line.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -18,7 +20,7 @@ from torchx_monarch.backends.core.options import matching
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.command.command import Command, Streams
 from torchx_monarch.command.rewrite import rank_command
-from torchx_monarch.insight.log_lines import TEMPLATE, LineParser, LogLine, is_coloured, is_terminal
+from torchx_monarch.insight.log_lines import TEMPLATE, LastStates, LineParser, LogLine, is_coloured, is_terminal
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.schedulers.command import subcommand
 
@@ -55,12 +57,17 @@ class LogDisplay:
         return self._shown(pieces, re.compile(regex) if regex else None)
 
     def _shown(self, pieces: Iterable[str], wanted: re.Pattern[str] | None) -> Iterator[str]:
+        if not self._is_terminal:
+            states = LastStates(self._parser)
+            found = itertools.chain((line for piece in pieces for line in states.feed(piece)), states.rest())
+            texts = (line.plain() for _, line in found)
+            yield from (text for text in texts if wanted is None or wanted.search(text))
+            return
         last, goes_on = LogLine(""), False
         for piece in pieces:
             line = dataclasses.replace(last, text=piece) if goes_on else self._parser.parse(piece)
-            plain = piece if goes_on else line.plain()
-            if wanted is None or wanted.search(plain):
-                yield self._on_terminal(line, goes_on) if self._is_terminal else plain
+            if wanted is None or wanted.search(piece if goes_on else line.plain()):
+                yield self._on_terminal(line, goes_on)
             last, goes_on = line, not piece.endswith("\n")
 
     def _on_terminal(self, line: LogLine, goes_on: bool) -> str:
