@@ -19,7 +19,7 @@ from tests.waits import until
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.hosts import Hosts
-from torchx_monarch.client.result import RunResult
+from torchx_monarch.client.result import RankOutput, RankResult, RunResult
 from torchx_monarch.client.run import Collector, RunHandle, collect_with_interrupts
 from torchx_monarch.client.runs import follow_run, list_runs
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
@@ -318,3 +318,15 @@ def test_ctrl_c_counts_also_if_the_kernel_gives_it_to_another_thread() -> None:
     with ctrl_c_raises(), pytest.raises(KeyboardInterrupt):
         collect_with_interrupts(running, running, Collector("stream"))
     assert [request["kill"] for request in running.asked] == [False, True]
+
+
+def test_the_repr_of_a_result_is_short_and_has_a_picture_in_notebooks() -> None:
+    ranks = {
+        rank: RankResult(rank, 0, 0, "<node>", 1, code, 2.0 * rank, code == 1, "", "trace\n" * 1000, "")
+        for rank, code in enumerate((0, 1, -15))
+    }
+    failed = RunResult(3, 1, "rank 1: <b>", ranks, seconds=4.2, output={0: RankOutput("x" * 10_000)})
+    assert repr(failed) == "<run 3 failed after 4.2 s, 3 ranks: rank 1: <b>>"
+    drawn = failed._repr_html_()
+    assert drawn.count("<rect") == 3 and "<b>" not in drawn and "<node>" not in drawn and len(drawn) < 1000
+    assert len(repr(ranks)) < 1000 and "<svg" not in RunResult(1, 0, "")._repr_html_()
