@@ -40,7 +40,7 @@ def test_messages_are_passed_on_between_a_host_and_one_client() -> None:
     said: list[str] = []
 
     async def run() -> None:
-        sessions = DebugSessions("debug app", said.append, contextlib.nullcontext)
+        sessions = DebugSessions("debug app", lambda _, text, **__: said.append(text), contextlib.nullcontext)
         host, own = await pair()
         serving = asyncio.ensure_future(sessions.clients["breakpoint"](Peer(GREETING, *own)))
         (reader, writer), far = await pair()

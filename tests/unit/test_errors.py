@@ -75,6 +75,19 @@ def test_others_are_grouped_by_how_they_failed() -> None:
     ]
 
 
+OF_WORKER = """ValueError: Caught ValueError in DataLoader worker process 1.
+Original Traceback (most recent call last):
+  File "worker.py", line 374, in _worker_loop
+    data = fetcher.fetch(index)
+KeyError: 5
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "data.py", line 6, in __getitem__
+ValueError: bad
+sample
+"""
 OUTPUT = "exited with code 2; last output: 0 of 4: no"
 
 
@@ -83,6 +96,10 @@ OUTPUT = "exited with code 2; last output: 0 of 4: no"
     [
         ([exit_of(rank, 1, error=error("No module named x", began=False)) for rank in range(4)], "No module named x"),
         ([exit_of(rank, 1, error=error("ValueError: x\ny")) for rank in range(4)], r"ValueError: x\ny"),
+        (
+            [exit_of(rank, 1, error=error(OF_WORKER)) for rank in range(4)],
+            r"ValueError: bad\nsample (in DataLoader worker process 1)",
+        ),
         ([exit_of(rank, 3) for rank in range(4)], "exited with code 3"),
         ([exit_of(rank, 2, last_output=f"{rank} of 4: no") for rank in range(4)], OUTPUT),
     ],

@@ -402,3 +402,13 @@ def test_a_table_fits_the_terminal_and_has_the_newest_jobs(
 def test_names_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     ls._print([job("monarch_slurm://torchx/47", "a\x1b[31m\nb")])
     assert "a\\x1b[31m\\nb" in capsys.readouterr().out
+
+
+def test_ranks_that_wait_in_a_breakpoint_are_named_until_they_go_on() -> None:
+    text = "rank 1 waits at train.py:3 in f for 300 s. Debug it: torchx monarch debug H --rank 1"
+    (told,) = events_of([TimedLine(5.0, f"[monarch] {text}\n")])
+    assert told == {"time": 5.0, "kind": "breakpoint", "message": text, "rank": 1}
+    running = status_of(snapshot(), [*STARTED, {**told, "time": NOW - 2}])
+    assert f"  breakpoint   2.0 s ago: {text}" in render(running, NOW) and text in in_one_line(running, NOW)
+    (gone,) = events_of([TimedLine(6.0, "[monarch] rank 1 goes on without a debugger\n")])
+    assert not status_of(snapshot(), [*STARTED, told, gone]).breakpoints

@@ -22,6 +22,9 @@ _MIN_LATE_S = 0.001
 _MAX_ODD = 3
 """Ranks that do not run whose state is shown."""
 
+_MAX_BREAKPOINTS = 4
+"""Ranks that wait in a breakpoint that are shown."""
+
 _FROM_LOG = "what the ranks do, and how they failed, is from the log, which ranks can write to"
 
 
@@ -65,6 +68,7 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
         *(("excluded", one_line(exclusion.message)) for exclusion in status.excluded),
         ("last failure", _ago(failure, now)),
         ("hang", _ago(status.hang, now)),
+        *(("breakpoint", _ago(waiting, now)) for waiting in status.breakpoints[:_MAX_BREAKPOINTS]),
         ("source", _FROM_LOG if status.from_log else ""),
         ("last output", _last_output(status, now)),
         ("progress", _slowest_progress(activity)),

@@ -54,13 +54,14 @@ class DebugSessions:
         clients: the handlers, by the kind of the greeting.
 
     Args:
+        report: reports an event with its rank (``Reporter.note``).
         rest: returns a context within which ranks that wait for others are no hang.
     """
 
     def __init__(
         self,
         command: str,
-        say: Callable[[str], None],
+        report: Callable[..., None],
         rest: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.clients: dict[str, Serve] = {
@@ -69,7 +70,7 @@ class DebugSessions:
             "debug": self._serve_client,
         }
         self._command = command
-        self._say = say
+        self._report = report
         self._rest = rest
         self._ranks: dict[int, _Waiting] = {}
 
@@ -81,7 +82,8 @@ class DebugSessions:
             raise RendezvousError(f"rank={rank!r:.20} is no number")
         file = os.path.basename(str(peer.greeting.get("file")))
         place = one_line(f"{file}:{peer.greeting.get('line')} in {peer.greeting.get('function')}", 300)
-        self._say(f"rank {rank} waits at {place} for {wait:g} s. Debug it: {self._command} --rank {rank}")
+        text = f"rank {rank} waits at {place} for {wait:g} s. Debug it: {self._command} --rank {rank}"
+        self._report("breakpoint", text, rank=rank)
         waiting = self._ranks[rank] = _Waiting(peer)
 
         def expire() -> None:
@@ -106,7 +108,7 @@ class DebugSessions:
             if waiting.client is not None:
                 await waiting.client.send({"type": "end", "reason": reason})
                 waiting.client.writer.close()
-            self._say(f"rank {rank} {reason}")
+            self._report("breakpoint_end", f"rank {rank} {reason}", rank=rank)
 
     async def _list(self, peer: Peer) -> None:
         ranks = [
@@ -123,7 +125,7 @@ class DebugSessions:
         if waiting.client is not None:
             raise RendezvousError(f"rank {rank} is being debugged by another client")
         waiting.client = peer
-        self._say(f"a debugger is attached to rank {rank}")
+        self._report("debugger", f"a debugger is attached to rank {rank}", rank=rank)
         end = "goes on: the connection of its debugger broke"
         try:
             place = {name: waiting.rank.greeting.get(name) for name in ("file", "line", "function")}

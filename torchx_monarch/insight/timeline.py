@@ -35,7 +35,17 @@ _OF_ATTEMPT = frozenset({"ranks", "first output", "running", "hang", "stopping"}
 
 _MOMENTS = frozenset(
     {"output", "failure", "preempted", "joined", "cancel", "stop", "hang", "result", "ended"}
-    | {"rank_restart", "spare_used", "excluded", "replacement", "restart", "requeue", "resize", "replica_spared"}
+    | {
+        "rank_restart",
+        "spare_used",
+        "excluded",
+        "replacement",
+        "restart",
+        "requeue",
+        "resize",
+        "replica_spared",
+        "breakpoint",
+    }
 )
 """The kinds of events that are shown as moments."""
 

@@ -18,6 +18,9 @@ from torchx_monarch.model.codec import Seconds
 from torchx_monarch.system import error_files
 from torchx_monarch.system.untrusted_text import one_line
 
+_OF_WORKER = re.compile(r"\S+: Caught \S+ (?P<where>in .+?)\.\nOriginal (?P<trace>Traceback .*)", re.DOTALL)
+"""The message of an exception that torch brings from another process or thread (``torch._utils.ExceptionWrapper``)."""
+
 _PEER_IS_GONE = re.compile(
     # Messages of gloo, NCCL, TCPStore and sockets about a connection whose peer has died.
     r"Connection (reset|closed) by peer|Connection refused|Broken pipe|recvValue failed|failed to recv|"
@@ -152,6 +155,15 @@ class RankExit:
         extra = message.get("extraInfo") if isinstance(message, Mapping) else None
         return extra if isinstance(extra, Mapping) else {}
 
+    @property
+    def _cause(self) -> str:
+        """The message in one line; that of the exception in a DataLoader's worker, if it has the worker's traceback."""
+        if (found := _OF_WORKER.match(self.message)) is not None:
+            last = found["trace"].rpartition("Traceback (most recent call last):\n")[2]
+            if (raised := re.search(r"^\S.*", last, re.MULTILINE | re.DOTALL)) is not None:
+                return one_line(f"{raised[0].rstrip()} ({found['where']})")
+        return one_line(self.message)
+
     def describe(self) -> str:
         """Describe the exit in one line: rank, host, pid, exit code, reason."""
         where = f"local rank {self.local_rank} on {self.hostname}, pid {self.pid}"
@@ -159,7 +171,7 @@ class RankExit:
             return f"hang: {one_line(self.hang)} ({where})"
         timer = f": its timer {self.timer!r} expired" if self.timer else ""
         memory = f": {self.out_of_memory}" if self.out_of_memory else ""
-        message = f": {one_line(self.message)}" if self.message else self._output
+        message = f": {self._cause}" if self.message else self._output
         # A rank may have written anything into the file, but this much of it only says what its host's disk lacks.
         is_full = self._extra.get("disk_full") is True and self.stderr_path
         full = f"; {error_files.describe_full(os.path.dirname(self.stderr_path))}" if is_full else ""
@@ -209,7 +221,7 @@ def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: i
     if not (alike := failed_alike(exits, cause)):
         return cause.describe()
     ranks = f"all {world_size} ranks" if len(alike) == world_size else f"{_ranks_in_words(alike)} of {world_size}"
-    return f"{ranks}: {one_line(cause.message) if cause.message else describe_code(cause.code) + cause._output}"
+    return f"{ranks}: {cause._cause if cause.message else describe_code(cause.code) + cause._output}"
 
 
 def failed_alike(exits: Collection[RankExit], cause: RankExit) -> list[int]:
@@ -234,7 +246,7 @@ def describe_others(exits: Collection[RankExit], cause: RankExit) -> list[str]:
         return []
     for rank_exit in sorted(exits, key=lambda rank_exit: rank_exit.rank):
         if rank_exit.failed and rank_exit.rank != cause.rank:
-            how = describe_code(rank_exit.code) + (f": {one_line(rank_exit.message)}" if rank_exit.message else "")
+            how = describe_code(rank_exit.code) + (f": {rank_exit._cause}" if rank_exit.message else "")
             if rank_exit.is_collateral:
                 how += " (a consequence)"
             way = re.sub(r"\d+", "N", how) if rank_exit.is_collateral else how

@@ -73,6 +73,8 @@ _PROGRESS = (
     ("spares", re.compile(r"spare: host \d|no spare host is left")),
     ("excluded", re.compile(r".* is excluded(: | after \d)")),
     ("failure", re.compile(r"rank \d+ \(.*\) (exited with|was killed)")),
+    ("breakpoint", re.compile(r"rank (?P<rank>\d{1,9}) waits at .*\. Debug it: ")),
+    ("breakpoint_end", re.compile(r"rank (?P<rank>\d{1,9}) [a-z]")),
     ("hang", re.compile(r"hang: ranks? \d")),
     ("hang_end", re.compile(r"hang over: ")),
     ("run_end", re.compile(r"run (?P<run>\d{1,9}) (SUCCEEDED|FAILED|STOPPED): ")),
@@ -152,6 +154,7 @@ class JobStatus:
         last_failure: the last failure it has noticed.
         hang: the ranks that others wait for in a collective, since when and where (``insight.hangs``); of a job that
             has ended, those for which others waited when it was stopped.
+        breakpoints: the ranks that wait in ``breakpoint()``, since when and where.
         last_output: when a rank printed something last, in seconds since the epoch.
         log_folder: folder of its logs, if this machine sees it.
         roles: its roles and their commands.
@@ -181,6 +184,7 @@ class JobStatus:
     ranks: int | None = None
     last_failure: Failure | None = None
     hang: Failure | None = None
+    breakpoints: Sequence[Failure] = ()
     last_output: float | None = None
     log_folder: str | None = None
     roles: Sequence[RoleCommand] = field(default_factory=tuple)
@@ -255,6 +259,7 @@ def build(
         ranks=_ranks(happened, commands),
         last_failure=_last_failure(happened),
         hang=None if status.state is State.SUCCEEDED else _hang(happened),
+        breakpoints=() if status.state.is_terminal else _breakpoints(happened),
         last_output=last_output or None,
         log_folder=log_folder or None,
         roles=[
@@ -304,6 +309,7 @@ def in_one_line(status: JobStatus, now: float | None = None) -> str:
     parts += [exclusion.message for exclusion in status.excluded[-1:]]
     if status.hang is not None:
         parts.append(f"hang: {status.hang.message}")
+    parts += [waiting.message for waiting in status.breakpoints[:1]]
     if status.last_failure is not None and not status.has_ended:
         ago = f" {now - status.last_failure.time:.0f} s ago" if status.last_failure.time else ""
         parts.append(f"last failure{ago}: {status.last_failure.message}")
@@ -417,3 +423,15 @@ def _hang(happened: Sequence[Event]) -> Failure | None:
     if last is None or last["kind"] != "hang":
         return None
     return Failure(last["time"], one_line(last["message"]).removeprefix("hang: "))
+
+
+def _breakpoints(happened: Sequence[Event]) -> list[Failure]:
+    waiting: dict[object, Failure] = {}
+    for event in happened:
+        if event["kind"] in ("ranks", "rank_restart", "run_end"):
+            waiting = {}
+        elif event["kind"] == "breakpoint":
+            waiting[event.get("rank")] = Failure(event["time"], one_line(event["message"]))
+        elif event["kind"] == "breakpoint_end":
+            waiting.pop(event.get("rank"), None)
+    return list(waiting.values())
