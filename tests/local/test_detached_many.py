@@ -83,7 +83,8 @@ def test_pruning(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prune(state_files.apps_dir()) == []
     for n in range(5):
         old_app(f"more-{n}", now + n)
-    removed = prune(state_files.apps_dir(), newest=3)
+    monkeypatch.setenv("MONARCH_KEEP_APPS", "3")
+    removed = prune(state_files.apps_dir())
     assert sorted(removed) == sorted([app_id, "more-0", "more-1"])
     os.close(lock)
 

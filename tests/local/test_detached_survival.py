@@ -154,14 +154,15 @@ def make_unended(apps: Detached, hostname: str = "") -> str:
     return app_id
 
 
-def test_a_reboot(apps: Detached) -> None:
+def test_a_reboot(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
     app_id = make_unended(apps)
     assert [str(a.state) for a in apps.scheduler.list()] == ["FAILED"]
     assert apps.status(app_id).msg.endswith(f"it was killed, or {os.uname().nodename} was rebooted")
-    assert folder.prune(state_files.apps_dir(), newest=0) == [app_id]
+    monkeypatch.setenv("MONARCH_KEEP_APPS", "0")
+    assert folder.prune(state_files.apps_dir()) == [app_id]
 
 
-def test_another_machine_whose_locks_are_not_seen(apps: Detached) -> None:
+def test_another_machine_whose_locks_are_not_seen(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
     app_id = make_unended(apps, "elsewhere")
     status = apps.status(app_id)
     assert status.state is AppState.RUNNING
@@ -169,7 +170,8 @@ def test_another_machine_whose_locks_are_not_seen(apps: Detached) -> None:
     assert status.roles[0].replicas[0].hostname == "elsewhere"
     with pytest.raises(RuntimeError, match="runs on elsewhere, which cannot be seen from here: cancel it there"):
         apps.scheduler.cancel(app_id)
-    assert folder.prune(state_files.apps_dir(), newest=0) == []
+    monkeypatch.setenv("MONARCH_KEEP_APPS", "0")
+    assert folder.prune(state_files.apps_dir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")

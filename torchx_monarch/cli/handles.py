@@ -119,7 +119,9 @@ def _first(lines: Sequence[str]) -> list[str]:
 
 def complete(prefix: str, **_: object) -> list[str]:
     """Return the words that a shell may offer for a handle: ids, names and ``last``; handles if something is typed."""
-    apps = [app for app in recorded_apps() if app.app_id.isprintable() and app.name.isprintable()]
+    apps = []
+    with contextlib.suppress(HandleError):  # the line that is completed has no room for it
+        apps = [app for app in recorded_apps() if app.app_id.isprintable() and app.name.isprintable()]
     handles = [app.handle for app in apps] if prefix else []
     # Most ids begin with the name: offering both would complete neither.
     names = {app.name for app in apps if app.name and not app.app_id.rpartition(":")[2].startswith(app.name)}
@@ -150,13 +152,20 @@ class RecordedApp:
 
 
 def recorded_apps() -> list[RecordedApp]:
-    """Return all apps, the newest first."""
+    """Return all apps, the newest first.
+
+    Raises:
+        HandleError: the state directory cannot be read.
+    """
     found = []
-    with contextlib.suppress(OSError):
-        for app_id in state_files.app_ids():
-            paths = state_files.app_paths(app_id)
-            if os.path.lexists(paths.status):  # written last
-                found.append(_app(LOCAL, app_id, paths.app))
+    try:
+        app_ids = state_files.app_ids()
+    except OSError as error:
+        raise HandleError(f"the records of apps cannot be read: {error}", exit_codes.UNAVAILABLE) from None
+    for app_id in app_ids:
+        paths = state_files.app_paths(app_id)
+        if os.path.lexists(paths.status):  # written last
+            found.append(_app(LOCAL, app_id, paths.app))
     for scheduler, app_id in client_credentials.stored_apps():
         found.append(_app(scheduler, app_id, client_credentials.files(scheduler).path(app_id)))
     return sorted(found, key=lambda app: (app.submitted, app.app_id), reverse=True)

@@ -130,7 +130,7 @@ class JobReader:
             whole_log: whether the events that a log stands for begin with its first line.
         """
         app, decided = self.read_app()
-        recorded = self.scheduler.read_events(self.app_id)
+        recorded = self.scheduler.read_events(self.app_id)[0]
         happened = recorded or self._events_of_logs(app, 0 if whole_log else _TAIL)
         is_running = decided.state is State.RUNNING
         status = job_status.build(

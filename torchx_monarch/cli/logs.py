@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
         app, status = job.read_app()
         roles = _roles(app, args)
         if args.rank is not None:
-            happened = job.scheduler.read_events(job.app_id)
+            happened = job.scheduler.read_events(job.app_id)[0]
             _check_ranks(args, [most_ranks(app, role, happened) for role in roles])
         merged = _merged(job.scheduler, app, roles, args, args.follow and not status.state.is_terminal)
         printer = _Printer(app, args.timestamps, args.json)

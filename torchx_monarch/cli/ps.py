@@ -18,7 +18,7 @@ from torchx_monarch.cli.output import add_json, print_json, print_table
 from torchx_monarch.client.hosts import say
 from torchx_monarch.client.runs import list_runs
 from torchx_monarch.client.target import Target, recorded_roles
-from torchx_monarch.exceptions import RefusedError, UnreachableError
+from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.schedulers.job_status import LiveState
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -36,18 +36,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print a table of the allocations, or of the runs of one."""
-    if args.json:
-        if args.handle is not None:
-            print_json(list_runs(hosts_of(args)))
-        else:
-            print_json([_to_json(*allocation) for allocation in list_allocations()])
-        return
     if args.handle is None:
-        rows = [_row(*allocation) for allocation in list_allocations()]
-        print_table(["HANDLE", "ROLE", "HOSTS", "STATE", "RUNS", "IDLE"], rows)
+        allocations = list_allocations()
+        if args.json:
+            print_json([_to_json(*allocation) for allocation in allocations])
+        else:
+            rows = [_row(*allocation) for allocation in allocations]
+            print_table(["HANDLE", "ROLE", "HOSTS", "STATE", "RUNS", "IDLE"], rows)
         return
     hosts, rows = hosts_of(args), []
+    if (status := hosts.ask_status()) is not None and status.message:
+        raise AllocationError(f"{status.message}, and has no runs; its state: torchx monarch status {args.handle}")
     runs = list_runs(hosts)
+    if args.json:
+        print_json(runs)
+        return
     if hosts.end_reason:
         say(f"{hosts.handle} {hosts.end_reason}")
     for run in runs:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import configparser
+import contextlib
 import re
 import sys
 from traceback import walk_tb
@@ -112,9 +113,11 @@ def _unreadable_file() -> str:
 
 def _handle_like(word: str) -> str:
     """Return a suggestion of the handle whose app's id or name is most like a word; empty if none is near."""
-    from torchx_monarch.cli.handles import recorded_apps
+    from torchx_monarch.cli.handles import HandleError, recorded_apps
     from torchx_monarch.model.spelling import nearest
 
-    handles = {name: app.handle for app in reversed(recorded_apps()) for name in app.words}
+    handles = {}
+    with contextlib.suppress(HandleError):
+        handles = {name: app.handle for app in reversed(recorded_apps()) for name in app.words}
     near = nearest(word, handles)
     return f" Did you mean {one_line(handles[near])}?" if near else ""

@@ -155,7 +155,8 @@ class Hosts:
         apps, app_id, roles = self._record()
         names = [spec.name for spec in roles if spec.workload is WorkloadKind.SESSION]
         if self._role not in ("", *names) or not names:
-            raise AllocationError(f"{self.handle} {self.end_reason}; it was no live allocation of such a role")
+            of_role = f" with a role {self._role}" if self._role else ""
+            raise AllocationError(f"{self.handle} {self.end_reason}; it was no live allocation{of_role}")
         folder = apps.backend.folder(app_id)
         return Path(folder.replica_logs(self._role or names[0], 0)) if folder else None
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.errors import BackendError
-from torchx_monarch.insight import events
+from torchx_monarch.insight.events import Event
 from torchx_monarch.schedulers import command
 from torchx_monarch.schedulers.description import summary_of
 from torchx_monarch.system.termination import closed_terminal_is_null, signal_of, termination
@@ -52,10 +52,18 @@ WARNING = "standard input is not forwarded to the job: its ranks have an empty o
 
 
 class Foreground:
-    """Watches the apps that a ``torchx run`` in this process has submitted; it may kill them if the backend can."""
+    """Watches the apps that a ``torchx run`` in this process has submitted.
 
-    def __init__(self, apps: Apps[Any], scheduler: str, kills: bool) -> None:
+    Args:
+        read_events: as ``MonarchScheduler.read_events``.
+        kills: whether the backend can kill an app immediately.
+    """
+
+    def __init__(
+        self, apps: Apps[Any], read_events: Callable[[str, int], tuple[list[Event], int]], scheduler: str, kills: bool
+    ) -> None:
         self._apps = apps
+        self._read_events = read_events
         self._scheduler = scheduler
         self._kills = kills
         self._polls: dict[str, int] = {}
@@ -175,17 +183,11 @@ class Foreground:
         with contextlib.suppress(BackendError, OSError, ValueError):  # ValueError: stderr is closed
             found = self._apps.read(app_id)
             if found is not None and found[1].state.is_terminal:
-                folder = self._apps.backend.folder(app_id)
-                happened = events.read(folder.events, below=folder.trusted)[0] if folder is not None else ()
-                submitted = self._submitted[app_id]
+                submitted, happened = self._submitted[app_id], self._read_events(app_id, 0)[0]
                 summary_of(self._handle(app_id), *found, submitted, time.time(), happened).write(sys.stderr)
 
     def _show(self, app_id: str) -> None:
-        folder = self._apps.backend.folder(app_id)
-        if folder is None:
-            return
-        found, offset = events.read(folder.events, self._offsets.get(app_id, 0), below=folder.trusted)
-        self._offsets[app_id] = offset
+        found, self._offsets[app_id] = self._read_events(app_id, self._offsets.get(app_id, 0))
         for event in found:
             seconds = f" ({event['seconds']:.2f} s)" if event.get("seconds") is not None else ""
             with closed_terminal_is_null():

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import logging
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -84,7 +84,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         self.inner = inner
         self.apps: Apps[Any] = Apps(inner, name)
         self._python = python
-        self._foreground = Foreground(self.apps, name, inner.capabilities.kills)
+        self._foreground = Foreground(self.apps, self.read_events, name, inner.capabilities.kills)
 
     # -- options -------------------------------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
                 reason = f"there is no app {app_id!r} of {self.backend}{self._similar(app_id)}"
                 raise UserError(f"{reason}; `torchx list -s {self.backend}` shows all")
             return None
-        response = describe(*found, lambda: self.read_events(app_id))
+        response = describe(*found, lambda: self.read_events(app_id)[0])
         if self._foreground.has_submitted(app_id):
             if response.state == AppState.FAILED and response.structured_error_msg != NONE:
                 write_for_caller(response.structured_error_msg)
@@ -236,10 +236,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
                 return shorten(response, found[1])
         return response
 
-    def read_events(self, app_id: str) -> Sequence[events.Event]:
-        """Return the events of an app, the oldest first; none if this machine does not have them."""
+    def read_events(self, app_id: str, offset: int = 0) -> tuple[list[events.Event], int]:
+        """Return the events of an app, as ``events.read`` does; none if this machine does not have them."""
         folder = self.inner.folder(app_id)
-        return events.read(folder.events, below=folder.trusted)[0] if folder else []
+        return events.read(folder.events, offset, below=folder.trusted) if folder is not None else ([], 0)
 
     def _similar(self, app_id: str) -> str:
         """Return a suggestion to append to the message about an app that does not exist; empty if no name is near."""

@@ -202,11 +202,9 @@ def keep_apps() -> int:
     return KEEP_APPS
 
 
-def prune(apps: str, *, newest: int | None = None) -> list[str]:
+def prune(apps: str) -> list[str]:
     """Remove apps that ended long ago, or before the newest that are kept, and folders half made or half removed.
 
-    Args:
-        newest: how many ended apps are kept; None for ``keep_apps``.
 
     Returns:
         The ids of the removed apps.
@@ -226,7 +224,7 @@ def prune(apps: str, *, newest: int | None = None) -> list[str]:
                 is_left = is_trash or (is_half_made and not is_supervised(paths))
                 if is_left and entry.stat().st_mtime < time.time() - _WORK_TIME:
                     run_dirs.remove_tree(entry.path)
-    newest = keep_apps() if newest is None else newest
+    newest = keep_apps()
     ended.sort(key=lambda ended_app: ended_app[0], reverse=True)
     removed = []
     for rank, (end, paths) in enumerate(ended):
