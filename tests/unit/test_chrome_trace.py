@@ -67,7 +67,7 @@ def test_a_trace_fits_the_format() -> None:
     last = entry(3, 109.0, retired=False)
     known = entry(2, 108.0, time_discovered_completed_ns=int(108.5e9), state="completed")
     found = parse(dump(entry(1, 107.0), known, last, entry(4, 1.0)))
-    written = trace(timeline, "t", {(0, 1, 0): found})
+    written = trace(timeline, "t", {timeline.spans.index(timeline.spans_of("rank")[0]): found})
     check(written)
     events = written["traceEvents"]
     collectives = [(one["ph"], one["ts"], one.get("dur")) for one in events if one.get("cat") == "collective"]

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.cli.handles import add_handle
-from torchx_monarch.cli.job_files import read_stacks
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import STDOUT, add_json, add_output, print_json, write_output
 from torchx_monarch.cli.status_text import facts, state_and_time
@@ -19,11 +20,15 @@ from torchx_monarch.insight.report_page import Curve, curves, render, rows_of, s
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.insight.timeline import Span, Timeline, lost_seconds
 from torchx_monarch.schedulers.job_status import PHASES, JobStatus
+from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line, printable
 
 _MAX_MOMENTS = 500
 _MAX_RANKS = 512
 _MAX_RUNS = 200
+
+_MAX_BYTES = 256 * 1024
+"""Most bytes of the stacks of one host that are shown."""
 
 _SHOWN_ELSEWHERE = ("message", "cause", "log", "phase", "hang", "source", "runs", "idle", "next", "")
 """The facts of a status that the page has in other places."""
@@ -84,7 +89,7 @@ def page_of(job: JobFacts) -> str:
         "moments": [moment for moment in drawn.moments if moment.kind not in unshown][-_MAX_MOMENTS:],
         "ranks": ranks[:_MAX_RANKS],
         "ranks_left_out": max(0, len(ranks) - _MAX_RANKS),
-        "stacks": read_stacks(status.log_folder),
+        "stacks": read_stacks(status.log_folder, drawn),
         "written": _date(time.time()),
     }
     return render(page, drawn.job)
@@ -127,6 +132,27 @@ def _curves(job: JobFacts) -> Iterator[tuple[str, list[Curve]]]:
         samples = sample_log.read(os.path.join(folder or ".", path_name(role.name), "0", sample_log.NAME))
         if drawn := curves(samples, job.timeline.job):
             yield role.name, drawn
+
+
+def read_stacks(folder: str | None, timeline: Timeline) -> list[tuple[str, str]]:
+    """Return the stacks that hosts took before they stopped ranks, of the last attempt that has any.
+
+    Args:
+        folder: folder of the job's logs; None if this machine does not see it.
+
+    Returns:
+        For each host the file, relative to that folder, and its text.
+    """
+    for attempt in reversed(timeline.spans_of("attempt") if folder else []):
+        found = []
+        pattern = f"{path_name(attempt.role)}/*/{timeline.attempt_folder(attempt)}/stacks.txt"
+        for path in sorted(Path(folder or ".").glob(pattern)):
+            with contextlib.suppress(OSError), open(safe_files.open_file(path), "rb") as file:
+                text = file.read(_MAX_BYTES).decode(errors="replace")
+                found.append((one_line(str(path.relative_to(folder or "."))), printable(text)))
+        if found:
+            return found
+    return []
 
 
 def _date(seconds: float) -> str:

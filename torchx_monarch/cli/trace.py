@@ -6,13 +6,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from pathlib import Path
 
+from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.cli.handles import add_handle
-from torchx_monarch.cli.job_files import read_collectives
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import STDOUT, add_json, add_output, print_json, write_output
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.chrome_trace import trace
+from torchx_monarch.insight.recorder_dump import DumpError, RecordedCollective, read
+from torchx_monarch.insight.timeline import Timeline
+from torchx_monarch.system.untrusted_text import one_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,12 +36,29 @@ def run(args: argparse.Namespace) -> None:
         facts = job.read(whole_log=True)
     collectives = None
     if args.collectives:
-        collectives, problems = read_collectives(facts.status.log_folder)
-        for problem in problems:
-            say(problem)
+        collectives = read_dumps(facts.status.log_folder, facts.timeline)
         if not collectives:
             say("this machine has no dump of the flight recorder of this job")
     written = trace(facts.timeline, facts.status.name, collectives, from_log=facts.status.from_log)
     write_output(args.output, json.dumps(written))
     if args.json and args.output not in STDOUT:
         print_json({"path": os.path.abspath(args.output), "events": len(written["traceEvents"])})
+
+
+def read_dumps(folder: str | None, timeline: Timeline) -> dict[int, list[RecordedCollective]]:
+    """Return the collectives in the dumps of ranks, by the index of a rank's span; say which dumps are wrong.
+
+    Args:
+        folder: folder of the job's logs; None if this machine does not see it.
+    """
+    found: dict[int, list[RecordedCollective]] = {}
+    for at, rank in enumerate(timeline.spans if folder else ()):
+        if rank.kind == "rank":
+            attempt = timeline.attempt_folder(timeline.spans[rank.parent or 0])
+            dumps = Path(folder or ".", path_name(rank.role), str(rank.replica), attempt, "flight_recorder")
+            for path in sorted(dumps.glob(f"*rank_{rank.number}")):
+                try:
+                    found.setdefault(at, []).extend(read(path))
+                except (DumpError, OSError) as error:
+                    say(f"{one_line(str(path))}: {error}")
+    return found

@@ -53,14 +53,13 @@ class _Tracks:
 def trace(
     timeline: Timeline,
     name: str,
-    collectives: Mapping[tuple[int, int, int], Iterable[RecordedCollective]] | None = None,
+    collectives: Mapping[int, Iterable[RecordedCollective]] | None = None,
     from_log: bool = False,
 ) -> dict[str, Any]:
     """Return the JSON object of a trace file.
 
     Args:
-        collectives: what the flight recorder has of the ranks, by run (0 for a batch job), attempt (from 1) and rank;
-            None to leave it out.
+        collectives: what the flight recorder has of ranks, by the index of the rank's span; None to leave it out.
         from_log: whether the timeline is of the progress lines in the log, which ranks can imitate.
     """
     start, tracks = timeline.job.start, _Tracks(timeline, name)
@@ -74,13 +73,10 @@ def trace(
         category = "failure" if moment.kind in _FAILURES else "moment"
         event = _instant(moment.kind, category, "p", moment.time - start, tracks.of_role(moment.role))
         events.append({**event, "args": {"message": moment.text}})
-    for span in timeline.spans_of("rank") if collectives else ():
-        attempt = timeline.spans[span.parent or 0]
-        around = timeline.spans[attempt.parent or 0]
-        run = around.number if around.kind == "run" else 0
-        for collective in (collectives or {}).get((run, attempt.number, span.number), ()):
-            if span.start <= collective.called <= span.end:
-                events.append(_collective(collective, span, start, tracks.of_span(span)))
+    for at, called in (collectives or {}).items():
+        span = timeline.spans[at]
+        inside = (collective for collective in called if span.start <= collective.called <= span.end)
+        events += [_collective(collective, span, start, tracks.of_span(span)) for collective in inside]
     about = {"start": start, "job": name, "from_log": from_log}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 

@@ -118,6 +118,11 @@ class Timeline:
         """Return the spans of a kind; of all roles if ``role`` is None."""
         return [span for span in self.spans if span.kind == kind and role in (None, span.role)]
 
+    def attempt_folder(self, attempt: Span) -> str:
+        """Return where each host has the files of an attempt, in the folder of its logs: ``run_2/attempt_0``."""
+        around = self.spans[attempt.parent or 0]
+        return (f"run_{around.number}/" if around.kind == "run" else "") + f"attempt_{attempt.number - 1}"
+
 
 def build(
     happened: Iterable[Event],
