@@ -127,7 +127,7 @@ def test_files_that_come_first_are_named(init: Init, tmp_path: Path, monkeypatch
     code, _, err = init()
     assert code == 0 and f"{home}/.torchxconfig comes first for TorchX, and names slurm" in err
     monkeypatch.setenv("TORCHXCONFIG", str(home / ".torchxconfig"))
-    assert "TORCHXCONFIG is set" in init()[2]
+    assert "comes first for TorchX (TORCHXCONFIG), and names slurm" in init()[2]
 
 
 @given(

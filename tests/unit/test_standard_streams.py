@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 
@@ -92,12 +92,11 @@ def test_a_closed_stderr_does_not_print_to_stdout(
     ("module", "words", "name", "value"),
     [
         (logs, "H -n 99999999999999999999", "tail", 10**9),
-        (logs, "H --rank 7,0-99999999999", "rank", [range(7, 8), range(10**11)]),
         (top, "H --interval 1e20", "interval", 86400),
         (top, "H --interval nan", "interval", 0.5),
     ],
 )
-def test_large_numbers(module: main.SubCommandModule, words: str, name: str, value: object) -> None:
+def test_large_numbers(module: Any, words: str, name: str, value: object) -> None:
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     assert getattr(parser.parse_args(words.split()), name) == value

@@ -85,22 +85,14 @@ def _report(path: Path, scheduler: str, written: list[str]) -> None:
 def _warn_of_other_files(path: Path, scheduler: str) -> None:
     """Say so if TorchX reads another file instead of the written one, or before it."""
     try:
-        files = [Path(file) for file in config.find_configs()]
-    except FileNotFoundError as error:  # TORCHXCONFIG
-        say(str(error))
+        first = next(map(Path, config.find_configs()), path)
+        found = config.get_config(prefix="cli", name="run", key=_KEY)
+    except (OSError, ValueError, configparser.Error) as error:  # TORCHXCONFIG names no file
+        say(one_line(str(error)))
         return
-    if os.environ.get("TORCHXCONFIG") is not None and path not in files:
-        say("TORCHXCONFIG is set, so TorchX does not read the files of folders; unset it, or write into its file")
-        return
-    for file in files:
-        if file.resolve() == path.resolve():
-            return
-        try:
-            value = next(filter(None, (value_of(file.read_text(), section, _KEY) for section in _SECTIONS)), scheduler)
-        except (OSError, ValueError):
-            continue
-        if value != scheduler:
-            say(f"{file} comes first for TorchX, and names {one_line(value)}; change it there")
+    if first.resolve() != path.resolve() and found != scheduler:
+        why = " (TORCHXCONFIG)" if "TORCHXCONFIG" in os.environ else ""
+        say(f"{first} comes first for TorchX{why}, and names {one_line(found or 'no default')}; change it there")
 
 
 def _refuse(message: str) -> NoReturn:
@@ -144,11 +136,9 @@ def with_value(text: str, section: str, key: str, value: str) -> str:
         changed = f"{above}[{section}]{line_end}{setting}"
     else:
         above, below = text[: header.end()], text[header.end() :]
-        if before is None:
-            changed = above + ("" if above.endswith("\n") else line_end) + setting + below
-        else:  # with the lines of a value of several lines, which begin with blanks
-            old = rf"^[ \t]*{re.escape(key)}[ \t]*[=:][^\n]*\n?(?:[ \t]+\S[^\n]*\n?)*"
-            changed = above + re.sub(old, lambda _: setting, below, count=1, flags=re.MULTILINE)
+        if before is not None:
+            below = re.sub(rf"^[ \t]*{re.escape(key)}[ \t]*[=:][^\n]*\n?", "", below, count=1, flags=re.MULTILINE)
+        changed = above + ("" if above.endswith("\n") else line_end) + setting + below
     if value_of(changed, section, key) != value:
         raise ConfigSyntaxError(f"write `{key} = {value}` into its section [{section}] yourself")
     return changed

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import heapq
 import queue
 import sys
@@ -23,6 +24,7 @@ from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import add_json, print_record
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import LastStates, LogLine, is_coloured, is_terminal, stamp
+from torchx_monarch.insight.rank_sample import parse_ranks
 from torchx_monarch.schedulers.job_status import most_ranks
 from torchx_monarch.schedulers.log_display import parser_of
 from torchx_monarch.schedulers.monarch import MonarchScheduler
@@ -62,19 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _ranks(text: str) -> list[range]:
-    """Parse a list of ranks and ranges of ranks, ``0,3-5``.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    found: list[range] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and (not last.isdecimal() or int(last) < int(first))):
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks, such as 0,3-5")
-        found.append(range(int(first), int(last or first) + 1))
-    return found
+def _ranks(text: str) -> tuple[range, ...]:
+    """Parse a list of ranks and ranges of ranks, ``0,3-5``; raise ArgumentTypeError if it is none."""
+    with contextlib.suppress(ValueError):
+        ranks = parse_ranks(text)
+        if ranks and all(ranks):
+            return ranks
+    raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks, such as 0,3-5")
 
 
 def _count(text: str) -> int:

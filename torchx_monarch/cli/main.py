@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
 from torchx.cli.cmd_base import SubCommand
 
@@ -36,27 +36,17 @@ SUB_COMMANDS = {
     "preload": "what -cfg preload=auto has learned of the jobs of this machine",
     "completion": "a script that completes commands, options and handles in your shell",
 }
-"""The sub-commands with their help. Each is the module of its name in this package, see ``SubCommandModule``, or a
-command of TorchX that ``torchx_commands`` extends."""
+"""The sub-commands with their help. Each is the module of its name in this package, with ``add_arguments`` and ``run``,
+or a command of TorchX that ``torchx_commands`` extends."""
 
 
-class SubCommandModule(Protocol):
-    """What the module of a sub-command defines."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Define the arguments of the sub-command."""
-
-    def run(self, args: argparse.Namespace) -> None:
-        """Execute the sub-command; end the process with an exit code of ``exit_codes`` where it is not 0."""
-
-
-def load(name: str) -> SubCommandModule:
+def load(name: str) -> Any:
     """Import the module of a sub-command, or create the command of TorchX."""
     if name in ("cancel", "delete"):
         from torchx_monarch.cli import torchx_commands
 
         return torchx_commands.CmdCancel() if name == "cancel" else torchx_commands.CmdDelete()
-    return cast(SubCommandModule, importlib.import_module(f"torchx_monarch.cli.{name}"))
+    return importlib.import_module(f"torchx_monarch.cli.{name}")
 
 
 class _SubCommandParser(argparse.ArgumentParser):

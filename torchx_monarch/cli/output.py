@@ -8,7 +8,7 @@ import contextlib
 import errno
 import json
 import os
-import stat
+import shutil
 import sys
 from collections.abc import Iterator
 
@@ -107,11 +107,9 @@ def write_output(path: str, text: str) -> None:
     path = os.path.realpath(path)
     aside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}")
     try:
-        mode = stat.S_IMODE(os.stat(path).st_mode) if os.path.exists(path) else None
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
-        with open(fd, "wb") as file:
-            if mode is not None:
-                os.fchmod(fd, mode)  # the umask has taken bits away
+        with open(aside, "xb") as file:
+            if os.path.exists(path):
+                shutil.copymode(path, aside)  # before there is anything to read
             file.write(data)
         os.replace(aside, path)
     except OSError as error:

@@ -43,6 +43,14 @@ _KEY_TIMEOUT_MS = 200
 _MAX_ROWS = 1 << 20
 """More rows than a table has: ``screen`` shows its end instead."""
 
+_JSON = {
+    **{name: name for name in ("host", "pid", "state", "cpu", "rss_bytes", "gpu_bytes", "gpu_busy")},
+    "rate": "collectives_per_second",
+    "late": "waited_for",
+    "line": "last_line",
+}
+"""The fields of a rank in JSON, and those of ``RankView``."""
+
 _KEYS = "q quit   up/down/pgup/pgdn scroll   h {}"
 
 
@@ -66,19 +74,7 @@ def _interval(text: str) -> float:
 def to_json(facts: JobFacts) -> dict[str, object]:
     """Return a job and its ranks as JSON values."""
     ranks = [
-        {
-            "ranks": [rank.rank],
-            "host": rank.host,
-            "pid": rank.pid,
-            "state": rank.state,
-            "cpu": rank.cpu,
-            "rss_bytes": rank.rss_bytes,
-            "gpu_bytes": rank.gpu_bytes,
-            "gpu_busy": rank.gpu_busy,
-            "rate": rank.collectives_per_second,
-            "late": rank.waited_for,
-            "line": rank.last_line,
-        }
+        {"ranks": [rank.rank], **{name: getattr(rank, field) for name, field in _JSON.items()}}
         for rank in facts.status.activity or ()
     ]
     status = {**facts.status.to_json(), "activity": None}

@@ -65,24 +65,20 @@ def rank_views(samples: Iterable[RankSample], before: Iterable[RankSample] = ())
         cpu, rate = _rates(sample, past.get(_process(sample)))
         found.append(
             RankView(
-                rank=sample.rank,
-                replica=sample.replica,
-                host=sample.host,
-                pid=sample.pid,
-                state=sample.state,
+                **{name: getattr(sample, name) for name in _OF_SAMPLE},
                 cpu=cpu,
-                rss_bytes=sample.rss_bytes,
-                devices=sample.devices,
                 collectives_per_second=rate,
                 late_by=late.get(sample.rank),
                 waited_for=awaited.get(sample.rank),
-                last_output=sample.last_output,
-                last_line=sample.last_line,
-                progress=sample.progress,
                 seconds_left=sample.progress.seconds_left(sample.time) if sample.progress is not None else None,
             )
         )
     return found
+
+
+_OF_SAMPLE = {field.name for field in dataclasses.fields(RankView)} & {
+    field.name for field in dataclasses.fields(RankSample)
+}
 
 
 def _process(sample: RankSample) -> tuple[int, int, str, int]:
