@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import argparse
 import configparser
-import contextlib
 import re
 import sys
 from traceback import walk_tb
 from types import TracebackType
-
-from torchx_monarch.system.untrusted_text import one_line
 
 _OF_DOCKER = ("docker", "requests", "urllib3")
 """The packages whose exceptions mean that TorchX's default scheduler has no Docker daemon."""
@@ -58,7 +55,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, USER_ERRORS):
         return str(error)
     if isinstance(error, MalformedAppHandleException):
-        return f"{error}.{_handle_like(str(error).partition(' ')[0])} `torchx monarch ls` lists handles"
+        return f"{error}. `torchx monarch ls` lists handles"
     if isinstance(error, UnknownSchedulerException):
         found = re.search(r"backend: (\S+) does", str(error))
         return no_scheduler(found[1] if found else "of this name")
@@ -109,15 +106,3 @@ def _unreadable_file() -> str:
     except OSError:
         pass
     return ""
-
-
-def _handle_like(word: str) -> str:
-    """Return a suggestion of the handle whose app's id or name is most like a word; empty if none is near."""
-    from torchx_monarch.cli.handles import HandleError, recorded_apps
-    from torchx_monarch.model.spelling import nearest
-
-    handles = {}
-    with contextlib.suppress(HandleError):
-        handles = {name: app.handle for app in reversed(recorded_apps()) for name in app.words}
-    near = nearest(word, handles)
-    return f" Did you mean {one_line(handles[near])}?" if near else ""

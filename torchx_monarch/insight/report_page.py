@@ -22,7 +22,7 @@ _MARKS = ("failure", "hang")
 """The kinds of moments that are marked in the picture."""
 
 _TICKS = 4
-"""Least number of parts into which the axis is divided; a phone has room for twice as many."""
+"""Half the number of parts into which the axis may be divided: a phone has room for eight."""
 
 _STEPS = [step * unit for unit in (0.001, 0.01, 0.1, 1) for step in (1, 2, 5)] + [
     *(10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
@@ -103,10 +103,7 @@ def _rows_of_ranks(timeline: Timeline, role: str, prefix: str) -> list[BarRow]:
 
 def ticks(seconds: float) -> list[float]:
     """Return the times of the axis: round ones, since the submission."""
-    fitting = [step for step in _STEPS if seconds / step >= _TICKS]
-    step = fitting[-1] if fitting else seconds or 1.0
-    if seconds / step > 2 * _TICKS:
-        step = seconds / _TICKS
+    step = next((step for step in _STEPS if seconds / step < 2 * _TICKS), seconds / _TICKS) or 1.0
     return [step * at for at in range(int(seconds / step) + 1)]
 
 

@@ -52,18 +52,18 @@ def progress(step: int, total: int | None = None, *, checkpoint: int | None = No
         ValueError: a step is negative or 2**53 or more, or there are too many metrics, or one with a name longer than
             64 characters.
     """
-    steps = [_step("step", step), _step("total", total), _step("checkpoint", checkpoint)]
     if len(metrics) > MAX_METRICS:
         raise ValueError(f"{len(metrics)} metrics: give {MAX_METRICS} at most")
     numbers = {name: value for name in metrics if math.isfinite(value := _number(name, metrics[name]))}
-    if steps[0] is None:
-        raise TypeError("step is None, not an integer")
-    _report(steps[0], steps[1], steps[2], numbers)
+    _report(
+        _step("step", step),
+        None if total is None else _step("total", total),
+        None if checkpoint is None else _step("checkpoint", checkpoint),
+        numbers,
+    )
 
 
-def _step(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
+def _step(name: str, value: Any) -> int:
     try:
         step = operator.index(value)
     except TypeError:
