@@ -131,8 +131,8 @@ def test_which_rank_is_debugged(
     monkeypatch.setattr(debug, "list_breakpoints", lambda hosts: found)
     monkeypatch.setattr(os, "isatty", lambda descriptor: False)
     args = argparse.Namespace(handle="monarch_local://torchx/app", role="", address="unix:/x", rank=rank, json=False)
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(exit_codes.CommandError, match=shown) as caught:
         debug.run(args)
     output = capsys.readouterr()
-    assert caught.value.code == code and shown in output.err
+    assert caught.value.exit_code == code
     assert ("/x/train.py:3" in output.out) == (len(ranks) > 1 and rank is None)

@@ -15,7 +15,8 @@ from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.cli import exec as exec_command
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import since
-from torchx_monarch.cli.handles import HandleError, check_local, complete, recorded_apps, resolve, used_schedulers
+from torchx_monarch.cli.exit_codes import CommandError
+from torchx_monarch.cli.handles import check_local, complete, recorded_apps, resolve, used_schedulers
 
 DIGITS = "monarch_local://torchx/digits-c2jz0w1r"
 DIGITS_2 = "monarch_local://torchx/digits-x7"
@@ -70,14 +71,14 @@ def test_a_word_names_an_app(apps: None, word: str, handle: str) -> None:
 
 
 def test_the_last_of_no_apps() -> None:
-    with pytest.raises(HandleError, match="no app was submitted") as caught:
+    with pytest.raises(CommandError, match="no app was submitted") as caught:
         resolve("last")
     assert caught.value.exit_code == exit_codes.UNKNOWN_APP
 
 
 @pytest.mark.parametrize("word", ["digit", "d", "digits-"])
 def test_an_ambiguous_word_lists_the_candidates_the_newest_first(apps: None, word: str) -> None:
-    with pytest.raises(HandleError) as caught:
+    with pytest.raises(CommandError) as caught:
         resolve(word)
     assert caught.value.exit_code == exit_codes.USAGE
     lines = str(caught.value).splitlines()
@@ -86,14 +87,14 @@ def test_an_ambiguous_word_lists_the_candidates_the_newest_first(apps: None, wor
 
 @pytest.mark.parametrize("word", ["digitz-x7", "perl", ""])
 def test_an_unknown_word_says_what_is_near(apps: None, word: str) -> None:
-    with pytest.raises(HandleError, match="there is no app") as caught:
+    with pytest.raises(CommandError, match="there is no app") as caught:
         resolve(word)
     assert caught.value.exit_code == exit_codes.UNKNOWN_APP
     assert (DIGITS_2 in str(caught.value)) is ("digit" in word)
 
 
 def test_names_of_apps_are_escaped(apps: None) -> None:
-    with pytest.raises(HandleError) as caught:
+    with pytest.raises(CommandError) as caught:
         resolve("eval-b")
     assert "\x1b" not in str(caught.value) and "eval-a\\x1b[31m" in str(caught.value)
 
@@ -103,7 +104,7 @@ def test_a_message_stays_short() -> None:
         paths = state_files.app_paths(f"many-{number}")
         Path(paths.root).mkdir(parents=True)
         Path(paths.status).touch()
-    with pytest.raises(HandleError) as caught:
+    with pytest.raises(CommandError) as caught:
         resolve("many-")
     assert len(str(caught.value).splitlines()) <= 12 and "and 92 more" in str(caught.value)
 
@@ -111,7 +112,7 @@ def test_a_message_stays_short() -> None:
 def test_an_app_of_this_machine_exists_or_is_unknown(apps: None) -> None:
     check_local(DIGITS)
     check_local("monarch_slurm://torchx/of-another-machine")
-    with pytest.raises(HandleError, match="there is no app") as caught:
+    with pytest.raises(CommandError, match="there is no app") as caught:
         check_local("monarch_local://torchx/digits-x8")
     assert caught.value.exit_code == exit_codes.UNKNOWN_APP and DIGITS_2 in str(caught.value)
 

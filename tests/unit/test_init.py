@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchx.runner import config
 
+from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.init import ConfigSyntaxError, value_of, with_value
 from torchx_monarch.cli.main import load
 
@@ -34,13 +36,13 @@ def init(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     def run(*words: str) -> tuple[int, str, str]:
         parser = argparse.ArgumentParser()
         load("init").add_arguments(parser)
-        code = 0
+        code, error = 0, ""
         try:
             load("init").run(parser.parse_args(words))
-        except SystemExit as ended:
-            code = int(ended.code or 0)
+        except UserError as refusal:
+            code, error = exit_codes.USAGE, f"{refusal}\n"
         said = capsys.readouterr()
-        return code, said.out, said.err
+        return code, said.out, said.err + error
 
     yield run
 

@@ -33,7 +33,7 @@ def hosts_of(args: argparse.Namespace) -> Hosts:
     """Return the hosts that the arguments name.
 
     Raises:
-        HandleError: they are to be on this machine, and there is no such app.
+        CommandError: they are to be on this machine, and there is no such app.
     """
     # With an address, this machine need not know the app.
     if not args.address:

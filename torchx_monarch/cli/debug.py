@@ -6,10 +6,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import sys
 
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
+from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.output import add_json, print_json, print_table
 from torchx_monarch.client.debugger import Breakpoint, attach, interact, list_breakpoints
 from torchx_monarch.client.hosts import say
@@ -37,11 +37,11 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.rank is None and len(waiting) != 1:
         _print(found)
-        say("name one of them: --rank K" if waiting else "no rank waits in a breakpoint")
-        sys.exit(exit_codes.USAGE if waiting else exit_codes.UNAVAILABLE)
+        if waiting:
+            raise CommandError("name one of them: --rank K", exit_codes.USAGE)
+        raise CommandError("no rank waits in a breakpoint", exit_codes.UNAVAILABLE)
     if not (os.isatty(0) and os.isatty(1)):
-        say("a debugger needs a terminal as stdin and stdout")
-        sys.exit(exit_codes.USAGE)
+        raise CommandError("a debugger needs a terminal as stdin and stdout", exit_codes.USAGE)
     rank = waiting[0].rank if args.rank is None else args.rank
     link = attach(hosts, rank)
     say(f"attached to rank {rank}. `detach` and Ctrl-] have it go on without a debugger")

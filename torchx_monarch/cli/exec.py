@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import get_args
 
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_role_and_address, hosts_of
+from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.output import add_json
 from torchx_monarch.cli.run_output import print_accepted, stream_and_exit
@@ -59,8 +59,7 @@ def run(args: argparse.Namespace) -> None:
     for pair in args.env:
         name, equals, value = pair.partition("=")
         if not equals or not name:
-            say(f"--env {pair}: give NAME=VALUE")
-            sys.exit(exit_codes.USAGE)
+            raise CommandError(f"--env {pair}: give NAME=VALUE", exit_codes.USAGE)
         env[name] = value
     workspace = current_workspace() if args.workspace is None and not args.cwd else args.workspace
     options = RunOptions(
@@ -101,8 +100,7 @@ def _words(args: argparse.Namespace) -> list[str]:
     parser.add_argument("program", nargs=argparse.REMAINDER)
     _, unknown = parser.parse_known_args(typed, args)
     if unknown:
-        say(f"{unknown[0]} is no option here. {_USAGE}")
-        sys.exit(exit_codes.USAGE)
+        raise CommandError(f"{unknown[0]} is no option here. {_USAGE}", exit_codes.USAGE)
     if args.module:
         return ["-m", *args.module]
     return args.program[1:] if args.program[:1] == ["--"] else list(args.program)

@@ -29,6 +29,14 @@ BROKEN_PIPE = 141
 """Nobody reads the output any more: a shell's code for SIGPIPE."""
 
 
+class CommandError(Exception):
+    """Raised to end a command with a message and an exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 def interrupted(error: KeyboardInterrupt) -> int:
     """Return the exit code after an interrupt: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
     return 128 + signal_of(error)

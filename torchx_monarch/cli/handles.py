@@ -17,6 +17,7 @@ from typing import Any
 
 from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.cli import exit_codes
+from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -29,18 +30,6 @@ HELP = "the app: its handle, its id or name, the beginning of one, or 'last'"
 
 _CANDIDATES = 8
 """Apps that a message lists at most."""
-
-
-class HandleError(Exception):
-    """Raised when a word names no app, or several; the message lists what it may mean.
-
-    Attributes:
-        exit_code: the exit code of the command.
-    """
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 def add_handle(parser: argparse.ArgumentParser, default: str | None = LAST, required: bool = False) -> None:
@@ -64,14 +53,14 @@ def resolve(word: str) -> str:
     handle is returned as it is: it may be of an app that another machine has submitted.
 
     Raises:
-        HandleError: no app is named so, or several begin so.
+        CommandError: no app is named so, or several begin so.
     """
     if "://" in word:
         return word
     apps = recorded_apps()
     if word == LAST:
         if not apps:
-            raise HandleError("no app was submitted from this machine yet", exit_codes.UNKNOWN_APP)
+            raise CommandError("no app was submitted from this machine yet", exit_codes.UNKNOWN_APP)
         return apps[0].handle
     for named in ([app for app in apps if app.app_id == word], [app for app in apps if word in app.words]):
         if named:
@@ -83,7 +72,7 @@ def resolve(word: str) -> str:
         now = time.time()
         lines = [f"  {one_line(app.handle)}  submitted {show_duration(now - app.submitted)} ago" for app in found]
         message = f"{one_line(word)!r} may be one of {len(found)} apps; type more of its id:"
-        raise HandleError("\n".join([message, *_first(lines)]), exit_codes.USAGE)
+        raise CommandError("\n".join([message, *_first(lines)]), exit_codes.USAGE)
     raise unknown(word)
 
 
@@ -91,7 +80,7 @@ def check_local(handle: str) -> None:
     """Check that an app exists if it is one of this machine.
 
     Raises:
-        HandleError: there is no such app.
+        CommandError: there is no such app.
     """
     app_id = handle.rpartition("/")[2]
     stored_apps = ((app.scheduler, app.app_id) for app in recorded_apps())
@@ -99,7 +88,7 @@ def check_local(handle: str) -> None:
         raise unknown(handle)
 
 
-def unknown(word: str) -> HandleError:
+def unknown(word: str) -> CommandError:
     """Return the error for a word that names no app, with the apps whose names are similar."""
     from torchx_monarch.model.spelling import similar
 
@@ -108,8 +97,8 @@ def unknown(word: str) -> HandleError:
     near = [f"  {one_line(app.handle)}" for app in apps if app.words & alike]
     text = f"there is no app {one_line(word)!r}"
     if near:
-        return HandleError("\n".join([f"{text}; similar ones:", *_first(near)]), exit_codes.UNKNOWN_APP)
-    return HandleError(f"{text}; `torchx monarch ls` lists all", exit_codes.UNKNOWN_APP)
+        return CommandError("\n".join([f"{text}; similar ones:", *_first(near)]), exit_codes.UNKNOWN_APP)
+    return CommandError(f"{text}; `torchx monarch ls` lists all", exit_codes.UNKNOWN_APP)
 
 
 def _first(lines: Sequence[str]) -> list[str]:
@@ -120,7 +109,7 @@ def _first(lines: Sequence[str]) -> list[str]:
 def complete(prefix: str, **_: object) -> list[str]:
     """Return the words that a shell may offer for a handle: ids, names and ``last``; handles if something is typed."""
     apps = []
-    with contextlib.suppress(HandleError):  # the line that is completed has no room for it
+    with contextlib.suppress(CommandError):  # the line that is completed has no room for it
         apps = [app for app in recorded_apps() if app.app_id.isprintable() and app.name.isprintable()]
     handles = [app.handle for app in apps] if prefix else []
     # Most ids begin with the name: offering both would complete neither.
@@ -155,13 +144,13 @@ def recorded_apps() -> list[RecordedApp]:
     """Return all apps, the newest first.
 
     Raises:
-        HandleError: the state directory cannot be read.
+        CommandError: the state directory cannot be read.
     """
     found = []
     try:
         app_ids = state_files.app_ids()
     except OSError as error:
-        raise HandleError(f"the records of apps cannot be read: {error}", exit_codes.UNAVAILABLE) from None
+        raise CommandError(f"the records of apps cannot be read: {error}", exit_codes.UNAVAILABLE) from None
     for app_id in app_ids:
         paths = state_files.app_paths(app_id)
         if os.path.lexists(paths.status):  # written last

@@ -7,17 +7,15 @@ import argparse
 import configparser
 import os
 import re
-import sys
 from pathlib import Path
-from typing import NoReturn
 
 from torchx.runner import config
 from torchx.schedulers import get_scheduler_factories
 
-from torchx_monarch.cli import exit_codes
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli.output import add_json, print_json, write_output
+from torchx_monarch.cli.torchx_errors import no_scheduler
 from torchx_monarch.client.hosts import say
-from torchx_monarch.model.spelling import did_you_mean
 from torchx_monarch.system.untrusted_text import one_line
 
 _SECTIONS = ("cli:run", "cli:list")
@@ -35,27 +33,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the default scheduler into the ``.torchxconfig`` of the current folder, and say what was written."""
-    schedulers = get_scheduler_factories()
-    if args.scheduler not in schedulers:
-        hint = did_you_mean(args.scheduler, schedulers)
-        _refuse(f"there is no scheduler {args.scheduler}.{hint} Schedulers are: {', '.join(schedulers)}")
+    if args.scheduler not in get_scheduler_factories():
+        raise UserError(no_scheduler(args.scheduler))
     path = Path.cwd() / config.CONFIG_FILE
     try:
         before = path.read_bytes().decode()
     except FileNotFoundError:
         before = ""
     except (OSError, UnicodeDecodeError) as error:
-        _refuse(f"cannot read {path}: {error}")
+        raise UserError(f"cannot read {path}: {error}") from None
     try:
         found = {section: value_of(before, section, _KEY) for section in _SECTIONS}
         after = before
         for section in _SECTIONS:
             after = with_value(after, section, _KEY, args.scheduler)
     except ConfigSyntaxError as error:
-        _refuse(f"{path} is not changed: {one_line(str(error))}")
+        raise UserError(f"{path} is not changed: {one_line(str(error))}") from None
     others = [f"[{section}] {_KEY} = {one_line(value)}" for section, value in found.items() if value]
     if any(value not in (None, args.scheduler) for value in found.values()) and not args.force:
-        _refuse(f"{path} is not changed: it says {' and '.join(others)}. To replace that: torchx monarch init --force")
+        raise UserError(
+            f"{path} is not changed: it says {' and '.join(others)}. To replace that: torchx monarch init --force"
+        )
     if not args.dry_run and after != before:
         write_output(str(path), after)
     written = [section for section, value in found.items() if value != args.scheduler]
@@ -93,11 +91,6 @@ def _warn_of_other_files(path: Path, scheduler: str) -> None:
     if first.resolve() != path.resolve() and found != scheduler:
         why = " (TORCHXCONFIG)" if "TORCHXCONFIG" in os.environ else ""
         say(f"{first} comes first for TorchX{why}, and names {one_line(found or 'no default')}; change it there")
-
-
-def _refuse(message: str) -> NoReturn:
-    say(message)
-    sys.exit(exit_codes.USAGE)
 
 
 class ConfigSyntaxError(ValueError):

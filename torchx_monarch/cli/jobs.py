@@ -113,7 +113,7 @@ class JobReader:
         """Return the snapshot and the state of the app.
 
         Raises:
-            HandleError: there is no such app.
+            CommandError: there is no such app.
             BackendError: its scheduler cannot be reached.
         """
         found = self.scheduler.apps.read(self.app_id)

@@ -106,8 +106,9 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
 
         from torchx_monarch.backends.core.errors import BackendError, UserError
         from torchx_monarch.cli import exit_codes
-        from torchx_monarch.cli.handles import HandleError, resolve
-        from torchx_monarch.cli.output import OutputError, open_stderr, written_output
+        from torchx_monarch.cli.exit_codes import CommandError
+        from torchx_monarch.cli.handles import resolve
+        from torchx_monarch.cli.output import open_stderr, written_output
         from torchx_monarch.client.hosts import say
         from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
 
@@ -121,10 +122,7 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
             sys.exit(exit_codes.interrupted(error))
         except BrokenPipeError:  # a run continues on the hosts
             sys.exit(exit_codes.BROKEN_PIPE)
-        except OutputError as error:
-            say(f"cannot write the output: {error}")
-            sys.exit(exit_codes.OUTPUT)
-        except HandleError as error:
+        except CommandError as error:
             say(str(error))
             sys.exit(error.exit_code)
         except (UnreachableError, RefusedError, AllocationError, CodeError, BackendError) as error:

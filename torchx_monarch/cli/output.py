@@ -12,6 +12,9 @@ import shutil
 import sys
 from collections.abc import Iterator
 
+from torchx_monarch.cli import exit_codes
+from torchx_monarch.cli.exit_codes import CommandError
+
 STDOUT = ("-", "/dev/stdout")
 """The values of ``-o`` that are no file."""
 
@@ -42,10 +45,6 @@ def print_record(value: object) -> None:
     print(json.dumps(value), flush=True)
 
 
-class OutputError(Exception):
-    """Raised when stdout cannot be written, as on a full disk; the message gives the reason."""
-
-
 def open_stderr() -> None:
     """Open stderr on ``/dev/null`` if the caller has closed it (``2>&-``): ``print`` would take stdout for None.
 
@@ -61,7 +60,7 @@ def written_output() -> Iterator[None]:
 
     Raises:
         BrokenPipeError: nobody reads it.
-        OutputError: it cannot be written.
+        CommandError: it cannot be written, as on a full disk.
     """
     try:
         try:
@@ -75,7 +74,7 @@ def written_output() -> Iterator[None]:
         if error.errno not in _FULL or error.filename is not None:
             raise
         _discard()
-        raise OutputError(error.strerror) from None
+        raise CommandError(f"cannot write the output: {error.strerror}", exit_codes.OUTPUT) from None
 
 
 def _discard() -> None:

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
+from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.handles import resolve
 from torchx_monarch.cli.output import add_json, print_json
 from torchx_monarch.client.connection import ask
-from torchx_monarch.client.hosts import say
 from torchx_monarch.exceptions import AllocationError
 
 
@@ -26,8 +25,7 @@ def run(args: argparse.Namespace) -> None:
     if args.handle is None and args.run:  # argparse takes the handle of `stop --run HANDLE` for the value of --run
         args.handle, args.run = resolve(args.run), ""
     if args.handle is None:
-        say("name the allocation, as in: torchx monarch stop last")
-        sys.exit(2)
+        raise CommandError("name the allocation, as in: torchx monarch stop last", 2)
     if args.run and not args.run.isdecimal():
         raise UserError(f"--run {args.run}: give the number of a run, which `torchx monarch ps {args.handle}` lists")
     number = int(args.run) if args.run else None

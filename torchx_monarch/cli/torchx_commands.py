@@ -22,6 +22,7 @@ from torchx.runner import Runner
 from torchx.specs import AppStatus
 
 from torchx_monarch.cli import handles
+from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.schedulers import registered
 
 
@@ -29,7 +30,7 @@ def _resolve(word: str) -> str:
     """Return the handle that a word names; exit with a message if it names none."""
     try:
         return handles.resolve(word)
-    except handles.HandleError as error:
+    except CommandError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
 

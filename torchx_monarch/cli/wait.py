@@ -8,11 +8,11 @@ import sys
 import time
 
 from torchx_monarch.cli import exit_codes
+from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import add_json, print_json
 from torchx_monarch.cli.status_text import render
-from torchx_monarch.client.hosts import say
 
 _INTERVAL_S = 1.0
 """Time between two readings of the job, if its backend does not want more."""
@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> None:
         while not (state := job.read_app()[1].state).is_terminal:
             left = float("inf") if deadline is None else deadline - time.monotonic()
             if left <= 0:
-                say(f"{args.handle} has not ended within {args.timeout:g} s: {state.value}")
-                sys.exit(exit_codes.TIMEOUT)
+                text = f"{args.handle} has not ended within {args.timeout:g} s: {state.value}"
+                raise CommandError(text, exit_codes.TIMEOUT)
             time.sleep(min(max(_INTERVAL_S, job.scheduler.inner.poll), left))
         status = job.read().status
     print_json(status.to_json()) if args.json else print(render(status))
