@@ -15,19 +15,25 @@ the tests that fail.
 """
 
 
-def until(condition: Callable[..., object], what: str, seconds: float = WITHIN, every: float = 0.02) -> object:
+def until(
+    condition: Callable[..., object], what: str | Callable[[], str], seconds: float = WITHIN, every: float = 0.02
+) -> object:
     """Poll a condition until it holds; return its value.
 
     Args:
         condition: is polled.
-        what: what is waited for, for the message of a failure.
+        what: what is waited for, for the message of a failure; a function if the message is to show what it is then.
         seconds: how long.
-        every: seconds between two polls.
+        every: seconds between two polls, at least. A condition that takes long, such as a command, is polled a fifth of
+            the time: the processors are the tests' limit.
     """
-    deadline = time.monotonic() + seconds
+    began = polled = time.monotonic()
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"still waiting for {what} after {seconds:g} s"
-        time.sleep(every)
+        now = time.monotonic()
+        waited, took = now - began, now - polled
+        assert waited < seconds, f"still waiting for {what if isinstance(what, str) else what()} after {seconds:g} s"
+        time.sleep(max(every, min(4 * took, 1.0), min(waited / 10, 5 * every)))
+        polled = time.monotonic()
     return value
 
 

@@ -160,7 +160,7 @@ FRAMEWORKS = ("transformers.trainer", "lightning", "accelerate")
 """Modules of packages that are installed for the nightly tests alone."""
 
 MODULES = [
-    "torch",
+    pytest.param("torch", marks=pytest.mark.nightly("beside other modules it is tested every time")),
     "torch,sklearn.ensemble,sklearn.model_selection,scipy.stats",
     *(pytest.param(name, marks=pytest.mark.nightly("packages that no other test needs")) for name in FRAMEWORKS),
 ]

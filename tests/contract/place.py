@@ -10,7 +10,6 @@ import pkgutil
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ from torchx.runner import Runner
 from torchx.specs import NULL_RESOURCE, AppDef, AppState, AppStatus, BindMount, Role
 
 from tests.fork_server import run_torchx
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.core.backend import Backend
 from torchx_monarch.backends.core.errors import BackendError
@@ -200,14 +199,12 @@ class Place(abc.ABC):
         Args:
             what: what is waited for; a function if the message is to show what it is then.
         """
-        begun = time.monotonic()
-        while not condition():
-            waited = time.monotonic() - begun
-            if waited > seconds * self.patience:
-                awaited = what if isinstance(what, str) else what()
-                raise AssertionError(f"still waiting for {awaited} after {seconds:g} s\n{self.everything(handle)}")
-            # Asking for a status costs commands of a batch system, or requests to a server.
-            time.sleep(min(max(0.1, waited / 10), 0.5))
+
+        def awaited() -> str:
+            return f"{what if isinstance(what, str) else what()}\n{self.everything(handle)}\n"
+
+        # Asking for a status costs commands of a batch system, or requests to a server.
+        until(condition, awaited, seconds * self.patience, every=0.1)
 
     def wait(self, handle: str, state: AppState | None = None, seconds: float = WITHIN) -> AppStatus:
         """Wait for the end of an app and return its status, which must have this state."""

@@ -54,7 +54,7 @@ def test_a_replica_can_be_spared_and_a_second_cannot(
 
 def test_a_host_that_comes_too_late_does_not_keep_the_app(apps: Detached) -> None:
     host = "os.execv(sys.executable, [sys.executable, '-m', 'torchx_monarch.host', '--app', 'a', '--role', 'r',"
-    words = "'--replica', '1', '--replicas', '2', '--', 'torchrun', '--nnodes', '1:2', os.devnull])"
+    words = "'--replica', '1', '--replicas', '2', '--preload', '', '--', 'torchrun', '--nnodes', '1:2', os.devnull])"
     code = f"import os, sys\nif sys.argv[1] == '1':\n    {host} {words}"
     app_id = apps.run(py(code, "${replica_id}", replicas=2, min_replicas=1))
     assert apps.wait(app_id, 90).state is S

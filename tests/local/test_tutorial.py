@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.fork_server import run_torchx
 
 _SHOWN = r"^```sh\n(torchx run [^\n]*)\n```\n(?:(?!```).)*?```text\n(.*?)^```"
 """A block with one command, and the next one if that shows what it prints."""
@@ -29,8 +28,7 @@ def test_its_commands_show_what_it_shows(tmp_path: Path) -> None:
     shown = re.findall(_SHOWN, _PAGE, re.MULTILINE | re.DOTALL)
     assert len(shown) == 2
     for (command, lines), code in zip(shown, (0, 1), strict=True):
-        words = [sys.executable, "-m", "torchx.cli.main", *shlex.split(command)[1:]]
-        ran = subprocess.run(words, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=100)
+        ran = run_torchx(*shlex.split(command)[1:], cwd=tmp_path)
         assert ran.returncode == code, ran.stderr
         printed = {normal(line) for line in (ran.stdout + ran.stderr).splitlines()}
         assert {normal(line) for line in lines.splitlines() if line != "…"} <= printed

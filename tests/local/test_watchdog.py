@@ -9,6 +9,7 @@ import stat
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,11 +27,11 @@ timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
 
 @pytest.fixture
 def run(folder: Path, tmp_path: Path) -> Callable[..., Hosts]:
-    def start(body: str, *options: str, nproc: int = 1, environ: dict[str, str] | None = None) -> Hosts:
+    def start(body: str, *options: str, nproc: int = 1, environ: dict[str, str] | None = None, **more: Any) -> Hosts:
         path = tmp_path / "prog.py"
         path.write_text(SET_UP + textwrap.dedent(body))
         words = ["torchrun", "--nproc-per-node", str(nproc), "--role", "r", *options, str(path)]
-        return Hosts(folder, words, environ={"TORCHELASTIC_ENABLE_FILE_TIMER": "1", **(environ or {})}).start()
+        return Hosts(folder, words, environ={"TORCHELASTIC_ENABLE_FILE_TIMER": "1", **(environ or {})}, **more).start()
 
     return start
 
@@ -57,7 +58,7 @@ def test_a_rank_whose_timer_expires_is_killed_and_named(run: Callable[..., Hosts
 
 
 def test_a_server_that_cannot_begin_is_named(run: Callable[..., Hosts], tmp_path: Path) -> None:
-    hosts = run("", environ={"TORCHELASTIC_TIMER_FILE": str(tmp_path / "no" / "such")})
+    hosts = run("", environ={"TORCHELASTIC_TIMER_FILE": str(tmp_path / "no" / "such")}, options=NO_PRELOAD)
     assert hosts.wait() == [1]
     assert "torch's timer server does not run: FileNotFoundError: " in hosts.err().splitlines()[-1]
 

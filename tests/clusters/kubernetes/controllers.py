@@ -33,11 +33,9 @@ class IndexedJobs:
         self._counted: dict[str, dict[str, bool]] = {}
         self._failed_at: dict[tuple[str, int], float] = {}
 
-    def look(self) -> None:
+    def look(self, pods: list[Object]) -> None:
         """Make, count and delete pods, and write the Jobs' status."""
-        jobs = self._api.get("/apis/batch/v1/jobs")["items"]
-        pods = self._api.get("/api/v1/pods")["items"] if jobs else []
-        for job in jobs:
+        for job in self._api.get("/apis/batch/v1/jobs")["items"]:
             newer = json.loads((job["metadata"].get("annotations") or {}).get(api_proxy.SPEC, "{}"))
             if newer.get("completionMode") == "Indexed" and "deletionTimestamp" not in job["metadata"]:
                 uid = job["metadata"]["uid"]
@@ -176,14 +174,13 @@ class IndexedJobs:
 
 
 class VolcanoJobs:
-    """Volcano's controller of jobs; does nothing where the CRD is not there. It has no queues, gangs and policies."""
+    """Volcano's controller of jobs. It has no queues, gangs and policies."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
 
     def look(self) -> None:
-        if self._api.find(VOLCANO) is None:
-            return
+        """Make and delete pods, and write the jobs' status."""
         for job in self._api.get(f"{VOLCANO}/jobs")["items"]:
             try:
                 self._job(job)

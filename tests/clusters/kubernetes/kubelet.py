@@ -334,9 +334,8 @@ class Kubelet:
         }
         self.api.patch(f"/api/v1/nodes/{NODE}/status", {"status": status})
 
-    def look(self) -> None:
-        """Bind, start, stop and remove pods, as the API server has them now."""
-        listed = self.api.get("/api/v1/pods")["items"]
+    def look(self, listed: list[dict[str, Any]]) -> None:
+        """Bind, start, stop and remove pods, as the API server lists them now."""
         for pod in listed:
             metadata = pod["metadata"]
             uid, phase = metadata["uid"], pod["status"].get("phase")
@@ -368,7 +367,6 @@ class Kubelet:
                 gone.stop_grace = 0.0  # removed by force
         if self._names.is_set() or any(not one.over for one in self.pods.values()):
             self._names.clear()
-            self.services = self.api.get("/api/v1/services")["items"]
             for one in list(self.pods.values()):
                 if not one.over:
                     self.write_hosts(one)

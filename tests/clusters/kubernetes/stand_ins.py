@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.clusters.kubernetes.api_proxy import ApiProxy
@@ -22,23 +21,36 @@ from tests.clusters.kubernetes.controllers import VOLCANO, IndexedJobs, VolcanoJ
 from tests.clusters.kubernetes.kubelet import Kubelet
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 
-_WATCHED = ("/api/v1/pods", "/apis/batch/v1/jobs", f"{VOLCANO}/jobs")
+_PODS, _JOBS, _SERVICES = "/api/v1/pods", "/apis/batch/v1/jobs", "/api/v1/services"
 
 _AT_MOST_EVERY, _AT_LEAST_EVERY = 0.1, 0.5
-"""Seconds between two looks of one part while objects change, and while none does, for what is due at a time."""
+"""Seconds between two looks while objects change, and while none does, for what is due at a time."""
 
 _WITHOUT_PODS_EVERY = 5.0
 """Seconds between two looks while there are no pods, so that nothing is due: most of a run has no use for a cluster."""
 
 
 def main(folder: Path, port: int) -> None:
-    ended = threading.Event()
+    ended, changed, changed_kinds = threading.Event(), threading.Event(), set[str]()
     signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
     os.environ["KUBECONFIG"] = str(folder / "direct.yaml")
-    kubelet = Kubelet(Api.from_environment(), folder)
+    api = Api.from_environment()
+    kubelet, indexed_jobs, volcano_jobs = Kubelet(api, folder), IndexedJobs(api), VolcanoJobs(api)
     proxy = ApiProxy(folder, port)
 
-    def repeat(look: Callable[[], None], changed: threading.Event) -> None:
+    def look() -> None:
+        """Have each part act on the objects that there are; each request costs the server a millisecond."""
+        if _SERVICES in changed_kinds:
+            changed_kinds.discard(_SERVICES)
+            kubelet.services = api.get(_SERVICES)["items"]
+        pods = api.get(_PODS)["items"]
+        kubelet.look(pods)
+        if _JOBS in changed_kinds:
+            indexed_jobs.look(pods)
+        if f"{VOLCANO}/jobs" in changed_kinds:
+            volcano_jobs.look()
+
+    def repeat() -> None:
         while not ended.is_set():
             changed.clear()
             try:
@@ -49,27 +61,23 @@ def main(folder: Path, port: int) -> None:
             time.sleep(_AT_MOST_EVERY)
             changed.wait((_AT_LEAST_EVERY if kubelet.pods else _WITHOUT_PODS_EVERY) - _AT_MOST_EVERY)
 
-    def watch(path: str, api: Api) -> None:
+    def watch(path: str) -> None:
         while not ended.is_set():
             with contextlib.suppress(KubernetesError):  # Volcano's kind does not exist until a test has created it
                 for _ in api.lines(path, watch="true"):
-                    for _, changed in looks:
-                        changed.set()
+                    changed_kinds.add(path)
+                    changed.set()
+            changed_kinds.discard(path)
             time.sleep(_AT_LEAST_EVERY)
 
-    parts = (kubelet, IndexedJobs(Api.from_environment()), VolcanoJobs(Api.from_environment()))
-    looks = [(part.look, threading.Event()) for part in parts]
-    threads = [threading.Thread(target=repeat, args=look, daemon=True) for look in looks]
-    watchers = [threading.Thread(target=watch, args=(path, Api.from_environment()), daemon=True) for path in _WATCHED]
-    for watcher in watchers:
-        watcher.start()
-    for thread in threads:
-        thread.start()
+    for path in (_PODS, _JOBS, _SERVICES, f"{VOLCANO}/jobs"):
+        threading.Thread(target=watch, args=(path,), daemon=True).start()
+    looking = threading.Thread(target=repeat, daemon=True)
+    looking.start()
     (folder / "proxy.port.new").write_text(str(proxy.port))
     (folder / "proxy.port.new").rename(folder / "proxy.port")
     ended.wait()
-    for thread in threads:
-        thread.join(5)
+    looking.join(5)
     proxy.close()
     kubelet.close()
 

@@ -48,6 +48,7 @@ class Apps(Place):
         "cancel while pending": "a job begins as soon as it is submitted: nothing else uses the machines",
     }
     nightly = left_to_others(
+        "test_actors_run_beside_ranks",
         "spare host",
         "test_a_lost_host_is_replaced[0]",
         "test_the_job_begins_again_when_a_host_is_lost[0]",
