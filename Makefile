@@ -50,7 +50,7 @@ SYSTEM_PACKAGES := iproute2 openssl fuse3 zsh fish chromium task-spooler
 NEWEST ?= tests/unit/test_options.py tests/unit/test_command.py tests/local/test_numa.py tests/local/test_digits.py \
 	tests/local/test_watchdog.py tests/local/test_monarch_job.py tests/conformance
 
-CLUSTERS := $(patsubst tests/clusters/%/by_hand.py,%,$(wildcard tests/clusters/*/by_hand.py))
+CLUSTERS := slurm docker ssh kubernetes aws_batch
 
 .PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test test-newest test-nightly test-gpu record-torchrun check soak bench bench-slurm dist docs docs-pages docs-pictures lint types format clean
 

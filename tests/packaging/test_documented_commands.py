@@ -23,6 +23,7 @@ from torchx.cli.main import create_parser, get_sub_cmds, main
 from torchx.runner import get_runner
 from torchx.specs import AppState
 
+from tests.clusters.__main__ import CLUSTERS
 from tests.fork_server import run_torchx
 from tests.packaging.documented_commands import ROOT, Command, commands, pages
 
@@ -226,8 +227,7 @@ def test_the_image_may_be_named_once(torchx: Callable[..., str], folder: Path) -
 @pytest.mark.parametrize("command", chosen("make"), ids=str)
 def test_make_has_such_a_target(command: Command) -> None:
     makefile = (ROOT / "Makefile").read_text()
-    clusters = {path.parent.name for path in (ROOT / "tests" / "clusters").glob("*/by_hand.py")}
-    targets = {f"{name}-{way}" for name in clusters for way in ("up", "down")}
+    targets = {f"{name}-{way}" for name in CLUSTERS for way in ("up", "down")}
     targets |= {name for names in re.findall(r"^([\w -]+):", makefile, re.MULTILINE) for name in names.split()}
     for word in command.words[1:]:
         name, is_variable, _ = word.partition("=")
