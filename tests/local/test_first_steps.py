@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The mistakes of a first day, on every backend: a few lines that say what to type, and no traceback.
+"""The mistakes of a first day: a few lines that say what to type, and no traceback.
 
-A wrong option, a wrong file, a wrong handle, no ``-s``, and no cluster: each command is a process of its own, as a
-person starts it, in a folder with one script and without the daemon of any backend.
+Each command is a process of its own, as a person starts it, in a folder with one script and without the daemon of any
+backend.
 """
 
 from __future__ import annotations
@@ -15,10 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.fork_server import run_torchx
-
-BACKENDS = ("monarch_local", "monarch_docker", "monarch_kubernetes", "monarch_slurm", "monarch_aws_batch")
-
-REMOTE = BACKENDS[1:]
 
 LONGEST = 12
 """Lines that an answer may have: half of a terminal."""
@@ -53,55 +49,21 @@ def answer(work: Path, *words: str, apps: int = 0) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_wrong_run_option(work: Path, backend: str) -> None:
-    said = "Unknown run option `grase`. Did you mean grace?"
-    assert said in answer(work, "run", "-s", backend, "-cfg", "grase=5", "monarch.spmd", "train.py")
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("monarch.spmd --nprocs 4 train.py", "no option --nprocs. Did you mean --nproc?"),
-        (
-            "monarch.spmd --workspace . train.py",
-            "--workspace is an option of `torchx run`: type it before monarch.spmd",
-        ),
-        ("monarch.smpd train.py", "no component monarch.smpd. Did you mean monarch.spmd?"),
+        ("run -s monarch_docker -cfg grase=5 monarch.spmd train.py", "Unknown run option `grase`. Did you mean grace?"),
+        ("run -s monarch_local monarch.spmd --nprocs 4 train.py", "no option --nprocs. Did you mean --nproc?"),
+        ("run -s monarch_local monarch.spmd trian.py", "there is no file trian.py in {work}. Did you mean train.py?"),
+        ("run -s monrach_local monarch.spmd train.py", "no scheduler monrach_local. Did you mean monarch_local?"),
+        ("run monarch.spmd --nproc 4 train.py", "local_docker, which TorchX uses without -s, has no Docker here"),
+        ("cancel monarch_local://torchx/train-x1", "there is no app 'train-x1' of monarch_local"),
+        ("delete train-x1", "there is no app 'train-x1'; `torchx monarch ls` lists all"),
     ],
 )
-def test_a_wrong_option(work: Path, words: str, said: str) -> None:
-    assert said in answer(work, "run", "-s", "monarch_local", *words.split())
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("monarch.spmd trian.py --lr 1", "there is no file trian.py in {work}. Did you mean train.py?"),
-        (
-            "monarch.spmd --nproc 2 --script src/train.py",
-            "there is no file {work}/src/train.py: {work}/src: No such file",
-        ),
-        ("monarch.controller trian.py", "Did you mean train.py?"),
-        ("train.py --lr 1", "train.py is no component. To run a script: torchx run monarch.spmd --nproc 4 train.py"),
-        ("monarch.spmd", "No program to run: give a script"),
-    ],
-)
-def test_a_wrong_file(work: Path, words: str, said: str) -> None:
-    assert said.format(work=work) in answer(work, "run", "-s", "monarch_local", *words.split())
-
-
-@pytest.mark.parametrize("command", ["status", "log", "cancel", "describe", "delete"])
-@pytest.mark.parametrize(
-    ("handle", "said"),
-    [
-        ("monarch_local://torchx/train-x1", "there is no app 'train-x1' of monarch_local"),
-        ("monrach_local://torchx/train-x1", "Did you mean monarch_local?"),
-        ("train-x1", "there is no app 'train-x1'; `torchx monarch ls` lists all"),
-    ],
-)
-def test_a_wrong_handle(work: Path, command: str, handle: str, said: str) -> None:
-    assert said in answer(work, command, handle)
+def test_a_mistake(work: Path, words: str, said: str) -> None:
+    """One of each kind; ``tests/unit/test_mistakes.py`` has all, without a process for each."""
+    assert said.format(work=work) in answer(work, *words.split())
 
 
 def test_a_handle_that_is_nearly_right(work: Path) -> None:
@@ -112,19 +74,7 @@ def test_a_handle_that_is_nearly_right(work: Path) -> None:
     assert "similar ones:" in said and right in said
 
 
-@pytest.mark.parametrize("words", ["run monarch.spmd --nproc 4 train.py", "list"])
-def test_no_scheduler(work: Path, words: str) -> None:
-    said = answer(work, *words.split())
-    assert "local_docker, which TorchX uses without -s, has no Docker here" in said
-    assert "-s monarch_local" in said and "torchx monarch init" in said
-
-
-def test_a_wrong_scheduler(work: Path) -> None:
-    said = answer(work, "run", "-s", "monrach_local", "monarch.spmd", "train.py")
-    assert "there is no scheduler monrach_local. Did you mean monarch_local?" in said
-
-
-@pytest.mark.parametrize("backend", REMOTE)
+@pytest.mark.parametrize("backend", ["monarch_docker", "monarch_kubernetes", "monarch_slurm", "monarch_aws_batch"])
 @pytest.mark.parametrize(
     "words", ["run {cfg} monarch.spmd --image i train.py", "list", "status {handle}", "log {handle}/train/0"]
 )

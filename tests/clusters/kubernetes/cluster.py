@@ -24,7 +24,7 @@ from tests.network import namespaces
 ROOT = Path(__file__).parents[3]
 
 WIRE = os.environ.get("TEST_KUBE_WIRE", "real") if os.environ.get("TEST_KUBECONFIG") else "api-server"
-"""What a test of here is in docs/reference/backends.md; ``make kubernetes-up`` says that its cluster is one of stand-ins."""
+"""What a test of here is in docs/reference/backends.md; ``make kubernetes-up`` says that its cluster has stand-ins."""
 
 
 def missing() -> str:
