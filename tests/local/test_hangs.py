@@ -70,13 +70,13 @@ def test_runs_that_hang_fail_with_the_rank_that_others_wait_for(folder: Path, tm
     path = tmp_path / "hang.py"
     path.write_text(PROGRAM)
     options = ("--grace", "1", "--hang-after", str(HANG_AFTER), "--on-hang", "fail")
-    hosts = Live(folder, torchrun(str(path), nnodes=2, restarts=1), replicas=2, idle_timeout=300, options=options)
+    hosts = Live(folder, torchrun(str(path), nproc=4, restarts=1), idle_timeout=300, options=options)
     try:
         hosts.ready()
         for how, why in HANGS.items():
             result = hosts.run(str(path), how, str(HANG_AFTER))
             assert why in result.reason and result.exit_code == 1, how
-            assert result.reason.startswith("hang: rank 3 ") and "(local rank 1 on " in result.reason
+            assert result.reason.startswith("hang: rank 3 ") and "(local rank 3 on " in result.reason
         assert hosts.err().count("no restart: the ranks hung (on_hang=fail)") == len(HANGS)
         count = len(hangs(hosts))
         assert (hosts.run(str(path), "uneven", str(HANG_AFTER)).exit_code, len(hangs(hosts))) == (0, count)
@@ -87,7 +87,7 @@ def test_runs_that_hang_fail_with_the_rank_that_others_wait_for(folder: Path, tm
     assert (stopped["ranks"], stopped["waiting"], stopped["group"], stopped["number"]) == ([3], [0, 1, 2], "0", 4)
     assert (stopped["operation"], stopped["fault"]) == ("gloo:all_reduce", "silent")
     assert stopped["place"].endswith(": stopped (SIGSTOP)")
-    stacks = (hosts.logs(1) / "run_1" / "attempt_0" / "stacks.txt").read_text()
+    stacks = (hosts.logs(0) / "run_1" / "attempt_0" / "stacks.txt").read_text()
     assert "while ranks hang" in stacks and "before SIGTERM" in stacks and "hang.py" in stacks
 
 

@@ -59,7 +59,11 @@ class SlurmPlace(Place):
     resource = SMALL
     own_bad_options = (({"partitoin": "main"}, "(?s)partitoin.*partition"),)
     install = "sbatch"
-    nightly = left_to_others("test_a_rank_that_others_wait_for_is_the_root_cause", "describe gives the original app")
+    nightly = left_to_others(
+        "test_actors_run_beside_ranks",
+        "test_a_rank_that_others_wait_for_is_the_root_cause",
+        "describe gives the original app",
+    )
     cannot = {name: reason for name, reason in CANNOT.items() if not name.startswith("missing")} | {
         "environment arrives whole": "TorchX's slurm ends the value of a variable at a comma (srun --export)",
         "retries": "TorchX's slurm requeues a job whatever its exit code, and Slurm then holds it for two minutes",
