@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torchx.runner import Runner, get_runner
 
 from tests.local.detached import Detached
+from tests.local.live import Live
 
 
 @pytest.fixture
@@ -30,3 +33,27 @@ def script(tmp_path: Path) -> Callable[[str], str]:
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def runner(leaves_nothing: None) -> Iterator[Runner]:
+    """TorchX's Runner with the installed schedulers; ends what a test that fails has left on this machine."""
+    with get_runner() as runner:
+        yield runner
+        for app in runner.list("monarch_local"):
+            runner.cancel(app.app_handle)
+            runner.wait(app.app_handle, wait_interval=0.1)
+
+
+@pytest.fixture
+def live(folder: Path) -> Iterator[Callable[..., Live]]:
+    """Makes an allocation of hosts with a command, and waits until it is ready."""
+    made: list[Live] = []
+
+    def make(*command: str, **more: Any) -> Live:
+        made.append(Live(folder, list(command) or ["torchrun", "--nproc-per-node", "1", "nosuch.py"], **more))
+        return made[-1].ready()
+
+    yield make
+    for allocation in made:
+        allocation.kill()

@@ -11,14 +11,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torchx.runner import Runner, get_runner
+from torchx.runner import Runner
 from torchx.specs import AppState
 
+from tests.local.detached import lives
 from tests.local.hosts import Hosts
 from tests.local.live import Live
 from tests.local.terminal import Terminal
@@ -60,15 +61,6 @@ print(json.dumps(found), flush=True)
 """A Monarch client of a job's hosts, which prints what an actor on each of them sees."""
 
 
-@pytest.fixture
-def runner() -> Iterator[Runner]:
-    with get_runner() as runner:
-        yield runner
-        for app in runner.list("monarch_local"):
-            runner.cancel(app.app_handle)
-            runner.wait(app.app_handle, wait_interval=0.1)
-
-
 @contextlib.contextmanager
 def client(folder: Path, handle: str, then: str, where: str = "") -> Iterator[tuple[subprocess.Popen[str], Any]]:
     """Run ``CLIENT`` in a process of its own; yield it, and what it has printed. It is killed at the end."""
@@ -86,12 +78,6 @@ def client(folder: Path, handle: str, then: str, where: str = "") -> Iterator[tu
         process.wait(WITHIN)
         process.stdin.close()
         process.stdout.close()
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
-    return False
 
 
 def submit(runner: Runner, tmp_path: Path, shape: str, env: str) -> str:
@@ -113,11 +99,11 @@ def test_a_client_of_a_batch_job_spawns_actors_and_dies(tmp_path: Path, runner: 
         assert [answer[1:] for answer in found] == [[None, "me", None]] * 2
         pids = [answer[0] for answer in found]
         if not then.startswith("state"):
-            assert all(map(alive, pids))
+            assert all(map(lives, pids))
             until(lambda: log().count("an actor is here") == 2, "the output of the actors")
             process.send_signal(signal.SIGKILL)
         until(lambda: "a Monarch client has detached" in log(), "the end of the worker loops")
-        until(lambda: not any(map(alive, pids)), "the end of the actors")
+        until(lambda: not any(map(lives, pids)), "the end of the actors")
     assert runner.status(handle).state is AppState.RUNNING
     (tmp_path / "go").touch()
     status = runner.wait(handle, wait_interval=0.1)
@@ -131,29 +117,28 @@ def test_a_client_of_a_batch_job_spawns_actors_and_dies(tmp_path: Path, runner: 
             pass
 
 
-def test_a_live_allocation_has_actors_with_and_without_a_run(folder: Path, tmp_path: Path) -> None:
+def test_a_live_allocation_has_actors_with_and_without_a_run(
+    live: Callable[..., Live], folder: Path, tmp_path: Path
+) -> None:
     """The client keeps an idle allocation, and runs find nothing changed."""
     (tmp_path / "steps.py").write_text(STEPS.format(go=str(tmp_path / "go")))
-    live = Live(folder, ["torchrun", "--nproc-per-node", "2", str(tmp_path / "steps.py")], idle_timeout=3).ready()
-    where = f", address={str(live.target.address)!r}"
-    try:
-        run = live.job.run_spmd_async(output="store")
-        with client(tmp_path, live.job.handle, "sys.stdin.read()\nos._exit(0)", where) as (_, found):
-            assert len(found) == 1
-            (tmp_path / "go").touch()
-            result = run.result()
-            assert {rank: output.stdout for rank, output in result.output.items()} == {
-                rank: f"rank {rank} steps\n" for rank in (0, 1)
-            }
-            with client(folder, live.job.handle, "sys.stdin.read()", where) as (_, others):
-                assert others[0][0] != found[0][0]
-            assert alive(found[0][0])
-            assert live.job.run_spmd(output="none").exit_code == 0
-            assert live.job.status().idle == 0.0
-        until(lambda: live.processes[0].poll() is not None, "the end of the idle allocation")
-        until(lambda: not alive(found[0][0]), "the end of the actor")
-    finally:
-        live.kill()
+    hosts = live("torchrun", "--nproc-per-node", "2", str(tmp_path / "steps.py"), idle_timeout=3)
+    where = f", address={str(hosts.target.address)!r}"
+    run = hosts.job.run_spmd_async(output="store")
+    with client(tmp_path, hosts.job.handle, "sys.stdin.read()\nos._exit(0)", where) as (_, found):
+        assert len(found) == 1
+        (tmp_path / "go").touch()
+        result = run.result()
+        assert {rank: output.stdout for rank, output in result.output.items()} == {
+            rank: f"rank {rank} steps\n" for rank in (0, 1)
+        }
+        with client(folder, hosts.job.handle, "sys.stdin.read()", where) as (_, others):
+            assert others[0][0] != found[0][0]
+        assert lives(found[0][0])
+        assert hosts.job.run_spmd(output="none").exit_code == 0
+        assert hosts.job.status().idle == 0.0
+    until(lambda: hosts.processes[0].poll() is not None, "the end of the idle allocation")
+    until(lambda: not lives(found[0][0]), "the end of the actor")
 
 
 RANK = """
@@ -187,7 +172,7 @@ def test_a_rank_that_fails_ends_the_actors_of_its_own_job(tmp_path: Path, runner
     found = re.search(r"pids (.*)", lines)
     assert found is not None
     pids = [int(pid) for pid in found[1].split()]
-    until(lambda: not any(map(alive, pids)), "the end of the actors")
+    until(lambda: not any(map(lives, pids)), "the end of the actors")
 
 
 @pytest.mark.slow
@@ -243,31 +228,23 @@ def test_an_spmd_job_is_a_job_of_monarchs(tmp_path: Path, runner: Runner) -> Non
     assert Allocation(other).status().ready
 
 
-def test_a_client_with_another_monarch_is_told(tmp_path: Path, folder: Path) -> None:
-    live = Live(folder, ["torchrun", "--nproc-per-node", "1", "nosuch.py"]).ready()
-    try:
-        where = f", address={str(live.target.address)!r}"
-        patched = f"{where})\nfrom importlib import metadata\nmetadata.version = lambda name: '0.1'\nstr("
-        why = "the hosts of monarch_local://torchx/app have torchmonarch .*, and this process 0.1"
-        with pytest.raises(AssertionError, match=why), client(tmp_path, live.job.handle, "", patched):
-            pass
-    finally:
-        live.kill()
+def test_a_client_with_another_monarch_is_told(live: Callable[..., Live], tmp_path: Path) -> None:
+    hosts = live()
+    where = f", address={str(hosts.target.address)!r}"
+    patched = f"{where})\nfrom importlib import metadata\nmetadata.version = lambda name: '0.1'\nstr("
+    why = "the hosts of monarch_local://torchx/app have torchmonarch .*, and this process 0.1"
+    with pytest.raises(AssertionError, match=why), client(tmp_path, hosts.job.handle, "", patched):
+        pass
 
 
-def test_hosts_without_monarch_say_so(tmp_path: Path, folder: Path) -> None:
+def test_hosts_without_monarch_say_so(live: Callable[..., Live], tmp_path: Path) -> None:
     (tmp_path / "lib" / "monarch").mkdir(parents=True)
     (tmp_path / "lib" / "monarch" / "__init__.py").write_text("raise ImportError('no monarch')")
-    live = Live(
-        folder, ["torchrun", "--nproc-per-node", "1", "nosuch.py"], environ={"PYTHONPATH": str(tmp_path / "lib")}
-    ).ready()
-    try:
-        why = "host 0 has no worker loop for actors: cannot start: no monarch. Install torchmonarch on all hosts"
-        where = f", address={str(live.target.address)!r}"
-        with pytest.raises(AssertionError, match=why), client(tmp_path, live.job.handle, "", where):
-            pass
-    finally:
-        live.kill()
+    hosts = live(environ={"PYTHONPATH": str(tmp_path / "lib")})
+    why = "host 0 has no worker loop for actors: cannot start: no monarch. Install torchmonarch on all hosts"
+    where = f", address={str(hosts.target.address)!r}"
+    with pytest.raises(AssertionError, match=why), client(tmp_path, hosts.job.handle, "", where):
+        pass
 
 
 LOST = """
@@ -332,7 +309,7 @@ def test_a_lost_host_takes_its_actors_and_the_next_state_has_those_that_are_left
         assert len(now.split()) == 2 and now.split()[1] not in first
         (tmp_path / "go").touch()
         assert hosts.processes[0].wait(WITHIN) == 0
-        until(lambda: not any(alive(int(pid)) for pid in (*first, now.split()[1])), "the end of the actors")
+        until(lambda: not any(lives(int(pid)) for pid in (*first, now.split()[1])), "the end of the actors")
     finally:
         client.kill()
         client.wait(WITHIN)
@@ -342,52 +319,48 @@ def test_a_lost_host_takes_its_actors_and_the_next_state_has_those_that_are_left
 
 def worker_loops(host: int) -> list[int]:
     """Processes of the worker loops of a host, and of their actors."""
-    found = [pid for pid in processes.descendants(host, "") if alive(pid)]
+    found = [pid for pid in processes.descendants(host, "") if lives(pid)]
     return [pid for pid in found if b"worker_loop_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-@pytest.fixture
-def live(folder: Path) -> Iterator[Live]:
-    live = Live(folder, ["torchrun", "--nproc-per-node", "1", "nosuch.py"]).ready()
-    yield live
-    live.kill()
-
-
-def test_a_client_that_is_killed_while_it_attaches_leaves_nothing(live: Live) -> None:
-    host = live.processes[0].pid
+def test_a_client_that_is_killed_while_it_attaches_leaves_nothing(live: Callable[..., Live]) -> None:
+    hosts = live()
+    host = hosts.processes[0].pid
     for _ in range(3):
-        with Connection.open(live.target, {"type": "attach", "names": []}) as link:
+        with Connection.open(hosts.target, {"type": "attach", "names": []}) as link:
             assert link.answer()["type"] == "attaching"
             until(lambda: worker_loops(host), "a worker loop that starts")
     until(lambda: not worker_loops(host), "the end of the worker loops")
-    until(lambda: not [*live.folder.glob("*/*/worker")], "the end of their sockets")
-    until(lambda: live.job.status().idle > 0, "an idle allocation")
+    until(lambda: not [*hosts.folder.glob("*/*/worker")], "the end of their sockets")
+    until(lambda: hosts.job.status().idle > 0, "an idle allocation")
 
 
-def test_a_wrong_greeting_is_refused(live: Live) -> None:
+def test_a_wrong_greeting_is_refused(live: Callable[..., Live]) -> None:
+    hosts = live()
     for names in (None, "text", [1], [["a"]], {"a": 1}, ["a"] * 1001):
         with (
-            Connection.open(live.target, {"type": "attach", "names": names}) as link,
+            Connection.open(hosts.target, {"type": "attach", "names": names}) as link,
             pytest.raises(RefusedError, match="names of a client are a list of at most 1000 texts"),
         ):
             link.answer()
-    assert not worker_loops(live.processes[0].pid)
+    assert not worker_loops(hosts.processes[0].pid)
 
 
-def test_many_clients_have_worker_loops_of_their_own(live: Live) -> None:
+def test_many_clients_have_worker_loops_of_their_own(live: Callable[..., Live]) -> None:
     """Names are of no use on one machine; the longest list is taken."""
+    hosts = live()
     with contextlib.ExitStack() as stack:
         greeting = {"type": "attach", "names": [f"name-{number}" for number in range(1000)]}
-        links = [stack.enter_context(Connection.open(live.target, greeting)) for _ in range(3)]
+        links = [stack.enter_context(Connection.open(hosts.target, greeting)) for _ in range(3)]
         answers = [[link.answer(WITHIN) for _ in range(2)][1] for link in links]
         assert len({answer["hosts"][0]["address"] for answer in answers}) == 3
         garbage = stack.enter_context(socket.socket(socket.AF_UNIX))
         garbage.settimeout(WITHIN)
-        garbage.connect(live.target.address.path)
+        garbage.connect(hosts.target.address.path)
         garbage.sendall(b"\0\xff not a greeting\n")
         assert messages.decode(garbage.recv(1 << 16))["type"] == "refused"
-        assert len(worker_loops(live.processes[0].pid)) == 3
-    until(lambda: not worker_loops(live.processes[0].pid), "the end of the worker loops")
+        assert len(worker_loops(hosts.processes[0].pid)) == 3
+    until(lambda: not worker_loops(hosts.processes[0].pid), "the end of the worker loops")
 
 
 def test_ctrl_c_in_the_terminal_of_a_host_ends_ranks_and_actors(tmp_path: Path, folder: Path) -> None:
@@ -405,12 +378,12 @@ def test_ctrl_c_in_the_terminal_of_a_host_ends_ranks_and_actors(tmp_path: Path, 
         until(lambda: terminal.shows("steps"), "the ranks")
         where = f", address={'unix:' + str(folder) + '/r.sock'!r}"
         with client(tmp_path, "monarch_local://torchx/app", "sys.stdin.read()", where) as (_, found):
-            assert alive(found[0][0])
+            assert lives(found[0][0])
             terminal.type("\x03")
             code = terminal.wait()
             ended = True
             assert code == 130, terminal.plain
-            until(lambda: not alive(found[0][0]), "the end of the actor")
+            until(lambda: not lives(found[0][0]), "the end of the actor")
     finally:
         if not ended:
             terminal.kill()

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from torchx.runner import Runner
 
+from tests.contract.place import TORCHX
 from tests.fork_server import run_torchx
 from tests.local.terminal import Terminal
 from tests.waits import WITHIN, until
 from torchx_monarch.schedulers import monarch_local
 
-TORCHX = [sys.executable, "-m", "torchx.cli.main"]
 RUN = [*TORCHX, "run", "-s", "monarch_local"]
 
 

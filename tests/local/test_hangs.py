@@ -66,23 +66,19 @@ def hangs(hosts: Hosts) -> list[dict[str, Any]]:
     return [event for event in hosts.events() if event["kind"] == "hang"]
 
 
-def test_runs_that_hang_fail_with_the_rank_that_others_wait_for(folder: Path, tmp_path: Path) -> None:
+def test_runs_that_hang_fail_with_the_rank_that_others_wait_for(live: Callable[..., Live], tmp_path: Path) -> None:
     path = tmp_path / "hang.py"
     path.write_text(PROGRAM)
     options = ("--grace", "1", "--hang-after", str(HANG_AFTER), "--on-hang", "fail")
-    hosts = Live(folder, torchrun(str(path), nproc=4, restarts=1), idle_timeout=300, options=options)
-    try:
-        hosts.ready()
-        for how, why in HANGS.items():
-            result = hosts.run(str(path), how, str(HANG_AFTER))
-            assert why in result.reason and result.exit_code == 1, how
-            assert result.reason.startswith("hang: rank 3 ") and "(local rank 3 on " in result.reason
-        assert hosts.err().count("no restart: the ranks hung (on_hang=fail)") == len(HANGS)
-        count = len(hangs(hosts))
-        assert (hosts.run(str(path), "uneven", str(HANG_AFTER)).exit_code, len(hangs(hosts))) == (0, count)
-        hosts.end()
-    finally:
-        hosts.kill()
+    hosts = live(*torchrun(str(path), nproc=4, restarts=1), idle_timeout=300, options=options)
+    for how, why in HANGS.items():
+        result = hosts.run(str(path), how, str(HANG_AFTER))
+        assert why in result.reason and result.exit_code == 1, how
+        assert result.reason.startswith("hang: rank 3 ") and "(local rank 3 on " in result.reason
+    assert hosts.err().count("no restart: the ranks hung (on_hang=fail)") == len(HANGS)
+    count = len(hangs(hosts))
+    assert (hosts.run(str(path), "uneven", str(HANG_AFTER)).exit_code, len(hangs(hosts))) == (0, count)
+    hosts.end()
     *_, stopped = hangs(hosts)
     assert (stopped["ranks"], stopped["waiting"], stopped["group"], stopped["number"]) == ([3], [0, 1, 2], "0", 4)
     assert (stopped["operation"], stopped["fault"]) == ("gloo:all_reduce", "silent")

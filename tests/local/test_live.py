@@ -7,7 +7,7 @@ import contextlib
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,6 @@ from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.run_options import RunOptions, run_message
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
-
-
-@pytest.fixture
-def live(folder: Path) -> Iterator[Callable[..., Live]]:
-    """Makes an allocation and waits until it is ready."""
-    made: list[Live] = []
-
-    def make(*command: str, **more: Any) -> Live:
-        made.append(Live(folder, list(command) or ["torchrun", "--nproc-per-node", "2", "nosuch.py"], **more))
-        return made[-1].ready()
-
-    yield make
-    for one in made:
-        one.kill()
 
 
 def texts(result: Any) -> dict[int, str]:

@@ -7,18 +7,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.contract.place import TORCHX
 from tests.fork_server import run_torchx
 from tests.unit.test_json_page import documented
 from tests.waits import until
 from torchx_monarch.cli import exit_codes
 
-TORCHX = [sys.executable, "-m", "torchx.cli.main"]
 PROGRAM = """
 import os, sys, time
 rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -9,25 +9,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torchx.runner import Runner, get_runner
+from torchx.runner import Runner
 from torchx.specs import AppState
 
 from tests.local.monarch_programs import CONTROLLER, DOCUMENTED, EXPECTED, SETTLE
 from tests.waits import WITHIN, until
-
-
-@pytest.fixture
-def runner() -> Iterator[Runner]:
-    with get_runner() as runner:
-        yield runner
-        for app in runner.list("monarch_local"):  # of a test that failed
-            runner.cancel(app.app_handle)
-            runner.wait(app.app_handle, wait_interval=0.1)
 
 
 def program(tmp_path: Path, text: str, *args: str, **environ: str) -> Any:
