@@ -22,8 +22,7 @@ from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.transport import address as address_module
-from torchx_monarch.transport import connections, credentials, messages
+from torchx_monarch.transport import connections, credentials
 from torchx_monarch.transport.connections import Address, AddressError, ConnectError, Identity
 
 Issuer = Callable[..., Identity]
@@ -102,27 +101,13 @@ def test_a_host_of_the_job_joins(identity: Issuer, address: Address) -> None:
     asyncio.run(run())
 
 
-def test_says_that_a_certificate_is_for_another_name(identity: Issuer, address: Address) -> None:
-    why = why_not(address, identity("127.0.0.2"), identity())
-    assert where(address) + "its certificate is for another name than '127.0.0.1'" in why
-
-
-def test_says_that_it_belongs_to_another_job(identity: Issuer, foreign: Issuer, address: Address) -> None:
-    why = why_not(address, identity(), foreign())
-    assert where(address) + "its certificate is not of this job's authority" in why
-    assert "it belongs to another job" in why
-
-
 def test_says_that_one_end_does_not_speak_tls(identity: Issuer, address: Address) -> None:
     assert where(address) + "what listens there does not speak TLS" in why_not(address, None, identity())
     plain = Address("insecure-tcp", address.host, address.port)
     assert str(plain) in why_not(address, identity(), None, plain)
 
 
-def test_says_why_it_cannot_be_reached(identity: Issuer, address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (connections, address_module):
-        monkeypatch.setattr(module, "CONNECT_TIMEOUT", 0.5)
-
+def test_says_why_it_cannot_be_reached(identity: Issuer, address: Address) -> None:
     def why(to: Address) -> str:
         with pytest.raises(ConnectError) as caught:
             asyncio.run(connections.connect(to, identity(), 5.0))
@@ -134,26 +119,6 @@ def test_says_why_it_cannot_be_reached(identity: Issuer, address: Address, monke
     assert why(Address("tls", "a..b", 1)).startswith("a..b:1: this is no address that can be dialled: ")
     assert why(Address("tls", "127.0.0.1", 99999)).startswith("127.0.0.1:99999: this is no address that can be dialled")
     assert why(Address("tls", "240.0.0.1", 1)).startswith("240.0.0.1:1: ")
-    # One that answers no more: its queue is full.
-    with socket.socket() as full, contextlib.ExitStack() as stack:
-        full.bind(("127.0.0.1", address.port))
-        full.listen(0)
-        for _ in range(4):
-            one = stack.enter_context(socket.socket())
-            one.setblocking(False)
-            one.connect_ex(full.getsockname())
-        assert why(address) == where(address) + "unreachable: no answer within 0.5 s (a firewall, or a cut link)"
-
-
-def test_one_release_on_all_hosts(identity: Issuer, address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: Callable[..., Any] = messages.send
-
-    async def another(writer: asyncio.StreamWriter, message: messages.Message) -> bool:
-        return bool(await sent(writer, {**message, "version": 99} if message["type"] == "register" else message))
-
-    monkeypatch.setattr(messages, "send", another)
-    why = why_not(address, identity(), identity())
-    assert "it speaks version 1 of the protocol, and this end version 99: install one release" in why
 
 
 def test_replica_0_tries_the_port_of_every_worker_loop(

@@ -17,7 +17,7 @@ import sys
 import tarfile
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import docker
@@ -81,7 +81,8 @@ class Daemon:
             )
         try:
             self._wait()
-            self.image = self._import_image()
+            path = f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin"
+            self.image = self.import_image("tests", path, [f"ENV PYTHONPATH={ROOT}", "ENV HOME=/root"])
         except BaseException:
             self.stop()
             raise
@@ -99,36 +100,39 @@ class Daemon:
 
         until(answers, "dockerd", _UP_WITHIN, every=0.1)
 
-    def _import_image(self) -> str:
-        """An image of empty folders, where those of this machine are to be mounted: a few kB, from no registry."""
+    def import_image(self, name: str, path: str, more: Sequence[str] = ()) -> str:
+        """Make an image of empty folders, where those of this machine are to be mounted; return its id.
+
+        It has a few kB, is from no registry, and its /opt has a ``python`` with nothing installed.
+
+        Args:
+            path: its PATH.
+            more: further changes, as a Dockerfile has them.
+        """
         data = io.BytesIO()
         with tarfile.open(fileobj=data, mode="w") as tar:
 
-            def add(name: str, kind: bytes = tarfile.DIRTYPE, content: bytes = b"", mode: int = 0o755) -> None:
+            def add(
+                name: str, kind: bytes = tarfile.DIRTYPE, content: bytes = b"", link: str = "", mode: int = 0o755
+            ) -> None:
                 info = tarfile.TarInfo(name)
-                info.type, info.mode, info.size = kind, mode, len(content)
-                if kind == tarfile.SYMTYPE:
-                    info.linkname = f"usr/{name}"
+                info.type, info.mode, info.size, info.linkname = kind, mode, len(content), link
                 tar.addfile(info, io.BytesIO(content))
 
             # A folder for docker-init, which dockerd mounts there and which would lie below the /usr of this machine.
-            for name in ("usr", "sbin", "etc", "root", "proc", "sys", "dev", "run", "var"):
-                add(name)
+            for folder in ("usr", "sbin", "etc", "root", "proc", "sys", "dev", "run", "var", "opt"):
+                add(folder)
             add("tmp", mode=0o1777)
-            for name in ("bin", "lib", "lib64"):
-                add(name, tarfile.SYMTYPE)
-            add("etc/passwd", tarfile.REGTYPE, b"root:x:0:0:root:/root:/bin/sh\n", 0o644)
-            add("etc/group", tarfile.REGTYPE, b"root:x:0:\n", 0o644)
-            add("etc/nsswitch.conf", tarfile.REGTYPE, b"hosts: files dns\n", 0o644)
-            add("etc/ld.so.cache", tarfile.REGTYPE, Path("/etc/ld.so.cache").read_bytes(), 0o644)
-        changes = [
-            f"ENV PATH={sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin",
-            f"ENV PYTHONPATH={ROOT}",
-            "ENV HOME=/root",
-        ]
+            for folder in ("bin", "lib", "lib64"):
+                add(folder, tarfile.SYMTYPE, link=f"usr/{folder}")
+            add("opt/python", tarfile.SYMTYPE, link="/usr/bin/python3")
+            add("etc/passwd", tarfile.REGTYPE, b"root:x:0:0:root:/root:/bin/sh\n", mode=0o644)
+            add("etc/group", tarfile.REGTYPE, b"root:x:0:\n", mode=0o644)
+            add("etc/nsswitch.conf", tarfile.REGTYPE, b"hosts: files dns\n", mode=0o644)
+            add("etc/ld.so.cache", tarfile.REGTYPE, Path("/etc/ld.so.cache").read_bytes(), mode=0o644)
         with contextlib.closing(self.client()) as client:
-            client.api.import_image_from_data(data.getvalue(), "tests", "latest", changes)
-            return str(client.images.get("tests:latest").id)
+            client.api.import_image_from_data(data.getvalue(), name, "latest", [f"ENV PATH={path}", *more])
+            return str(client.images.get(f"{name}:latest").id)
 
     def mounts(self, *more: Path) -> list[BindMount]:
         """What a container of the image needs to be as this machine is, read-only, and further folders to write to."""

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import subprocess
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -53,33 +51,12 @@ def test_a_container_that_is_removed_fails_its_job(apps: Apps, daemon: Daemon) -
 )
 def test_an_image_without_what_is_needed(apps: Apps, daemon: Daemon, path: str, code: int, words: str) -> None:
     role = apps.torchrun("train.py", nproc=1, replicas=1, max_retries=1, env={"PYTHONPATH": ""})
-    role.image = _image(daemon, path)
+    role.image = daemon.import_image(f"without{path.count(':')}", path)
     handle = apps.run(role)
     status = apps.wait(handle)
     assert (status.state, status.num_restarts) == (AppState.FAILED, 1)
     assert status.msg.startswith(f"replica trainer/0 exited with code {code}; its last output: "), status.msg
     assert re.search(words, status.msg), status.msg
-
-
-def _image(daemon: Daemon, path: str) -> str:
-    """An image like that of the tests, with another PATH and a python in /opt that has nothing installed."""
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w") as tar:
-
-        def add(name: str, kind: bytes = tarfile.DIRTYPE, link: str = "") -> None:
-            info = tarfile.TarInfo(name)
-            info.type, info.mode, info.linkname = kind, 0o755, link
-            tar.addfile(info)
-
-        for name in ("usr", "sbin", "etc", "root", "proc", "sys", "dev", "run", "var", "tmp", "opt"):
-            add(name)
-        for name in ("bin", "lib", "lib64"):
-            add(name, tarfile.SYMTYPE, f"usr/{name}")
-        add("opt/python", tarfile.SYMTYPE, "/usr/bin/python3")
-    with contextlib.closing(daemon.client()) as client:
-        name = f"without{path.count(':')}"
-        client.api.import_image_from_data(data.getvalue(), name, "latest", [f"ENV PATH={path}"])
-        return str(client.images.get(f"{name}:latest").id)
 
 
 def test_a_daemon_that_goes_away(leaves_nothing: None, tmp_path: Path) -> None:
