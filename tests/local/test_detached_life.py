@@ -160,16 +160,6 @@ def test_roles_of_one_name_are_refused(apps: Detached) -> None:
         apps.run(sh("true"), sh("true"))
 
 
-@pytest.mark.parametrize(("make", "why"), [("echo no json >", "it is not JSON"), ("mkfifo", "it is a FIFO")])
-def test_unreadable_error_files(apps: Detached, make: str, why: str) -> None:
-    app_id = apps.run(sh(f"{make} $TORCHELASTIC_ERROR_FILE; exit 3"))
-    status = apps.wait(app_id)
-    assert status.state is AppState.FAILED
-    assert status.msg.endswith(f"exited with code 3; its error file is unreadable: {why}")
-    assert json.loads(status.structured_error_msg if status.structured_error_msg != "<NONE>" else "{}") == {}
-    assert json.loads(status.roles[0].replicas[0].structured_error_msg)["errorCode"] == 3
-
-
 def test_events_tell_the_story(apps: Detached) -> None:
     app_id = apps.run(sh("exit 1"))
     apps.wait(app_id)

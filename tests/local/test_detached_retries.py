@@ -25,20 +25,6 @@ def starts(folder: Path, name: str) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
-@pytest.mark.parametrize(("code", "times"), [(3, 1), (4, 3)])
-def test_a_program_asks_for_no_retry_by_what_retry_on_names(
-    apps: Detached, tmp_path: Path, code: int, times: int
-) -> None:
-    path = tmp_path / "prog.py"
-    path.write_text(f"open({str(tmp_path / 'starts')!r}, 'a').write('x')\nraise SystemExit({code})\n")
-    role = Role("r", "", entrypoint="torchrun", args=["--nproc-per-node", "1", str(path)], max_retries=2)
-    app_id = apps.run(role, preload="none", retry_on="4")
-    status = apps.wait(app_id)
-    assert (status.state, status.num_restarts) == (F, times - 1)
-    assert (tmp_path / "starts").read_text() == "x" * times
-    assert ("; not started again: exit code 3 is not one of 4 (retry_on)" in status.msg) is (times == 1)
-
-
 @pytest.mark.parametrize("policy", list(RetryPolicy))
 def test_a_program_that_fails_is_started_again_alone(apps: Detached, tmp_path: Path, policy: RetryPolicy) -> None:
     main = f"echo $MONARCH_RESTART >> {tmp_path}/main$0; test $0$MONARCH_RESTART = 10 && exit 1;"
@@ -112,15 +98,21 @@ def test_an_old_error_file_is_not_taken_for_a_new_one(apps: Detached) -> None:
     assert Path(apps.paths(app_id).replica_logs("r", 0), "error.json.0").exists()
 
 
+def run_as_hosts(apps: Detached, command: str) -> str:
+    """Submit two replicas of a shell command that the supervisor takes for hosts; return the app's id."""
+    app = AppDef("app", [sh(command, replicas=2, max_retries=1, retry_policy=RetryPolicy.REPLICA)])
+    submitted = SubmittedApp(app, [RoleSpec.from_role(app.roles[0], workload=WorkloadKind.RANKS)])
+    backend = apps.scheduler.inner
+    app_id = backend.submit(backend.render(app, submitted, LocalOpts(grace=5)), submitted, "")
+    return str(app_id)
+
+
 def test_a_host_that_is_killed_after_its_role_has_succeeded_is_not_started_again(
     apps: Detached, tmp_path: Path
 ) -> None:
     # It would wait for the hosts that have ended. A shell script stands in for the hosts.
     command = f"test ${{replica_id}} = 1 && exit 0; {UNTIL.format(folder=tmp_path, name='go')} kill -9 $$$$"
-    app = AppDef("app", [sh(command, replicas=2, max_retries=1, retry_policy=RetryPolicy.REPLICA)])
-    submitted = SubmittedApp(app, [RoleSpec.from_role(app.roles[0], workload=WorkloadKind.RANKS)])
-    backend = apps.scheduler.inner
-    app_id = backend.submit(backend.render(app, submitted, LocalOpts(grace=5)), submitted, "")
+    app_id = run_as_hosts(apps, command)
     until(lambda: apps.states(app_id)["r/1"] is S, "the end of the other host")
     (tmp_path / "go").touch()
     status = apps.wait(app_id)
@@ -135,10 +127,7 @@ def test_a_host_that_replaces_another_ends_when_its_role_has_succeeded_meanwhile
     host = f"{sys.executable} -m torchx_monarch.host --app a --role r --replicas 2 -- python -c pass"
     first = f"test $MONARCH_RESTART = 0 && kill -9 $$$$; touch {tmp_path}/go; exec {host}"
     command = f"if test ${{replica_id}} = 0; then {first}; fi; {UNTIL.format(folder=tmp_path, name='go')}"
-    app = AppDef("app", [sh(command, replicas=2, max_retries=1, retry_policy=RetryPolicy.REPLICA)])
-    submitted = SubmittedApp(app, [RoleSpec.from_role(app.roles[0], workload=WorkloadKind.RANKS)])
-    backend = apps.scheduler.inner
-    app_id = backend.submit(backend.render(app, submitted, LocalOpts(grace=5)), submitted, "")
+    app_id = run_as_hosts(apps, command)
     status = apps.wait(app_id)
     assert (status.state, status.num_restarts) == (S, 1)
 

@@ -7,11 +7,9 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,22 +89,17 @@ def test_a_program_that_succeeds_or_forms_no_group_leaves_nothing(folder: Path, 
 # -- the host's side, without ranks ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def sockets() -> Path:
-    return Path(tempfile.mkdtemp(prefix="h"))
-
-
 def dump(content: bytes = b"", size: int | None = None) -> bytes:
     """A dump as a rank sends it; ``size`` is what it says."""
     return HEAD.pack(b"g", len(content) if size is None else size) + content
 
 
-async def _send(sockets: Path, sent: bytes, folder: Path | None) -> None:
+async def _send(folder: Path, sent: bytes, logs: Path | None) -> None:
     """Send bytes as a rank would, and wait until the host has hung up."""
-    recorders, loop = FlightRecorders(str(sockets)), asyncio.get_running_loop()
+    recorders, loop = FlightRecorders(str(folder)), asyncio.get_running_loop()
     await recorders.start()
     await recorders.start()  # for the next run of an allocation
-    recorders.expect({os.getpid(): folder})
+    recorders.expect({os.getpid(): logs})
     with socket.socket(socket.AF_UNIX) as rank:
         rank.setblocking(False)
         await loop.sock_connect(rank, recorders.path)
@@ -134,37 +127,34 @@ async def _send(sockets: Path, sent: bytes, folder: Path | None) -> None:
     ],
     ids=len,
 )
-def test_what_is_no_dump_is_not_stored(sockets: Path, sent: bytes) -> None:
-    file = sockets / "flight_recorder" / "gloo_rank_0"
-    asyncio.run(_send(sockets, sent, sockets / "0"))
+def test_what_is_no_dump_is_not_stored(folder: Path, sent: bytes) -> None:
+    file = folder / "flight_recorder" / "gloo_rank_0"
+    asyncio.run(_send(folder, sent, folder / "0"))
     assert not file.exists() or file.read_bytes() == b""
-    shutil.rmtree(sockets)
 
 
-def test_a_dump_replaces_the_last_one_and_follows_no_link(sockets: Path) -> None:
-    folder, other = sockets / "flight_recorder", sockets / "other"
+def test_a_dump_replaces_the_last_one_and_follows_no_link(folder: Path) -> None:
+    dumps, other = folder / "flight_recorder", folder / "other"
     other.write_text("mine")
-    folder.mkdir()
-    (folder / "gloo_rank_0").symlink_to(other)
-    asyncio.run(_send(sockets, dump(b"one") + dump(b"two"), sockets / "0"))
-    assert (folder / "gloo_rank_0").read_bytes() == b"two" and other.read_text() == "mine"
-    assert [path.name for path in folder.iterdir()] == ["gloo_rank_0"]
-    shutil.rmtree(sockets)
+    dumps.mkdir()
+    (dumps / "gloo_rank_0").symlink_to(other)
+    asyncio.run(_send(folder, dump(b"one") + dump(b"two"), folder / "0"))
+    assert (dumps / "gloo_rank_0").read_bytes() == b"two" and other.read_text() == "mine"
+    assert [path.name for path in dumps.iterdir()] == ["gloo_rank_0"]
 
 
-def test_a_dump_of_a_process_that_is_no_rank_is_dropped(sockets: Path) -> None:
-    asyncio.run(_send(sockets, dump(b"one"), None))
-    assert [path.name for path in sockets.iterdir()] == ["recorder"]
-    shutil.rmtree(sockets)
+def test_a_dump_of_a_process_that_is_no_rank_is_dropped(folder: Path) -> None:
+    asyncio.run(_send(folder, dump(b"one"), None))
+    assert [path.name for path in folder.iterdir()] == ["recorder"]
 
 
 GROUP = {"name": "0", "ranks": "0-1", "enqueued": 3, "completed": 2}
 ENTRY = {"number": 3, "name": "gloo:all_reduce", "sizes": [[7], []], "called": 1.5}
 
 
-async def _answers(sockets: Path, answer: bytes | None) -> dict[int, tuple[GroupStatus, ...]]:
+async def _answers(folder: Path, answer: bytes | None) -> dict[int, tuple[GroupStatus, ...]]:
     """What the host has of a rank that answers the request for its groups so; None for one that does not answer."""
-    recorders, loop = FlightRecorders(str(sockets)), asyncio.get_running_loop()
+    recorders, loop = FlightRecorders(str(folder)), asyncio.get_running_loop()
     await recorders.start()
     pid = os.getpid()
     with socket.socket(socket.AF_UNIX) as rank:
@@ -186,17 +176,15 @@ async def _answers(sockets: Path, answer: bytes | None) -> dict[int, tuple[Group
     return first.result()
 
 
-def test_the_groups_of_a_rank_are_decoded(sockets: Path) -> None:
+def test_the_groups_of_a_rank_are_decoded(folder: Path) -> None:
     sent = json.dumps([{**GROUP, "waiting": ENTRY, "recent": [ENTRY] * 100}]).encode()
     entry = Collective(3, "gloo:all_reduce", ((7,), ()), 1.5)
     groups = (GroupStatus("0", "0-1", 3, 2, entry, (entry,) * MAX_RECENT),)
-    assert asyncio.run(_answers(sockets, sent)) == {os.getpid(): groups, 1: ()}
-    shutil.rmtree(sockets)
+    assert asyncio.run(_answers(folder, sent)) == {os.getpid(): groups, 1: ()}
 
 
-def test_a_rank_that_does_not_answer_has_no_groups(sockets: Path) -> None:
-    assert asyncio.run(_answers(sockets, None)) == {1: ()}
-    shutil.rmtree(sockets)
+def test_a_rank_that_does_not_answer_has_no_groups(folder: Path) -> None:
+    assert asyncio.run(_answers(folder, None)) == {1: ()}
 
 
 @pytest.mark.parametrize(
@@ -211,6 +199,5 @@ def test_a_rank_that_does_not_answer_has_no_groups(sockets: Path) -> None:
         )),
     ],
 )  # fmt: skip
-def test_groups_that_no_rank_of_ours_sends_are_refused(sockets: Path, sent: bytes) -> None:
-    assert asyncio.run(_answers(sockets, sent)) == {os.getpid(): (), 1: ()}
-    shutil.rmtree(sockets)
+def test_groups_that_no_rank_of_ours_sends_are_refused(folder: Path, sent: bytes) -> None:
+    assert asyncio.run(_answers(folder, sent)) == {os.getpid(): (), 1: ()}

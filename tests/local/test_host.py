@@ -250,12 +250,6 @@ def test_many_ranks_with_few_open_files(folder: Path, script: Callable[[str], st
     assert hosts.out().count("files 64\n") == 20
 
 
-def test_missing_interpreter_is_named(folder: Path, script: Callable[[str], str]) -> None:
-    hosts = Hosts(folder, torchrun(script("")), environ={"PYTHON_EXEC": "/no/such/python"}).start()
-    assert hosts.wait() == [1]
-    assert "cannot start the Python interpreter '/no/such/python'" in hosts.err().splitlines()[-1]
-
-
 def test_unwritable_log_dir_is_named(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     command = ["torchrun", "--log-dir", str(tmp_path / "file" / "logs"), script("")]

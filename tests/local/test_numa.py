@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,8 +32,7 @@ print(*sorted(threads[0]))
 
 
 @pytest.fixture
-def run(leaves_nothing: None, tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
-    folder = Path(tempfile.mkdtemp(prefix="h"))
+def run(folder: Path, tmp_path: Path) -> Callable[..., Hosts]:
     (tmp_path / "prog.py").write_text(PROGRAM)
 
     def start(mode: str, topology: str, nproc: int = 1) -> Hosts:
@@ -44,8 +41,7 @@ def run(leaves_nothing: None, tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
         environ = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
         return Hosts(folder, words, options=("--preload", "torch,topology"), environ=environ).start()
 
-    yield start
-    shutil.rmtree(folder)
+    return start
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
