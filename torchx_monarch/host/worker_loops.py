@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import sys
 from typing import IO
 
@@ -24,7 +23,7 @@ from torchx_monarch.controller.roles import is_registered_address
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.breakpoints import Streams, pass_on
 from torchx_monarch.host.ranks.rank_output import OutputPipe
-from torchx_monarch.model.env_names import JOB_VARIABLES, is_for_hosts
+from torchx_monarch.model.env_names import JOB_VARIABLES, MONARCH_NOISE, is_for_hosts
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import processes, run_dirs
@@ -38,9 +37,6 @@ SCHEMES = {"unix": "ipc", "tls": "tls", "insecure-tcp": "tcp"}
 _END_TIMEOUT = 5.0
 """Seconds for the process of a worker loop to end itself and all processes of actors."""
 
-_MONARCH_NOISE = re.compile(rb"(Monarch internal logs are being written to|unable to create log file in) .*")
-"""Lines that Monarch prints whenever it starts a process; ``monarch_api`` keeps Monarch's log out of ``/tmp``."""
-
 _RETRY_EVERY = 0.1
 """Seconds until the next try to connect to another role, which may still be starting."""
 
@@ -52,7 +48,7 @@ def _open_output(console: Console, stamped: bool, given: contextlib.ExitStack, o
     """
     read, write = os.pipe()
     given.callback(os.close, write)
-    output = OutputPipe(os.fdopen(read, "rb", 0), None, lambda line: _MONARCH_NOISE.fullmatch(line) is None)
+    output = OutputPipe(os.fdopen(read, "rb", 0), None, lambda line: MONARCH_NOISE.fullmatch(line) is None)
     owned.callback(output.close)
     output.assign(None, console, "", stamped=stamped)
     output.release()

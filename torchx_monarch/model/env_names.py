@@ -46,6 +46,9 @@ def keep_monarch_log_private(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("MONARCH_FILE_LOG", "error")
 
 
+MONARCH_NOISE = re.compile(rb"(Monarch internal logs are being written to|unable to create log file in) .*")
+"""Lines that Monarch prints of its log file whenever it is imported."""
+
 TRACE_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """OpenTelemetry's variables that name a collector. With one of them in its environment a job sends its trace."""
 

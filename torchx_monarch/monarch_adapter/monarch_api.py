@@ -11,13 +11,14 @@ import contextlib
 import functools
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torchx_monarch.exceptions import ClientError
-from torchx_monarch.model.env_names import keep_monarch_log_private
+from torchx_monarch.model.env_names import MONARCH_NOISE, keep_monarch_log_private
 from torchx_monarch.monarch_adapter import socket_guard
 from torchx_monarch.monarch_adapter.attachment import CA, attach
 
@@ -52,13 +53,36 @@ _STOP_TIMEOUT = 5.0
 
 @functools.cache
 def prepare_import() -> None:
-    """Have Monarch log to this program's stderr, and its threads end before the interpreter. Call it before the import.
+    """Import Monarch such that it logs to this program's stderr, and that its threads end before the interpreter.
 
     If Monarch is imported already, it has opened its log file, and goes on with that.
     """
     keep_monarch_log_private(os.environ)
     if "monarch._rust_bindings" not in sys.modules:
         atexit.register(_wait_for_threads)
+        with _without_noise():
+            import monarch._rust_bindings  # noqa: F401
+
+
+@contextlib.contextmanager
+def _without_noise() -> Iterator[None]:
+    """Hold back what the process writes to stderr, then write all but what Monarch says of its log file."""
+    with tempfile.TemporaryFile() as held:
+        try:
+            stderr = os.dup(2)
+        except OSError:  # closed
+            yield
+            return
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            for line in held:
+                if MONARCH_NOISE.fullmatch(line.rstrip(b"\n")) is None:
+                    os.write(2, line)
 
 
 def _wait_for_threads() -> None:
