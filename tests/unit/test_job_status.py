@@ -284,7 +284,7 @@ def test_a_live_allocation() -> None:
     assert found.phase == "ready"
     shown = render(found, NOW)
     assert "  runs         3 so far\n" in shown and "  idle         42.0 s of 10 min 0 s" in shown
-    assert "               run 3 failed with 1 for 10.0 s: torchrun t.py\n" in shown
+    assert "               run 3 failed with code 1 after 10.0 s: torchrun t.py\n" in shown
     assert "idle" not in render(replace(found, live=replace(live, run=4)), NOW)
     assert status_of(snapshot(), STARTED, live=replace(live, run=4)).phase == "running"
 

@@ -162,6 +162,8 @@ def test_a_status_shows_what_ranks_do_in_a_few_lines() -> None:
         "  each rank    CPU 1.00-1.10 cores, memory 1.00-1.50 GiB, GPU 50 %; rank 1 is stopped",
     ]
     assert status.to_json()["activity"][0]["progress"]["step"] == 20
+    hanging = [replace(view, waited_for=12.0 if view.rank == 0 else None) for view in rank_views(now, before)]
+    assert "a second; others wait for rank 0, for 12.0 s" in render(replace(status, activity=hanging), 101.0)
     many = [replace(one, rank=rank, state="stopped") for rank in range(9) for one in now[1:]]
     shown = render(replace(status, activity=rank_views(many, [])), 101.0)
     assert shown.endswith("rank 0 is stopped; rank 1 is stopped; rank 2 is stopped; …")

@@ -94,7 +94,7 @@ def _words(args: argparse.Namespace) -> list[str]:
     typed: list[str] = args.command
     if not typed or not typed[0].startswith("-") or typed[0] == "-m":
         return typed
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = argparse.ArgumentParser(prog="torchx monarch exec HANDLE", add_help=False)
     _add_options(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
     parser.add_argument("program", nargs=argparse.REMAINDER)

@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> None:
     if printer.has_output:
         say("no line of this log names its rank: torchrun's --tee 3, which monarch.spmd sets, has the lines name them")
     else:
-        say("no rank has written a line to this log")
+        runs = not args.follow and not status.state.is_terminal
+        say("no rank has written a line to this log" + (" yet; -f follows it" if runs else ""))
 
 
 def _tail(lines: Iterable[_Line | None], count: int | None, began: float) -> Iterator[_Line]:

@@ -19,6 +19,9 @@ _RUNS = 5
 _MIN_LATE_S = 0.001
 """Time by which a rank must be late to be named."""
 
+_MIN_HANG_S = 5.0
+"""Time for which others wait for a rank until it is named instead of the one that is late."""
+
 _MAX_ODD = 3
 """Ranks that do not run whose state is shown."""
 
@@ -114,8 +117,13 @@ def _slowest_progress(ranks: Sequence[RankView]) -> str:
 
 def _collectives(ranks: Sequence[RankView]) -> str:
     rates = [rank.collectives_per_second for rank in ranks if rank.collectives_per_second is not None]
+    awaited, missing = max(((rank.waited_for or 0.0, rank.rank) for rank in ranks), default=(0.0, 0))
     late, last = max(((rank.late_by or 0.0, rank.rank) for rank in ranks), default=(0.0, 0))
-    text = f"; rank {last} calls them last, {_short(late)} after the first" if late >= _MIN_LATE_S else ""
+    text = ""
+    if awaited >= _MIN_HANG_S:  # what was called before does not tell who is late now
+        text = f"; others wait for rank {missing}, for {_short(awaited)}"
+    elif late >= _MIN_LATE_S:
+        text = f"; rank {last} calls them last, {_short(late)} after the first"
     return f"{_range(rates, '{:.1f}')} a second{text}" if rates else ""
 
 
@@ -162,9 +170,10 @@ def _live(live: LiveState, now: float) -> Iterator[tuple[str, str]]:
         runs += f", {live.queued} queued"
     yield "runs", runs
     for run in live.last_runs[-_RUNS:]:
-        code = "" if run["exit_code"] is None else f" with {run['exit_code']}"
-        took = f" for {show_duration((run['ended'] or now) - run['started'])}" if run["started"] else ""
-        yield "", one_line(f"run {run['run']} {run['state']}{code}{took}: {' '.join(run['command'].split())}", 200)
+        code = f" with code {run['exit_code']}" if run["exit_code"] else ""
+        took = show_duration((run["ended"] or now) - run["started"]) if run["started"] else ""
+        time_of = f" {'after' if run['ended'] else 'for'} {took}" if took else ""
+        yield "", one_line(f"run {run['run']} {run['state']}{code}{time_of}: {' '.join(run['command'].split())}", 200)
     if live.run is None:
         limit = f" of {show_duration(live.idle_timeout)}" if live.idle_timeout else ""
         yield "idle", f"{show_duration(live.idle)}{limit}"

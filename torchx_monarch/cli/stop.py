@@ -11,6 +11,7 @@ from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.handles import resolve
 from torchx_monarch.cli.output import add_json, print_json
 from torchx_monarch.client.connection import ask
+from torchx_monarch.client.hosts import say
 from torchx_monarch.exceptions import AllocationError
 
 
@@ -30,20 +31,28 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--run {args.run}: give the number of a run, which `torchx monarch ps {args.handle}` lists")
     number = int(args.run) if args.run else None
     if args.run is not None:
-        hosts_of(args).ask({"type": "end-run", "run": number, "kill": False})
+        answer = hosts_of(args).ask({"type": "end-run", "run": number, "kill": False})
+        is_running = answer["state"] in ("queued", "running")
+        done = f"stopping run {answer['run']}" if is_running else f"run {answer['run']} has ended"
     else:
-        _stop_hosts(args)
-    if args.json:
+        done = _stop_hosts(args)
+    if not args.json:
+        say(done)
+    else:
         stopped = "allocation" if args.run is None else "run"
         print_json({"handle": args.handle, "stopped": stopped, "run": number})
 
 
-def _stop_hosts(args: argparse.Namespace) -> None:
+def _stop_hosts(args: argparse.Namespace) -> str:
+    """End the allocation; return what was done."""
     hosts = hosts_of(args)
     status = hosts.ask_status()
-    if status is None:
-        hosts.release()  # unreachable hosts may still be queued: the scheduler can cancel them
-    elif status.message:
+    if status is None:  # unreachable hosts may still be queued: the scheduler can cancel them
+        before = hosts.runner.status(args.handle)
+        hosts.release()
+        has_ended = before is not None and before.is_terminal()
+        return f"{args.handle} had ended before: {before.state.name}" if has_ended else f"cancelled {args.handle}"
+    if status.message:
         raise AllocationError(f"{status.message}; to end it: torchx cancel {args.handle}")
-    else:
-        ask(hosts.target, {"type": "stop"})
+    ask(hosts.target, {"type": "stop"})
+    return f"stopped {args.handle}"

@@ -344,10 +344,15 @@ class RunQueue(Session):
         if self._result is not None:
             raise RendezvousError(f"the hosts have ended: {self._result.reason}")
         if not (request.command or request.program or self._default_command):
-            raise RendezvousError("nothing to run: this allocation has no command of its own; give one")
+            raise RendezvousError(
+                "nothing to run: this allocation has no command of its own; give one, such as torchrun train.py"
+            )
         before = self._queue[-1] if self._queue else self.current
         if before is not None and not request.queue:
-            raise RendezvousError(f"{before.describe()} has these hosts; wait for it, end it, or have this one wait")
+            end = f"torchx monarch stop {self.hosts.options.spec.app} --run {before.number}"
+            raise RendezvousError(
+                f"{before.describe()} has these hosts; queue this one (--queue, queue=True), or end that: {end}"
+            )
         number = self._number + 1
         try:
             run_log = RunLog(os.path.join(self._log_dir, f"run_{number}", "journal.jsonl"))

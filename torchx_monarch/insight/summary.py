@@ -38,7 +38,7 @@ class Summary:
         state: the state in one word, such as ``FAILED``.
         subject: what has ended: a handle, or a run and a handle.
         seconds: how long it took; None if that is not known.
-        cause: why it has ended, with the rank; empty after a success.
+        cause: why it has ended, with the rank; after a success what else there is to say.
         traceback: the Python traceback of the root cause, of which ``raised_at`` is shown.
         log: path of the log of the root cause, or of the folder of all logs.
         ran: how many hosts and ranks ran, and how often they were restarted.
@@ -64,7 +64,10 @@ class Summary:
         state = paint(self.state, _COLOURS.get(self.state, _OTHER_COLOUR)) if coloured else self.state
         took = "" if self.seconds is None else f" after {show_duration(self.seconds)}"
         facts = [
-            *(("cause", line) for line in _wrapped(one_line(self.cause), width)),
+            *(
+                ("note" if self.state == "SUCCEEDED" else "cause", line)
+                for line in _wrapped(one_line(self.cause), width)
+            ),
             ("raised", raised_at(self.traceback)),
             ("log", one_line(self.log)),
             ("ran", one_line(self.ran)),
