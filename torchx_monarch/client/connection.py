@@ -145,7 +145,8 @@ def _connected(target: Target, timeout: float) -> socket.socket:
     except (OSError, ValueError) as error:
         hint = ""
         if address.networked and not isinstance(error, ssl.SSLError):
-            hint = ". From outside its network: forward the port and give its near end as address (docs/how_to/live.md)"
+            forward = f"ssh -N -L 9000:{address.host}:{address.port} LOGIN_NODE"
+            hint = f". From outside its network forward the port, as by `{forward}`, and use --address localhost:9000"
         why = explain(error, address)
         # An address from the scheduler may not belong to replica 0 yet: Kubernetes reuses the addresses of pods, so
         # another program may listen there until the host is ready. Only an address from the user is final.
