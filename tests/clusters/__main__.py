@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +23,8 @@ from tests.waits import until
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.system import processes
 
-_FOLDER = Path("/tmp", f"torchx-monarch-clusters-{os.getuid()}")
+_FOLDER = Path("/tmp", f"torchx-monarch-clusters-{os.getuid()}-{zlib.crc32(__file__.encode()):08x}")
+"""Of this checkout: ``down`` must not end what another one has started."""
 
 
 def _require(reason: str) -> None:
