@@ -154,7 +154,7 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
         hosts.reporter = Reporter(Console(2), str(recorded), "trainer")
         hosts.form(HOSTS)
         attempts = new_attempts(hosts)()
-        assert await attempts.run(HOSTS) == JobResult(0, "all 2 ranks ended with code 0")
+        assert await attempts.run(HOSTS, OPTIONS) == JobResult(0, "all 2 ranks ended with code 0")
         attempts.hosts_changed(joined=True)
         assert attempts.number == 1
         await attempts.stop(15)

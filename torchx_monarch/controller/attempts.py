@@ -67,14 +67,8 @@ class Attempts:
         self._launched = -1
         self._recorded = -1
         self._uncounted = 0
-        self._restarts_left = hosts.options.max_restarts
+        self._restarts_left = 0
         self._same_step = retry.SameStep()
-
-    def begin(self, options: JobOptions) -> None:
-        """Set the options of the run, which only its hosts know on a live allocation."""
-        self._options = options
-        if self._launched < 0:
-            self._restarts_left = options.max_restarts
 
     def hosts_changed(self, joined: bool) -> None:
         """Count the attempt that a change of the hosts has ended.
@@ -87,13 +81,18 @@ class Attempts:
             self.number += 1
             self._uncounted += joined
 
-    async def run(self, hosts: list[Registration]) -> JobResult:
+    async def run(self, hosts: list[Registration], options: JobOptions) -> JobResult:
         """Run attempts until one has succeeded or no other may help; return the result.
+
+        Only the hosts know the options of a run on a live allocation.
 
         Raises:
             Interrupted: an event is pending; the ranks still run.
             HostRefused: a host refused a request.
         """
+        self._options = options
+        if self._launched < 0:
+            self._restarts_left = options.max_restarts
         if reason := await self._preflight.check(hosts):
             unfit = self._preflight.culprit
             if unfit is not None and (excluded := self._gatherer.blame(unfit, reason, unfit=True)):

@@ -75,8 +75,7 @@ class Session:
         """Execute the current run, or continue it on a new mesh, and return its result."""
         try:
             options, ready = await self.begin(hosts)
-            self._attempts.begin(options)
-            return await self._attempts.run(ready)
+            return await self._attempts.run(ready, options)
         except HostRefused as refusal:
             result = await self.refused(refusal)
             await self._attempts.stop(signal.SIGKILL)
