@@ -73,18 +73,6 @@ class RunLog:
         self._requested += 1
         self.writer.call(append, size=len(line))
 
-    def output(self, rank: int, stream: str, data: bytes, prefix: str, stamped: bool) -> None:
-        """Append output of a rank, split into records of at most ``_PIECE`` characters; see ``RunLogSink``."""
-        text = data.decode(errors="surrogateescape")
-        start = 0
-        while start < len(text):
-            end = start + _PIECE
-            if end < len(text):  # split at line ends: a follower receives records of several hosts interleaved
-                end = text.rfind("\n", start, end) + 1 or end
-            record = {"type": "output", "rank": rank, "stream": stream, "text": text[start:end]}
-            self.append({**record, "prefix": prefix, "stamped": stamped})
-            start = end
-
     def close(self) -> None:
         """Mark the log as complete; later records are dropped."""
         if not self._closed:
@@ -137,14 +125,17 @@ class RunLogSink:
     def __init__(self, run_log: RunLog, rank: int, stream: str, prefix: str, stamped: bool) -> None:
         self.writers = [run_log.writer]
         self._run_log = run_log
-        self._rank = rank
-        self._stream = stream
-        self._prefix = prefix
-        self._stamped = stamped
+        self._record = {"type": "output", "rank": rank, "stream": stream, "prefix": prefix, "stamped": stamped}
 
     def write(self, text: bytes, shown: bytes) -> None:
-        """Append ``shown``, the text with its prefixes."""
-        self._run_log.output(self._rank, self._stream, shown, self._prefix, self._stamped)
+        """Append ``shown``, the text with its prefixes, in records of ``_PIECE`` characters at most."""
+        whole, start = shown.decode(errors="surrogateescape"), 0
+        while start < len(whole):
+            end = start + _PIECE
+            if end < len(whole):  # split at line ends: a follower receives records of several hosts interleaved
+                end = whole.rfind("\n", start, end) + 1 or end
+            self._run_log.append({**self._record, "text": whole[start:end]})
+            start = end
 
     def close(self) -> None:
         """Do nothing: the log outlives the rank."""
