@@ -66,11 +66,11 @@ def test_pruning(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(half.lock).touch()
         os.utime(half.root, (when, when))
     for name in ("empty-old", "mine"):
-        half = Path(state_files.apps_dir(), name)
-        half.mkdir()
+        other = Path(state_files.apps_dir(), name)
+        other.mkdir()
         if name == "mine":
-            (half / "note.txt").touch()
-        os.utime(half, (0, 0))
+            (other / "note.txt").touch()
+        os.utime(other, (0, 0))
     (Path(state_files.apps_dir(), "note.txt")).touch()
     app_id = apps.run(sh("true"))
     apps.wait(app_id)
