@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.exceptions import UnreachableError
-from torchx_monarch.model.codec import DecodeError, decode
+from torchx_monarch.model.codec import decode
 from torchx_monarch.system.termination import termination
 
 DETACH_KEY = b"\x1d"
@@ -48,10 +48,7 @@ class Breakpoint:
 def list_breakpoints(hosts: Hosts) -> list[Breakpoint]:
     """Return the ranks that are in a breakpoint, by rank."""
     answer = hosts.ask({"type": "breakpoints"}, wait=False)
-    try:
-        return [decode(Breakpoint, rank) for rank in answer.get("ranks") or ()]
-    except DecodeError as error:
-        raise UnreachableError(f"not the breakpoints of a job: {error}") from None
+    return [decode(Breakpoint, rank) for rank in answer["ranks"]]
 
 
 def attach(hosts: Hosts, rank: int) -> Connection:

@@ -13,11 +13,10 @@ from typing import TypeVar
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.target import Target
-from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.rank_view import RankView, rank_views
 from torchx_monarch.insight.stacks import ProcessStacks
-from torchx_monarch.model.codec import DecodeError, decode
+from torchx_monarch.model.codec import decode
 
 T = TypeVar("T")
 
@@ -84,9 +83,6 @@ def _ask(hosts: Hosts, greeting: Mapping[str, object], kind: type[T], timeout: f
                 answer = link.answer(timeout)
                 if answer.get("type") == "end":
                     return found, {str(replica): str(why) for replica, why in dict(answer.get("missing") or {}).items()}
-                try:
-                    found += [decode(kind, value) for value in answer.get(str(greeting["type"])) or ()]
-                except DecodeError as error:
-                    raise UnreachableError(f"{target.address}: not the {greeting['type']} of a rank: {error}") from None
+                found += [decode(kind, value) for value in answer[str(greeting["type"])]]
 
     return hosts.reach(ask_at, wait=False)
