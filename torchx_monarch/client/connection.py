@@ -190,7 +190,7 @@ def _context(target: Target) -> ssl.SSLContext:
             file.write(credentials.leaf.certificate + credentials.leaf.key)
             file.flush()
             context.load_cert_chain(file.name)
-    except (OSError, ValueError) as error:  # an SSLError is an OSError
+    except (OSError, ValueError, TypeError) as error:  # an SSLError is an OSError; TypeError: its PEM is not ASCII
         why = f"the certificate to reach it with (clients/SCHEDULER/APP) cannot be used: {error}"
         raise UnreachableError(f"{target.address}: {why}", final=True) from None
     return context
