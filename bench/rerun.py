@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The second run on a live allocation, beside a cold torchrun: ``python bench/rerun.py [--rounds N] [--learned]``.
+"""The second run on a live allocation, beside a cold torchrun: ``python bench/rerun.py [--rounds N]``.
 
 Measured is the time from the call (``SPMDJob.run_spmd``, the start of the torchrun process) to the first line of the
 program after ``import torch``, on the last of the ranks. The allocation is one host of this machine. ``later`` is a
 run that is begun a second after the one before has ended, ``at once`` the moment it has ended. The variants alternate;
 medians with the least and the greatest, ratios of medians.
-
-With ``--learned`` the program imports some seconds of installed modules as well, the allocation has ``-cfg
-preload=auto``, and its first line is the one after all imports.
 """
 
 from __future__ import annotations
@@ -28,15 +25,11 @@ from words import spread
 from torchx_monarch import SPMDJob, serve
 
 PROGRAM = """
-{imports}
 import os, sys, time
+import torch
 with open(sys.argv[1] + "/begun-" + os.environ["RANK"], "w") as file:
     file.write(str(time.time()))
 """
-
-
-LEARNED = "torch, torch._inductor.compile_fx, sklearn.ensemble, scipy.signal, sympy"
-"""The modules of ``--learned``."""
 
 
 def until_begun(start: Callable[[], object], folder: str, nproc: int) -> float:
@@ -79,26 +72,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each variant (default: 5)")
     parser.add_argument("--nproc", type=int, default=4, help="ranks (default: 4)")
-    parser.add_argument("--learned", action="store_true", help=f"import {LEARNED}; -cfg preload=auto")
-    parser.add_argument("--imports", help="the modules to import, separated by commas")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MONARCH_STATE_DIR"] = f"{folder}/state"
         program = Path(folder, "program.py")
-        imports = args.imports or (LEARNED if args.learned else "torch")
-        program.write_text(PROGRAM.format(imports=f"import {imports}"))
+        program.write_text(PROGRAM)
         words = ["torchrun", "--nproc-per-node", str(args.nproc), str(program), folder]
-        cfg = {"preload": "auto" if args.learned else "torch"}
-        with serve(words, scheduler_cfg=cfg, idle_timeout=600) as job:
+        with serve(words, idle_timeout=600) as job:
             job.wait_ready(warm=True)
             times = measured(job, folder, words, args.nproc, args.rounds)
         while job.status().state == "RUNNING":  # its folder is among those that go now
             time.sleep(0.1)
     cold = statistics.median(times["torchrun"])
-    print(
-        f"{os.cpu_count()} CPUs, {args.nproc} ranks; seconds from the call to the last rank's first line with {imports}"
-    )
+    print(f"{os.cpu_count()} CPUs, {args.nproc} ranks; seconds from the call to the last rank's first line")
     for variant, values in times.items():
         print(f"{variant:>8}  {spread(values):>20}  {statistics.median(values) / cold:6.3f}x torchrun")
     if args.json:

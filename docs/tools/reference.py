@@ -119,7 +119,6 @@ _EXAMPLES = {
     "report": "torchx monarch report last -o job.html",
     "top": "torchx monarch top last --by-host",
     "metrics": "torchx monarch metrics last -o /var/lib/node_exporter/job.prom",
-    "preload": "torchx monarch preload train",
     "completion": "torchx monarch completion bash",
 }
 """An example of each sub-command of ``torchx monarch``."""

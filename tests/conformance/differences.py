@@ -51,8 +51,8 @@ class Difference(Enum):
     PRELOAD = (
         "Modules imported before the script begins",
         "none",
-        "torch (`-cfg preload=torch`, the default); with `-cfg preload=auto` also installed modules that an "
-        "earlier run has imported; none with `-cfg ranks=fresh`. What they print then is in the host's log. "
+        "torch, and the installed modules that the script imports in its first statements; torch alone with `-cfg "
+        "preload=torch`, none with `-cfg ranks=fresh`. What torch prints then is in the host's log. "
         "Modules of the standard library that they import are in `sys.modules` from the start; others once the "
         "program imports them, and until then `sys.meta_path` has one more finder",
         "one interpreter per host imports them while the hosts find each other, which is most of a start",

@@ -174,9 +174,11 @@ class Launchers:
         self._places.add(port, "⟦port⟧")
         return port
 
-    def script(self, body: str, *options: str, nproc: int = 2, args: Sequence[str] = (), **rest: Any) -> Pair:
-        """Run a script of the given text with ``report``, ``mark`` and ``wait_for`` at hand."""
-        text = REPORT + textwrap.dedent(body)
+    def script(
+        self, body: str, *options: str, nproc: int = 2, args: Sequence[str] = (), first: str = "", **rest: Any
+    ) -> Pair:
+        """Run a script of the given text with ``report``, ``mark`` and ``wait_for``; ``first`` stands before."""
+        text = first + REPORT + textwrap.dedent(body)
         words = ["--nproc-per-node", str(nproc), *options, "prog.py", *args]
         return self(words, {"prog.py": text, **rest.pop("files", {})}, **rest)
 
@@ -193,7 +195,7 @@ class Launchers:
         environ: Mapping[str, str | None] | None = None,
         prepare: Callable[[Path], None] | None = None,
         during: Callable[[Job], None] | None = None,
-        preload: str = "torch",
+        preload: str = "auto",
         cwd: str = ".",
         stdin: str = os.devnull,
         nodes: int = 1,

@@ -27,11 +27,11 @@ from torchx_monarch.model.role_metadata import SparesError
 OPTIONS = WrapOptions()
 HOST = [
     *("-m", "torchx_monarch.host", "--app", "${app_id}", "--role", "trainer", "--replica", "${replica_id}"),
-    *("--replicas", "1", "--grace", "30", "--host-timeout", "300", "--preload", "torch", "--"),
+    *("--replicas", "1", "--grace", "30", "--host-timeout", "300", "--preload", "auto", "--"),
 ]
 TEXT = (
     'python -m torchx_monarch.host --app "${app_id}" --role trainer --replica "${replica_id}" --replicas 1 '
-    "--grace 30 --host-timeout 300 --preload torch --"
+    "--grace 30 --host-timeout 300 --preload auto --"
 )
 
 
@@ -262,7 +262,7 @@ def test_utils_python_and_sh() -> None:
     assert rewritten(utils.python("a b", script="x.py")).args[-3:] == ["python", "x.py", "a b"]
     assert rewritten(utils.python("--x", m="pkg.mod")).args[-4:] == ["python", "-m", "pkg.mod", "--x"]
     assert rewritten(utils.python(c="print(1)")).args[-3:] == ["python", "-c", "print(1)"]
-    assert rewritten(utils.sh("torchrun", "a b.py")).args[1].endswith(" --preload torch -- torchrun 'a b.py'")
+    assert rewritten(utils.sh("torchrun", "a b.py")).args[1].endswith(" --preload auto -- torchrun 'a b.py'")
     assert rewritten(utils.echo("torchrun x")).entrypoint == "echo"
     assert rewritten(utils.sh("echo", "torchrun")).args == ["-c", "echo torchrun"]
 

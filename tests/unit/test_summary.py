@@ -15,6 +15,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, 
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.cli import run_output
 from torchx_monarch.client.result import RankResult, RunResult
+from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.summary import Summary, show_duration
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
@@ -42,6 +43,15 @@ def app(state: State, *, error: str = "", ui_url: str = "", nproc: str = "4") ->
 
 def lines_of(snapshot: AppSnapshot, submitted: float = 90.0) -> list[str]:
     return summary_of(HANDLE, snapshot, reduce(snapshot), submitted, 200.0).lines()
+
+
+@pytest.mark.parametrize(("seconds", "hints"), [(1.9, 0), (2.5, 1)])
+def test_ranks_that_took_long_to_their_group_are_a_hint(seconds: float, hints: int) -> None:
+    exits = [{"rank": rank, "code": 0, "started": 100, "ended": 104, "grouped": 100 + seconds} for rank in (0, 1)]
+    ended: Event = {"time": 104, "kind": "attempt_end", "message": "", "exits": exits}
+    snapshot = app(State.SUCCEEDED)
+    shown = summary_of(HANDLE, snapshot, reduce(snapshot), 90.0, 200.0, [ended]).lines()
+    assert len([line for line in shown if line.startswith("  hint:   each rank took 2.5 s until")]) == hints
 
 
 def test_a_failed_app_names_the_rank_and_its_log(tmp_path: Path) -> None:

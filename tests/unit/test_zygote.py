@@ -118,7 +118,7 @@ def test_the_limit_of_processes_is_named_during_the_import(tmp_path: Path, monke
 
 
 def test_a_rank_that_is_killed_before_it_has_begun_is_called_so() -> None:
-    forks = runpy.run_path(_ZYGOTE_MAIN)["_Forks"]([{}], [], None, {})
+    forks = runpy.run_path(_ZYGOTE_MAIN)["_Forks"]([{}], [], None, {}, 1)
     os.close(forks._writer)  # as the kernel does when the fork is killed
     assert forks._answers() == [{"error": "it was killed before it had begun"}]
 
@@ -159,7 +159,6 @@ def spec(*words: str, preload: str = "json") -> HostSpec:
         spec("sleep", "1"),
         spec("python", "-m", "torchx_monarch.actors"),
         spec("/nosuch/python", "-m", "torch.distributed.run", "x.py"),
-        spec("torchrun", "x.py", preload="auto"),
         spec("torchrun", "x.py", preload=""),
     ],
     ids=lambda options: f"{' '.join(options.command)} ({','.join(options.preload)})",

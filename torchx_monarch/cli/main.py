@@ -33,7 +33,6 @@ SUB_COMMANDS = {
     "report": "a page about a job: what ran, why it ended, and where its time went",
     "top": "a job and its ranks on one screen, again and again",
     "metrics": "metrics of a job, as Prometheus reads them",
-    "preload": "what -cfg preload=auto has learned of the jobs of this machine",
     "completion": "a script that completes commands, options and handles in your shell",
 }
 """The sub-commands with their help. Each is the module of its name in this package, with ``add_arguments`` and ``run``,

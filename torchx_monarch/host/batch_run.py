@@ -14,12 +14,10 @@ from torchx_monarch.command.command import Command, CommandError, check, parse
 from torchx_monarch.command.torchrun_options import unused_options
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.host.host import Host
-from torchx_monarch.host.ranks.learned_preload import LearnedPreload, program_key
 from torchx_monarch.host.ranks.run_spec import RunSpec, env_number
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.host.workload import Workload, check_script, log_folder
 from torchx_monarch.model.env_names import BATCH_JOB
-from torchx_monarch.model.learned_modules import FOLDER, file_of
 from torchx_monarch.system import safe_files
 
 
@@ -30,7 +28,6 @@ class BatchRun(Workload):
         super().__init__(host, early)
         self._log_dir: str | None = None
         self._restarts = 0
-        self._learned: LearnedPreload | None = None
         self._script: Command | None = None
 
     def parse(self) -> Command:
@@ -57,9 +54,8 @@ class BatchRun(Workload):
         assert command is not None
         run = RunSpec(command, host.environ, host.options.preload_modules, forks=host.options.forks_ranks)
         run_id = host.run_id(command)
-        self._learned = self._read_learned(command)
         self._log_dir = log_folder(command, host.log_dir, os.getcwd(), run_id)
-        self._new_pool(run, self._log_dir, self._learned)
+        self._new_pool(run, self._log_dir)
         assert self.pool is not None
         # A script runs on the first host alone; the others run actors.
         nproc = await self.pool.start(run.nproc if self._script is None or host.options.replica == 0 else "0")
@@ -82,19 +78,3 @@ class BatchRun(Workload):
             return at_most
         numbers = safe_files.numbered(self._log_dir, "attempt_") if self._log_dir else ()
         return max(at_most, max(numbers, default=-1) + 1)
-
-    def close(self) -> None:
-        """Learn for the next job what the ranks have imported."""
-        if self._learned is not None:
-            self._learned.collect()
-        super().close()
-
-    def _read_learned(self, command: Command) -> LearnedPreload | None:
-        """Return what earlier jobs have learned; None without ``-cfg preload=auto`` or a folder to keep it in."""
-        host, options = self._host, self._host.options
-        folder = host.environ.get(FOLDER)
-        if not options.learns_preload or not folder:
-            return None
-        program = " ".join(program_key(command.program_of(0), os.getcwd()))
-        stored = file_of(folder, options.app, options.role, program)
-        return LearnedPreload(os.path.join(host.sockets, "imported"), host.reporter.line, *stored)

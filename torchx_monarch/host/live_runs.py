@@ -34,16 +34,11 @@ from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.controller.session import Session
 from torchx_monarch.host.code_distribution import HostCode, probe
 from torchx_monarch.host.host import Host
-from torchx_monarch.host.ranks.learned_preload import LearnedPreload, program_key
-from torchx_monarch.host.ranks.rank_starter import RankStarter
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.workload import Workload, check_script, log_folder
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.world import LaunchError
-
-_MAX_PROGRAMS = 50
-"""Programs of which the learned modules are kept; those that ran last."""
 
 _MESSAGE = 30_000
 """Bytes of records in one message to replica 0. A message has at most 64 kB, and JSON may double the size."""
@@ -64,9 +59,6 @@ class LiveRuns(Workload):
         self._run_log: RunLog | None = None
         self._forwarding: asyncio.Task[None] | None = None
         self._code: HostCode | None = None
-        self._programs = functools.lru_cache(_MAX_PROGRAMS)(self._new_learned)
-        self._present: tuple[LearnedPreload, RankStarter, Mapping[str, str]] | None = None
-        self._preparing: asyncio.Task[None] | None = None
 
     def parse(self) -> Command:
         options = self._host.options
@@ -80,8 +72,7 @@ class LiveRuns(Workload):
     async def start(self) -> int:
         spec = self._allocation_spec
         held = spec.command or Command("torchrun", DEFAULTS, Program("script", "run"))
-        learned = self._learned_of(program_key(held.program_of(0), os.getcwd()))
-        self._prepare(held, None, {}, os.getcwd(), learned)
+        self._prepare(held, None, {}, os.getcwd())
         assert self.pool is not None
         return await self.pool.start(spec.nproc)
 
@@ -130,9 +121,7 @@ class LiveRuns(Workload):
         if self._run_queue is not None:  # on the leader, whose lines the clients see
             for line in unused_options(command.options, in_run=True):
                 host.reporter.line(line)
-        where = "" if request.synced else cwd  # each copy of the code may lie in another folder
-        learned = self._learned_of(program_key(command.program_of(0), where))
-        run = self._prepare(command, log_folder(command, folder, cwd, run_id), request.env, cwd, learned)
+        run = self._prepare(command, log_folder(command, folder, cwd, run_id), request.env, cwd)
         assert self.pool is not None
         nproc = await self.pool.start(run.nproc)
         self._start_timers(run, run_id, f"timers{begin.number}")
@@ -142,42 +131,15 @@ class LiveRuns(Workload):
         self._begun = (begin.token, begun)
         return begun
 
-    def _prepare(
-        self, command: Command, log_dir: str | None, env: Mapping[str, str], cwd: str, learned: LearnedPreload | None
-    ) -> RunSpec:
+    def _prepare(self, command: Command, log_dir: str | None, env: Mapping[str, str], cwd: str) -> RunSpec:
         """Make the ranks of a run; return what they execute."""
         host = self._host
         run = RunSpec(command, host.environ, host.options.preload_modules, env, cwd, host.options.forks_ranks)
-        starter = self._new_pool(run, log_dir, learned, self._run_log)
-        self._present = (learned, starter, env) if learned is not None else None
+        self._new_pool(run, log_dir, self._run_log)
         return run
 
-    def _learned_of(self, key: tuple[str, str]) -> LearnedPreload | None:
-        """Return what was learned of a program (``program_key``); None without ``-cfg preload=auto``."""
-        return self._programs(key) if self._host.options.learns_preload else None
-
-    def _new_learned(self, key: tuple[str, str]) -> LearnedPreload:
-        return LearnedPreload(os.path.join(self._host.sockets, "imported"), self._host.reporter.line)
-
-    def _learn(self) -> None:
-        """Learn from the run that has ended, and prepare the zygote of the next one."""
-        present, self._present = self._present, None
-        if present is None:
-            return
-        learned, starter, env = present
-        is_repeated, is_new, before = learned.repeats(env), learned.collect(), self._preparing
-
-        async def prepare() -> None:
-            if before is not None:
-                await asyncio.wait([before])
-            await starter.prepare_next()
-
-        # With other variables in each run no zygote can be prepared: the modules may read them.
-        if is_new or is_repeated:
-            self._preparing = asyncio.ensure_future(prepare())
-
     def _is_warm(self) -> bool:
-        return self._zygotes.ready and (self._preparing is None or self._preparing.done())
+        return self._zygotes.ready
 
     async def _fetch(self, tree: str) -> None:
         """Get code from the leader, unless it is on this host, or this host is the leader."""
@@ -213,7 +175,6 @@ class LiveRuns(Workload):
             return
         await self.pool.stop(signal.SIGKILL, 0.0)
         self.pool.retire()
-        self._learn()
         await self._close_run_log()
 
     # -- its output ----------------------------------------------------------------------------------------------------

@@ -44,7 +44,6 @@ from torchx_monarch.host.host import Host
 from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.breakpoints import Breakpoints
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
-from torchx_monarch.host.ranks.learned_preload import LearnedPreload
 from torchx_monarch.host.ranks.rank_output import RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.host.ranks.rank_starter import RankStarter
@@ -139,10 +138,8 @@ class Workload(abc.ABC):
 
     # -- the ranks of a run --------------------------------------------------------------------------------------------
 
-    def _new_pool(
-        self, run: RunSpec, log_dir: str | None, learned: LearnedPreload | None, run_log: RunLog | None = None
-    ) -> RankStarter:
-        """Make ``pool``, the ranks of a run; return what starts them."""
+    def _new_pool(self, run: RunSpec, log_dir: str | None, run_log: RunLog | None = None) -> None:
+        """Make ``pool``, the ranks of a run."""
         host = self._host
         self._recorders = self._recorders or FlightRecorders(host.sockets)
         self._breakpoints = self._breakpoints or Breakpoints(
@@ -150,9 +147,9 @@ class Workload(abc.ABC):
         )
         outputs = (host.stdout, host.stderr, run_log, host.options.timestamps)
         logs = RankLogs(host.options.replica, host.hostname, log_dir, run, *outputs)
-        starter = RankStarter(run, self._zygotes, host.reporter.line, self._report_first_output, learned)
+        started = run.with_leading() if host.options.leads else run
+        starter = RankStarter(started, self._zygotes, host.reporter.line, self._report_first_output)
         self.pool = RankPool(logs, starter, self._recorders, self._breakpoints, host.attach_socket, host.reporter.line)
-        return starter
 
     def _report_first_output(self) -> None:
         if self._host.options.replica == 0 and not self.listens:  # that of a run on a live allocation is not reported

@@ -42,6 +42,7 @@ class Summary:
         traceback: the Python traceback of the root cause, of which ``raised_at`` is shown.
         log: path of the log of the root cause, or of the folder of all logs.
         ran: how many hosts and ranks ran, and how often they were restarted.
+        hint: what would make it faster.
         next: commands to type next.
     """
 
@@ -52,6 +53,7 @@ class Summary:
     traceback: str = ""
     log: str = ""
     ran: str = ""
+    hint: str = ""
     next: Sequence[str] = ()
 
     def lines(self, width: int = 0, coloured: bool = False) -> list[str]:
@@ -71,6 +73,7 @@ class Summary:
             ("raised", raised_at(self.traceback)),
             ("log", one_line(self.log)),
             ("ran", one_line(self.ran)),
+            *(("hint", line) for line in _wrapped(self.hint, width)),
             *(("next", one_line(command)) for command in self.next),
         ]
         shown, last = [f"{state}{took}: {one_line(self.subject)}"], ""

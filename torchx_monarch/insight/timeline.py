@@ -269,6 +269,13 @@ class _Exit:
     grouped: Seconds | None = None
 
 
+def seconds_to_group(happened: Iterable[Event]) -> float:
+    """Return how long the fastest rank of the last attempt took to its first process group; 0 if that is not known."""
+    ends = [event for event in happened if event["kind"] == "attempt_end"]
+    exits = _decoded(ends[-1].get("exits"), _Exit) if ends else ()
+    return min((end.grouped - end.started for end in exits if end.grouped is not None), default=0.0)
+
+
 def _decoded(values: object, kind: type[T]) -> Iterator[T]:
     """Yield the values of an event that are of a kind; a rank may have written others."""
     for value in values if isinstance(values, list) else ():

@@ -20,7 +20,6 @@ FOR_HOSTS = (
     "MONARCH_RUN_DIR",  # folder for sockets
     "MONARCH_EVENTS",  # the events file
     "MONARCH_LOG_DIR",  # folder for logs
-    "MONARCH_LEARNED_DIR",  # folder for the modules that batch jobs have learned
     "MONARCH_RESTART",  # how often the backend has restarted the host
     "MONARCH_STOP_FILE",  # a file that exists once the host is asked to stop
     "MONARCH_PEERS",  # addresses of replica 0 of each role

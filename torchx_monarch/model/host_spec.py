@@ -44,7 +44,7 @@ PREFLIGHT = ("off", "on", "warn")
 """Whether the hosts are compared before ranks start, and whether a difference fails the job."""
 
 AUTO = "auto"
-"""Stands among the modules to preload for torch and the modules that earlier runs of a program have imported."""
+"""Stands among the modules to preload for torch and what the first statements of the program import."""
 
 
 _MAX_SECONDS = 1e9
@@ -139,8 +139,9 @@ class HostSpec:
     grace: float = _seconds(30.0, "seconds between SIGTERM and SIGKILL of ranks", 0, always=True, highest=_MAX_GRACE)
     host_timeout: float = _seconds(300.0, "seconds that all hosts have to arrive", 0.001, always=True)
     preload: tuple[str, ...] = _flag(
-        ("torch",),
-        "modules that the zygote imports, of which ranks are forks, separated by commas",
+        (AUTO,),
+        "modules that the zygote imports, of which ranks are forks, separated by commas; auto: torch, and what the "
+        "first statements of the program import",
         parse=_names,
         show=",".join,
         always=True,
@@ -226,8 +227,8 @@ class HostSpec:
         return self.ranks == "fork"
 
     @property
-    def learns_preload(self) -> bool:
-        """Whether the zygote also imports what earlier runs of the program have imported."""
+    def leads(self) -> bool:
+        """Whether the zygote executes the leading statements of the program."""
         return AUTO in self.preload and self.forks_ranks
 
     @property

@@ -21,6 +21,7 @@ from torchx_monarch.backends.core.state import AppStatus, count_restarts
 from torchx_monarch.command.rewrite import rank_command
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
+from torchx_monarch.insight.timeline import seconds_to_group
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.job_status import build, in_one_line, with_hang
@@ -31,6 +32,9 @@ _MSG_CHARACTERS = 68
 """The length at which YAML, as which TorchX prints a message, keeps it on one line."""
 
 _ROLES_SHOWN = 3
+
+_SLOW_START = 2.0
+"""Seconds between the start of a rank and its first process group that are worth a hint."""
 
 
 def describe(
@@ -149,6 +153,7 @@ def summary_of(
         cause=with_hang(status.message, happened) if status.state is State.CANCELLED else status.message,
         log=_folder(app),
         ran=f"{_shape(app)}, {facts}" if app.roles else facts,
+        hint=_hint(seconds_to_group(happened)) if status.state is State.SUCCEEDED else "",
         next=(f"torchx log {handle}", f"torchx monarch report {handle} -o job.html"),
     )
     if status.state is not State.FAILED:
@@ -163,6 +168,16 @@ def summary_of(
         traceback=result.traceback,
         log=local_path(result.log) or summary.log,
         next=(f"torchx log {handle}{replica}", f"torchx monarch status {handle}"),
+    )
+
+
+def _hint(seconds: float) -> str:
+    """Return what would start the ranks of a job sooner that took some time to their first process group."""
+    if seconds < _SLOW_START:
+        return ""
+    return (
+        f"each rank took {seconds:.1f} s until its process group had formed; what a program imports in its first "
+        "statements is imported once per host, and what it imports later by each rank"
     )
 
 

@@ -76,8 +76,7 @@ def main(folder: str, role: str, number: str) -> int:
     if int(role) == replica == 0 and stop_request.load(job) is None:
         events.append(job.events, "job_started", f"the app runs; its first replica is on {node}")
     (only,) = request.roles[0].replicas
-    # The nodes need not see the submitter's state directory, where monarch_local keeps what is learned.
-    only.env = {**hosts, "MONARCH_EVENTS": job.events, "MONARCH_LEARNED_DIR": "", **only.env}
+    only.env = {**hosts, "MONARCH_EVENTS": job.events, **only.env}
     processes.become_subreaper()
     spawn.raise_file_limit()
     for signum in (signal.SIGUSR1, signal.SIGUSR2):  # for the ranks, if a batch system signals all processes of a job

@@ -52,11 +52,10 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """`on`: before ranks start, compare the hosts (versions, program, readable paths, clocks, memory) and fail the job
     if one differs or is unfit; `warn`: only say so; `off`: compare nothing."""
 
-    preload: str = "torch"
+    preload: str = "auto"
     """Modules, separated by `+`, that one interpreter per host imports while the hosts find each other, for all ranks
-    of a torchrun command; `none` for programs that must set environment variables before the first import of torch.
-    `auto`: torch, and the installed modules that an earlier run of the same program has imported, on a live allocation
-    and on monarch_local (`torchx monarch preload` lists them); `auto+numpy` adds more."""
+    of a torchrun command. `auto`: torch, and the installed modules that the program imports in its first statements;
+    `auto+NAME` adds more. `torch`: torch alone. `none`: each rank imports everything."""
 
     ranks: str = "fork"
     """`fork`: ranks are forks of the interpreter that has imported the modules of `preload`. `fresh`: each rank is an

@@ -88,7 +88,6 @@ class SupervisorLoop:
                 **os.environ,
                 "TORCHELASTIC_ERROR_FILE": os.path.join(log_dir, "error.json"),
                 "MONARCH_EVENTS": self._paths.events,
-                "MONARCH_LEARNED_DIR": os.path.join(self._paths.trusted, "learned"),
                 **replica.env,
                 "MONARCH_RUN_DIR": self._request.run_dir,
                 "MONARCH_LOG_DIR": log_dir,

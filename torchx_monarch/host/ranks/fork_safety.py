@@ -49,7 +49,9 @@ class Resources:
             self._fork_once()
             now._threads &= set(os.listdir("/proc/self/task"))
         for thread in now._threads - self._threads:
-            return f"{module} runs a thread ({_read(f'/proc/self/task/{thread}/comm')})"
+            # jemalloc, which pyarrow has, goes on without its thread in a fork (background_thread_postfork_child).
+            if (name := _read(f"/proc/self/task/{thread}/comm")) != "jemalloc_bg_thd":
+                return f"{module} runs a thread ({name})"
         for number in now._descriptors.keys() - self._descriptors.keys():
             return f"{module} keeps {now._descriptors[number]} open"
         for child in now._children - self._children:

@@ -61,6 +61,8 @@ class PreloadedModules:
         self._before = set(sys.modules)
         self._brought: dict[str, list[str]] = {}
         self._cpus = os.sched_getaffinity(0)
+        self._late: set[str] = set()
+        self._is_active = False
         self._hidden: dict[str, ModuleType] = {}
         self._environ: dict[str, str] = {}
 
@@ -75,19 +77,34 @@ class PreloadedModules:
         self._brought[name.partition(".")[0]] = brought
 
     def hide(self) -> None:
-        """Hide the modules; to be called in a rank before its program begins."""
-        # Python and C libraries look up some without an import: threading, for one, and modules without a spec.
-        packages = {
-            name
-            for name, module in sys.modules.items()
-            if not ("." in name or name in self._before or name in sys.stdlib_module_names)
-            and getattr(module, "__spec__", None)
-        }
-        for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
-            self._hidden[name] = sys.modules.pop(name)
-        self._environ = dict(os.environ)
-        if self._hidden:
+        """Hide the modules before a program begins; a second time those alone that its beginning has not imported."""
+        if not self._is_active:
+            self._is_active = True
+            # Python and C libraries look up some without an import: threading, for one, and modules without a spec.
+            packages = {
+                name
+                for name, module in sys.modules.items()
+                if not ("." in name or name in self._before or name in sys.stdlib_module_names)
+                and getattr(module, "__spec__", None)
+            }
+            names = [name for name in sys.modules if name.partition(".")[0] in packages]
+            self._hidden = {name: sys.modules[name] for name in names}
+            self._environ = dict(os.environ)
+            if self._hidden:
+                sys.meta_path.insert(0, self)
+        for name in self._hidden:
+            sys.modules.pop(name, None)
+
+    def hide_again(self, names: Iterable[str]) -> None:
+        """Hide modules that the program has not imported yet."""
+        self._late.update(names)
+        self._hidden.update((name, sys.modules.pop(name)) for name in names)
+        if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
+
+    def show(self) -> None:
+        """Have this process find the modules that are hidden; the program has not begun, or ``hide`` follows."""
+        sys.modules.update(self._hidden)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return the spec of a hidden module, with this object as its loader."""
@@ -109,6 +126,8 @@ class PreloadedModules:
         top = name.partition(".")[0]
         brought = {*self._brought.get(top, ())}
         shown = [hidden for hidden in self._hidden if hidden in brought or hidden.partition(".")[0] == top]
+        if name not in self._late:
+            shown = [hidden for hidden in shown if hidden not in self._late]
         for hidden in shown:
             sys.modules.setdefault(hidden, self._hidden.pop(hidden))
         if not self._hidden:

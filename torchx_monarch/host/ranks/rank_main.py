@@ -350,15 +350,13 @@ def run_program(
     mode: str,
     target: str,
     args: list[str],
-    at_end: Callable[[], None] | None = None,
     on_failure: Callable[[int], None] = lambda code: None,
 ) -> None:
-    """Run the program of a rank in this interpreter, in its environment and folder.
+    """Run the program of a rank in this interpreter, in its environment and folder, after ``set_path0``.
 
-    ``at_end`` is called when the program has ended, by an exception or not; ``on_failure`` before that if it has ended
-    by an exception or with another exit code than 0, with that code: -n for death by signal n.
+    ``on_failure`` is called if it has ended by an exception or with another exit code than 0, with that code: -n for
+    death by signal n.
     """
-    set_path0(mode, target)
     sys.orig_argv = [sys.executable, "-u", *program_argv(mode, target, args)]
     set_command_line(sys.orig_argv)
     _distrust_young_bytecode()
@@ -382,12 +380,10 @@ def run_program(
         # Re-raising adds our frames to the traceback again; the hook removes them.
         sys.excepthook = _without_own_frames_for(getattr(sys, "excepthook", None))
         raise
-    finally:
-        if at_end is not None:
-            at_end()
 
 
 if __name__ == "__main__":
     show_stacks()
     replace_set_trace(sys.argv[1])
+    set_path0(*sys.argv[2:4])
     run_program(sys.argv[2], sys.argv[3], sys.argv[4:])

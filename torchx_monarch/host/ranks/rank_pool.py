@@ -140,7 +140,7 @@ class RankPool:
         except TimerError as error:
             raise LaunchError(f"torch's timer server does not run: {error}") from None
         stops = self._stops
-        await self._starter.importer()
+        await self._starter.renew_importer()
         if stops != self._stops:  # the attempt has ended while the modules were imported
             raise LaunchError("the ranks were stopped before they were started")
         try:

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchx_monarch.host.ranks.learned_preload import LearnedPreload
 from torchx_monarch.host.ranks.master_store import MasterEndpoint, MasterStore
 from torchx_monarch.host.ranks.rank_process import RankProcess
 from torchx_monarch.host.ranks.run_spec import RunSpec
@@ -24,8 +23,7 @@ class RankStarter:
 
     Its methods raise ``LaunchError`` if the ranks cannot be started; the message gives the reason.
 
-    ``say`` is called with progress lines, ``on_first_output`` once, when a rank first prints; ``learned`` is what the
-    host has learned of the program, None if nothing is learned.
+    ``say`` is called with progress lines, ``on_first_output`` once, when a rank first prints.
 
     Attributes:
         store: the TCPStore, which is a fork of the zygote.
@@ -39,13 +37,11 @@ class RankStarter:
         zygotes: Zygotes,
         say: Callable[[str], None],
         on_first_output: Callable[[], None] | None = None,
-        learned: LearnedPreload | None = None,
     ) -> None:
         self.store = MasterStore(say)
         self.count = 0
         self.imported: tuple[float, ...] = ()
-        self._run = run if learned is None else dataclasses.replace(run, learned=())
-        self._learned = learned
+        self._run = run
         self._zygotes = zygotes
         self._say = say
         self._on_first_output = on_first_output
@@ -68,8 +64,10 @@ class RankStarter:
             raise LaunchError(f"cannot start the Python interpreter {why}")
         # Unknown as yet, the zygote gets the environment of several ranks.
         self.count = int(nproc) if nproc.isdigit() else 2
+        run = self._run
+        if not nproc.isdigit():
+            self._run = run.without_leading()  # the number of ranks is known sooner
         if self.count:
-            self._choose()
             self._zygotes.fitting(self._run, self.count)
         if not nproc.isdigit():
             order = {"op": "count", "device": nproc}
@@ -77,7 +75,8 @@ class RankStarter:
             if self.count < 1:
                 reason = f"--nproc-per-node={nproc} gives {self.count} ranks on this host; 1 or more are needed"
                 raise LaunchError(reason)
-            self._choose()
+            self._run = run
+            self._zygotes.fitting(run, self.count)
         if too_few := open_files.shortage(self.count):
             raise LaunchError(too_few)
         return self.count
@@ -111,8 +110,6 @@ class RankStarter:
         By local rank, a description has what ``zygote_main`` says, but for ``python`` and ``cpus``.
         """
         more = [await self._cpus(local_rank) for local_rank in range(len(ranks))]
-        if self._learned is not None and more:
-            more[0]["report"] = self._learned.report
         for _ in range(_TRIES):
             importer = await self.importer()
             zygote = importer if importer is not None and self._forks else self._zygotes.bare(self._run, self.count)
@@ -149,12 +146,12 @@ class RankStarter:
         while self._run.preload and not self._is_lost:
             zygote = self._zygotes.fitting(self._run, self.count)
             try:
-                if await self._is_wrong(zygote):
-                    # The modules before this one have been imported and checked; only this one is left out.
-                    self._run = dataclasses.replace(self._run, learned=tuple(zygote.begun[:-1]))
-                    continue
                 unsafe = (await zygote.imports())["unsafe"]
             except ZygoteError as error:
+                if self._run.leading:
+                    self._run = self._run.without_leading()
+                    self._say(f"{error} while it executed the first imports of the program; the ranks execute them")
+                    continue
                 self._is_lost = True
                 self._say(f"{error} while it imported {', '.join(self._run.preload)}; the ranks import for themselves")
                 break
@@ -164,6 +161,15 @@ class RankStarter:
             self.imported = zygote.imported
             return zygote
         return None
+
+    async def renew_importer(self) -> None:
+        """Replace the zygote if the files of the modules that it has imported for this program have changed since."""
+        zygote = await self.importer()
+        if zygote is not None and zygote.leading:
+            with contextlib.suppress(ZygoteError):  # its next order says so
+                if not await zygote.is_current():
+                    self._zygotes.discard(zygote)
+                    await self.importer()
 
     async def _cpus(self, local_rank: int) -> dict[str, Any]:
         mode = self._run.command.options.numa_binding
@@ -187,62 +193,3 @@ class RankStarter:
         called, self._on_first_output = self._on_first_output, None
         if called is not None:
             called()
-
-    # -- learned modules -----------------------------------------------------------------------------------------------
-
-    async def prepare_next(self) -> None:
-        """Have a zygote import all learned modules, for a next run of the program with the same variables.
-
-        A module that must not be imported ahead is dropped, and another zygote imports the rest.
-        """
-        assert self._learned is not None
-        while self._learned.modules.names:
-            run = self._with_learned(self._learned)
-            if self._zygotes.find(run, self.count) is not None:
-                return
-            try:
-                zygote = self._zygotes.fitting(run, self.count)
-                if await self._is_wrong(zygote):
-                    continue
-            except (LaunchError, ZygoteError):
-                return  # the next run says what is wrong with its zygote
-            if zygote.begun:
-                names = ", ".join(sorted({name.partition(".")[0] for name in zygote.begun}))
-                self._say(f"learned preload: imported ahead for the next run of the program: {names:.500}")
-            return
-
-    def _choose(self) -> None:
-        """Choose the zygote with all learned modules, unless another one can start the ranks sooner."""
-        if self._learned is None:
-            return
-        plain, ahead = dataclasses.replace(self._run, learned=()), self._with_learned(self._learned)
-        ready, warm = self._zygotes.find(ahead, self.count), self._zygotes.find(plain, self.count)
-        if ready is not None and ready.ready:
-            # The user may have installed other packages since, or added files with the names of installed modules.
-            if ahead.learned and ready.is_outdated(self._run.program_folder(self._run.command.program_of(0))):
-                self._zygotes.discard(ready)
-                ahead = plain
-            self._run = ahead
-        else:
-            self._run = plain if warm is not None and warm.ready else ahead
-
-    def _with_learned(self, learned: LearnedPreload) -> RunSpec:
-        return dataclasses.replace(self._run, learned=learned.modules.names, variables=learned.modules.variables)
-
-    async def _is_wrong(self, zygote: Zygote) -> bool:
-        """Return whether a learned module must not be imported ahead: drop it then, and end the zygote.
-
-        Raises:
-            ZygoteError: the zygote has ended, or its host has ended it, and not because of a learned module.
-        """
-        try:
-            why = (await zygote.imports()).get("wrong", "")
-        except ZygoteError as error:
-            if not zygote.begun or zygote.is_discarded:
-                raise
-            why = str(error)
-        if not why or self._learned is None:
-            return False
-        self._learned.drop(zygote.begun[-1], why)
-        self._zygotes.discard(zygote)
-        return True

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from torchx_monarch.command.command import Command, CommandError, Program, TorchrunOptions
+from torchx_monarch.host.ranks.leading_statements import Statement, leading_statements
 from torchx_monarch.host.ranks.preloaded_modules import is_read_at_import
 from torchx_monarch.model.env_names import is_for_hosts, keep_monarch_log_private
 from torchx_monarch.model.world import World
@@ -39,9 +40,7 @@ class RunSpec:
         cwd: folder in which the ranks start; None in a batch job, whose ranks start in the host's folder and whose
             zygote knows the program.
         forks: whether ranks are forks of the zygote, if it has modules; else they are interpreters of their own.
-        learned: modules that the zygote imports after ``modules``, if they are installed ones that ranks can share
-            (``learned_imports``); None if ranks are not to report what they import either.
-        variables: variables that the program sets; a learned module that reads one must not be imported ahead.
+        leading: the leading statements of the program, which the zygote executes as well.
     """
 
     command: Command
@@ -50,8 +49,7 @@ class RunSpec:
     added: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cwd: str | None = None
     forks: bool = True
-    learned: Sequence[str] | None = None
-    variables: Sequence[str] = ()
+    leading: tuple[Statement, ...] = ()
 
     @property
     def environ(self) -> Mapping[str, str]:
@@ -90,12 +88,18 @@ class RunSpec:
         ahead = program.mode != "exec" and self.preload
         return self.python() if ahead or asks_torch else [sys.executable, "-I", "-S"]
 
-    def program_folder(self, program: Program) -> str:
-        """Return the folder that a Python program puts first in ``sys.path``; empty for other programs."""
-        cwd = self.cwd or os.getcwd()
-        if program.mode == "script":
-            return os.path.dirname(os.path.realpath(os.path.join(cwd, program.target)))
-        return "" if program.mode == "exec" else cwd
+    def without_leading(self) -> RunSpec:
+        """Return the run without its leading statements."""
+        return dataclasses.replace(self, leading=())
+
+    def with_leading(self) -> RunSpec:
+        """Return the run with the leading statements of its program, if its ranks may share what these import."""
+        program, shares = self.command.program_of(0), self.forks and self.command.options.numa_binding is None
+        if not self.preload or not shares:
+            return self
+        packages = {*self.preload, *(["numpy"] if "torch" in self.preload else [])}
+        found = leading_statements(program.mode, program.target, self.cwd or os.getcwd(), packages)
+        return dataclasses.replace(self, leading=found)
 
     def start_folder(self) -> str | None:
         """Return the folder in which the zygote starts; None for that of the host process.
@@ -127,13 +131,12 @@ class RunSpec:
         """Return the value that two runs share if the zygote of one can start the ranks of the other, a number each."""
         environ, command = self.start_environ(count), self.zygote_command(self.command.program_of(0))
         read = {name: value for name, value in environ.items() if self._is_read_early(name)}
-        learned = self.learned and (self.learned, self.variables)
-        return command, self.preload, learned, read, self.start_folder()
+        led = (self.leading, dict(self.added), self.cwd) if self.leading else ()
+        return command, self.preload, led, read, self.start_folder()
 
     def _is_read_early(self, name: str) -> bool:
         """Return whether the zygote or its modules may read a variable. Modules other than torch may read any."""
-        others = self.learned or set(self.preload) - {"torch"}
-        return bool(others) or name.startswith(_READ_EARLY) or is_read_at_import(name)
+        return bool(set(self.preload) - {"torch"}) or name.startswith(_READ_EARLY) or is_read_at_import(name)
 
 
 def _is_relative(python: str) -> bool:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
-from torchx_monarch.host.ranks.learned_imports import names_in, times_of
+from torchx_monarch.host.ranks.leading_statements import Statement, source_path
 from torchx_monarch.host.ranks.master_store import StoreProcess
 from torchx_monarch.host.ranks.rank_process import RankProcess
 from torchx_monarch.host.ranks.run_spec import RunSpec
@@ -26,9 +26,6 @@ from torchx_monarch.system import open_files, processes
 
 _IMPORT_TIMEOUT = 600.0
 """Seconds within which a zygote must have imported its modules, from a file system as slow as it may be."""
-
-_LEARNED_TIMEOUT = 60.0
-"""Seconds within which a zygote must have imported one learned module; a longer import is left to the ranks."""
 
 _ORDER_TIMEOUT = 150.0
 """Seconds within which a zygote must execute any other order; the slowest one asks torch in a fork."""
@@ -57,13 +54,13 @@ class Zygote:
         pid: process id.
         signature: equal for runs whose ranks can be forks of this zygote (``RunSpec.signature``).
         ready: whether it runs and has imported its modules.
-        begun: the learned modules whose import has begun.
+        leading: the leading statements that it executes; empty if none.
         imported: when its import of the modules began and ended, in seconds since the epoch; empty before that.
     """
 
     def __init__(self, started: ZygoteProcess, files: tuple[int, int] | None, say: Callable[[str], None]) -> None:
         self.signature = started.signature
-        self.begun: list[str] = []
+        self.leading: tuple[Statement, ...] = ()
         self.imported: tuple[float, ...] = ()
         self._say = say
         self._started = started
@@ -82,6 +79,7 @@ class Zygote:
         self._imported = asyncio.ensure_future(self._ask("import", b"", (), _IMPORT_TIMEOUT))
         self._imported.add_done_callback(_retrieve)
         self._imported.add_done_callback(self._set_imported)
+        self._led: asyncio.Future[dict[str, Any]] | None = None
 
     @property
     def pid(self) -> int:
@@ -94,26 +92,38 @@ class Zygote:
 
     @property
     def ready(self) -> bool:
-        return self._imported.done() and not self.ended
+        return self._imported.done() and (self._led is None or self._led.done()) and not self.ended
 
-    def is_outdated(self, folder: str) -> bool:
-        """Return whether learned modules would now be found elsewhere, or may have another content.
+    def lead(self, run: RunSpec, count: int) -> None:
+        """Begin to execute the leading statements of a run's program; the ranks of other programs need another zygote.
 
-        ``folder`` is the one that the program puts first in ``sys.path``; empty for none.
+        The zygote must fit the run without them.
         """
-        answer = self._imported.result()
-        times = answer.get("times", {})
-        return times_of(times) != times or not names_in(folder).isdisjoint(answer.get("ahead", ()))
+        program = run.command.program_of(0)
+        self.signature, self.leading = run.signature(count), run.leading
+        order = {
+            "op": "lead",
+            "mode": program.mode,
+            "target": program.target,
+            "path": source_path(program.mode, program.target, run.cwd or os.getcwd()),
+            "cwd": run.cwd,
+            "env": dict(run.added),
+            "statements": run.leading,
+        }
+        self._led = asyncio.ensure_future(self._ask("lead", json.dumps(order).encode() + b"\n", (), _IMPORT_TIMEOUT))
+        self._led.add_done_callback(_retrieve)
+        self._led.add_done_callback(self._set_imported)
 
-    @property
-    def is_discarded(self) -> bool:
-        """Whether the host has ended it."""
-        return self._imported.cancelled()
+    async def is_current(self) -> bool:
+        """Return whether the files of the modules that the leading statements have imported are unchanged."""
+        return bool((await self.ask({"op": "check"}))["current"])
 
     async def imports(self) -> dict[str, Any]:
         """Wait for the import of the modules; return the answer (see ``zygote_main``)."""
         try:
             answer = await asyncio.shield(self._imported)
+            if self._led is not None:
+                answer = {**answer, **await asyncio.shield(self._led)}
         except asyncio.CancelledError:
             if self._imported.cancelled():
                 raise ZygoteError(f"the zygote (pid {self.pid}) is not needed any more") from None
@@ -190,8 +200,7 @@ class Zygote:
                 answer = await self._send_and_receive(line, held, timeout)
         except asyncio.TimeoutError:
             self._end()  # its state is unknown
-            seconds = _LEARNED_TIMEOUT if op == "import" and self.begun else timeout
-            raise ZygoteError(f"the zygote (pid {self.pid}) has not answered {op!r} for {seconds:g} s") from None
+            raise ZygoteError(f"the zygote (pid {self.pid}) has not answered {op!r} for {timeout:g} s") from None
         except OSError:
             pass  # it has ended
         finally:
@@ -208,18 +217,13 @@ class Zygote:
         loop, buffer = asyncio.get_running_loop(), b""
         sent = socket.send_fds(self._channel, [line], passed) if passed else 0
         await asyncio.wait_for(loop.sock_sendall(self._channel, line[sent:]), timeout)
-        while True:
-            while b"\n" not in buffer:
-                data = await asyncio.wait_for(loop.sock_recv(self._channel, 65536), timeout)
-                if not data:
-                    return None
-                buffer += data
-            answered, _, buffer = buffer.partition(b"\n")
-            answer: dict[str, Any] = json.loads(answered)
-            if "importing" not in answer:
-                return answer
-            self.begun.append(answer["importing"])
-            timeout = _LEARNED_TIMEOUT
+        while not buffer.endswith(b"\n"):
+            data = await asyncio.wait_for(loop.sock_recv(self._channel, 65536), timeout)
+            if not data:
+                return None
+            buffer += data
+        answer: dict[str, Any] = json.loads(buffer)
+        return answer
 
 
 class Zygotes:
@@ -249,6 +253,9 @@ class Zygotes:
             LaunchError: it cannot be started.
         """
         found = self.find(run, count)
+        if found is None and run.leading:
+            found = self.fitting(run.without_leading(), count)
+            found.lead(run, count)
         try:
             zygote = found or Zygote(self._start(run, count), self._limits[0], self._say)
         except OSError as error:
@@ -286,7 +293,7 @@ class Zygotes:
         Raises:
             LaunchError: it cannot be started.
         """
-        return self.fitting(dataclasses.replace(run, modules=(), learned=None), count)
+        return self.fitting(dataclasses.replace(run, modules=(), leading=()), count)
 
 
 class _Output:

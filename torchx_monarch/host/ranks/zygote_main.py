@@ -7,10 +7,11 @@ alone. ``FD`` is one end of a socket pair on which the host sends orders as JSON
 =========================================  ====================================================================
 ``{"op": "import", "modules": [...]}``     import modules, with ``sys.path[0]`` as for the program of ``mode`` and
                                            ``target``; answer ``unsafe``, why ranks cannot be forked, or empty, and
-                                           ``serves_store``, whether torch has been imported. With
-                                           ``learned``, import those of these modules that may be imported ahead, and
-                                           answer as ``learned_imports.import_ahead``; ahead of the answer, a line
-                                           ``{"importing": NAME}`` before each of them
+                                           ``serves_store``, whether torch has been imported
+``{"op": "lead", "statements": [...]}``    execute the leading statements of the program at ``path``, in the folder
+                                           ``cwd`` unless it is null, with ``env`` added; answer ``count``, how many
+                                           ranks find executed, and ``why``, what is wrong with the next one, or empty
+``{"op": "check"}``                        answer ``current``, whether the files that these have imported are unchanged
 ``{"op": "count", "device": D}``           answer how many ranks torchrun would start for ``--nproc-per-node D``
 ``{"op": "cpus", "mode": M, "gpu": N}``    answer the CPUs that ``--numa-binding M`` selects for GPU N
 ``{"op": "fork", "processes": [...]}``     fork the processes; answer a pid or an error for each. The order carries
@@ -24,8 +25,7 @@ descriptors are a pipe, at whose end it ends, and a socket that listens on the s
 A rank is described by ``mode``, ``target`` and ``args`` of its program, ``env``, which is added to the zygote's
 environment, ``cwd`` (may be missing), ``cpus`` (may be missing), ``recorder``: the socket at which the host
 waits for dumps of torch's flight recorders, ``breakpoints``: the one at which it waits for ranks that are to be
-debugged, ``report`` (may be missing): the file in which it reports the modules that its program has imported, and
-``python``: the interpreter and flags that the rank must execute, or nothing if it goes on as a fork. Its
+debugged, and ``python``: the interpreter and flags that the rank must execute, or nothing if it goes on as a fork. Its
 descriptors are the write ends of its stdout and stderr, and the file for its stacks.
 """
 
@@ -78,9 +78,9 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _import(order: dict[str, Any], program: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def _import(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
     """Import the modules that ranks are to find imported; return the answer to the order."""
-    if not order["modules"] and "learned" not in order:
+    if not order["modules"]:
         return {"unsafe": "", "serves_store": False}  # each rank executes an interpreter of its own
     safety = program["run_sibling_file"]("fork_safety.py")
     before, generators = safety["Resources"](_fork), safety["Generators"]()
@@ -101,15 +101,44 @@ def _import(order: dict[str, Any], program: dict[str, Any], send: Callable[[dict
         unsafe = unsafe or what_is_new(name)
     if path0 is not None:
         sys.path.remove(path0)
-    answer: dict[str, Any] = {"unsafe": unsafe, "serves_store": "torch" in sys.modules}
-    if "learned" in order and not unsafe:
-        learned = program["run_sibling_file"]("learned_imports.py")
-        installed = learned["InstalledModules"](order["folder"])
-        answer.update(learned["import_ahead"](order, installed, what_is_new, lambda name: send({"importing": name})))
-        program["report_at_end"] = lambda path: learned["report_at_end"](path, installed)
     _renewals.append(generators.stop())
     gc.freeze()
-    return answer
+    program["unsafe"] = unsafe
+    return {"unsafe": unsafe, "serves_store": "torch" in sys.modules}
+
+
+def _lead(order: dict[str, Any], program: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
+    """Execute the leading statements of a program; return the answer to the order."""
+    if program["unsafe"]:
+        return {"count": 0, "why": ""}  # each rank executes an interpreter of its own
+    zygote, safety = os.getpid(), program["run_sibling_file"]("fork_safety.py")
+    generators = safety["Generators"]()
+
+    def fork() -> int:
+        if (copy := _fork()) == 0:
+            _die_with(zygote)
+        return copy
+
+    def watch() -> Callable[[str], str]:
+        before = safety["Resources"](_fork)
+        return lambda module: str(before.what_is_new(module) or generators.seeded_by(module))
+
+    def hand_over(copy: int) -> NoReturn:
+        channel.close()
+        os.waitpid(copy, 0)
+        os._exit(0)
+
+    if order["cwd"] is not None:
+        os.chdir(order["cwd"])
+    os.environ.update(order["env"])
+    is_set = program["set_path0"](order["mode"], order["target"])
+    program["preloaded"].hide()
+    names = program["run_sibling_file"]("leading_imports.py")
+    leading = program["leading"] = names["LeadingImports"](order, sys.path[0] if is_set else "")
+    leading.execute(fork, watch, hand_over, program["preloaded"].hide_again)
+    _renewals.extend((generators.stop(), names["renew"]))
+    gc.freeze()
+    return {"count": leading.count, "why": leading.why}
 
 
 def _fork() -> int:
@@ -196,17 +225,23 @@ class _Forks:
 
     A middle process forks them all and ends, so that they become children of the host, which is their subreaper: the
     host learns their exact exit codes, and the kernel kills the ranks when it dies. The order's descriptors are passed,
-    and the channel to the host, which the processes close; ``program`` are the names of ``rank_main``.
+    and the channel to the host, whose pid is ``host``, which the processes close; ``program`` are the names of
+    ``rank_main``.
     """
 
     def __init__(
-        self, processes: list[dict[str, Any]], passed: list[int], channel: socket.socket, program: dict[str, Any]
+        self,
+        processes: list[dict[str, Any]],
+        passed: list[int],
+        channel: socket.socket,
+        program: dict[str, Any],
+        host: int,
     ) -> None:
         self._processes = processes
         self._program = program
         self._passed = passed
         self._channel = channel
-        self._host = os.getppid()
+        self._host = host
         self._middle = 0
         self._reader, self._writer = os.pipe()
 
@@ -254,7 +289,10 @@ class _Forks:
             for closed in {*self._passed, self._channel.detach(), self._reader} - {stacks, go}:
                 os.close(closed)
             self._program["receive_stacks_file"](stacks, self._host, bool(rank["python"]))
-            os.environ.update(rank["env"])
+            _show_preloaded(self._program)
+            # The leading statements may have changed variables that the zygote had.
+            had = self._program["leading"].environ if "leading" in self._program else {}
+            os.environ.update({name: value for name, value in rank["env"].items() if had.get(name) != value})
             if "cwd" in rank:
                 os.chdir(rank["cwd"])
             if "cpus" in rank:
@@ -300,6 +338,7 @@ class _Forks:
             self._program["set_command_line"](["torchx-monarch", "tcpstore"])
             with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
                 file.write("tcpstore")
+            _show_preloaded(self._program)
             _store = _serve_store(self._processes[number]["store"], listener)
         except BaseException as error:
             self._report(number, error=_reason(error))
@@ -328,6 +367,12 @@ class _Forks:
             answer = json.loads(line)
             answers[answer["number"]] = answer
         return answers
+
+
+def _show_preloaded(program: dict[str, Any]) -> None:
+    """Have a fork find the modules that the zygote has hidden."""
+    if "leading" in program:
+        program["preloaded"].show()
 
 
 def _reason(error: BaseException) -> str:
@@ -391,22 +436,25 @@ def _next_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, Any]:
     """Execute orders for ever; return only in ranks, with their description."""
 
-    def send(message: dict[str, Any]) -> None:
-        channel.sendall(json.dumps(message).encode() + b"\n")
-
     while True:
         order, passed = _next_order(channel)
         op = order["op"]
         answer: dict[str, Any] = {}
         try:
             if op == "import":
-                answer = _import(order, program, send)
+                answer = _import(order, program)
+            elif op == "lead":
+                answer = _lead(order, program, channel)
+            elif op == "check":
+                answer["current"] = program["leading"].is_current()
             elif op == "count":
                 answer["count"] = _in_fork(_count, order["device"])
             elif op == "cpus":
                 answer["cpus"] = _in_fork(_cpus_near, order["gpu"], order["mode"])
             elif op == "fork":
-                rank, answer["processes"] = _Forks(order["processes"], passed, channel, program).fork()
+                rank, answer["processes"] = _Forks(
+                    order["processes"], passed, channel, program, int(sys.argv[2])
+                ).fork()
                 if rank is not None:
                     return rank
         except _ForkError as error:
@@ -415,7 +463,7 @@ def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, 
             answer["error"] = _reason(error)
         for descriptor in passed:
             os.close(descriptor)
-        send(answer)
+        channel.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def main() -> None:
@@ -431,11 +479,15 @@ def main() -> None:
     if rank["mode"] == "exec":
         program["exec_program"](rank["target"], rank["args"])
     program["replace_set_trace"](rank["breakpoints"])
-    learns = "report" in rank and "report_at_end" in program
-    at_end = program["report_at_end"](rank["report"]) if learns else None
     send_failure = program["run_sibling_file"]("rank_recorder.py")["watch"](rank["recorder"])
     program["preloaded"].hide()
-    program["run_program"](rank["mode"], rank["target"], rank["args"], at_end, send_failure)
+    if "leading" not in program:
+        program["set_path0"](rank["mode"], rank["target"])
+    else:
+        for descriptor, output in enumerate(program["leading"].output, 1):
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(output)
+    program["run_program"](rank["mode"], rank["target"], rank["args"], send_failure)
 
 
 if __name__ == "__main__":

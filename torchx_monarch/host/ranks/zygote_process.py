@@ -57,9 +57,7 @@ class ZygoteProcess:
                 self.channel.close()
                 raise
         mode, target = (program.mode, program.target) if is_program_known else ("exec", "")
-        order: dict[str, object] = {"op": "import", "mode": mode, "target": target, "modules": run.preload}
-        if run.learned is not None:
-            order.update(learned=run.learned, variables=run.variables, folder=run.program_folder(program))
+        order = {"op": "import", "mode": mode, "target": target, "modules": run.preload}
         with contextlib.suppress(OSError):  # it has ended, which the next reader of the channel learns
             self.channel.sendall(json.dumps(order).encode() + b"\n")
 
@@ -78,8 +76,6 @@ def start_early(options: HostSpec, environ: Mapping[str, str]) -> ZygoteProcess 
 
     The host reports why.
     """
-    if options.learns_preload:
-        return None
     try:
         command = parse(options.command, environ)
     except CommandError:

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The modules that a program imports in its first statements: the zygote imports them once for all ranks.
+
+The ranks have an environment of their own, in which the only packages that are installed are the test's.
+"""
+
+from __future__ import annotations
+
+import re
+import venv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.local.live import Live
+
+OPTIONS = ("--grace", "5", "--preload", "auto")
+
+HEAD = "import os\npid = os.getpid()\n"
+"""Stands before the text of each module: the process that has imported it."""
+
+AHEAD = """
+import os
+ahead = lambda *modules: [module.__name__ for module in modules if module.pid != os.getpid()]
+"""
+
+IMPORTS = f"""
+import pack.part
+import other
+{AHEAD}
+print("ahead:", *ahead(pack, pack.part, other), flush=True)
+"""
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    """The interpreter of a new virtual environment, with the packages ``pack`` and ``other``."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    install(tmp_path, "pack/__init__.py", "")
+    install(tmp_path, "pack/part.py", "")
+    install(tmp_path, "other.py", "")
+    return str(tmp_path / "venv" / "bin" / "python")
+
+
+def install(tmp_path: Path, name: str, text: str) -> None:
+    [place] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (place / name).parent.mkdir(exist_ok=True)
+    (place / name).write_text(HEAD + text)
+
+
+@pytest.fixture
+def live(folder: Path, python: str) -> Iterator[Live]:
+    allocation = Live(folder, [], options=OPTIONS)
+    yield allocation.ready()
+    allocation.kill()
+
+
+@pytest.fixture
+def run(output: Callable[..., list[str]]) -> Callable[..., set[str]]:
+    """Runs a program on two ranks; the set of the lines that they print."""
+    return lambda *args, **more: set(output(*args, **more))
+
+
+@pytest.fixture
+def output(live: Live, python: str, tmp_path: Path) -> Callable[..., list[str]]:
+    """Runs a program on two ranks; the lines that they print."""
+
+    def run(text: str, name: str = "prog.py", **more: object) -> list[str]:
+        (tmp_path / name).write_text(text)
+        words = [python, "-m", "torch.distributed.run", "--tee", "3", "--nproc-per-node", "2", str(tmp_path / name)]
+        result = live.run(*words, **more)
+        assert result.exit_code == 0, (result, live.err())
+        lines = [line for rank in result.ranks for line in live.job.logs(rank, run=result.run)]
+        return [re.sub(r"^\[default\d\]:", "", line) for line in lines]
+
+    return run
+
+
+def test_ranks_share_what_their_program_imports_first(run: Callable[..., set[str]]) -> None:
+    everything = {"ahead: pack pack.part other"}
+    assert run(IMPORTS) == everything
+    assert run(IMPORTS.replace("ahead:", "again:")) == {"again: pack pack.part other"}  # an edit of the rest
+    assert run(IMPORTS, env={"MINE": "1"}) == everything
+    hidden = "import sys\nprint(any(name in sys.modules for name in ('pack', 'other')), flush=True)"
+    assert run(hidden, "another.py") == {"False"}
+
+
+def test_what_a_module_does_when_it_is_imported_is_done_for_each_rank(
+    output: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    install(
+        tmp_path,
+        "other.py",
+        "import random, sys\nown = random.Random()\nos.environ['MINE'] = 'changed'\nprint('out')\n"
+        "print('err', file=sys.stderr)",
+    )
+    text = "print(os.environ['MINE'], ahead(other), flush=True)\nprint('drawn', other.own.random(), flush=True)"
+    lines = output(f"import other\n{AHEAD}\n{text}", env={"MINE": "mine"})
+    drawn = {line for line in lines if line.startswith("drawn")}
+    assert len(drawn) == 2
+    assert sorted(set(lines) - drawn) == ["changed ['other']", "err", "out"] and len(lines) == 8
+
+
+def test_a_module_finds_the_variables_that_the_program_sets(run: Callable[..., set[str]], tmp_path: Path) -> None:
+    install(tmp_path, "other.py", "home, default = os.environ['MY_HOME'], os.environ['DEFAULT']")
+    text = f"""
+import os
+os.environ["MY_HOME"] = "/a"
+os.environ.setdefault("DEFAULT", "b")
+import other
+{AHEAD}
+print(other.home, other.default, *ahead(other), flush=True)
+"""
+    assert run(text) == {"/a b other"}
+    assert run(text, env={"DEFAULT": "c", "MY_HOME": "d"}) == {"/a c other"}
+
+
+def test_rank_zero_of_known_modules_is_each_rank_s_own(run: Callable[..., set[str]], tmp_path: Path) -> None:
+    install(tmp_path, "torchmetrics/__init__.py", "")
+    for name in ("__init__.py", "prints.py"):
+        install(tmp_path, f"torchmetrics/utilities/{name}", "")
+    prints = "def rank_zero_only(): pass\nrank_zero_only.rank = int(os.environ.get('LOCAL_RANK', 0))"
+    install(tmp_path, "torchmetrics/utilities/prints.py", prints)
+    text = f"from torchmetrics.utilities import prints\n{AHEAD}\nprint(prints.rank_zero_only.rank, len(ahead(prints)))"
+    assert run(text) == {"0 1", "1 1"}
+
+
+def test_modules_of_the_user_are_never_imported_ahead(run: Callable[..., set[str]], tmp_path: Path) -> None:
+    """In a tree that an installed file leads to, in one that is linked, in PYTHONPATH, and beside the program."""
+    [place] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    for name in ("tree", "linked", "path"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"in_{name}.py").write_text(f"{HEAD}print('imported', flush=True)")
+    (tmp_path / "own.py").write_text(HEAD)
+    (place / "tree.pth").write_text(f"{tmp_path / 'tree'}\n")
+    (place / "linked").symlink_to(tmp_path / "linked")
+    install(tmp_path, "uses.py", "import in_tree")
+    for name in ("in_tree", "in_path", "linked.in_linked", "own", "uses"):
+        text = f"import pack\nimport {name} as mine\nimport other\n{AHEAD}\nprint(ahead(pack, mine, other), flush=True)"
+        lines = run(text, env={"PYTHONPATH": str(tmp_path / "path")})
+        assert lines - {"imported"} == {"['pack']"}, name
+
+
+CHANGES = {
+    "a module beside the program": ("helper.py", "version = 22"),
+    "an edit of the same length": ("venv/lib/{python}/site-packages/helper.py", f"{HEAD}version = 3"),
+    "another package": ("venv/lib/{python}/site-packages/optional.py", "version = 4"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_module_is_imported_again(run: Callable[..., set[str]], tmp_path: Path, change: str) -> None:
+    install(tmp_path, "helper.py", "version = 1")
+    install(
+        tmp_path,
+        "other.py",
+        "try:\n    from optional import version\nexcept ImportError:\n    from helper import version",
+    )
+    text = f"import other\n{AHEAD}\nprint(other.version, *ahead(other), flush=True)"
+    assert run(text) == {"1 other"}
+    [place] = (tmp_path / "venv" / "lib").glob("python*")
+    name, content = CHANGES[change]
+    (tmp_path / name.format(python=place.name)).write_text(content)
+    assert {line.split()[0] for line in run(text)} == {content.rpartition(" ")[2]}
+
+
+UNSAFE = {
+    "a thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+    "a variable of ranks": "rank = os.environ.get('LOCAL_RANK')",
+    "a variable of ranks, by a loop": "for name, value in os.environ.items():\n    pass",
+    "a variable of ranks, caught": "try:\n    os.environ['RANK']\nexcept BaseException:\n    pass",
+    "arguments": "import sys\nfirst = sys.argv[0]",
+    "a signal": "import signal\nsignal.signal(signal.SIGUSR1, print)",
+    "a temporary folder": "import tempfile\nfolder = tempfile.TemporaryDirectory()",
+    "the working folder": "os.chdir('/')",
+    "a seed": "import random\nrandom.seed(7)",
+    "a child": "import atexit, subprocess\nchild = subprocess.Popen(['sleep', '60'])\natexit.register(child.kill)",
+    "an exit": "import sys\nhasattr(sys, 'argv') or sys.exit(3)",
+    "an error": "import sys\nassert hasattr(sys, 'argv'), 'no'",
+}
+
+
+@pytest.mark.parametrize("what", UNSAFE)
+def test_ranks_import_for_themselves_what_they_cannot_share(
+    run: Callable[..., set[str]], tmp_path: Path, what: str
+) -> None:
+    install(tmp_path, "other.py", UNSAFE[what])
+    install(tmp_path, "last.py", "")
+    text = f"import pack\nimport other\nimport last\n{AHEAD}\nprint(ahead(pack, other, last), flush=True)"
+    for _ in range(2):
+        assert run(text) == {"['pack']"}
+
+
+def test_an_import_that_ends_its_process_is_left_to_the_ranks(
+    run: Callable[..., set[str]], live: Live, tmp_path: Path
+) -> None:
+    install(tmp_path, "other.py", "import sys\nhasattr(sys, 'argv') or os._exit(3)")
+    text = f"import pack\nimport other\n{AHEAD}\nprint(ahead(pack, other), flush=True)"
+    assert run(text) == {"[]"}
+    assert "exited with code 3 while it executed the first imports of the program; the ranks execute them" in live.err()

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Execute the leading statements of a program (``leading_statements``) in the zygote, before its ranks are forked.
+
+``zygote_main`` runs this file: it imports the standard library alone. The statements are executed as the program would
+execute them: in its folder, with its environment but for the variables of a rank, in their order. A statement must not
+be shared by ranks if it reads such a variable, imports the user's own modules, or has an effect that a fork does not
+get, or must not share (``fork_safety``). A copy of this process is forked before each statement; if the statement must
+not be shared, that copy goes on as the zygote, and the ranks execute the statement and those after it themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import os
+import signal
+import site
+import sys
+import sysconfig
+import tempfile
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+_OF_A_RANK = frozenset(
+    (
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"),
+        *("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+    )
+)
+"""Variables that the zygote lacks, beside TORCHELASTIC_*; those of devices may differ between ranks."""
+
+_RANK_ZERO = {
+    "lightning.fabric.utilities.rank_zero": ("RANK", "LOCAL_RANK"),
+    "lightning_fabric.utilities.rank_zero": ("RANK", "LOCAL_RANK"),
+    "torchmetrics.utilities.prints": ("LOCAL_RANK",),
+}
+"""Modules whose only use of a rank's variables at import is ``rank_zero_only.rank``, from the first of these that is
+set (lightning 2.6, torchmetrics 1.9): a rank sets it anew."""
+
+_HARMLESS = {*_RANK_ZERO, "fsspec.config", "tqdm.utils", "preloaded_modules.py"}
+"""Modules that may read a rank's variables. ``fsspec`` and ``tqdm`` take from all those that begin with FSSPEC_ or
+TQDM_."""
+
+
+class _MustNotBeShared(BaseException):
+    """Raised in a statement that ranks must execute themselves; the message says why."""
+
+
+class LeadingImports:
+    """Execute the leading statements of an order (see ``zygote_main``), and remember what they depend on.
+
+    Attributes:
+        count: number of statements that have been executed.
+        why: why the next one must not be shared; empty if all have been executed.
+        environ: the environment before the first statement.
+        output: what the statements have written to stdout and to stderr; each rank writes it when it begins.
+    """
+
+    def __init__(self, order: dict[str, Any], path0: str) -> None:
+        self.count = 0
+        self.why = ""
+        self.environ = dict(os.environ)
+        self.output = (b"", b"")
+        self._statements: list[tuple[int, str]] = order["statements"]
+        self._path = order["path"]
+        self._installed = _InstalledModules(path0)
+        self._set: dict[bytes, bytes] = {}
+        self._packages: set[str] = set()
+        self._files: dict[str, tuple[int, int]] = {}
+
+    def execute(
+        self,
+        fork: Callable[[], int],
+        watch: Callable[[], Callable[[str], str]],
+        hand_over: Callable[[int], None],
+        hide: Callable[[set[str]], None],
+    ) -> None:
+        """Execute the statements.
+
+        Args:
+            fork: forks this process; the fork ends when this process does.
+            watch: returns a function that returns what a module, which is named, has added since then that forbids
+                forks; empty if nothing.
+            hand_over: leaves the work of this process to a copy of it, and ends when the copy ends.
+            hide: hides modules from the program until it imports them.
+        """
+        before, main = set(sys.modules), types.ModuleType("__main__")
+        vars(main).update(__builtins__=sys.modules["builtins"], __file__=self._path)
+        sys.modules["__main__"] = main
+        with _Output() as output, self._watched() as problem:
+            for line, text in self._statements:
+                is_import = text.startswith(("import ", "from "))
+                if not is_import or text.split()[1].partition(".")[0] in sys.stdlib_module_names:
+                    self.why = self._execute(line, text, main)
+                else:
+                    printed, known = output.sizes(), set(sys.modules)
+                    copy, writer = self._fork_copy(fork)
+                    if not copy:
+                        output.truncate(printed)
+                        break
+                    what_is_new = watch()
+                    self.why = self._execute(line, text, main) or problem() or what_is_new("it")
+                    if not self.why and output.sizes() != printed and not sys.modules.keys().isdisjoint(_RANK_ZERO):
+                        self.why = "it prints on rank 0 alone"
+                    os.write(writer, self.why.encode()[:4000])
+                    os.close(writer)
+                    if self.why:
+                        hand_over(copy)
+                    os.waitpid(copy, 0)
+                    if not line:  # the program has no such statement
+                        hide({name for name in sys.modules.keys() - known if name not in sys.stdlib_module_names})
+                if self.why:
+                    break
+                self.count += 1
+            self.output = output.read()
+        new = set(sys.modules) - before
+        self._packages = {name.partition(".")[0] for name in new}
+        self._files = dict(self._installed.files_of(new))
+
+    def _fork_copy(self, fork: Callable[[], int]) -> tuple[int, int]:
+        """Fork a copy of this process that ends or, if a reason is written to a pipe, goes on with it as ``why``.
+
+        Return the pid of the copy and the pipe, or 0 in a copy that goes on.
+        """
+        reader, writer = os.pipe()
+        if copy := fork():
+            os.close(reader)
+            return copy, writer
+        os.close(writer)
+        with open(reader, "rb") as file:
+            self.why = file.read().decode(errors="replace")
+        if not self.why:
+            os._exit(0)
+        return 0, -1
+
+    def _execute(self, line: int, text: str, main: types.ModuleType) -> str:
+        """Execute a statement; return why it must not be shared, if that is found at once."""
+        before = dict(vars(os.environ)["_data"])  # reading os.environ itself is watched
+        try:
+            exec(compile("\n" * (line - 1) + text, self._path, "exec", dont_inherit=True), vars(main))
+        except BaseException as error:
+            return str(error) if isinstance(error, _MustNotBeShared) else f"{type(error).__name__}: {error}"
+        now = vars(os.environ)["_data"]
+        if text.startswith("os.environ"):
+            self._set.update({name: value for name, value in now.items() if before.get(name) != value})
+        if any(now.get(name) != value for name, value in self._set.items()):
+            return "it changes a variable that the program sets"  # the program sets it again after the import
+        return ""
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[Callable[[], str]]:
+        """Watch what statements read and import; yield a function that returns what must not be shared, if anything."""
+        handlers, folder, path0 = _signal_handlers(), os.getcwd(), sys.path[:1]
+        kind, argv, names = os.environ.__class__, sys.argv, vars(tempfile)["_name_sequence"]
+        found = list[str]()
+
+        def stop(what: str) -> None:
+            found.append(what)
+            raise _MustNotBeShared(what)
+
+        class _Environ(kind):  # type: ignore[valid-type, misc]
+            def __getitem__(self, name: str) -> str:
+                if name in _OF_A_RANK or str(name).startswith("TORCHELASTIC_"):
+                    _read(name, stop)
+                return str(super().__getitem__(name))
+
+            def __iter__(self) -> Iterator[str]:
+                _read("all variables", stop)
+                return iter(super().__iter__())
+
+        def problem() -> str:
+            if found:  # also if the module has caught the exception
+                return found[0]
+            if _signal_handlers() != handlers:
+                return "it sets a signal handler"
+            if os.getcwd() != folder or sys.path[:1] != path0:
+                return "it changes the working folder or the beginning of sys.path"
+            if vars(tempfile)["_name_sequence"] is not None:
+                return "it makes a temporary file"  # which the first rank that ends may remove for all
+            return ""
+
+        guard: Any = _Guard(self._installed, stop)
+        os.environ.__class__, vars(tempfile)["_name_sequence"] = _Environ, None
+        del sys.argv  # another run may have other arguments
+        sys.meta_path.insert(0, guard)
+        try:
+            yield problem
+        finally:
+            sys.meta_path.remove(guard)
+            os.environ.__class__, sys.argv = kind, argv
+            vars(tempfile)["_name_sequence"] = names
+
+    def is_current(self) -> bool:
+        """Return whether an interpreter of its own would import the same files now."""
+        importlib.invalidate_caches()
+        specs = map(importlib.machinery.PathFinder.find_spec, self._packages)
+        return (
+            self._installed.are_unchanged()
+            and self._files == dict(_stamps(self._files))
+            and not any(spec.loader and self._installed.foreign(spec) for spec in specs if spec)
+        )
+
+
+def renew() -> None:
+    """Have the modules of _RANK_ZERO in this rank take its variables."""
+    for name, variables in _RANK_ZERO.items():
+        if name in sys.modules:
+            numbers = (os.environ[variable] for variable in variables if variable in os.environ)
+            vars(sys.modules[name])["rank_zero_only"].rank = int(next(numbers, 0))
+
+
+def _read(what: str, stop: Callable[[str], None]) -> None:
+    """Stop a statement that reads something, unless a module of _HARMLESS reads it."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame and frame.f_globals.get("__name__") in ("os", "collections.abc"):
+        frame = frame.f_back
+    module = frame.f_globals.get("__name__") if frame else None
+    if module not in _HARMLESS:
+        stop(f"{module} reads {what} when it is imported")
+
+
+class _Guard:
+    """Stop an import of a module that is neither installed nor Python's own before it is executed."""
+
+    def __init__(self, installed: _InstalledModules, stop: Callable[[str], None]) -> None:
+        self._installed = installed
+        self._stop = stop
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        finders: list[Any] = [finder for finder in sys.meta_path if not isinstance(finder, _Guard)]
+        specs = (finder.find_spec(name, path, target) for finder in finders)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and (file := self._installed.foreign(spec)):
+            self._stop(f"it imports {file}, which is not an installed module")
+        return spec
+
+
+class _Output:
+    """Keep what is written to stdout and stderr in the body of a ``with`` statement."""
+
+    def __enter__(self) -> _Output:
+        self._files = [_memory_file() for _ in range(2)]
+        self._original = [os.dup(number) for number in (1, 2)]
+        for number, file in enumerate(self._files, 1):
+            os.dup2(file, number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, original in enumerate(self._original, 1):
+            os.dup2(original, number)
+        for descriptor in (*self._original, *self._files):
+            os.close(descriptor)
+
+    def sizes(self) -> list[int]:
+        return [os.fstat(file).st_size for file in self._files]
+
+    def truncate(self, sizes: list[int]) -> None:
+        """Remove what has been written since the output had some sizes."""
+        for file, size in zip(self._files, sizes, strict=True):
+            os.ftruncate(file, size)
+
+    def read(self) -> tuple[bytes, bytes]:
+        out, err = (os.pread(file, size, 0) for file, size in zip(self._files, self.sizes(), strict=True))
+        return out, err
+
+
+def _memory_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("output")
+    with tempfile.TemporaryFile(buffering=0) as file:  # a Python for any glibc has no memfd_create
+        return os.dup(file.fileno())
+
+
+class _InstalledModules:
+    """The modules in the folders into which packages are installed (``site-packages``).
+
+    What lies in an entry of PYTHONPATH, or in the folder that the program puts first in ``sys.path``, is the user's
+    own, even inside a folder of installed packages.
+    """
+
+    def __init__(self, program_folder: str) -> None:
+        roots = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
+        if site.ENABLE_USER_SITE:
+            roots.append(site.getusersitepackages())
+        self._places = _folders(*roots)
+        own = _folders(*filter(None, [*os.environ.get("PYTHONPATH", "").split(os.pathsep), program_folder]))
+        self._own = tuple(path for path in own if path.startswith(self._places))
+        self._standard = _folders(sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+        self._times = dict(_stamps(self._places))
+
+    def foreign(self, spec: importlib.machinery.ModuleSpec) -> str:
+        """Return the file or folder of a module that is neither installed nor Python's own; else empty."""
+        paths = [spec.origin] if spec.has_location else spec.submodule_search_locations or ()
+        for path in filter(None, paths):
+            real = os.path.realpath(path)
+            is_installed = real.startswith(self._places) and not real.startswith(self._own)
+            if not is_installed and (real.startswith(self._places) or not real.startswith(self._standard)):
+                return str(path)
+        return ""
+
+    def files_of(self, names: Iterable[str]) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Yield the files of installed modules that have been imported, and their stamps."""
+        specs = (vars(sys.modules[name]).get("__spec__") for name in names if hasattr(sys.modules[name], "__dict__"))
+        return _stamps(str(spec.origin) for spec in specs if isinstance(spec, importlib.machinery.ModuleSpec))
+
+    def are_unchanged(self) -> bool:
+        """Return whether no package has been installed or removed."""
+        return dict(_stamps(self._places)) == self._times
+
+
+def _stamps(paths: Iterable[str]) -> Iterator[tuple[str, tuple[int, int]]]:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found = os.stat(path)
+            yield path, (found.st_mtime_ns, found.st_size)
+
+
+def _folders(*paths: str | None) -> tuple[str, ...]:
+    """Return folders with a slash at the end, also with links resolved."""
+    found = [path for path in paths if path]
+    return tuple(dict.fromkeys(f"{path.rstrip(os.sep)}{os.sep}" for path in (*found, *map(os.path.realpath, found))))
+
+
+def _signal_handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in sorted(signal.valid_signals())]
