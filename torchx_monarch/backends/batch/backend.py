@@ -224,6 +224,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             os.mkdir(folder.root, 0o700)
             self.fill_folder(folder, request.with_credentials(credentials))
             with ThreadPoolExecutor(1) as pool:  # which lets Ctrl-C wait until the batch system has answered
+                pool.submit(int).result()  # the end waits for a thread only once it runs
                 for command in request.commands:
                     pool.submit(self._submit, command, jobs).result()
             content = {"created": created, "jobs": jobs, "grace": request.grace, **submitted.to_json()}
