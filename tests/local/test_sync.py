@@ -17,7 +17,7 @@ from tests.waits import until
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.workspace_sync import sync_workspace
-from torchx_monarch.code_sync.scan import scan
+from torchx_monarch.code_sync.scan import StatCache, scan
 from torchx_monarch.exceptions import CodeError
 
 _SHOW = """
@@ -101,7 +101,7 @@ def said(result: RunResult) -> str:
 
 
 def tree_hash(root: Path) -> str:
-    return scan(str(root))[0].hash
+    return scan(str(root), StatCache()).hash
 
 
 def test_each_run_has_the_code_as_it_was_when_it_began(hosts: Live, root: Path, tmp_path: Path) -> None:
@@ -171,17 +171,17 @@ def test_a_folder_that_all_hosts_see_is_used_itself(
 
 def test_what_goes_wrong_is_said_and_leaves_the_hosts_as_they_were(hosts: Live, root: Path, folder: Path) -> None:
     target = hosts.target
-    tree = scan(str(root))[0]
+    tree = scan(str(root), StatCache())
     encoded = tree.encode()
     with Connection.open(target, {"type": "sync"}) as link:
         link.send_bytes(b'{"type":"tree","tree":"%s"}\n' % tree.hash.encode())
-        assert link.receive() == {"type": "have", "have": False}
+        assert link.receive() == {"type": "have", "have": False, "base": False}
         link.send_bytes(len(encoded).to_bytes(4, "big") + encoded + bytes(4))
         assert link.receive() == {"type": "missing", "missing": f"{(1 << len(tree.contents)) - 1:x}"}
         link.send_bytes((1000).to_bytes(4, "big") + b"half of it")
     with Connection.open(target, {"type": "sync"}) as link:
         link.send_bytes(b'{"type":"tree","tree":"%s"}\n' % (b"0" * 64))
-        assert link.receive() == {"type": "have", "have": False}
+        assert link.receive() == {"type": "have", "have": False, "base": False}
         link.send_bytes(len(encoded).to_bytes(4, "big") + encoded + bytes(4))
         answer = link.receive()
         assert answer is not None and "came as 000000" in answer["reason"]

@@ -108,7 +108,7 @@ def test_a_request_to_begin_a_run_that_is_repeated_during_the_first_begins_one(
     async def start(pool: RankPool, nproc: str) -> int:
         return 1
 
-    monkeypatch.setattr(HostCode, "check_out", checkout)
+    monkeypatch.setattr(HostCode, "checkout", checkout)
     monkeypatch.setattr(HostCode, "fetch", fetch)
     monkeypatch.setattr(RankPool, "start", start)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.waits import WITHIN
 from torchx_monarch.code_sync import scan as scanning
 from torchx_monarch.code_sync.manifest import EXECUTABLE, FILE, FOLDER, LINK
-from torchx_monarch.code_sync.scan import CachedFile, ScanError, load_cache, save_cache, scan
+from torchx_monarch.code_sync.scan import Limits, ScanError, StatCache, scan
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -37,13 +37,8 @@ def age() -> None:
     time.sleep(0.15)
 
 
-def paths(root: Path, memory: dict[str, CachedFile] | None = None) -> set[str]:
-    """Return what is taken; ``memory`` is that of the scan before, and then of this one."""
-    tree, found = scan(str(root), memory or {})
-    if memory is not None:
-        memory.clear()
-        memory.update(found)
-    return set(tree.entries)
+def paths(root: Path, memory: StatCache | None = None) -> set[str]:
+    return set(scan(str(root), memory or StatCache()).entries)
 
 
 def test_takes_all_kinds_and_names(tmp_path: Path) -> None:
@@ -56,7 +51,7 @@ def test_takes_all_kinds_and_names(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as unix:
         os.chdir(tmp_path)  # a socket's path must be short
         unix.bind("socket")
-        tree, _ = scan(str(tmp_path))
+        tree = scan(str(tmp_path), StatCache())
     os.unlink("socket")
     kinds = {path: entry.kind for path, entry in tree.entries.items()}
     assert kinds == {
@@ -154,15 +149,15 @@ def test_torchxignore_means_what_it_means_to_torchx(
         for folder, _, files in walk_workspace(LocalFileSystem(), str(root))
         for name in files
     }
-    taken = scan(str(root))[0].entries
+    taken = scan(str(root), StatCache()).entries
     assert {path for path, entry in taken.items() if entry.kind == FILE} == theirs
 
 
 def test_reads_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root, kept = write(tmp_path / "ws", {"a.py": "1", "b/c.py": "2"}), str(tmp_path / "sync" / "memory")
+    root, kept = write(tmp_path / "ws", {"a.py": "1", "b/c.py": "2"}), str(tmp_path / "memory")
     age()
-    before, memory = scan(str(root))
-    save_cache(kept, str(tmp_path), memory)
+    before = scan(str(root), memory := StatCache())
+    memory.save(kept, str(root))
     read: list[str] = []
     original = scanning._hash
 
@@ -172,16 +167,16 @@ def test_reads_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(scanning, "_hash", noted)
 
-    assert scan(str(root), load_cache(kept, str(tmp_path)))[0] == before and not read
+    assert scan(str(root), StatCache.load(kept, str(root))) == before and not read
     (root / "a.py").write_text("3")
-    after, memory = scan(str(root), load_cache(kept, str(tmp_path)))
+    after = scan(str(root), memory := StatCache.load(kept, str(root)))
     assert set(read) == {"a.py"} and after.hash != before.hash
     # Of a file that was touched a moment ago the times say nothing: it is read again.
     read.clear()
-    assert scan(str(root), memory)[0] == after and "a.py" in read
-    for damaged in ('{"a.py": [1, 2]', '{"a.py": [1, 2]}', "[]"):
-        Path(kept).write_text(damaged)
-        assert not load_cache(kept, str(tmp_path))
+    assert scan(str(root), memory) == after and "a.py" in read
+    assert not StatCache.load(kept, "/another/workspace").files
+    Path(kept).write_text('{"version": 1, "root": []')
+    assert not StatCache.load(kept, str(root)).files
 
 
 def test_finds_a_change_that_leaves_size_and_time_as_they_were(tmp_path: Path) -> None:
@@ -189,16 +184,16 @@ def test_finds_a_change_that_leaves_size_and_time_as_they_were(tmp_path: Path) -
     long_ago = (1_600_000_000, 1_600_000_000)
     os.utime(file, long_ago)
     age()
-    before, memory = scan(str(tmp_path))
+    before = scan(str(tmp_path), memory := StatCache())
     file.write_text("x = 2")
     os.utime(file, long_ago)
-    assert scan(str(tmp_path), memory)[0] != before
+    assert scan(str(tmp_path), memory) != before
 
 
 def test_new_patterns_count_for_what_is_known(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": "", "sub/b.py": "", "sub/c.txt": "", "d": ""})
     age()
-    memory: dict[str, CachedFile] = {}
+    memory = StatCache()
     assert paths(tmp_path, memory) == {"a.py", "sub/b.py", "sub/c.txt", "d"}
     write(tmp_path, {"sub/.gitignore": "*.txt\n"})
     assert paths(tmp_path, memory) == {"a.py", "sub/b.py", "sub/.gitignore", "d"}
@@ -238,15 +233,15 @@ def test_a_growing_log_and_files_that_come_and_go_do_not_matter(tmp_path: Path) 
         thread.join(WITHIN)
 
 
-def test_says_what_is_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_what_is_too_much(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": "1" * 100, "data/train.bin": "1" * 1000})
-    for name, value, why in (
-        ("_MAX_FILE_BYTES", 500, r"data/train.bin has 1000 bytes, .* at most 500 bytes: name it in .torchxignore"),
-        ("_MAX_BYTES", 1050, "have 1100 bytes, and code at most 1050 bytes"),
-        ("MAX_ENTRIES", 1, "more than 1 files: name a smaller folder"),
+    with pytest.raises(
+        ScanError, match=r"data/train.bin has 1000 bytes, .* at most 500 bytes: name it in .torchxignore"
     ):
-        with monkeypatch.context() as patched, pytest.raises(ScanError, match=why):
-            patched.setattr(scanning, name, value)
-            scan(str(tmp_path))
+        scan(str(tmp_path), StatCache(), Limits(file=500))
+    with pytest.raises(ScanError, match="have 1100 bytes, and code at most 1050 bytes"):
+        scan(str(tmp_path), StatCache(), Limits(total=1050))
+    with pytest.raises(ScanError, match="more than 1 files: name a smaller folder"):
+        scan(str(tmp_path), StatCache(), Limits(entries=1))
     with pytest.raises(ScanError, match="is no folder"):
-        scan(str(tmp_path / "nosuch"))
+        scan(str(tmp_path / "nosuch"), StatCache())

@@ -17,12 +17,12 @@ import pytest
 from tests.waits import WITHIN
 from torchx_monarch.code_sync import code_store as store_module
 from torchx_monarch.code_sync.code_store import CodeStore, StoreError
-from torchx_monarch.code_sync.manifest import ChangedError, Entry, PackError, Tree, pack
-from torchx_monarch.code_sync.scan import scan
+from torchx_monarch.code_sync.manifest import ChangedError, Entry, PackError, Tree, TreeError, pack
+from torchx_monarch.code_sync.scan import StatCache, scan
 
 
 def tree_of(root: Path) -> Tree:
-    return scan(str(root))[0]
+    return scan(str(root), StatCache())
 
 
 def pieces(root: Path, tree: Tree, digests: list[str]) -> Iterator[bytes]:
@@ -34,7 +34,8 @@ def send(root: Path, store: CodeStore) -> Tree:
     """What client and host do, without anything in between."""
     tree = tree_of(root)
     if store.find_tree(tree.hash) is None:
-        assert Tree.decode(tree.encode()) == tree
+        last = store.find_tree(next(reversed(store._trees), ""))
+        assert Tree.decode(tree.encode()) == Tree.decode(tree.encode(last), store.find_tree) == tree
         for piece in pieces(root, tree, store.expect(tree)):
             store.take(piece)
         assert store.complete() == tree.hash
@@ -61,16 +62,17 @@ def held(path: str) -> Tree:
 def test_what_a_run_has_put_in_the_place_of_code_is_not_followed(tmp_path: Path, store: CodeStore) -> None:
     outside = write(tmp_path / "outside", {"m.py": "precious"})
     root = write(tmp_path / "ws", {"pkg/m.py": "1", "a \n'\udce9": "1", "b.py": "1", "c.py": "1"})
-    path = Path(store.check_out(send(root, store).hash))
+    path = Path(store.acquire(send(root, store).hash))
     shutil.rmtree(path / "pkg")
     (path / "pkg").symlink_to(outside)
     (path / "a \n'\udce9").unlink()
     (path / "a \n'\udce9").mkdir()
     (path / "b.py").write_text("changed")
     (path / "c.py").unlink()
+    store.release(str(path))
     write(root, {"pkg/m.py": "2"})
     tree = send(root, store)
-    assert held(store.check_out(tree.hash)).entries.items() >= tree.entries.items()
+    assert held(store.acquire(tree.hash)).entries.items() >= tree.entries.items()
     assert (outside / "m.py").read_text() == "precious"
 
 
@@ -87,58 +89,77 @@ def test_only_what_is_missing_comes(tmp_path: Path, store: CodeStore) -> None:
 def test_a_folder_is_brought_from_tree_to_tree_and_keeps_results(tmp_path: Path, store: CodeStore) -> None:
     root = write(tmp_path / "ws", {"train.py": "1", "old/gone.py": "", "pkg/m.py": "1"})
     first = send(root, store)
-    path = store.check_out(first.hash)
+    path = store.acquire(first.hash)
     write(Path(path), {"ckpt/step1.pt": "weights", "train.py": "a run wrote here", "pkg/new": "x", "made": "y"})
     (Path(path) / "old/__pycache__").mkdir()
+    store.release(path)
 
     shutil.rmtree(root / "old")
     write(root, {"pkg/new/now_a_folder.py": ""})
     (root / "made").symlink_to("train.py")
     second = send(root, store)
-    path = store.check_out(second.hash)
+    path = store.acquire(second.hash)
+    assert Path(path).name == second.hash[:12]
     assert Path(path, "train.py").read_text() == "1"
     assert Path(path, "ckpt/step1.pt").read_text() == "weights"
     assert not Path(path, "old").exists()
     assert Path(path, "pkg/new/now_a_folder.py").exists() and os.readlink(Path(path, "made")) == "train.py"
     assert Path(path, "pkg/new.before-sync-1").read_text() == "x"
+    assert store.acquire(second.hash) == path, "two runs of the same code work in the same folder"
 
 
-def test_old_trees_go(tmp_path: Path, store: CodeStore) -> None:
+def test_a_run_keeps_its_folder_and_old_ones_go(tmp_path: Path, store: CodeStore) -> None:
     root = write(tmp_path / "ws", {"a.py": "1"})
     first = send(root, store)
-    path = store.check_out(first.hash)
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o700
+    one = store.acquire(first.hash)
+    write(root, {"a.py": "2"})
+    second = send(root, store)
+    two = store.acquire(second.hash)
+    assert (Path(one, "a.py").read_text(), Path(two, "a.py").read_text()) == ("1", "2")
+    assert stat.S_IMODE(os.stat(one).st_mode) == 0o700
+    write(root, {"a.py": "3"})
+    three = store.acquire(send(root, store).hash)
+    for path in (one, two, three):
+        store.release(path)
+    assert store.acquire(second.hash) == two
+    assert not os.path.exists(one), "of idle folders with nothing of their own one stays, to be changed"
+    assert os.path.exists(three)
+    store.release(two)
     for number in range(store_module._TREES + 4):
         write(root, {"a.py": f"new {number}"})
-        assert store.check_out(send(root, store).hash) == path
-        assert Path(path, "a.py").read_text() == f"new {number}"
+        store.release(store.acquire(send(root, store).hash))
     assert store.find_tree(first.hash) is None
     with pytest.raises(StoreError, match="must be sent again"):
-        store.check_out(first.hash)
+        store.acquire(first.hash)
     kept = [name for name in os.listdir(tmp_path / "store") if len(name) == 64]
     assert len(kept) == store_module._TREES
 
 
 def test_a_run_finds_no_files_of_another_workspaces_runs(tmp_path: Path, store: CodeStore) -> None:
     one, other = (write(tmp_path / name, {"a.py": "1"}) for name in ("one", "other"))
-    path = store.check_out(send(one, store).hash, "one")
+    path = store.acquire(send(one, store).hash, "one")
     write(Path(path), {"checkpoint": "of one"})
+    store.release(path)
     for text in ("1", "2"):  # the same code, and other code
         write(other, {"a.py": text})
         tree = send(other, store)
-        apart = store.check_out(tree.hash, "other")
+        apart = store.acquire(tree.hash, "other")
         assert held(apart) == tree
+        store.release(apart)
     write(one, {"a.py": "2"})
-    assert Path(store.check_out(send(one, store).hash, "one"), "checkpoint").read_text() == "of one"
+    assert Path(store.acquire(send(one, store).hash, "one"), "checkpoint").read_text() == "of one"
 
 
-def test_of_other_workspaces_only_folders_with_results_stay(tmp_path: Path, store: CodeStore) -> None:
-    tree = send(write(tmp_path / "ws", {"a.py": "1"}), store)
-    one, two, three = (store.check_out(tree.hash, workspace) for workspace in ("one", "two", "three"))
-    assert not os.path.exists(one) and not os.path.exists(two)
-    write(Path(three), {"result": "42"})
-    store.check_out(tree.hash, "four")
-    assert Path(three, "result").read_text() == "42"
+def test_a_folder_with_results_of_a_run_stays(tmp_path: Path, store: CodeStore) -> None:
+    root = write(tmp_path / "ws", {"a.py": "1"})
+    one = store.acquire(send(root, store).hash)
+    write(root, {"a.py": "2"})
+    two = store.acquire(send(root, store).hash)
+    write(Path(one), {"result": "42"})
+    store.release(one)
+    store.release(two)
+    store.release(store.acquire(send(root, store).hash))
+    assert Path(one, "result").read_text() == "42"
 
 
 def test_python_runs_what_came_within_the_same_second(
@@ -149,12 +170,13 @@ def test_python_runs_what_came_within_the_same_second(
     root = write(tmp_path / "ws", {"main.py": "import m", "m.py": "print(1)"})
     for number in (1, 2, 3):
         write(root, {"m.py": f"print({number})"})
-        path = store.check_out(send(root, store).hash)
+        path = store.acquire(send(root, store).hash)
         done = subprocess.run(
             [sys.executable, "main.py"], cwd=path, capture_output=True, text=True, check=True, timeout=WITHIN
         )
         assert done.stdout == f"{number}\n"
         assert os.listdir(os.path.join(path, "__pycache__"))
+        store.release(path)
 
 
 def test_what_is_torn_changes_nothing(tmp_path: Path, store: CodeStore) -> None:
@@ -169,7 +191,7 @@ def test_what_is_torn_changes_nothing(tmp_path: Path, store: CodeStore) -> None:
     store.cancel_transfer()
     assert store.find_tree(tree.hash) is None and not list((tmp_path / "store").glob("*.part"))
     send(root, store)
-    assert held(store.check_out(tree.hash)) == tree
+    assert held(store.acquire(tree.hash)) == tree
 
 
 def test_a_run_that_begins_leaves_the_contents_of_a_transfer(tmp_path: Path, store: CodeStore) -> None:
@@ -181,10 +203,10 @@ def test_a_run_that_begins_leaves_the_contents_of_a_transfer(tmp_path: Path, sto
     *sent, last = pieces(root, tree, store.expect(tree))
     for piece in sent:
         store.take(piece)
-    store.check_out(first.hash)
+    store.acquire(first.hash)
     store.take(last)
     assert store.complete() == tree.hash
-    assert held(store.check_out(tree.hash)) == tree
+    assert held(store.acquire(tree.hash)) == tree
 
 
 def test_what_is_not_what_it_says_is_refused(tmp_path: Path, store: CodeStore) -> None:
@@ -214,8 +236,13 @@ def test_what_is_not_what_it_says_is_refused(tmp_path: Path, store: CodeStore) -
         ({"/etc/x": ["d", "", 0]}, "no path below"),
         ({"a//b": ["d", "", 0]}, "no path below"),
         ({"a\0b": ["d", "", 0]}, "no path below"),
-        ({"a": ["f", "0" * 63, 1]}, "has no digest"),
-        ({"a": ["f", "../../x", 1]}, "has no digest"),
+        ({"a": ["l", "/etc", 0], "a/passwd": ["d", "", 0]}, "lies below 'a'"),
+        ({"a": ["f", "0" * 63, 1]}, "no file, link or folder"),
+        ({"a": ["f", "../../x", 1]}, "no file, link or folder"),
+        ({"a": ["f", "0" * 64, 1], "b": ["f", "0" * 64, 2]}, "another size"),
+        ({"a": ["l", "", 0]}, "no file, link or folder"),
+        ({"a": ["d", "x", 0]}, "no file, link or folder"),
+        ({"a": ["p", "", 0]}, "no file, link or folder"),
         ({"a": 1}, "not a tree"),
         ([], "not a tree"),
     ],
@@ -223,11 +250,13 @@ def test_what_is_not_what_it_says_is_refused(tmp_path: Path, store: CodeStore) -
 def test_a_tree_that_reaches_out_is_refused(entries: object, why: str) -> None:
     import json
 
-    with pytest.raises(PackError, match=why):
-        Tree.decode(zlib.compress(json.dumps(entries).encode()))
-    with pytest.raises(PackError):
+    with pytest.raises(TreeError, match=why):
+        Tree.decode(zlib.compress(json.dumps({"entries": entries}).encode()))
+    with pytest.raises(TreeError, match="differs from 000000000000, which is not here"):
+        Tree.decode(zlib.compress(json.dumps({"base": "0" * 64, "entries": {}}).encode()))
+    with pytest.raises(TreeError):
         Tree.decode(b"nonsense")
-    with pytest.raises(PackError, match="cut off"):
+    with pytest.raises(TreeError, match="cut off"):
         Tree.decode(zlib.compress(b"{}" * 1000)[:-3])
 
 
@@ -286,11 +315,11 @@ def test_code_that_a_run_has_changed_in_the_store_is_sent_again(
     stored = tmp_path / "store" / digest
     part = Path(f"{stored}.part")
     os.mkfifo(part)
-    for use in (lambda: store.check_out(tree.hash), lambda: list(store.pieces(tree, [digest]))):
+    for use in (lambda: store.acquire(tree.hash), lambda: list(store.pieces(tree, [digest]))):
         change(stored)
-        with pytest.raises(StoreError, match=f"(a program has changed it|on this host).*{stored}"):
+        with pytest.raises(StoreError, match=f"a program has changed it: {stored}: the code must be sent again"):
             use()
         assert store.find_tree(tree.hash) is None
         send(root, store)
-    path = store.check_out(tree.hash)
+    path = store.acquire(tree.hash)
     assert held(path) == tree

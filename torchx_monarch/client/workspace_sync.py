@@ -33,6 +33,9 @@ _ANSWER_TIMEOUT = 300.0
 _unscannable: set[str] = set()
 """Shared folders that could not be scanned, mostly because they exceed the limits; another scan would take as long."""
 
+_last_sent: dict[str, Tree] = {}
+"""The tree that was sent last, by workspace. The next tree is sent as the difference from it."""
+
 
 @dataclass(frozen=True)
 class SyncResult:
@@ -54,6 +57,11 @@ class SyncResult:
 
 def sync_workspace(target: Target, workspace: str, when: SyncMode) -> SyncResult:
     """Make the current state of a workspace available on every host.
+
+    Args:
+        target: replica 0 of the allocation.
+        workspace: path of the folder. Files that ``.torchxignore`` or ``.gitignore`` exclude are not sent.
+        when: when each host gets its own copy; see ``SyncMode``.
 
     Raises:
         CodeError: the workspace cannot be read, exceeds the limits or keeps changing; or a host could not store it.
@@ -86,7 +94,11 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode) -> SyncResult
 
 
 def check_when(when: str) -> None:
-    """Raise a ValueError, which lists the values, if a string is none of ``SyncMode``."""
+    """Check that a string is a value of ``SyncMode``.
+
+    Raises:
+        ValueError: it is not; the message lists the values.
+    """
     if when not in get_args(SyncMode):
         raise ValueError(f"sync={when!r} is none of {', '.join(get_args(SyncMode))}")
 
@@ -119,7 +131,7 @@ def _is_shared(link: Connection, root: str) -> bool:
         return False  # not a writable folder: the hosts cannot be tested for it
     try:
         link.send({"type": "probe", "path": name, "text": text})
-        return _answer(link)["shared"] is True
+        return _answer(link, "shared")["shared"] is True
     finally:
         with contextlib.suppress(OSError):
             os.unlink(name)
@@ -131,15 +143,19 @@ def _send(link: Connection, root: str, tree: Tree) -> int:
     Raises:
         ChangedError: a file of the workspace changed after the scan.
     """
-    link.send({"type": "tree", "tree": tree.hash})
-    if _answer(link)["have"]:
+    base = _last_sent.get(root)
+    link.send({"type": "tree", "tree": tree.hash, "base": base.hash if base else ""})
+    answer = _answer(link, "have")
+    if answer["have"]:
+        _last_sent[root] = tree
         return 0
-    encoded = tree.encode()
+    encoded = tree.encode(base if answer["base"] else None)
     sent = _send_frames(link, (encoded[at : at + PIECE] for at in range(0, len(encoded), PIECE)))
-    bits = int(_answer(link)["missing"], 16)
+    bits = int(_answer(link, "missing")["missing"], 16)
     missing = [digest for number, digest in enumerate(tree.contents) if bits >> number & 1]
     sent += _send_frames(link, pack(tree.files(root, missing)))
-    _answer(link)
+    _answer(link, "done")
+    _last_sent[root] = tree
     return sent
 
 
@@ -152,7 +168,7 @@ def _send_frames(link: Connection, frames: Iterable[bytes]) -> int:
     return sent
 
 
-def _answer(link: Connection) -> dict[str, Any]:
+def _answer(link: Connection, kind: str) -> dict[str, Any]:
     try:
         answer = link.receive(_ANSWER_TIMEOUT)
     except TimeoutError:
@@ -163,4 +179,6 @@ def _answer(link: Connection) -> dict[str, Any]:
         raise UnreachableError("the connection broke while code was brought to the hosts")
     if answer.get("type") == "failed":
         raise CodeError(f"the code was not brought to the hosts: {answer.get('reason')}")
+    if answer.get("type") != kind:
+        raise UnreachableError(f"the hosts answered {str(answer.get('type'))!r:.40}, not {kind!r}")
     return answer

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Store the workspaces that a host receives: trees, file contents, and the working folders of runs.
 
-The store of a host belongs to one process, and its folder is deleted with that process. So its trees are in memory
-only. Its methods may be called from any thread.
+The store of a host belongs to one process, and its folder is deleted with that process. So its index is in memory only.
+Its methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import threading
 from collections.abc import Container, Iterator
 
-from torchx_monarch.code_sync.manifest import DIGEST_LENGTH, ChangedError, PackError, Tree, Unpacker, brief, pack
+from torchx_monarch.code_sync.manifest import ChangedError, PackError, Tree, Unpacker, brief, pack
 from torchx_monarch.code_sync.work_folder import WorkFolder
 from torchx_monarch.system import run_dirs
 
@@ -27,7 +28,11 @@ class StoreError(Exception):
 
 
 class ContentStore:
-    """The contents of files in a folder, by their digests."""
+    """The contents of files in a folder, by their digests.
+
+    Args:
+        folder: path of the folder.
+    """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -91,7 +96,8 @@ class CodeStore(ContentStore):
         super().__init__(folder)
         self._lock = threading.RLock()
         self._trees: dict[str, Tree] = {}  # by hash, the most recently used last
-        self._folders: dict[str, WorkFolder] = {}  # by workspace
+        self._contents: set[str] = set()
+        self._folders: list[WorkFolder] = []  # the most recently used last
         self._made = 0
         self._incoming: Tree | None = None
 
@@ -110,9 +116,14 @@ class CodeStore(ContentStore):
         """
         with self._lock, self._as_store_error("make"):
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
-            missing = self.receive(tree, set(os.listdir(self.folder)), self.folder)
+            missing = self.receive(tree, self._contents, self.folder)
             self._incoming = tree
             return missing
+
+    def keep(self, digest: str, path: str) -> None:
+        """Store a content that is complete."""
+        super().keep(digest, path)
+        self._contents.add(digest)
 
     def take(self, piece: bytes) -> None:
         """Unpack a piece of the expected contents.
@@ -125,7 +136,10 @@ class CodeStore(ContentStore):
             super().take(piece)
 
     def complete(self) -> str:
-        """Finish the transfer, and add the expected tree to the store; return its hash.
+        """Finish the transfer, and add the expected tree to the store.
+
+        Returns:
+            The hash of the tree.
 
         Raises:
             StoreError: contents of the tree are missing.
@@ -170,13 +184,12 @@ class CodeStore(ContentStore):
             try:
                 yield from pack((digest, tree.contents[digest], self.path(digest)) for digest in digests)
             except ChangedError as error:
-                self._forget_all()
-                raise StoreError(f"a program has changed it: {error}: the code must be sent again") from None
+                self._forget_changed(tree, os.path.basename(str(error)))
 
     # -- working folders of runs ---------------------------------------------------------------------------------------
 
-    def check_out(self, tree_hash: str, workspace: str = "") -> str:
-        """Check out a tree for a run, and return the path of the folder. The run before must have ended.
+    def acquire(self, tree_hash: str, workspace: str = "") -> str:
+        """Check out a tree for a run, and return the path of the folder. Active runs of the same tree share a folder.
 
         Args:
             workspace: the workspace of the run, which finds no files of other workspaces' runs in its folder.
@@ -186,40 +199,101 @@ class CodeStore(ContentStore):
         """
         with self._lock, self._as_store_error("make"):
             tree = self.tree(tree_hash)
-            if workspace not in self._folders:
-                self._made += 1
-                self._folders[workspace] = WorkFolder(os.path.join(self.folder, f"work-{self._made}"))
-            folder = self._folders[workspace]
-            try:
-                folder.checkout(tree, self.path)
-            except OSError:
-                self._forget_all()  # a program may have changed contents
-                raise
+            own = [work_folder for work_folder in self._folders if work_folder.workspace == workspace]
+            folder = next(
+                (work_folder for work_folder in own if work_folder.tree == tree_hash and work_folder.users), None
+            )
+            if folder is None:
+                folder = self._choose_folder(tree_hash, workspace)
+                is_held = folder.tree == tree_hash
+                try:
+                    folder.checkout(tree, self.path)
+                except OSError:
+                    self._forget_changed(tree)
+                    raise
+                if not is_held:
+                    self._name(folder, brief(tree_hash))
+            self._folders.remove(folder)
+            self._folders.append(folder)
+            folder.users += 1
             self._trees[tree_hash] = self._trees.pop(tree_hash)
-            for other in [
-                name for name in self._folders if name != workspace and not self._folders[name].has_outputs()
-            ]:
-                run_dirs.remove_tree(self._folders.pop(other).path)
+            self._prune()
             return folder.path
+
+    def release(self, path: str) -> None:
+        """Record that a run no longer uses the folder that ``acquire`` returned."""
+        with self._lock:
+            for folder in self._folders:
+                if folder.path == path:
+                    folder.users -= 1
+
+    def _choose_folder(self, tree_hash: str, workspace: str) -> WorkFolder:
+        """Choose an unused folder of a workspace: one that holds the tree, else the last one used, else a new one."""
+        idle = [folder for folder in self._folders if not folder.users and folder.workspace == workspace]
+        chosen = next((folder for folder in idle if folder.tree == tree_hash), idle[-1] if idle else None)
+        if chosen is None:
+            self._made += 1
+            chosen = WorkFolder(os.path.join(self.folder, f"new-{self._made}"), workspace)
+            self._folders.append(chosen)
+        elif chosen.tree != tree_hash:
+            self._made += 1
+            self._name(chosen, f"new-{self._made}")  # a half-written folder must not have the name of a tree
+        return chosen
+
+    def _name(self, folder: WorkFolder, name: str) -> None:
+        path = os.path.join(self.folder, name)
+        # The same tree, another workspace.
+        if any(other.path == path for other in self._folders if other is not folder):
+            path = f"{path}-{self._made}"
+        if folder.path != path:
+            if os.path.lexists(path):  # left by an aborted run
+                raise StoreError(f"{path} is in the way")
+            os.rename(folder.path, path)
+            folder.path = path
 
     # -- disk space ----------------------------------------------------------------------------------------------------
 
     def _prune(self) -> None:
-        """Delete the oldest trees, and contents that no tree needs."""
+        """Delete the oldest trees, contents that no tree needs, and unused folders without outputs of a run."""
+        used = {folder.tree for folder in self._folders if folder.users}
         for old in list(self._trees)[:-_TREES]:
-            del self._trees[old]
+            if old not in used:
+                del self._trees[old]
+        idle = [folder for folder in self._folders if not folder.users]
+        for folder in idle[:-1]:
+            if not folder.has_outputs():
+                run_dirs.remove_tree(folder.path)
+                self._folders.remove(folder)
         trees = [*self._trees.values(), *([self._incoming] if self._incoming is not None else [])]
         needed = {digest for tree in trees for digest in tree.contents}
-        for name in os.listdir(self.folder):
-            if len(name) == DIGEST_LENGTH and name not in needed:
-                run_dirs.remove_tree(self.path(name))
+        for digest in self._contents - needed:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path(digest))
+            self._contents.discard(digest)
 
-    def _forget_all(self) -> None:
-        """Delete all trees, so that they are sent again."""
+    def _forget_changed(self, tree: Tree, *digests: str) -> None:
+        """Delete the contents of a tree that a program has replaced or removed, and all trees that need them.
+
+        Args:
+            digests: contents that are known to be changed.
+
+        Raises:
+            StoreError: there are such contents.
+        """
+        changed = {*digests, *(digest for digest, size in tree.contents.items() if not self._has(digest, size))}
         with self._lock:
-            self.cancel_transfer()
-            self._trees.clear()
-            self._prune()
+            for digest in changed:
+                self._contents.discard(digest)
+                self._trees = {key: other for key, other in self._trees.items() if digest not in other.contents}
+                run_dirs.remove_tree(self.path(digest))
+        if changed:
+            raise StoreError(f"a program has changed it: {self.path(min(changed))}: the code must be sent again")
+
+    def _has(self, digest: str, size: int) -> bool:
+        with contextlib.suppress(OSError):
+            status = os.lstat(self.path(digest))
+            return stat.S_ISREG(status.st_mode) and status.st_size == size
+        return False
 
     @contextlib.contextmanager
     def _as_store_error(self, what: str) -> Iterator[None]:

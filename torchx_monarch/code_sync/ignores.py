@@ -13,6 +13,7 @@ TorchX's patterns differ from git's: they match the whole path below the workspa
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -35,7 +36,11 @@ ignored: ``walk_workspace`` tests it as ``./Dockerfile.torchx``, which its ``_ig
 
 
 class TorchXIgnore:
-    """Match paths against the patterns in the text of a ``.torchxignore``."""
+    """Match paths against the patterns of a ``.torchxignore``.
+
+    Args:
+        text: content of the file; empty for no patterns.
+    """
 
     def __init__(self, text: str) -> None:
         lines = (line.partition("#")[0].strip() for line in text.splitlines())
@@ -44,7 +49,11 @@ class TorchXIgnore:
         ]
 
     def match(self, path: str, is_folder: bool, first: int = 0) -> tuple[bool | None, int]:
-        """Decide whether a path below the workspace is ignored.
+        """Decide whether a path is ignored.
+
+        Args:
+            path: path below the workspace.
+            is_folder: whether the path is a folder.
 
         Returns:
             Whether the last matching pattern ignores the path, None if no pattern matches; and the value of ``first``
@@ -79,12 +88,18 @@ class _Git(NamedTuple):
 
 
 class IgnoreRules:
-    """The ignore rules that apply to one folder."""
+    """The ignore rules that apply to one folder.
 
-    def __init__(self, torchx: TorchXIgnore, first: int, git: Sequence[_Git]) -> None:
+    Attributes:
+        digest: hash of all files and decisions that the rules depend on; equal digests mean that the same paths are
+            ignored.
+    """
+
+    def __init__(self, torchx: TorchXIgnore, first: int, git: Sequence[_Git], digest: str) -> None:
         self._torchx = torchx
         self._first = first
-        self._git = git  # outermost folder first
+        self._git = tuple(git)  # outermost folder first
+        self.digest = digest
 
     @classmethod
     def load(cls, root: str) -> IgnoreRules:
@@ -93,19 +108,25 @@ class IgnoreRules:
         Raises:
             OSError: an ignore file cannot be read.
         """
+        torchx = _text(os.path.join(root, TORCHX_IGNORE))
         around = _around(root)
-        if _by_git(around, ""):
-            around = []  # git ignores the workspace itself, but the user has named it: parent folders do not count
-        return cls(TorchXIgnore(_text(os.path.join(root, TORCHX_IGNORE))), 0, around)
+        if _by_git(around[0], ""):
+            around = [], ""  # git ignores the workspace itself, but the user has named it: parent folders do not count
+        return cls(TorchXIgnore(torchx), 0, around[0], _digest(torchx, around[1]))
 
     def below(self, root: str, folder: str) -> IgnoreRules:
-        """Return the rules of a folder below the workspace, or of itself (empty), that has a ``.gitignore``.
+        """Return the rules of a folder that has a ``.gitignore``.
+
+        Args:
+            root: path of the workspace.
+            folder: path of the folder below the workspace; empty for the workspace itself.
 
         Raises:
             OSError: the ``.gitignore`` cannot be read.
         """
-        added = _Git(f"{folder}/" if folder else "", "", _spec(_text(os.path.join(root, folder, GIT_IGNORE))))
-        return IgnoreRules(self._torchx, self._first, [*self._git, added])
+        text = _text(os.path.join(root, folder, GIT_IGNORE))
+        added = _Git(f"{folder}/" if folder else "", "", _spec(text))
+        return IgnoreRules(self._torchx, self._first, [*self._git, added], _digest(self.digest, text))
 
     def leave_out(self, path: str, is_folder: bool) -> tuple[bool, IgnoreRules]:
         """Return whether a path of the folder is ignored, and the rules for paths below it."""
@@ -117,7 +138,7 @@ class IgnoreRules:
             answer = _by_git(self._git, f"{path}/" if is_folder else path)
         if first == self._first or not is_folder:
             return answer, self
-        return answer, IgnoreRules(self._torchx, first, self._git)
+        return answer, IgnoreRules(self._torchx, first, self._git, _digest(self.digest, str(first)))
 
 
 def _by_git(git: Sequence[_Git], path: str) -> bool:
@@ -129,17 +150,24 @@ def _by_git(git: Sequence[_Git], path: str) -> bool:
     return False
 
 
-def _around(root: str) -> list[_Git]:
-    """Read the ``.gitignore`` files above a workspace up to the root of its git repository, the outermost first."""
+def _around(root: str) -> tuple[list[_Git], str]:
+    """Read the ``.gitignore`` files of a workspace's parent folders up to the root of its git repository.
+
+    Returns:
+        The files, outermost first, and their text for a digest. Both are empty outside a repository.
+    """
     found: list[_Git] = []
+    texts: list[str] = []
     folder, way = root, ""
     while not os.path.exists(os.path.join(folder, ".git")):
         folder, name = os.path.split(folder)
         if not name:
-            return []  # no repository
+            return [], ""  # no repository
         way = f"{name}/{way}"
-        found.insert(0, _Git("", way, _spec(_text(os.path.join(folder, GIT_IGNORE)))))
-    return found
+        if text := _text(os.path.join(folder, GIT_IGNORE)):
+            found.insert(0, _Git("", way, _spec(text)))
+            texts += [way, text]
+    return found, "\0".join(texts)
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
@@ -157,3 +185,7 @@ def _text(path: str) -> str:
             return file.read()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return ""
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()

@@ -31,8 +31,7 @@ MAX_ENTRIES = 200_000
 MAX_TREE = 100 << 20
 """Largest JSON text of a tree in bytes, enough for 200,000 paths of 400 characters."""
 
-DIGEST_LENGTH = 64
-_DIGEST = re.compile(f"[0-9a-f]{{{DIGEST_LENGTH}}}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _NO_PATH = re.compile(r"\0|(^|/)\.{0,2}(/|\Z)")
 
 PIECE = 1 << 19
@@ -45,6 +44,10 @@ _LEVEL = 1
 def is_home_or_root(folder: str) -> bool:
     """Whether a folder is the home folder or ``/``, by any of its names: these hold more than code, such as keys."""
     return any(os.path.exists(path) and os.path.samefile(folder, path) for path in ("/", os.path.expanduser("~")))
+
+
+class TreeError(ValueError):
+    """The received data is not a valid tree, or is unsafe to write to a disk; the message says why."""
 
 
 class Entry(NamedTuple):
@@ -64,6 +67,16 @@ class Entry(NamedTuple):
     def is_file(self) -> bool:
         """Whether the entry is a file, whose content is sent separately."""
         return self.kind in (FILE, EXECUTABLE)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the values, which may come from anywhere, are those of a file, link or folder."""
+        if not isinstance(self.content, str) or not isinstance(self.size, int):
+            return False
+        if self.is_file:
+            return bool(_DIGEST.fullmatch(self.content)) and self.size >= 0
+        has_target = bool(self.content) and "\0" not in self.content
+        return self.size == 0 and (has_target if self.kind == LINK else self.kind == FOLDER and not self.content)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,29 +106,71 @@ class Tree:
         paths = {entry.content: path for path, entry in self.entries.items() if entry.is_file}
         return ((digest, self.contents[digest], os.path.join(root, paths[digest])) for digest in digests)
 
-    def encode(self) -> bytes:
-        """Serialise the tree for ``decode``."""
-        return zlib.compress(json.dumps(self.entries, separators=(",", ":")).encode(), _LEVEL)
+    def encode(self, base: Tree | None = None) -> bytes:
+        """Serialise the tree for ``decode``.
+
+        Args:
+            base: a tree that the receiver has; only the difference from it is serialised. None for the whole tree.
+        """
+        before = base.entries if base is not None else {}
+        values = {
+            "base": base.hash if base is not None else "",
+            "gone": [path for path in before if path not in self.entries],
+            "entries": {path: entry for path, entry in self.entries.items() if before.get(path) != entry},
+        }
+        return zlib.compress(json.dumps(values, separators=(",", ":")).encode(), 1)
 
     @classmethod
-    def decode(cls, data: bytes) -> Tree:
-        """Deserialise a tree.
+    def decode(cls, data: bytes, find_base: Callable[[str], Tree | None] = lambda base: None) -> Tree:
+        """Deserialise a tree from untrusted bytes.
+
+        Args:
+            data: the bytes that ``encode`` returned.
+            find_base: called with the hash of the base tree; returns the tree, or None if it is unknown.
 
         Raises:
-            PackError: the bytes are not a tree, or a path is not inside the workspace.
+            TreeError: the bytes are not a tree, the base tree is unknown, or a path is not inside the workspace.
         """
         try:
             unpacker = zlib.decompressobj()
             text = unpacker.decompress(data, MAX_TREE)
             if not unpacker.eof:
                 raise ValueError(f"its text is cut off, or longer than {MAX_TREE} bytes")
-            tree = cls({path: Entry(*value) for path, value in json.loads(text).items()})
-        except (zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise PackError(f"not a tree: {error}") from None
-        for path, entry in tree.entries.items():
-            if _NO_PATH.search(path) or (entry.is_file and not _DIGEST.fullmatch(entry.content)):
-                raise PackError(f"{path!r} is no path below a workspace, or has no digest")
+            values = json.loads(text)
+            base, gone = str(values.get("base", "")), set(values.get("gone", ()))
+            changed = {path: Entry(*value) for path, value in values["entries"].items()}
+        except (zlib.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise TreeError(f"not a tree: {error}") from None
+        before = find_base(base) if base else cls({})
+        if before is None:
+            raise TreeError(f"a tree that differs from {brief(base)}, which is not here")
+        tree = cls({path: entry for path, entry in before.entries.items() if path not in gone} | changed)
+        tree.check()
         return tree
+
+    def check(self) -> None:
+        """Check that the tree can be written into a folder, without any path outside the folder.
+
+        Raises:
+            TreeError: a path or entry is invalid; the message names the path.
+        """
+        if len(self.entries) > MAX_ENTRIES:
+            raise TreeError(f"a tree has at most {MAX_ENTRIES} entries")
+        sizes: dict[str, int] = {}
+        folders = {""}
+        for path, entry in self.entries.items():
+            if _NO_PATH.search(path):
+                raise TreeError(f"{path!r} is no path below a workspace")
+            if not entry.is_valid:
+                raise TreeError(f"{path!r} is no file, link or folder of a tree: {entry}")
+            above = path.rpartition("/")[0]
+            while above not in folders:
+                folders.add(above)
+                above = above.rpartition("/")[0]
+            if entry.is_file and sizes.setdefault(entry.content, entry.size) != entry.size:
+                raise TreeError(f"{path!r} has another size than a file of the same content")
+        if wrong := folders & self.entries.keys():
+            raise TreeError(f"something lies below {min(wrong)!r}, which is no folder with something in it")
 
 
 def brief(tree_hash: str) -> str:

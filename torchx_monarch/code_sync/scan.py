@@ -9,18 +9,19 @@ too coarse to reveal a change that happens right after a file is read. So a file
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import stat
 import time
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from torchx_monarch.code_sync.ignores import GIT_IGNORE, IgnoreRules
 from torchx_monarch.code_sync.manifest import EXECUTABLE, FILE, FOLDER, LINK, MAX_ENTRIES, Entry, Tree
 from torchx_monarch.system import safe_files
+
+_VERSION = 1
 
 _SETTLED_AFTER = 2.0
 """Seconds. FAT has the coarsest file times, a resolution of 2 s; local file systems have that of a kernel tick."""
@@ -31,31 +32,113 @@ _READ = 1 << 20
 _PASSES = 5
 """Largest number of passes over a workspace that changes during the scan."""
 
+_TRIES = 20
+"""Largest number of times that a file is read if it changes while it is read."""
+
 _MAX_CACHE_BYTES = 256 << 20
 """Largest size of a file with cached values: a million files have about half of it."""
 
 _SAVE_THRESHOLD = 100
-"""The cache is written to disk only if more than this number of files changed: reading a few files again is faster than
-writing the whole cache."""
+"""The cache is written to disk only if the ignore rules or more than this number of entries changed: reading a few
+files again is faster than writing the whole cache."""
 
-_MAX_FILE_BYTES = 100 << 20
-
-_MAX_BYTES = 1 << 30
-"""Largest size of all files together. A folder with larger files, or with more, holds more than code."""
+_PAUSE = 0.02
+"""Seconds between two attempts to read a changing file."""
 
 
 class ScanError(Exception):
     """A workspace cannot be scanned or exceeds the limits; the message says what to do about it."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The limits of a workspace; a larger folder is assumed to hold more than code.
+
+    Attributes:
+        file: largest size of a file in bytes.
+        total: largest total size of all files in bytes.
+        entries: largest number of files, links and empty folders.
+    """
+
+    file: int = 100 << 20
+    total: int = 1 << 30
+    entries: int = MAX_ENTRIES
+
+
 CachedFile = tuple[int, int, int, int, str]
 """Cached values of a file: size in bytes, mtime and ctime in nanoseconds, inode number, digest."""
 
-_caches: dict[str, dict[str, CachedFile]] = {}
+
+@dataclasses.dataclass
+class StatCache:
+    """The cached results of earlier scans of a workspace.
+
+    Attributes:
+        files: cached values of each file, by path.
+        rules: digest of the ignore rules of each folder, by path.
+        left_out: paths that the rules ignore; a folder's path ends in ``/``.
+    """
+
+    files: dict[str, CachedFile] = dataclasses.field(default_factory=dict)
+    rules: dict[str, str] = dataclasses.field(default_factory=dict)
+    left_out: set[str] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def load(cls, path: str, root: str) -> StatCache:
+        """Read the cache of the workspace ``root``; return an empty one if the file is missing or unusable.
+
+        The cache decides which files are not read. So its folder and that above it must be the caller's, as must it.
+
+        Args:
+            path: the file, in a folder of the state directory.
+            root: absolute path of the workspace.
+        """
+        try:
+            values: Any = safe_files.read_json(path, limit=_MAX_CACHE_BYTES, below=_state_dir(path))
+            if values["version"] == _VERSION and values["root"] == root:
+                return cls(
+                    {name: _cached_file(fields) for name, fields in values["files"].items()},
+                    dict(values["rules"].items()),
+                    set(values["left_out"]),
+                )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass
+        return cls()
+
+    def save(self, path: str, root: str) -> None:
+        """Write the cache to a file. Ignores errors: without a cache, the next scan reads all files."""
+        values = {
+            "version": _VERSION,
+            "root": root,
+            "files": self.files,
+            "rules": self.rules,
+            "left_out": sorted(self.left_out),
+        }
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            os.close(safe_files.open_folder(os.path.dirname(path), below=_state_dir(path)))
+            safe_files.replace_file(path, json.dumps(values, separators=(",", ":")).encode())
+
+
+def _state_dir(path: str) -> str:
+    return os.path.dirname(os.path.dirname(path))
+
+
+def _cached_file(values: Any) -> CachedFile:
+    """Return cached values of a file as read from JSON.
+
+    Raises:
+        ValueError, TypeError: they are none.
+    """
+    size, mtime, ctime, inode, digest = values
+    return int(size), int(mtime), int(ctime), int(inode), str(digest)
+
+
+_stat_caches: dict[str, StatCache] = {}
 """Caches in memory, by the path of the file that stores each."""
 
 
-def scan(root: str, cache: Mapping[str, CachedFile] = MappingProxyType({})) -> tuple[Tree, dict[str, CachedFile]]:
+def scan(root: str, memory: StatCache, limits: Limits = Limits()) -> Tree:
     """Scan a workspace into a tree that represents one moment.
 
     Repeats the scan until a pass reads no file or agrees with the previous pass, because saving several files or
@@ -63,10 +146,7 @@ def scan(root: str, cache: Mapping[str, CachedFile] = MappingProxyType({})) -> t
 
     Args:
         root: absolute path of the workspace.
-        cache: cached values of an earlier scan, by path.
-
-    Returns:
-        The tree, and the values to cache.
+        memory: the cache of earlier scans. The values of its fields are replaced, not mutated.
 
     Raises:
         ScanError: the workspace is not a folder, cannot be read, or exceeds the limits.
@@ -75,7 +155,7 @@ def scan(root: str, cache: Mapping[str, CachedFile] = MappingProxyType({})) -> t
         raise ScanError(f"the workspace {root} is no folder")
     before: Tree | None = None
     for _ in range(_PASSES):
-        scan_pass = _Pass(root, cache)
+        scan_pass = _Pass(root, memory, limits)
         try:
             tree = scan_pass.run()
         except OSError as error:
@@ -83,11 +163,11 @@ def scan(root: str, cache: Mapping[str, CachedFile] = MappingProxyType({})) -> t
                 f"cannot read {error.filename} of the workspace: {error.strerror}; what is not for the hosts can be "
                 "named in .torchxignore or .gitignore"
             ) from None
-        cache = scan_pass.files
+        memory.files, memory.rules, memory.left_out = scan_pass.files, scan_pass.rules, scan_pass.left_out
         if not scan_pass.read or tree == before:
             break
         before = tree
-    return tree, scan_pass.files
+    return tree
 
 
 def scan_cached(root: str, state_dir: str) -> Tree:
@@ -97,34 +177,13 @@ def scan_cached(root: str, state_dir: str) -> Tree:
         ScanError: as for ``scan``.
     """
     path = os.path.join(state_dir, "sync", f"{hashlib.sha256(os.fsencode(root)).hexdigest()[:32]}.json")
-    before = _caches[path] if path in _caches else load_cache(path, state_dir)
-    tree, _caches[path] = scan(root, before)
-    if len(_caches[path].items() ^ before.items()) > _SAVE_THRESHOLD:
-        save_cache(path, state_dir, _caches[path])
+    memory = _stat_caches.get(path) or _stat_caches.setdefault(path, StatCache.load(path, root))
+    before = memory.files, memory.rules, memory.left_out
+    tree = scan(root, memory)
+    much = len(memory.files.items() ^ before[0].items()) > _SAVE_THRESHOLD
+    if much or (memory.rules, memory.left_out) != before[1:]:
+        memory.save(path, root)
     return tree
-
-
-def load_cache(path: str, state_dir: str) -> dict[str, CachedFile]:
-    """Read the values of an earlier scan; none if the file is missing or unusable.
-
-    They decide which files are not read. So the file and its folder must be the caller's.
-    """
-    try:
-        values: Any = safe_files.read_json(path, limit=_MAX_CACHE_BYTES, below=state_dir)
-        return {
-            name: (int(size), int(mtime), int(ctime), int(inode), str(digest))
-            for name, (size, mtime, ctime, inode, digest) in values.items()
-        }
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
-
-def save_cache(path: str, state_dir: str, files: Mapping[str, CachedFile]) -> None:
-    """Write the values of a scan. Ignores errors: without them, the next scan reads all files."""
-    with contextlib.suppress(OSError):
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        os.close(safe_files.open_folder(os.path.dirname(path), below=state_dir))
-        safe_files.replace_file(path, json.dumps(files, separators=(",", ":")).encode())
 
 
 class _Pass:
@@ -132,14 +191,17 @@ class _Pass:
 
     Attributes:
         read: number of files that were read, or disappeared before they were read; 0 if the cache held everything.
-        files: the values to cache.
+        files, rules, left_out: the new content of the ``StatCache``.
     """
 
-    def __init__(self, root: str, cache: Mapping[str, CachedFile]) -> None:
+    def __init__(self, root: str, memory: StatCache, limits: Limits) -> None:
         self.read = 0
         self.files: dict[str, CachedFile] = {}
+        self.rules: dict[str, str] = {}
+        self.left_out: set[str] = set()
         self._root = root
-        self._cache = cache
+        self._memory = memory
+        self._limits = limits
         self._settled = time.time_ns() - int(_SETTLED_AFTER * 1e9)
         self._entries: dict[str, Entry] = {}
         self._found: list[tuple[str, str]] = []
@@ -158,33 +220,45 @@ class _Pass:
                 continue
             if any(entry.name == GIT_IGNORE for entry in inside):
                 rules = rules.below(self._root, folder)
-            is_empty = True
-            for entry in inside:
-                path, is_folder = (
-                    f"{folder}/{entry.name}" if folder else entry.name,
-                    entry.is_dir(follow_symlinks=False),
-                )
-                is_ignored, below = rules.leave_out(path, is_folder)
-                is_empty &= is_ignored
-                if is_folder and not is_ignored:
+            self.rules[folder] = rules.digest
+            paths = [(f"{folder}/{entry.name}" if folder else entry.name, entry) for entry in inside]
+            kept = [(path, entry, below) for path, entry in paths if (below := self._rules_below(path, entry, rules))]
+            for path, entry, below in kept:
+                if entry.is_dir(follow_symlinks=False):
                     folders.append((path, below))
-                elif not is_ignored:
+                else:
                     self._add(path, entry)
-            if folder and is_empty:
+            if folder and not kept:
                 self._entries[folder] = Entry(FOLDER, "", 0)
-            if len(self._entries) + len(self._found) > MAX_ENTRIES:
+            if len(self._entries) + len(self._found) > self._limits.entries:
                 raise ScanError(
-                    f"the workspace {self._root} has more than {MAX_ENTRIES} files: name a smaller folder as the "
-                    "workspace, or what is not code in .torchxignore or .gitignore"
+                    f"the workspace {self._root} has more than {self._limits.entries} files: name a smaller folder as "
+                    "the workspace, or what is not code in .torchxignore or .gitignore"
                 )
-        if self._size > _MAX_BYTES:
+        if self._size > self._limits.total:
             raise ScanError(
                 f"the files of the workspace {self._root} have {_in_words(self._size)}, and code at most "
-                f"{_in_words(_MAX_BYTES)}: name what is not code in .torchxignore or .gitignore"
+                f"{_in_words(self._limits.total)}: name what is not code in .torchxignore or .gitignore"
             )
         for path, where in self._found:
             self._read(path, where)
         return Tree(self._entries)
+
+    def _rules_below(self, path: str, found: os.DirEntry[str], rules: IgnoreRules) -> IgnoreRules | None:
+        """Return the rules for what is below a path of a folder with these rules; None if it is ignored."""
+        is_folder = found.is_dir(follow_symlinks=False)
+        name = f"{path}/" if is_folder else path
+        # Matching patterns is slow: skip it for paths that the cache has under the same rules.
+        same_rules = self._memory.rules.get(os.path.dirname(path)) == rules.digest
+        if same_rules and not is_folder and path in self._memory.files:
+            return rules
+        is_ignored = same_rules and name in self._memory.left_out
+        if not is_ignored:
+            is_ignored, rules = rules.leave_out(path, is_folder)
+        if is_ignored:
+            self.left_out.add(name)
+            return None
+        return rules
 
     def _add(self, path: str, found: os.DirEntry[str]) -> None:
         """Add a link, or a file that is as in the cache; a file that is not is read later."""
@@ -200,7 +274,7 @@ class _Pass:
             return
         self._limit(path, status.st_size)
         self._size += status.st_size
-        cached = self._cache.get(path)
+        cached = self._memory.files.get(path)
         if cached and cached[:4] == _key(status):
             self.files[path] = cached
             self._entries[path] = _entry(status, cached[4], cached[0])
@@ -219,10 +293,10 @@ class _Pass:
         self._entries[path] = _entry(status, digest, size)
 
     def _limit(self, path: str, size: int) -> None:
-        if size > _MAX_FILE_BYTES:
+        if size > self._limits.file:
             raise ScanError(
                 f"{os.path.join(self._root, path)} has {_in_words(size)}, and a file of code at most "
-                f"{_in_words(_MAX_FILE_BYTES)}: name it in .torchxignore or .gitignore"
+                f"{_in_words(self._limits.file)}: name it in .torchxignore or .gitignore"
             )
 
 
@@ -235,14 +309,23 @@ def _key(status: os.stat_result) -> tuple[int, int, int, int]:
 
 
 def _hash(path: str) -> tuple[os.stat_result, int, str]:
-    """Read a file; return its status before, and the size in bytes and the digest of what was read."""
-    digest, size = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as file:
-        status = os.fstat(file.fileno())
-        while data := file.read(_READ):
-            digest.update(data)
-            size += len(data)
-    return status, size, digest.hexdigest()
+    """Read a file until its status is the same before and after; return its status, size in bytes and digest.
+
+    For a file that changes all the time, such as a growing log, size and digest are those of the last read, and the
+    status may not match them.
+    """
+    for _ in range(_TRIES):
+        digest, size = hashlib.sha256(), 0
+        with open(path, "rb", buffering=0) as file:
+            before = os.fstat(file.fileno())
+            while data := file.read(_READ):
+                digest.update(data)
+                size += len(data)
+            after = os.fstat(file.fileno())
+        if _key(before) == _key(after) and size == after.st_size:
+            break
+        time.sleep(_PAUSE)
+    return after, size, digest.hexdigest()
 
 
 def _in_words(size: int) -> str:

@@ -32,12 +32,18 @@ class WorkFolder:
     """A folder with a checked-out tree, in which runs work.
 
     Attributes:
-        path: path of the folder, which is created.
+        path: current path of the folder.
+        users: number of runs that use it.
+        tree: hash of the tree that it holds; empty before the first checkout and after a failed one.
+        workspace: the workspace whose runs use it.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, workspace: str = "") -> None:
         os.mkdir(path, 0o700)
         self.path = path
+        self.workspace = workspace
+        self.users = 0
+        self.tree = ""
         self._holds: dict[str, tuple[Entry, _Mark]] = {}
 
     def checkout(self, tree: Tree, source: Callable[[str], str]) -> None:
@@ -51,6 +57,7 @@ class WorkFolder:
         Raises:
             OSError: a file cannot be read or written.
         """
+        self.tree = ""
         gone = [path for path, (entry, _) in self._holds.items() if tree.entries.get(path) != entry]
         made: set[str] = set()
         for path in gone:
@@ -67,6 +74,7 @@ class WorkFolder:
             mark = _mark(where, entry)
             if mark is not None:  # None if a process has deleted the file already; the next checkout writes it again
                 self._holds[path] = entry, mark
+        self.tree = tree.hash
 
     def has_outputs(self) -> bool:
         """Whether the folder holds files or folders that are neither in the tree nor bytecode: outputs of a run."""
@@ -89,7 +97,12 @@ class WorkFolder:
             _forget_bytecode(where)
 
     def _remove_empty(self, candidates: set[str], needed: set[str]) -> None:
-        """Delete folders that hold only bytecode, and parents that become empty, unless the new tree needs them."""
+        """Delete folders that hold nothing but bytecode, and their parents if those become empty.
+
+        Args:
+            candidates: paths of the folders to check.
+            needed: paths of folders that belong to the new tree.
+        """
         for path in sorted(candidates, key=len, reverse=True):
             while path and path not in needed and self._is_within(path):
                 where = os.path.join(self.path, path)

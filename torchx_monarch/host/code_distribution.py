@@ -5,17 +5,19 @@ After a ``sync`` handshake the client sends requests, one JSON line each; the le
 
 =========  =============================================================================================================
 ``probe``  whether every host sees the file ``path`` with the text ``text``: the answer is ``shared``
-``tree``   the hash ``tree`` of a workspace: the answer is ``have``, whether the leader has it. If not, the client sends
-           it (below). Then the leader has every host get what it lacks; the answer is ``done``
+``tree``   the hash ``tree`` of a workspace, and ``base``, the hash of another: the answer is ``have`` and ``base``,
+           whether the leader has the first and the second. If not the first, the client sends it (below). Then the
+           leader has every host get what it lacks; the answer is ``done``
 =========  =============================================================================================================
 
-A host that lacks a tree opens a connection of its own to the leader, with the greeting ``code`` and the same field
-``tree``, so that a slow one delays neither requests nor the other hosts; the leader sends it the tree.
+A host that lacks a tree opens a connection of its own to the leader, with the greeting ``code`` and the same fields
+``tree`` and ``base``, so that a slow one delays neither requests nor the other hosts; the leader sends it the tree.
 
-A tree is sent in frames (``Tree.encode``). The receiver answers ``missing``, a hexadecimal number: bit N is set if it
-lacks entry N of ``Tree.contents``. These contents follow in frames (``pack``). A frame is a length (4 bytes,
-big-endian) and as many bytes, at most ``FRAME``; an empty frame is the last. The length ``_FAILED`` and a JSON line
-with a ``reason`` may take the place of a frame from the leader, and ``failed`` with a ``reason`` that of any answer.
+A tree is sent in frames (``Tree.encode``), as a difference from the base if the receiver has that. The receiver answers
+``missing``, a hexadecimal number: bit N is set if it lacks entry N of ``Tree.contents``. These contents follow in
+frames (``pack``). A frame is a length (4 bytes, big-endian) and as many bytes, at most ``FRAME``; an empty frame is the
+last. The length ``_FAILED`` and a JSON line with a ``reason`` may take the place of a frame from the leader, and
+``failed`` with a ``reason`` that of any of its answers.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from torchx_monarch.code_sync.code_store import CodeStore, StoreError
-from torchx_monarch.code_sync.manifest import MAX_TREE, PackError, Tree
+from torchx_monarch.code_sync.manifest import MAX_TREE, PackError, Tree, TreeError
 from torchx_monarch.controller.host_messages import FetchCode, ProbeFile
 from torchx_monarch.controller.rendezvous import Peer
 from torchx_monarch.controller.run_queue import RunQueue
@@ -62,12 +64,24 @@ class HostCode:
     def __init__(self, folder: str, host: str) -> None:
         self._store = CodeStore(folder)
         self._host = host
+        self._working = ""
+        self._newest = ""
         self._receiving = asyncio.Lock()
 
-    async def check_out(self, tree_hash: str, workspace: str) -> str:
-        """Check out a tree for the next run, which is of the given workspace; return the folder that it works in."""
-        path: str = await _in_thread(self._store.check_out, tree_hash, workspace)
-        return path
+    async def checkout(self, tree_hash: str, workspace: str) -> str:
+        """Check out a tree for the next run, which is of the given workspace.
+
+        Returns:
+            the path of the folder that the run works in.
+        """
+        self._working = await _in_thread(self._store.acquire, tree_hash, workspace)
+        return self._working
+
+    async def release(self) -> None:
+        """Release the folder of the last run, if a run had one."""
+        working, self._working = self._working, ""
+        if working:
+            await _in_thread(self._store.release, working)
 
     def has(self, tree_hash: str) -> bool:
         """Return whether a tree is on this host."""
@@ -78,7 +92,7 @@ class HostCode:
         if self.has(tree_hash):
             return
         try:
-            reader, writer = await connect({"type": "code", "tree": tree_hash})
+            reader, writer = await connect({"type": "code", "tree": tree_hash, "base": self._newest})
         except ConnectError as error:
             raise SyncError(f"the code {tree_hash:.12} is not on this host: {error}") from None
         try:
@@ -94,13 +108,13 @@ class HostCode:
             missing = await _in_thread(self._expect, bytes(text), tree_hash)
             await messages.send(writer, {"type": "missing", "missing": missing})
             await _receive_frames(reader, self._store.take)
-            await _in_thread(self._store.complete)
+            self._newest = await _in_thread(self._store.complete)
 
     async def serve_host(self, peer: Peer) -> None:
         """Send a tree to another host, after its greeting ``code``."""
         try:
             tree = self._store.tree(str(peer.greeting.get("tree")))
-            encoded = await asyncio.to_thread(tree.encode)
+            encoded = await asyncio.to_thread(tree.encode, self._store.find_tree(str(peer.greeting.get("base"))))
             await _send(peer.writer, (encoded[at : at + FRAME] for at in range(0, len(encoded), FRAME)))
             answer = await peer.receive(_SILENCE)
             bits = int(str((answer or {}).get("missing")), 16)
@@ -131,8 +145,8 @@ class HostCode:
         tree_hash = str(message["tree"])
         if self.has(tree_hash):
             await run_queue.hosts.broadcast(FetchCode(tree_hash))
-            return {"type": "have", "have": True}
-        await peer.send({"type": "have", "have": False})
+            return {"type": "have", "have": True, "base": False}
+        await peer.send({"type": "have", "have": False, "base": self.has(str(message.get("base")))})
         try:
             await self.receive(tree_hash, peer.reader, peer.writer)
         except SyncError as error:
@@ -143,7 +157,7 @@ class HostCode:
     def _expect(self, text: bytes, tree_hash: str) -> str:
         if len(text) > MAX_TREE:
             raise SyncError(f"a tree of more than {MAX_TREE} bytes")
-        tree = Tree.decode(text)
+        tree = Tree.decode(text, self._store.find_tree)
         if tree.hash != tree_hash:
             raise SyncError(f"a tree of the hash {tree.hash} came as {tree_hash}")
         missing = set(self._store.expect(tree))
@@ -197,5 +211,5 @@ async def _send(writer: asyncio.StreamWriter, pieces: Iterator[bytes]) -> None:
 async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
     try:
         return await asyncio.to_thread(function, *args)
-    except (StoreError, PackError) as error:
+    except (StoreError, PackError, TreeError) as error:
         raise SyncError(str(error)) from None

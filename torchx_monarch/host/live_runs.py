@@ -109,10 +109,11 @@ class LiveRuns(Workload):
         if self._begun is not None and self._begun[0] == begin.token:
             return self._begun[1]
         await self._close_run_log()
+        await self._host_code().release()
         cwd = request.cwd or os.getcwd()
         if request.synced:
             await self._fetch(request.code)
-            cwd = await self._host_code().check_out(request.code, request.workspace)
+            cwd = await self._host_code().checkout(request.code, request.workspace)
         environ = {**host.environ, **request.env}
         command = self._command_of(request, cwd, environ)
         folder = os.path.join(host.log_dir, f"run_{begin.number}")
@@ -121,7 +122,8 @@ class LiveRuns(Workload):
         if self._run_queue is not None:  # on the leader, whose lines the clients see
             for line in unused_options(command.options, in_run=True):
                 host.reporter.line(line)
-        run = self._prepare(command, log_folder(command, folder, cwd, run_id), request.env, cwd)
+        workspace = request.workspace if request.synced else ""
+        run = self._prepare(command, log_folder(command, folder, cwd, run_id), request.env, cwd, workspace)
         assert self.pool is not None
         nproc = await self.pool.start(run.nproc)
         self._start_timers(run, run_id, f"timers{begin.number}")
@@ -131,10 +133,14 @@ class LiveRuns(Workload):
         self._begun = (begin.token, begun)
         return begun
 
-    def _prepare(self, command: Command, log_dir: str | None, env: Mapping[str, str], cwd: str) -> RunSpec:
+    def _prepare(
+        self, command: Command, log_dir: str | None, env: Mapping[str, str], cwd: str, workspace: str = ""
+    ) -> RunSpec:
         """Make the ranks of a run; return what they execute."""
         host = self._host
-        run = RunSpec(command, host.environ, host.options.preload_modules, env, cwd, host.options.forks_ranks)
+        run = RunSpec(
+            command, host.environ, host.options.preload_modules, env, cwd, workspace, host.options.forks_ranks
+        )
         self._new_pool(run, log_dir, self._run_log)
         return run
 
@@ -175,6 +181,7 @@ class LiveRuns(Workload):
             return
         await self.pool.stop(signal.SIGKILL, 0.0)
         self.pool.retire()
+        await self._host_code().release()
         await self._close_run_log()
 
     # -- its output ----------------------------------------------------------------------------------------------------

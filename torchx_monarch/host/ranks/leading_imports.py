@@ -65,6 +65,7 @@ class LeadingImports:
         self.output = (b"", b"")
         self._statements: list[tuple[int, str]] = order["statements"]
         self._path = order["path"]
+        self._has_path0 = bool(path0)
         self._installed = _InstalledModules(path0)
         self._set: dict[bytes, bytes] = {}
         self._packages: set[str] = set()
@@ -192,10 +193,15 @@ class LeadingImports:
             os.environ.__class__, sys.argv = kind, argv
             vars(tempfile)["_name_sequence"] = names
 
-    def is_current(self) -> bool:
-        """Return whether an interpreter of its own would import the same files now."""
+    def is_current(self, path0: str) -> bool:
+        """Return whether an interpreter of its own would import the same files now.
+
+        Args:
+            path0: the folder of the program.
+        """
         importlib.invalidate_caches()
-        specs = map(importlib.machinery.PathFinder.find_spec, self._packages)
+        places = [path0, *sys.path] if self._has_path0 else sys.path
+        specs = (importlib.machinery.PathFinder.find_spec(name, places) for name in self._packages)
         return (
             self._installed.are_unchanged()
             and self._files == dict(_stamps(self._files))

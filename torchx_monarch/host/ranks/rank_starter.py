@@ -167,7 +167,7 @@ class RankStarter:
         zygote = await self.importer()
         if zygote is not None and zygote.leading:
             with contextlib.suppress(ZygoteError):  # its next order says so
-                if not await zygote.is_current():
+                if not await zygote.is_current(self._run.program_folder()):
                     self._zygotes.discard(zygote)
                     await self.importer()
 

@@ -39,6 +39,8 @@ class RunSpec:
         added: environment variables that the run adds.
         cwd: folder in which the ranks start; None in a batch job, whose ranks start in the host's folder and whose
             zygote knows the program.
+        workspace: the workspace of which ``cwd`` is a copy, which lies in another folder when it has changed; empty if
+            ``cwd`` is the user's own.
         forks: whether ranks are forks of the zygote, if it has modules; else they are interpreters of their own.
         leading: the leading statements of the program, which the zygote executes as well.
     """
@@ -48,6 +50,7 @@ class RunSpec:
     modules: Sequence[str]
     added: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cwd: str | None = None
+    workspace: str = ""
     forks: bool = True
     leading: tuple[Statement, ...] = ()
 
@@ -87,6 +90,11 @@ class RunSpec:
         asks_torch = options.numa_binding is not None or not options.nproc_per_node.isdigit()
         ahead = program.mode != "exec" and self.preload
         return self.python() if ahead or asks_torch else [sys.executable, "-I", "-S"]
+
+    def program_folder(self) -> str:
+        """Return the folder that a Python program puts first in ``sys.path``."""
+        program, cwd = self.command.program_of(0), self.cwd or os.getcwd()
+        return os.path.dirname(os.path.realpath(os.path.join(cwd, program.target))) if program.mode == "script" else cwd
 
     def without_leading(self) -> RunSpec:
         """Return the run without its leading statements."""
@@ -131,7 +139,7 @@ class RunSpec:
         """Return the value that two runs share if the zygote of one can start the ranks of the other, a number each."""
         environ, command = self.start_environ(count), self.zygote_command(self.command.program_of(0))
         read = {name: value for name, value in environ.items() if self._is_read_early(name)}
-        led = (self.leading, dict(self.added), self.cwd) if self.leading else ()
+        led = (self.leading, dict(self.added), self.workspace or self.cwd) if self.leading else ()
         return command, self.preload, led, read, self.start_folder()
 
     def _is_read_early(self, name: str) -> bool:

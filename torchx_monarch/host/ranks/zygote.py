@@ -114,9 +114,9 @@ class Zygote:
         self._led.add_done_callback(_retrieve)
         self._led.add_done_callback(self._set_imported)
 
-    async def is_current(self) -> bool:
-        """Return whether the files of the modules that the leading statements have imported are unchanged."""
-        return bool((await self.ask({"op": "check"}))["current"])
+    async def is_current(self, path0: str) -> bool:
+        """Return whether a program in a folder would import the files that its leading statements have imported."""
+        return bool((await self.ask({"op": "check", "path0": path0}))["current"])
 
     async def imports(self) -> dict[str, Any]:
         """Wait for the import of the modules; return the answer (see ``zygote_main``)."""

@@ -11,7 +11,8 @@ alone. ``FD`` is one end of a socket pair on which the host sends orders as JSON
 ``{"op": "lead", "statements": [...]}``    execute the leading statements of the program at ``path``, in the folder
                                            ``cwd`` unless it is null, with ``env`` added; answer ``count``, how many
                                            ranks find executed, and ``why``, what is wrong with the next one, or empty
-``{"op": "check"}``                        answer ``current``, whether the files that these have imported are unchanged
+``{"op": "check", "path0": P}``            answer ``current``, whether these would import the same files now in a
+                                           program that puts the folder P first in ``sys.path``
 ``{"op": "count", "device": D}``           answer how many ranks torchrun would start for ``--nproc-per-node D``
 ``{"op": "cpus", "mode": M, "gpu": N}``    answer the CPUs that ``--numa-binding M`` selects for GPU N
 ``{"op": "fork", "processes": [...]}``     fork the processes; answer a pid or an error for each. The order carries
@@ -131,7 +132,7 @@ def _lead(order: dict[str, Any], program: dict[str, Any], channel: socket.socket
     if order["cwd"] is not None:
         os.chdir(order["cwd"])
     os.environ.update(order["env"])
-    is_set = program["set_path0"](order["mode"], order["target"])
+    program["has_path0"] = is_set = program["set_path0"](order["mode"], order["target"])
     program["preloaded"].hide()
     names = program["run_sibling_file"]("leading_imports.py")
     leading = program["leading"] = names["LeadingImports"](order, sys.path[0] if is_set else "")
@@ -446,7 +447,7 @@ def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, 
             elif op == "lead":
                 answer = _lead(order, program, channel)
             elif op == "check":
-                answer["current"] = program["leading"].is_current()
+                answer["current"] = program["leading"].is_current(order["path0"])
             elif op == "count":
                 answer["count"] = _in_fork(_count, order["device"])
             elif op == "cpus":
@@ -481,9 +482,10 @@ def main() -> None:
     program["replace_set_trace"](rank["breakpoints"])
     send_failure = program["run_sibling_file"]("rank_recorder.py")["watch"](rank["recorder"])
     program["preloaded"].hide()
-    if "leading" not in program:
-        program["set_path0"](rank["mode"], rank["target"])
-    else:
+    if program.get("has_path0"):
+        del sys.path[0]  # another copy of the same workspace
+    program["set_path0"](rank["mode"], rank["target"])
+    if "leading" in program:
         for descriptor, output in enumerate(program["leading"].output, 1):
             with open(descriptor, "wb", closefd=False) as file:
                 file.write(output)
