@@ -60,8 +60,7 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
     command = "command of {}: " if len(status.roles) > 1 else "command"
     found = [
         ("cause" if ended is not None and status.state == State.FAILED else "message", one_line(message)),
-        ("raised", raised_at(ended.traceback) if ended is not None else ""),
-        ("log", one_line(ended.log) if ended is not None and ended.log != status.log_folder else ""),
+        *(_cause(status, ended) if ended is not None else ()),
         ("phase", PHASES.get(status.phase or "", "")),
         ("exit code", _text(status.exit_code)),
         ("attempt", _attempt(status)),
@@ -83,6 +82,11 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
         *(_next(status.handle, ended) if ended is not None else ()),
     ]
     return [(title, text) for title, text in found if text]
+
+
+def _cause(status: JobStatus, ended: Summary) -> list[tuple[str, str]]:
+    log = one_line(ended.log) if ended.log != status.log_folder else ""
+    return [("raised", raised_at(ended.traceback)), ("log", log)]
 
 
 def _next(handle: str, ended: Summary) -> list[tuple[str, str]]:

@@ -285,9 +285,7 @@ class Attempt:
         self.address: str = (status.get("podIP") or "") if self.phase == "Running" else ""
         self.created = seconds(metadata["creationTimestamp"])
         self.started = seconds(status.get("startTime"))
-        changes = (seconds(condition.get("lastTransitionTime")) for condition in conditions.values())
-        # A pod without a container tells when its conditions have changed.
-        self.ended = seconds(ended.get("finishedAt")) or (0.0 if self.is_running else max(changes, default=0.0))
+        self.ended = seconds(ended.get("finishedAt")) or (0.0 if self.is_running else _last_change(conditions))
         self.exit_code: int | None = ended.get("exitCode")
         is_deleted = "deletionTimestamp" in metadata
         self.has_deadline = spec.get("activeDeadlineSeconds") == DEADLINE
@@ -302,10 +300,14 @@ class Attempt:
         disruption = _disruption(status, conditions)
         has_cause = disruption or self.error or ended.get("reason") == "OOMKilled"
         self.was_deleted = is_deleted and self.exit_code in STOP_CODES and not has_cause
-        self.failure = ""
-        if self.phase == "Failed":
-            place = f"on node {spec['nodeName']} " if spec.get("nodeName") else ""
-            self.failure = place + (disruption or _failure(ended, main, _runs_host(main)))
+        place = f"on node {spec['nodeName']} " if spec.get("nodeName") else ""
+        failure = place + (disruption or _failure(ended, main, _runs_host(main)))
+        self.failure = failure if self.phase == "Failed" else ""
+
+
+def _last_change(conditions: Mapping[str, Object]) -> float:
+    """Return when a pod has ended that has no container: its conditions tell when they have changed."""
+    return max((seconds(condition.get("lastTransitionTime")) for condition in conditions.values()), default=0.0)
 
 
 def _section(parent: Object, name: str) -> Object:
