@@ -294,7 +294,7 @@ class Attempt:
         self.waiting, self.stuck_since = _waiting(conditions, _section(state, "waiting"), since)
         # What a pod without a host leaves as its termination message is its program's: its output, or a file.
         ends = (ended, _section(_section(container, "lastState"), "terminated")) if _runs_host(main) else ({}, {})
-        result, earlier = (HostResult.from_text(end.get("message")) for end in ends)
+        result, earlier = map(HostResult.from_text, (ends[0].get("message"), ends[1].get("message")))
         self.rank_restarts = result.rank_restarts + earlier.rank_restarts
         self.error = error_files.cleaned(ended["message"]) if result.names_cause else ""
         disruption = _disruption(status, conditions)
