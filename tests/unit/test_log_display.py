@@ -56,6 +56,7 @@ def test_in_a_pipe_a_line_has_a_short_prefix_and_no_control_sequence() -> None:
         (["[d0]:\r 10%\n", "[d1]:x\n", "[d0]:[continued] \r 20%\n"], ["[1] x\n", "[0]  20%\n"]),
         (["[d0]:\r 10%\n", "[d0]:[continued] \r 20%\n", "[d0]:end\n"], ["[0]  20%\n", "[0] end\n"]),
         (["[d0]:\r 10%\n", "[d1]:x\n", "[d0]:[continued] \n", "[d0]:y\n"], ["[1] x\n", "[0]  10%\n", "[0] y\n"]),
+        (["[d0]:10%\r", "20%\r", "\n", "[d0]:y\n"], ["[0] 20%\r\n", "[0] y\n"]),  # a state ends with its return
         (["[d0]:\r 99%\n", "[d0]:\r 0%\n"], ["[0]  99%\n", "[0]  0%\n"]),  # two bars
         (["[d0]:\r 99%\r    \r\n", "[d0]:x\r\n"], ["[0] x\r\n"]),  # a bar that leaves nothing behind
         (["[d0]:a long line\n", "[d0]:[continued] of pieces"], ["[0] a long line\n", "[0] [continued] of pieces"]),

@@ -166,18 +166,22 @@ class LastStates:
 
     def __init__(self, parser: LineParser) -> None:
         self._parser = parser
-        self._unfinished: LogLine | None = None
+        self._unfinished: tuple[float, LogLine] | None = None
         self._bars: dict[int | None, tuple[float, LogLine]] = {}
 
     def feed(self, piece: str, time: float = 0.0) -> Iterator[tuple[float, LogLine]]:
         """Take a line, or a piece of a bar; yield the lines that it completes, with the times of their last pieces."""
-        begun = self._unfinished
-        line = replace(begun, text=begun.text + piece) if begun is not None else self._parser.parse(piece)
+        if self._unfinished is not None:
+            begun = self._unfinished[1]
+            line = replace(begun, text=begun.text + piece)
+        else:
+            line = self._parser.parse(piece)
         self._unfinished = None
         goes_on, is_bar = line.text.startswith(_CONTINUED), "\r" in line.text.rstrip("\r\n")
         state = last_state(line.text)
-        if is_bar and not piece.endswith("\n"):
-            self._unfinished = replace(line, text=f"{_CONTINUED if goes_on else ''}\r{state}")
+        if not piece.endswith("\n"):
+            mark = _CONTINUED if goes_on else ""
+            self._unfinished = time, replace(line, text=f"{mark}\r{state}") if is_bar else line
             return
         bar = self._bars.pop(line.rank, None)
         is_same_bar = bar is not None and goes_on
@@ -189,11 +193,15 @@ class LastStates:
             yield time, line
 
     def rest(self) -> Iterator[tuple[float, LogLine]]:
-        """Yield the bars that are held when the log has ended."""
-        if self._unfinished is not None:
-            yield from self.feed("\n")
+        """Yield the bars, and the line without a line feed, that are held when the log has ended."""
+        last = self._unfinished
+        if last is not None and "\r" in last[1].text.rstrip("\r\n"):
+            yield from self.feed("\n", last[0])
+            last = None
         yield from self._bars.values()
-        self._bars = {}
+        if last is not None:
+            yield last
+        self._unfinished, self._bars = None, {}
 
 
 def last_state(line: str) -> str:
