@@ -148,6 +148,8 @@ def test_dumps_and_stacks_are_found(tmp_path: Path, capsys: pytest.CaptureFixtur
     run = build([*START, event(105, "run", run=1), event(106, "ranks", hosts=HOSTS)], ["t"], end=130.0)
     write(tmp_path / "t/0/run_1/attempt_0/stacks.txt", b"of a run")
     assert read_stacks(str(tmp_path), run) == [("t/0/run_1/attempt_0/stacks.txt", "of a run")]
+    again = build([*START, event(106, "ranks", attempt=0, log_attempt=1, hosts=HOSTS)], ["t"], end=130.0)
+    assert read_stacks(str(tmp_path), again) == [("t/0/attempt_1/stacks.txt", "new\\x1b[2J\n  here\ufffd")]
     assert read_stacks(None, timeline) == [] and read_dumps(None, timeline) == {}
 
 

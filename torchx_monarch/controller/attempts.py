@@ -159,7 +159,9 @@ class Attempts:
             for replica, answer in sorted(launched.items())
         ]
         text = f"ranks {world.size}/{world.size}"
-        self._reporter.phase("ranks", text, attempt=self.number, count=world.size, hosts=shown)
+        self._reporter.phase(
+            "ranks", text, attempt=self.number, log_attempt=world.log_attempt, count=world.size, hosts=shown
+        )
         hanging = asyncio.ensure_future(self._hang_watch.run(self.number))
         ending = asyncio.ensure_future(self._end(world.size, hanging))
         try:

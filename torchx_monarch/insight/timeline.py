@@ -71,6 +71,7 @@ class Span:
         code: exit code of the rank or the run, -n for death by signal n; None if there is none.
         secondary: whether the rank was stopped, or failed because it lost another rank.
         grouped: when the rank formed its first process group; None for other kinds, or if it is not known.
+        log_attempt: N of the log folders ``attempt_N`` of an attempt; None for other kinds, or if it is not known.
     """
 
     kind: str
@@ -85,6 +86,7 @@ class Span:
     code: int | None = None
     secondary: bool = False
     grouped: float | None = None
+    log_attempt: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -121,7 +123,8 @@ class Timeline:
     def attempt_folder(self, attempt: Span) -> str:
         """Return where each host has the files of an attempt, in the folder of its logs: ``run_2/attempt_0``."""
         around = self.spans[attempt.parent or 0]
-        return (f"run_{around.number}/" if around.kind == "run" else "") + f"attempt_{attempt.number - 1}"
+        number = attempt.number - 1 if attempt.log_attempt is None else attempt.log_attempt
+        return (f"run_{around.number}/" if around.kind == "run" else "") + f"attempt_{number}"
 
 
 def build(
@@ -294,6 +297,8 @@ def _add_hosts(spans: list[Span], happened: Sequence[Event], role: str, top: int
             continue
         attempt = spans[around]
         if event["kind"] == "ranks":
+            if isinstance(number := event.get("log_attempt"), int):
+                attempt.log_attempt = number
             ranks = {}
             for host in _decoded(event.get("hosts"), _Host):
                 if len(host.imported) == 2 and (imported := (host.replica, host.imported[0])) not in imports:
