@@ -412,3 +412,11 @@ def test_ranks_that_wait_in_a_breakpoint_are_named_until_they_go_on() -> None:
     assert f"  breakpoint   2.0 s ago: {text}" in render(running, NOW) and text in in_one_line(running, NOW)
     (gone,) = events_of([TimedLine(6.0, "[monarch] rank 1 goes on without a debugger\n")])
     assert not status_of(snapshot(), [*STARTED, told, gone]).breakpoints
+    other = {**told, "role": "b", "message": "rank 1 of b"}
+    both = [
+        {**told, "role": "a"},
+        other,
+        {**gone, "role": "a"},
+        {"time": 7.0, "kind": "ranks", "role": "a", "message": ""},
+    ]
+    assert [found.message for found in status_of(snapshot(), [*STARTED, *both]).breakpoints] == ["rank 1 of b"]

@@ -426,12 +426,13 @@ def _hang(happened: Sequence[Event]) -> Failure | None:
 
 
 def _breakpoints(happened: Sequence[Event]) -> list[Failure]:
-    waiting: dict[object, Failure] = {}
+    waiting: dict[tuple[object, object], Failure] = {}
     for event in happened:
+        role, rank = event.get("role"), event.get("rank")
         if event["kind"] in ("ranks", "rank_restart", "run_end"):
-            waiting = {}
+            waiting = {key: place for key, place in waiting.items() if key[0] != role}
         elif event["kind"] == "breakpoint":
-            waiting[event.get("rank")] = Failure(event["time"], one_line(event["message"]))
+            waiting[role, rank] = Failure(event["time"], one_line(event["message"]))
         elif event["kind"] == "breakpoint_end":
-            waiting.pop(event.get("rank"), None)
+            waiting.pop((role, rank), None)
     return list(waiting.values())
