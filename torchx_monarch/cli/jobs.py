@@ -21,7 +21,7 @@ from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli.handles import unknown
 from torchx_monarch.client.connection import Connection, ask
 from torchx_monarch.client.hosts import Hosts
-from torchx_monarch.client.rank_queries import RankWatch
+from torchx_monarch.client.rank_queries import SAMPLES_TIMEOUT, RankWatch
 from torchx_monarch.client.runs import RUNS, read_runs
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
@@ -56,9 +56,6 @@ SAMPLE_PAUSE_S = 1.0
 """Seconds between the two first samples of ranks, of which rates follow."""
 
 _WITH_RANKS = (WorkloadKind.RANKS, WorkloadKind.SESSION)
-
-_WITHOUT_RANKS = ("queued", "hosts", "ready")
-"""The phases in which hosts have no ranks to ask."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +96,18 @@ class JobReader:
     Args:
         role: the role whose ranks are asked; empty for the first role that has some.
         address: as for ``Hosts``.
+        timeout: seconds to wait for samples of the ranks.
     """
 
-    def __init__(self, scheduler: MonarchScheduler, handle: str, app_id: str, role: str, address: str) -> None:
+    def __init__(
+        self, scheduler: MonarchScheduler, handle: str, app_id: str, role: str, address: str, timeout: float
+    ) -> None:
         self.scheduler = scheduler
         self.handle = handle
         self.app_id = app_id
         self._role = role
         self._address = address
+        self._timeout = timeout
         self._ranks: RankWatch | None = None
 
     def read_app(self) -> tuple[AppSnapshot, AppStatus]:
@@ -159,8 +160,8 @@ class JobReader:
     def _with_ranks(self, facts: JobFacts, pause: float) -> JobFacts:
         """Return the facts with what the ranks do, and with when one of them has printed something last."""
         first = next((role.spec.name for role in facts.app.roles if role.spec.workload in _WITH_RANKS), "")
-        if (role := self._role or first) and facts.status.phase not in _WITHOUT_RANKS:
-            self._ranks = self._ranks or RankWatch(Hosts(self.handle, role, self._address))
+        if (role := self._role or first) and facts.status.phase != "queued":
+            self._ranks = self._ranks or RankWatch(Hosts(self.handle, role, self._address), self._timeout)
             try:
                 activity, missing = self._ranks.ask(pause)
                 facts = replace(facts, status=replace(facts.status, activity=activity or None), missing=missing)
@@ -221,7 +222,7 @@ def ask_live(target: Target) -> LiveState | None:
 
 
 @contextlib.contextmanager
-def opened_job(handle: str, role: str = "", address: str = "") -> Iterator[JobReader]:
+def opened_job(handle: str, role: str = "", address: str = "", timeout: float = SAMPLES_TIMEOUT) -> Iterator[JobReader]:
     """Open the scheduler of a job and close its connections afterwards; raise as ``opened`` does.
 
     Raises:
@@ -231,7 +232,7 @@ def opened_job(handle: str, role: str = "", address: str = "") -> Iterator[JobRe
 
     scheduler_name, _, app_id = parse_app_handle(handle)
     with opened(str(scheduler_name)) as scheduler:
-        yield JobReader(scheduler, handle, str(app_id), role, address)
+        yield JobReader(scheduler, handle, str(app_id), role, address, timeout)
 
 
 @contextlib.contextmanager

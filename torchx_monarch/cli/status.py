@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from torchx_monarch.cli.handles import add_handle
-from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, opened_job
+from torchx_monarch.cli.jobs import PATIENCE, SAMPLE_PAUSE_S, opened_job
 from torchx_monarch.cli.output import add_json, print_json, print_record
 from torchx_monarch.cli.status_text import render
 from torchx_monarch.schedulers.job_status import JobStatus
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the status of a job; with ``--watch`` each time that it changes, until its end."""
-    with opened_job(args.handle) as job:
+    with opened_job(args.handle, timeout=PATIENCE) as job:
         if args.watch:
             watch((facts.status for facts in job.watch(_INTERVAL_S, SAMPLE_PAUSE_S)), args.json)
             return

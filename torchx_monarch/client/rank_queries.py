@@ -23,14 +23,14 @@ T = TypeVar("T")
 _CONNECT_TIMEOUT = 5.0
 """Seconds to wait for the connection: somebody waits for the answer."""
 
-_SAMPLES_TIMEOUT = 12.0
+SAMPLES_TIMEOUT = 12.0
 """Seconds to wait for samples: replica 0 waits for the other hosts."""
 
 _STACKS_TIMEOUT = 40.0
 """Seconds to wait for stacks: replica 0 waits for the other hosts and, with ``native``, for py-spy."""
 
 
-def ask_samples(hosts: Hosts, timeout: float = _SAMPLES_TIMEOUT) -> tuple[list[RankSample], dict[str, str]]:
+def ask_samples(hosts: Hosts, timeout: float = SAMPLES_TIMEOUT) -> tuple[list[RankSample], dict[str, str]]:
     """Return a sample of each rank, in their order, and why a host has not answered, by replica."""
     samples, missing = _ask(hosts, {"type": "samples"}, RankSample, timeout)
     return sorted(samples, key=lambda sample: sample.rank), missing
@@ -51,8 +51,9 @@ def ask_stacks(
 class RankWatch:
     """Ask the same hosts again and again what their ranks do: rates are those since the time before."""
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: Hosts, timeout: float = SAMPLES_TIMEOUT) -> None:
         self._hosts = hosts
+        self._timeout = timeout
         self._before: list[RankSample] = []
 
     def ask(self, first_pause: float = 0.0) -> tuple[list[RankView], dict[str, str]]:
@@ -62,9 +63,9 @@ class RankWatch:
             first_pause: seconds between the two samples of the first call; 0 for one sample, which tells no rates.
         """
         if first_pause and not self._before:
-            self._before = ask_samples(self._hosts)[0]
+            self._before = ask_samples(self._hosts, self._timeout)[0]
             time.sleep(first_pause if self._before else 0)
-        samples, missing = ask_samples(self._hosts)
+        samples, missing = ask_samples(self._hosts, self._timeout)
         before, self._before = self._before, samples or self._before
         return rank_views(samples, before), missing
 
