@@ -168,6 +168,8 @@ def test_no_time_at_all(text: str) -> None:
         ("H --nproc 4 -m pkg --nproc 2", ["-m", "pkg", "--nproc", "2"]),
         ("H --nproc 4 train.py --nproc 2", ["train.py", "--nproc", "2"]),
         ("H --nproc 4 -- torchrun -m pkg", ["torchrun", "-m", "pkg"]),
+        ("H --nproc 4 -mpkg --lr 1 --nproc 2", ["-m", "pkg", "--lr", "1", "--nproc", "2"]),
+        ("H --nproc 4 train.py -mpkg", ["train.py", "-mpkg"]),
         ("H -- torchrun train.py", ["torchrun", "train.py"]),
         ("--nproc 4 H -m pkg", ["-m", "pkg"]),
     ],

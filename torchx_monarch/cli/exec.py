@@ -98,6 +98,10 @@ def _words(args: argparse.Namespace) -> list[str]:
     _add_options(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
     parser.add_argument("program", nargs=argparse.REMAINDER)
+    # After -mNAME, argparse would take the module's options for those of this command: after -m NAME it does not.
+    if parser.parse_known_args(typed, argparse.Namespace(**vars(args)))[0].module:
+        at = next(at for at, word in enumerate(typed) if word.startswith("-m"))
+        typed = [*typed[:at], "-m", *filter(None, [typed[at][2:]]), *typed[at + 1 :]]
     _, unknown = parser.parse_known_args(typed, args)
     if unknown:
         raise CommandError(f"{unknown[0]} is no option here. {_USAGE}", exit_codes.USAGE)
