@@ -18,6 +18,7 @@ from torchx_monarch.cli import debug, exit_codes
 from torchx_monarch.client.debugger import Breakpoint
 from torchx_monarch.controller.debug_sessions import DebugSessions
 from torchx_monarch.controller.rendezvous import Peer, RendezvousError
+from torchx_monarch.host.ranks import rank_debugger
 from torchx_monarch.host.ranks.breakpoints import Breakpoints, Streams
 from torchx_monarch.transport import connections, messages
 
@@ -136,3 +137,14 @@ def test_which_rank_is_debugged(
     output = capsys.readouterr()
     assert caught.value.exit_code == code
     assert ("/x/train.py:3" in output.out) == (len(ranks) > 1 and rank is None)
+
+
+@pytest.mark.parametrize("message", [b"[1]\n", b"no JSON\n"])
+def test_an_unexpected_message_ends_the_terminal_of_a_rank(message: bytes) -> None:
+    near, far = socket.socketpair()
+    terminal = rank_debugger._Terminal(near, {"kind": "dumb", "rows": "many", "columns": 1e400})
+    with far, far.makefile("rb") as answers:
+        far.sendall(message)
+        assert b'"type": "end"' in answers.read()
+    assert terminal.is_hung_up
+    terminal.close()

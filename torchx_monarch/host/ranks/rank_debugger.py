@@ -91,6 +91,8 @@ def _wait(frame: FrameType, host: str, rank: int, own_files: Collection[str]) ->
             return None
         terminal = _Terminal(link, answer)
     except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError):
+            _send(link, type="end", reason=f"goes on: no terminal can be opened: {error}")
         link.close()
         print(f"[monarch] no debugger can be attached: {error}", file=sys.stderr)
         return None
@@ -126,7 +128,7 @@ class _Terminal:
         received = keys = b""
         poll = select.poll()
         poll.register(self._link, select.POLLIN)
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # this thread must hang up: pdb waits for that
             while True:
                 poll.register(self._far_end, select.POLLIN | (select.POLLOUT if keys else 0))
                 ready = dict(poll.poll())
@@ -148,7 +150,7 @@ class _Terminal:
 
     def _obey(self, message: Mapping[str, Any]) -> bytes:
         """Return the keys of a message, or resize the terminal."""
-        if message["type"] == "size":
+        if message.get("type") == "size":
             self._resize(message)
             os.kill(os.getpid(), signal.SIGWINCH)
         return str(message.get("data", "")).encode("latin-1", "replace")
@@ -162,8 +164,9 @@ class _Terminal:
         return size
 
     def _resize(self, message: Mapping[str, Any]) -> None:
-        size = (min(max(int(message.get(name, 24)), 1), 0xFFFF) for name in ("rows", "columns"))
-        fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+        with contextlib.suppress(TypeError, ValueError, OverflowError):  # no numbers
+            size = [min(max(int(message.get(name, 24)), 1), 0xFFFF) for name in ("rows", "columns")]
+            fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
 
     def _show(self) -> None:
         _send(self._link, type="output", data=os.read(self._far_end, _PIECE).decode("latin-1"))
