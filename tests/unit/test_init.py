@@ -132,6 +132,10 @@ def test_files_that_come_first_are_named(init: Init, tmp_path: Path, monkeypatch
     assert "comes first for TorchX (TORCHXCONFIG), and names slurm" in init()[2]
 
 
+def test_the_old_value_goes_with_its_continuation_lines() -> None:
+    assert with_value("[a]\nk = 1\n  more\n\tyet\nkk = 4\n", "a", "k", "new") == "[a]\nk = new\nkk = 4\n"
+
+
 @given(
     st.lists(st.sampled_from(["[a]", "[b]", "[DEFAULT]", "k = 1", "k: 2", "  more", "# k = 3", "", "kk = 4", " k=5"]))
 )

@@ -130,7 +130,8 @@ def with_value(text: str, section: str, key: str, value: str) -> str:
     else:
         above, below = text[: header.end()], text[header.end() :]
         if before is not None:
-            below = re.sub(rf"^[ \t]*{re.escape(key)}[ \t]*[=:][^\n]*\n?", "", below, count=1, flags=re.MULTILINE)
+            old = rf"^[ \t]*{re.escape(key)}[ \t]*[=:][^\n]*\n?(?:[ \t]+\S[^\n]*\n?)*"  # with its continuation lines
+            below = re.sub(old, "", below, count=1, flags=re.MULTILINE)
         changed = above + ("" if above.endswith("\n") else line_end) + setting + below
     if value_of(changed, section, key) != value:
         raise ConfigSyntaxError(f"write `{key} = {value}` into its section [{section}] yourself")
