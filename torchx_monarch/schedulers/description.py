@@ -176,8 +176,8 @@ def _hint(seconds: float) -> str:
     if seconds < _SLOW_START:
         return ""
     return (
-        f"each rank took {seconds:.1f} s until its process group had formed; what a program imports in its first "
-        "statements is imported once per host, and what it imports later by each rank"
+        f"ranks took {seconds:.1f} s or more until their process group had formed; with -cfg preload=auto, what a "
+        "program imports in its first statements is imported once per host, and what it imports later by each rank"
     )
 
 
