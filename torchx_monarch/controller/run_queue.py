@@ -349,7 +349,8 @@ class RunQueue(Session):
             )
         before = self._queue[-1] if self._queue else self.current
         if before is not None and not request.queue:
-            end = f"torchx monarch stop {self.hosts.options.spec.app} --run {before.number}"
+            spec = self.hosts.options.spec
+            end = f"torchx monarch stop {spec.app} --role {spec.role} --run {before.number}"
             raise RendezvousError(
                 f"{before.describe()} has these hosts; queue this one (--queue, queue=True), or end that: {end}"
             )
