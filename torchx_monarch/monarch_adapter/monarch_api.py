@@ -67,12 +67,12 @@ def prepare_import() -> None:
 @contextlib.contextmanager
 def _without_noise() -> Iterator[None]:
     """Hold back what the process writes to stderr, then write all but what Monarch says of its log file."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # closed; the file below would get its number
+        yield
+        return
     with tempfile.TemporaryFile() as held:
-        try:
-            stderr = os.dup(2)
-        except OSError:  # closed
-            yield
-            return
         os.dup2(held.fileno(), 2)
         try:
             yield
