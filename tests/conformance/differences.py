@@ -52,7 +52,8 @@ class Difference(Enum):
         "Modules imported before the script begins",
         "none",
         "torch, and the installed modules that the script imports in its first statements; torch alone with `-cfg "
-        "preload=torch`, none with `-cfg ranks=fresh`. What torch prints then is in the host's log. "
+        "preload=torch`, none with `-cfg ranks=fresh`. What torch prints then is in the host's log; what the script's "
+        "imports print is printed by each rank. "
         "Modules of the standard library that they import are in `sys.modules` from the start; others once the "
         "program imports them, and until then `sys.meta_path` has one more finder",
         "one interpreter per host imports them while the hosts find each other, which is most of a start",
