@@ -180,3 +180,14 @@ def test_it_waits_for_monarchs_threads(first: str, seconds: float, printed: str)
     command = [sys.executable, "-c", _PROGRAM.format(first=first, seconds=seconds)]
     done = subprocess.run(command, timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")  # nothing about Monarch's log file
+
+
+def test_a_closed_stderr_is_closed_after_the_import_of_monarch() -> None:
+    text = """
+import os
+from torchx_monarch.monarch_adapter import monarch_api
+os.close(2)
+with monarch_api._without_noise():
+    os.write(1, os.path.exists("/proc/self/fd/2") and b"open" or b"closed")
+"""
+    assert subprocess.run([sys.executable, "-c", text], capture_output=True, timeout=WITHIN).stdout == b"closed"

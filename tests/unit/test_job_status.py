@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torchx.specs import AppDef, Role
@@ -18,7 +19,7 @@ from torchx.specs import AppDef, Role
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.cli import ls
+from torchx_monarch.cli import jobs, ls
 from torchx_monarch.cli import status as status_command
 from torchx_monarch.cli.status_text import render
 from torchx_monarch.insight import events
@@ -420,3 +421,17 @@ def test_ranks_that_wait_in_a_breakpoint_are_named_until_they_go_on() -> None:
         {"time": 7.0, "kind": "ranks", "role": "a", "message": ""},
     ]
     assert [found.message for found in status_of(snapshot(), [*STARTED, *both]).breakpoints] == ["rank 1 of b"]
+
+
+@pytest.mark.parametrize(("phase", "asked"), [("queued", 0), ("hosts", 1), ("running", 1)])
+def test_the_ranks_of_one_role_are_asked_while_another_one_starts(
+    phase: str, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, scheduler = Mock(), Mock()
+    watch.return_value.ask.return_value = ([], {})
+    scheduler.apps.replica_log.return_value = []
+    monkeypatch.setattr(jobs, "RankWatch", watch)
+    status = replace(status_of(snapshot()), phase=phase)
+    reader = jobs.JobReader(scheduler, HANDLE, "train-x7", "trainer", "", 1.0)
+    reader._with_ranks(jobs.JobFacts(snapshot(), status), 0.0)
+    assert watch.return_value.ask.call_count == asked

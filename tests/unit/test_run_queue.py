@@ -16,7 +16,7 @@ from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import BeginRun, FinishRun, Request, RunBegun
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
-from torchx_monarch.controller.rendezvous import Peer, Rendezvous
+from torchx_monarch.controller.rendezvous import Peer, Rendezvous, RendezvousError
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.host.code_distribution import HostCode
 from torchx_monarch.host.host import Host
@@ -46,6 +46,16 @@ class Replica0:
 
     def submit(self, **more: object) -> None:
         self.runs.submit(RunRequest.from_message({"command": ["python", "x.py"], "queue": True, **more}))
+
+
+def test_the_refusal_of_a_run_names_the_role_in_the_command_that_ends_the_earlier_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        replica0 = Replica0(tmp_path)
+        replica0.submit()
+        with pytest.raises(RendezvousError, match="torchx monarch stop app --role trainer --run 1$"):
+            replica0.submit(queue=False)
+
+    asyncio.run(main())
 
 
 def test_the_end_of_a_queued_run_leaves_the_timeout_of_the_running_one(tmp_path: Path) -> None:
