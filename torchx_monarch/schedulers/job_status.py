@@ -259,7 +259,7 @@ def build(
         ranks=_ranks(happened, commands),
         last_failure=_last_failure(happened),
         hang=None if status.state is State.SUCCEEDED else _hang(happened),
-        breakpoints=() if status.state.is_terminal else _breakpoints(happened),
+        breakpoints=_breakpoints(happened, status),
         last_output=last_output or None,
         log_folder=log_folder or None,
         roles=[
@@ -425,9 +425,9 @@ def _hang(happened: Sequence[Event]) -> Failure | None:
     return Failure(last["time"], one_line(last["message"]).removeprefix("hang: "))
 
 
-def _breakpoints(happened: Sequence[Event]) -> list[Failure]:
+def _breakpoints(happened: Sequence[Event], status: AppStatus) -> list[Failure]:
     waiting: dict[tuple[object, object], Failure] = {}
-    for event in happened:
+    for event in () if status.state.is_terminal else happened:
         role, rank = event.get("role"), event.get("rank")
         if event["kind"] in ("ranks", "rank_restart", "run_end"):
             waiting = {key: place for key, place in waiting.items() if key[0] != role}
