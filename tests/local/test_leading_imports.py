@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.local.hosts import Hosts
 from tests.local.live import Live
 
 OPTIONS = ("--grace", "5", "--preload", "auto")
@@ -190,6 +191,16 @@ def test_ranks_import_for_themselves_what_they_cannot_share(
     text = f"import pack\nimport other\nimport last\n{AHEAD}\nprint(ahead(pack, other, last), flush=True)"
     for _ in range(2):
         assert run(text) == {"['pack']"}
+
+
+def test_ranks_with_interpreters_of_their_own_execute_all_imports(folder: Path, python: str, tmp_path: Path) -> None:
+    """A module of ``preload`` that runs a thread forbids forks."""
+    thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    install(tmp_path, "threaded.py", thread)
+    (tmp_path / "prog.py").write_text(f"import pack\n{AHEAD}\nassert not ahead(pack)\nassert os.environ['RANK'] == '0'")
+    command = [python, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(tmp_path / "prog.py")]
+    hosts = Hosts(folder, command, options=("--grace", "5", "--preload", "auto,threaded")).start()
+    assert hosts.wait() == [0], hosts.err()
 
 
 def test_an_import_that_ends_its_process_is_left_to_the_ranks(

@@ -116,7 +116,7 @@ class Zygote:
 
     async def is_current(self, path0: str) -> bool:
         """Return whether a program in a folder would import the files that its leading statements have imported."""
-        return bool((await self.ask({"op": "check", "path0": path0}))["current"])
+        return bool((await self.ask({"op": "check", "path0": path0})).get("current"))
 
     async def imports(self) -> dict[str, Any]:
         """Wait for the import of the modules; return the answer (see ``zygote_main``)."""

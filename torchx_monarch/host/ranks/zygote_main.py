@@ -447,7 +447,7 @@ def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, 
             elif op == "lead":
                 answer = _lead(order, program, channel)
             elif op == "check":
-                answer["current"] = program["leading"].is_current(order["path0"])
+                answer["current"] = "leading" not in program or program["leading"].is_current(order["path0"])
             elif op == "count":
                 answer["count"] = _in_fork(_count, order["device"])
             elif op == "cpus":
