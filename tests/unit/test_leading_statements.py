@@ -23,6 +23,7 @@ ENDS = {
     "the user's module": "import mine",
     "a part of the user's package": "from package.part import x",
     "a relative import": "from . import x",
+    "Monarch": "from monarch.actor import Actor",
 }
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,14 @@ def spec(*words: str, modules: tuple[str, ...] = ("torch",), cwd: str | None = N
 )
 def test_the_interpreter_of_the_zygote(run: RunSpec, python: list[str], preloads: list[str]) -> None:
     assert (run.zygote_command(run.command.program_of(0)), run.preload) == (python, preloads)
+
+
+@pytest.mark.parametrize(("target", "leads"), [("prog0.py", True), ("prog${local_rank}.py", False)])
+def test_programs_of_their_own_share_no_leading_statements(target: str, leads: bool, tmp_path: Path) -> None:
+    (tmp_path / "prog0.py").write_text("import sklearn")
+    parsed = parse(["torchrun", target], {})
+    assert parsed is not None
+    assert bool(RunSpec(parsed, {}, ["torch"], cwd=str(tmp_path)).with_leading().leading) == leads
 
 
 def test_the_zygote_starts_with_the_variables_that_are_read_early() -> None:

@@ -25,6 +25,9 @@ Statement = tuple[int, str]
 _DYNAMO = (0, "import torch._dynamo")
 """What DistributedDataParallel's constructor executes: 829 modules, about a second (torch 2.13)."""
 
+_RUNS_A_THREAD = "monarch"
+"""A package that ranks cannot share: that is known before half a second is spent on its import."""
+
 _USES_DYNAMO = (b"DistributedDataParallel", b"accelerate")
 """Texts in a program that constructs one."""
 
@@ -111,12 +114,12 @@ def _leading(tree: ast.Module, own: Collection[str]) -> Iterator[tuple[int, str,
             case ast.Import(names=names):
                 for alias in names:
                     package = alias.name.partition(".")[0]
-                    if package in own:
+                    if package in own or package == _RUNS_A_THREAD:
                         return
                     yield node.lineno, ast.unparse(ast.Import([alias])), package
             case ast.ImportFrom(module="__future__"):
                 pass
-            case ast.ImportFrom(module=str(module), level=0) if module.partition(".")[0] not in own:
+            case ast.ImportFrom(module=str(module), level=0) if module.partition(".")[0] not in {*own, _RUNS_A_THREAD}:
                 yield node.lineno, ast.unparse(node), module.partition(".")[0]
             case ast.Expr(value=ast.Constant()):
                 pass

@@ -102,8 +102,9 @@ class RunSpec:
 
     def with_leading(self) -> RunSpec:
         """Return the run with the leading statements of its program, if its ranks may share what these import."""
-        program, shares = self.command.program_of(0), self.forks and self.command.options.numa_binding is None
-        if not self.preload or not shares:
+        program = self.command.program_of(0)
+        is_one = program.target == self.command.program_of(1).target
+        if not (self.preload and self.forks and is_one and self.command.options.numa_binding is None):
             return self
         packages = {*self.preload, *(["numpy"] if "torch" in self.preload else [])}
         found = leading_statements(program.mode, program.target, self.cwd or os.getcwd(), packages)
