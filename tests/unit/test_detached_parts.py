@@ -219,6 +219,8 @@ def test_the_last_word_uses_the_reserve(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(state_files, "write_json", full)
         state_files.write_last_json(status, {"state": "FAILED"}, reserve)
+        with pytest.raises(OSError, match="No space left on device"):  # without a reserve: there was never room
+            state_files.write_last_json(status, {"state": "FAILED"}, reserve)
     assert state_files.load_undamaged(dict, status) == {"state": "FAILED"}
     assert not os.path.exists(reserve)
 

@@ -230,7 +230,9 @@ def test_an_app_that_does_not_end_when_it_is_cancelled(monkeypatch: pytest.Monke
     monkeypatch.setattr(apps, "read", lambda app_id, brief: (app, AppStatus(State.RUNNING)))
     monkeypatch.setattr(apps, "wait", lambda app_id, timeout: False)
     if waits:
-        with pytest.raises(BackendError, match=r"app train-1 was told to end, but has not ended within \d+ s; `torchx"):
+        with pytest.raises(
+            BackendError, match=r"app train-1 was asked to end, but has not ended within \d+ s; `torchx"
+        ):
             apps.cancel_and_wait("train-1")
     else:
         apps.cancel_and_wait("train-1")

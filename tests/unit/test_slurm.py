@@ -24,6 +24,7 @@ from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.backends.batch.task import substitute
 from torchx_monarch.backends.core import state_files, stop_request
+from torchx_monarch.backends.core.errors import StateDirError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -192,6 +193,18 @@ def test_senseless_options_are_refused(runner: Runner, cfg: dict[str, Any], word
 )
 def test_first_node_of_a_list(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
+
+
+def test_the_folder_of_jobs_is_no_link(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sbatch").symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    backend = SlurmBackend()
+    Path(backend.root).parent.mkdir(parents=True, mode=0o700)
+    (tmp_path / "elsewhere").mkdir()
+    Path(backend.root).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StateDirError, match="jobs: is a symbolic link"):
+        runner.run(app(), "monarch_slurm")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_missing_commands_are_named(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,9 @@ _POLL = 0.05
 #: Reads of the log for each check of the app's state, which costs more.
 _READS_PER_CHECK = 4
 
+_MAX_TAIL = 1 << 24
+"""Bytes at the end of a log in which its last lines are looked for."""
+
 _LATEST = 1e11
 """The latest time of a sound record, in the year 5138: ``datetime`` has none after the year 9999."""
 
@@ -76,7 +79,10 @@ def lines(log_dir: str, query: LogQuery[Any], below: str | None = None, start: i
 
 
 def _last_lines(path: str, count: int, below: str | None) -> int:
-    """Return where a line starts that has at least ``count`` lines from it to the end; 0 for no count or no such."""
+    """Return where a line starts that has at least ``count`` lines from it to the end; 0 for no count or no such.
+
+    Where lines are very long it is within one, _MAX_TAIL before the end.
+    """
     try:
         fd = safe_files.open_file(path, below=below)
     except OSError:
@@ -88,6 +94,8 @@ def _last_lines(path: str, count: int, below: str | None) -> int:
             data = file.read(size)
             if data.count(b"\n") > count:
                 return end - size + data.index(b"\n") + 1
+            if size >= _MAX_TAIL:
+                return end - size
             size *= 4
     return 0
 

@@ -57,7 +57,12 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> tuple[int, t
     program = find_program(argv[0], env.get("PATH", os.defpath), cwd)
     parent = os.getpid()
     stdout, stdout_end = os.pipe()
-    stderr, stderr_end = os.pipe()
+    try:
+        stderr, stderr_end = os.pipe()
+    except OSError:
+        os.close(stdout)
+        os.close(stdout_end)
+        raise
     # Block signals: a handler in the child would write to the wake-up pipe that it shares with its parent.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
@@ -70,12 +75,13 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> tuple[int, t
             env=env,
             cwd=cwd,
             start_new_session=True,
+            close_fds=False,  # a batch system may give its tasks descriptors (PMI_FD); Python's own are not inheritable
             preexec_fn=lambda: _set_up_child(parent),
         )
     except BaseException as error:
         os.close(stdout)
         os.close(stderr)
-        if not isinstance(error, OSError) or error.filename is None or error.errno is None:
+        if not isinstance(error, OSError) or error.filename not in (program, cwd) or error.errno is None:
             raise
         refused = f"the working directory {cwd} cannot be entered"
         refused = refused if error.filename == cwd else f"{program} cannot be executed"

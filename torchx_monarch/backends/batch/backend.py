@@ -217,6 +217,8 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         jobs: list[str] = []
         try:
             state_files.make_folder(self.name, self.index)
+            if os.path.dirname(folder.root) == self.root:
+                state_files.make_folder(self.name, os.path.basename(self.root))
         except OSError as error:
             raise StateDirError.from_os_error(error, self._index) from error
         try:
@@ -264,7 +266,11 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         """Remove the folders of apps that ended long ago."""
         oldest = time.time() - state_files.keep_days() * 86400
         folders = {app_id: f for app_id, f in self.folders().items() if os.path.dirname(f.root) == self.root}
-        old = {app_id: folder for app_id, folder in folders.items() if os.path.getmtime(folder.root) < oldest}
+        old = {}
+        for app_id, folder in folders.items():
+            with contextlib.suppress(OSError):  # another process has removed it
+                if os.path.getmtime(folder.root) < oldest:
+                    old[app_id] = folder
         queued = self.report(old) if old else {}
         for app_id, folder in old.items():
             with contextlib.suppress(state_files.DamagedFileError, OSError):
@@ -294,7 +300,9 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         found = {}
         for name in filter(state_files.is_app_id, names):
             path = os.path.join(self._index, name)
-            folder = JobFolder(os.readlink(path) if os.path.islink(path) else path)
+            with contextlib.suppress(OSError):  # a folder, or removed just now
+                path = os.readlink(path)
+            folder = JobFolder(path)
             if os.path.exists(folder.app):
                 found[name] = folder
         return found
@@ -348,7 +356,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             roles,
             stored.app,
             created=content["created"],
-            grace=content["grace"],
+            grace=float(content.get("grace", 30.0)),
             ending=ending,
             ui_url=f"file://{folder.root}",
             folder=folder,

@@ -179,7 +179,7 @@ class Apps(Generic[S]):
             return
         if not self.wait(app_id, timeout := _end_timeout(found[0])):
             raise BackendError(
-                f"app {app_id} was told to end, but has not ended within {timeout:.0f} s; "
+                f"app {app_id} was asked to end, but has not ended within {timeout:.0f} s; "
                 f"`torchx monarch status {self._scheduler}://torchx/{app_id}` shows what is left"
             )
 

@@ -181,8 +181,11 @@ def write_last_json(path: str, value: object, reserve: str) -> None:
     """
     try:
         write_json(path, value)
-    except OSError:
-        safe_files.write_into_reserve(reserve, path, json.dumps(value, default=str).encode())
+    except OSError as error:
+        try:
+            safe_files.write_into_reserve(reserve, path, json.dumps(value, default=str).encode())
+        except FileNotFoundError:  # the disk was full from the start
+            raise error from None
     with contextlib.suppress(OSError), open(path, "rb") as file:
         os.fsync(file.fileno())
     with contextlib.suppress(OSError):

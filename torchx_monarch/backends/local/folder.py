@@ -205,7 +205,6 @@ def keep_apps() -> int:
 def prune(apps: str) -> list[str]:
     """Remove apps that ended long ago, or before the newest that are kept, and folders half made or half removed.
 
-
     Returns:
         The ids of the removed apps.
     """

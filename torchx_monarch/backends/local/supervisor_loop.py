@@ -325,10 +325,11 @@ class SupervisorLoop:
             for replica in replicas:
                 is_late = replica.record.state is State.CANCELLED or (is_over and not replica.alive)
                 state = State.SUCCEEDED if is_late else replica.record.state
-                error = (replica.read_error() or "") if errors and state is State.FAILED else ""
+                # Whatever the app has failed by came after the failures that its role has tolerated.
+                tolerated = replica in self._tolerated
+                error = (replica.read_error() or "") if errors and state is State.FAILED and not tolerated else ""
                 more = {"state": state, "failure": replica.failure, "error": error, "is_error_lost": is_error_lost}
-                # Tolerated: whatever the app has failed by came later.
-                more["was_stopped"] = replica in self._tolerated
+                more["was_stopped"] = tolerated
                 snapshots.append(replica.record.snapshot(role.name, **more))
             roles.append(RoleSnapshot(role.spec, snapshots))
         return AppSnapshot(self._request.app_id, self._request.name, roles, grace=self._request.grace)

@@ -132,7 +132,7 @@ class MachineConnection:
                         raise
             elif not may_reconnect:
                 raise SshError(self._machine, "the connection was lost")
-            if order == "read" and self._silence is not None and time.monotonic() < self._silence[0]:
+            if order in ("read", "log") and self._silence is not None and time.monotonic() < self._silence[0]:
                 raise self._silence[1]
             return self._exchange(request)
 
