@@ -57,6 +57,7 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(folder: Path, scrip
             answer = 2 * number
             return answer
         def runs():
+            open({str(folder / "runs")!r}, "w").close()
             while not os.path.exists({str(folder / "go")!r}):
                 time.sleep(0.01)
         if rank == 1:
@@ -101,6 +102,7 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(folder: Path, scrip
     (found,) = json.loads(listed.stdout)["breakpoints"]
     assert (found["rank"], found["function"], found["attached"]) == (1, "<module>", True)
     types("c\r", "c", then="c\r\n")
+    until((folder / "runs").exists, "the program, for which pdb has set its handler of Ctrl-C")
     types("\x03", "Program interrupted")
     (folder / "go").touch()
     types("detach\r", "rank 1 goes on: its debugger was detached", then="\n")
