@@ -177,6 +177,10 @@ UNSAFE = {
     "the working folder": "os.chdir('/')",
     "a seed": "import random\nrandom.seed(7)",
     "a child": "import atexit, subprocess\nchild = subprocess.Popen(['sleep', '60'])\natexit.register(child.kill)",
+    "a fork": (
+        "own = os.getpid()\nif not os.fork():\n    import time\n    while os.getppid() == own:\n"
+        "        time.sleep(0.1)\n    os._exit(0)"
+    ),
     "an exit": "import sys\nhasattr(sys, 'argv') or sys.exit(3)",
     "an error": "import sys\nassert hasattr(sys, 'argv'), 'no'",
 }

@@ -27,6 +27,7 @@ _OF_A_RANK = frozenset(
     (
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"),
         *("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+        *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME"),
     )
 )
 """Variables that the zygote lacks, beside TORCHELASTIC_*; those of devices may differ between ranks."""
@@ -105,7 +106,7 @@ class LeadingImports:
                     self.why = self._execute(line, text, main) or problem() or what_is_new("it")
                     if not self.why and output.sizes() != printed and not sys.modules.keys().isdisjoint(_RANK_ZERO):
                         self.why = "it prints on rank 0 alone"
-                    os.write(writer, self.why.encode()[:4000])
+                    os.write(writer, b"+" + self.why.encode()[:4000])
                     os.close(writer)
                     if self.why:
                         hand_over(copy)
@@ -130,8 +131,10 @@ class LeadingImports:
             os.close(reader)
             return copy, writer
         os.close(writer)
-        with open(reader, "rb") as file:
-            self.why = file.read().decode(errors="replace")
+        # One message, for a process that the import has forked may hold the pipe open. It is empty if this one's parent
+        # has ended, and has no reason after the first byte if this copy is not needed.
+        self.why = os.read(reader, 4096)[1:].decode(errors="replace")
+        os.close(reader)
         if not self.why:
             os._exit(0)
         return 0, -1

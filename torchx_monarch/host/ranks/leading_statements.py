@@ -12,6 +12,7 @@ import ast
 import importlib.machinery
 import os
 import sys
+import warnings
 from collections.abc import Collection, Iterator
 
 from torchx_monarch.host.ranks.preloaded_modules import is_read_at_import
@@ -51,7 +52,9 @@ def leading_statements(mode: str, target: str, folder: str, preloaded: Collectio
     if not source.strip():
         return ()
     try:
-        tree = ast.parse(source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the program prints its own
+            tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ()  # the program reports it, if its interpreter finds it wrong, too
     own = own_modules(os.path.dirname(os.path.realpath(path)) if mode == "script" else folder)

@@ -149,6 +149,7 @@ class RankStarter:
                 unsafe = (await zygote.imports())["unsafe"]
             except ZygoteError as error:
                 if self._run.leading:
+                    self._zygotes.discard(zygote)
                     self._run = self._run.without_leading()
                     self._say(f"{error} while it executed the first imports of the program; the ranks execute them")
                     continue

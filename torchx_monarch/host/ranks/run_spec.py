@@ -140,7 +140,7 @@ class RunSpec:
         """Return the value that two runs share if the zygote of one can start the ranks of the other, a number each."""
         environ, command = self.start_environ(count), self.zygote_command(self.command.program_of(0))
         read = {name: value for name, value in environ.items() if self._is_read_early(name)}
-        led = (self.leading, dict(self.added), self.workspace or self.cwd) if self.leading else ()
+        led = ([text for _, text in self.leading], dict(self.added), self.workspace or self.cwd) if self.leading else ()
         return command, self.preload, led, read, self.start_folder()
 
     def _is_read_early(self, name: str) -> bool:

@@ -125,7 +125,7 @@ class Zygote:
             if self._led is not None:
                 answer = {**answer, **await asyncio.shield(self._led)}
         except asyncio.CancelledError:
-            if self._imported.cancelled():
+            if self._imported.cancelled() or (self._led is not None and self._led.cancelled()):
                 raise ZygoteError(f"the zygote (pid {self.pid}) is not needed any more") from None
             raise
         if "error" in answer:
