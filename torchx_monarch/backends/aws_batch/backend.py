@@ -21,7 +21,7 @@ from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, check_app, c
 from torchx_monarch.backends.aws_batch.request import BatchJob
 from torchx_monarch.backends.aws_batch.snapshot import BatchSnapshot, Results
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
-from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core.errors import SubmittedAlreadyError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
@@ -85,7 +85,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
 
     def submit(self, job: BatchJob, submitted: SubmittedApp, credentials: str) -> str:
         if job.app_id in self._job_ids:
-            raise UserError(f"this request was submitted already, as {job.app_id}; another job needs another dry run")
+            raise SubmittedAlreadyError(job.app_id)
         arguments = copy.deepcopy(job.submit)
         arguments.setdefault("parameters", {})[request.APP_PARAMETER] = submitted.pack()
         size = len(json.dumps(arguments).encode())

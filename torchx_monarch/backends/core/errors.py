@@ -18,6 +18,13 @@ class UserError(TorchXMonarchError, ComponentValidationException, ValueError):  
     """Raised when a request is impossible or names something that does not exist."""
 
 
+class SubmittedAlreadyError(UserError):
+    """Raised when one dry run is submitted a second time, though each app has its id from its dry run."""
+
+    def __init__(self, app_id: str) -> None:
+        super().__init__(f"this request was submitted already, as {app_id}; another job needs another dry run")
+
+
 class BackendError(TorchXMonarchError, ComponentValidationException, RuntimeError):  # type: ignore[misc]
     """Raised when the place where apps run is missing, does not answer, or refuses a request."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.errors import StateDirError, SubmitError, UserError
+from torchx_monarch.backends.core.errors import StateDirError, SubmitError, SubmittedAlreadyError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.local import folder, status
 from torchx_monarch.backends.local.request import LocalRequest
@@ -38,7 +38,7 @@ def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], 
         fill: writes further files into the app's folder.
 
     Raises:
-        UserError: the request was submitted already.
+        SubmittedAlreadyError: the request was submitted already.
         SubmitError: the folder could not be written, or the supervisor could not be started.
     """
     created = time.time()
@@ -75,9 +75,7 @@ def _make_folder(
     try:
         os.mkdir(paths.root, 0o700)
     except FileExistsError:
-        raise UserError(
-            f"this request was submitted already, as {request.app_id}; another job needs another dry run"
-        ) from None
+        raise SubmittedAlreadyError(request.app_id) from None
     with contextlib.ExitStack() as undo:
         undo.callback(folder.remove_app, paths)
         lock = folder.lock(paths)

@@ -15,7 +15,7 @@ from typing import Any
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
-from torchx_monarch.backends.core.errors import SubmitError, UserError
+from torchx_monarch.backends.core.errors import SubmitError, SubmittedAlreadyError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -85,9 +85,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
     def submit(self, request: SshRequest, submitted: SubmittedApp, credentials: str) -> str:
         """Start all replicas, then confirm them: what is not confirmed ends with the connection."""
         if self._stored.load(request.app_id) is not None:
-            raise UserError(
-                f"this request was submitted already, as {request.app_id}; another job needs another dry run"
-            )
+            raise SubmittedAlreadyError(request.app_id)
         layout = request.layout
         connections = {name: self._connection(name, layout.python, layout.setup) for name in layout.replicas}
 
