@@ -127,8 +127,7 @@ class Bench:
         seconds: dict[str, dict[str, list[float]]] = {
             what: {"torchrun": [], "ours": []} for what in ("launch", "restart", "again")
         }
-        held = serve(["torchrun", *words, "again"], "monarch_local", idle_timeout=3600)
-        with held as job:
+        with serve(["torchrun", *words, "again"], "monarch_local", idle_timeout=3600) as job:
             job.wait_ready(warm=True)
 
             def again() -> None:

@@ -16,6 +16,7 @@ import importlib.machinery
 import os
 import signal
 import site
+import socket
 import sys
 import sysconfig
 import tempfile
@@ -45,6 +46,10 @@ _HARMLESS = {*_RANK_ZERO, "fsspec.config", "tqdm.utils", "preloaded_modules.py"}
 TQDM_."""
 
 
+_GO_ON, _END = b"-", b"+"
+"""What a process writes to its copy: that the import must not be shared, or that the copy is not needed."""
+
+
 class _MustNotBeShared(BaseException):
     """Raised in a statement that ranks must execute themselves; the message says why."""
 
@@ -53,15 +58,11 @@ class LeadingImports:
     """Execute the leading statements of an order (see ``zygote_main``), and remember what they depend on.
 
     Attributes:
-        count: number of statements that have been executed.
-        why: why the next one must not be shared; empty if all have been executed.
         environ: the environment before the first statement.
         output: what the statements have written to stdout and to stderr; each rank writes it when it begins.
     """
 
     def __init__(self, order: dict[str, Any], path0: str) -> None:
-        self.count = 0
-        self.why = ""
         self.environ = dict(os.environ)
         self.output = (b"", b"")
         self._statements: list[tuple[int, str]] = order["statements"]
@@ -73,71 +74,59 @@ class LeadingImports:
         self._files: dict[str, tuple[int, int]] = {}
 
     def execute(
-        self,
-        fork: Callable[[], int],
-        watch: Callable[[], Callable[[str], str]],
-        hand_over: Callable[[int], None],
-        hide: Callable[[set[str]], None],
-    ) -> None:
+        self, fork: Callable[[], int], safety: dict[str, Any], channel: socket.socket, hide: Callable[[set[str]], None]
+    ) -> Callable[[], None]:
         """Execute the statements.
 
         Args:
             fork: forks this process; the fork ends when this process does.
-            watch: returns a function that returns what a module, which is named, has added since then that forbids
-                forks; empty if nothing.
-            hand_over: leaves the work of this process to a copy of it, and ends when the copy ends.
+            safety: the names of ``fork_safety``.
+            channel: the socket of the orders, which this process leaves to a copy that goes on in its place.
             hide: hides modules from the program until it imports them.
+
+        Returns:
+            A function for forks that makes anew what they must not share.
         """
-        before, main = set(sys.modules), types.ModuleType("__main__")
+        before, main, generators = set(sys.modules), types.ModuleType("__main__"), safety["Generators"]()
         vars(main).update(__builtins__=sys.modules["builtins"], __file__=self._path)
         sys.modules["__main__"] = main
         with _Output() as output, self._watched() as problem:
             for line, text in self._statements:
                 is_import = text.startswith(("import ", "from "))
                 if not is_import or text.split()[1].partition(".")[0] in sys.stdlib_module_names:
-                    self.why = self._execute(line, text, main)
-                else:
-                    printed, known = output.sizes(), set(sys.modules)
-                    copy, writer = self._fork_copy(fork)
-                    if not copy:
-                        output.truncate(printed)
+                    if self._execute(line, text, main):
                         break
-                    what_is_new = watch()
-                    self.why = self._execute(line, text, main) or problem() or what_is_new("it")
-                    if not self.why and output.sizes() != printed and not sys.modules.keys().isdisjoint(_RANK_ZERO):
-                        self.why = "it prints on rank 0 alone"
-                    os.write(writer, b"+" + self.why.encode()[:4000])
-                    os.close(writer)
-                    if self.why:
-                        hand_over(copy)
-                    os.waitpid(copy, 0)
-                    if not line:  # the program has no such statement
-                        hide({name for name in sys.modules.keys() - known if name not in sys.stdlib_module_names})
-                if self.why:
+                    continue
+                printed, known = output.sizes(), set(sys.modules)
+                copy, writer = _fork_copy(fork)
+                if not copy:
+                    output.truncate(printed)
                     break
-                self.count += 1
+                resources = safety["Resources"](fork)
+                why = self._execute(line, text, main) or problem()
+                why = why or resources.what_is_new("it") or generators.seeded_by("it")
+                if not why and output.sizes() != printed and not sys.modules.keys().isdisjoint(_RANK_ZERO):
+                    why = "it prints on rank 0 alone"
+                os.write(writer, _GO_ON if why else _END)
+                os.close(writer)
+                if why:
+                    channel.close()
+                os.waitpid(copy, 0)
+                if why:
+                    os._exit(0)
+                if not line:  # the program has no such statement
+                    hide({name for name in sys.modules.keys() - known if name not in sys.stdlib_module_names})
             self.output = output.read()
         new = set(sys.modules) - before
         self._packages = {name.partition(".")[0] for name in new}
-        self._files = dict(self._installed.files_of(new))
+        self._files = self._installed.files_of(new)
+        renew_generators = generators.stop()
 
-    def _fork_copy(self, fork: Callable[[], int]) -> tuple[int, int]:
-        """Fork a copy of this process that ends or, if a reason is written to a pipe, goes on with it as ``why``.
+        def renew() -> None:
+            renew_generators()
+            _renew_rank_zero()
 
-        Return the pid of the copy and the pipe, or 0 in a copy that goes on.
-        """
-        reader, writer = os.pipe()
-        if copy := fork():
-            os.close(reader)
-            return copy, writer
-        os.close(writer)
-        # One message, for a process that the import has forked may hold the pipe open. It is empty if this one's parent
-        # has ended, and has no reason after the first byte if this copy is not needed.
-        self.why = os.read(reader, 4096)[1:].decode(errors="replace")
-        os.close(reader)
-        if not self.why:
-            os._exit(0)
-        return 0, -1
+        return renew
 
     def _execute(self, line: int, text: str, main: types.ModuleType) -> str:
         """Execute a statement; return why it must not be shared, if that is found at once."""
@@ -145,7 +134,7 @@ class LeadingImports:
         try:
             exec(compile("\n" * (line - 1) + text, self._path, "exec", dont_inherit=True), vars(main))
         except BaseException as error:
-            return str(error) if isinstance(error, _MustNotBeShared) else f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}"
         now = vars(os.environ)["_data"]
         if text.startswith("os.environ"):
             self._set.update({name: value for name, value in now.items() if before.get(name) != value})
@@ -207,12 +196,30 @@ class LeadingImports:
         specs = (importlib.machinery.PathFinder.find_spec(name, places) for name in self._packages)
         return (
             self._installed.are_unchanged()
-            and self._files == dict(_stamps(self._files))
+            and self._files == _stamps(self._files)
             and not any(spec.loader and self._installed.foreign(spec) for spec in specs if spec)
         )
 
 
-def renew() -> None:
+def _fork_copy(fork: Callable[[], int]) -> tuple[int, int]:
+    """Fork a copy of this process that waits for one byte: on _GO_ON it goes on, else it ends.
+
+    Return the pid of the copy and the pipe for the byte, or 0 in a copy that goes on.
+    """
+    reader, writer = os.pipe()
+    if copy := fork():
+        os.close(reader)
+        return copy, writer
+    os.close(writer)
+    # Not until the end of the pipe, which a process that the import has forked may hold open.
+    goes_on = os.read(reader, 1) == _GO_ON
+    os.close(reader)
+    if not goes_on:
+        os._exit(0)
+    return 0, -1
+
+
+def _renew_rank_zero() -> None:
     """Have the modules of _RANK_ZERO in this rank take its variables."""
     for name, variables in _RANK_ZERO.items():
         if name in sys.modules:
@@ -297,7 +304,7 @@ class _InstalledModules:
         own = _folders(*filter(None, [*os.environ.get("PYTHONPATH", "").split(os.pathsep), program_folder]))
         self._own = tuple(path for path in own if path.startswith(self._places))
         self._standard = _folders(sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-        self._times = dict(_stamps(self._places))
+        self._times = _stamps(self._places)
 
     def foreign(self, spec: importlib.machinery.ModuleSpec) -> str:
         """Return the file or folder of a module that is neither installed nor Python's own; else empty."""
@@ -309,21 +316,24 @@ class _InstalledModules:
                 return str(path)
         return ""
 
-    def files_of(self, names: Iterable[str]) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Yield the files of installed modules that have been imported, and their stamps."""
+    def files_of(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """Return the stamps of the files of modules that have been imported."""
         specs = (vars(sys.modules[name]).get("__spec__") for name in names if hasattr(sys.modules[name], "__dict__"))
         return _stamps(str(spec.origin) for spec in specs if isinstance(spec, importlib.machinery.ModuleSpec))
 
     def are_unchanged(self) -> bool:
         """Return whether no package has been installed or removed."""
-        return dict(_stamps(self._places)) == self._times
+        return _stamps(self._places) == self._times
 
 
-def _stamps(paths: Iterable[str]) -> Iterator[tuple[str, tuple[int, int]]]:
+def _stamps(paths: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Return when files and folders, those that exist, were changed, and their sizes."""
+    stamps = {}
     for path in paths:
         with contextlib.suppress(OSError):
             found = os.stat(path)
-            yield path, (found.st_mtime_ns, found.st_size)
+            stamps[path] = found.st_mtime_ns, found.st_size
+    return stamps
 
 
 def _folders(*paths: str | None) -> tuple[str, ...]:

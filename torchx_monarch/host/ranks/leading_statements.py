@@ -57,7 +57,7 @@ def leading_statements(mode: str, target: str, folder: str, preloaded: Collectio
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ()  # the program reports it, if its interpreter finds it wrong, too
-    own = own_modules(os.path.dirname(os.path.realpath(path)) if mode == "script" else folder)
+    own = own_modules(program_folder(mode, target, folder))
     statements, end = list[Statement](), 0
     for line, text, package in _leading(tree, own):
         statements.append((line, text))
@@ -67,6 +67,11 @@ def leading_statements(mode: str, target: str, folder: str, preloaded: Collectio
         text in source for text in _SETS_UP_DYNAMO
     )
     return (*statements, _DYNAMO) if is_dynamo_used and "torch" in preloaded else tuple(statements[:end])
+
+
+def program_folder(mode: str, target: str, folder: str) -> str:
+    """Return the folder that a Python program puts first in ``sys.path``; arguments as for ``leading_statements``."""
+    return os.path.dirname(os.path.realpath(os.path.join(folder, target))) if mode == "script" else folder
 
 
 def own_modules(folder: str) -> set[str]:

@@ -166,7 +166,7 @@ class RankStarter:
     async def renew_importer(self) -> None:
         """Replace the zygote if the files of the modules that it has imported for this program have changed since."""
         zygote = await self.importer()
-        if zygote is not None and zygote.leading:
+        if zygote is not None and zygote.is_led:
             with contextlib.suppress(ZygoteError):  # its next order says so
                 if not await zygote.is_current(self._run.program_folder()):
                     self._zygotes.discard(zygote)

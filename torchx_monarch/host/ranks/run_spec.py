@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from torchx_monarch.command.command import Command, CommandError, Program, TorchrunOptions
-from torchx_monarch.host.ranks.leading_statements import Statement, leading_statements
+from torchx_monarch.host.ranks.leading_statements import Statement, leading_statements, program_folder
 from torchx_monarch.host.ranks.preloaded_modules import is_read_at_import
 from torchx_monarch.model.env_names import is_for_hosts, keep_monarch_log_private
 from torchx_monarch.model.world import World
@@ -92,9 +92,9 @@ class RunSpec:
         return self.python() if ahead or asks_torch else [sys.executable, "-I", "-S"]
 
     def program_folder(self) -> str:
-        """Return the folder that a Python program puts first in ``sys.path``."""
-        program, cwd = self.command.program_of(0), self.cwd or os.getcwd()
-        return os.path.dirname(os.path.realpath(os.path.join(cwd, program.target))) if program.mode == "script" else cwd
+        """Return the folder that the program puts first in ``sys.path``."""
+        program = self.command.program_of(0)
+        return program_folder(program.mode, program.target, self.cwd or os.getcwd())
 
     def without_leading(self) -> RunSpec:
         """Return the run without its leading statements."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
-from torchx_monarch.host.ranks.leading_statements import Statement, source_path
+from torchx_monarch.host.ranks.leading_statements import source_path
 from torchx_monarch.host.ranks.master_store import StoreProcess
 from torchx_monarch.host.ranks.rank_process import RankProcess
 from torchx_monarch.host.ranks.run_spec import RunSpec
@@ -54,13 +54,12 @@ class Zygote:
         pid: process id.
         signature: equal for runs whose ranks can be forks of this zygote (``RunSpec.signature``).
         ready: whether it runs and has imported its modules.
-        leading: the leading statements that it executes; empty if none.
+        is_led: whether it executes the leading statements of a program.
         imported: when its import of the modules began and ended, in seconds since the epoch; empty before that.
     """
 
     def __init__(self, started: ZygoteProcess, files: tuple[int, int] | None, say: Callable[[str], None]) -> None:
         self.signature = started.signature
-        self.leading: tuple[Statement, ...] = ()
         self.imported: tuple[float, ...] = ()
         self._say = say
         self._started = started
@@ -86,6 +85,10 @@ class Zygote:
         return self._process.pid
 
     @property
+    def is_led(self) -> bool:
+        return self._led is not None
+
+    @property
     def ended(self) -> bool:
         """Whether the process has ended."""
         return self._process.poll() is not None
@@ -100,7 +103,7 @@ class Zygote:
         The zygote must fit the run without them.
         """
         program = run.command.program_of(0)
-        self.signature, self.leading = run.signature(count), run.leading
+        self.signature = run.signature(count)
         order = {
             "op": "lead",
             "mode": program.mode,

@@ -9,8 +9,8 @@ alone. ``FD`` is one end of a socket pair on which the host sends orders as JSON
                                            ``target``; answer ``unsafe``, why ranks cannot be forked, or empty, and
                                            ``serves_store``, whether torch has been imported
 ``{"op": "lead", "statements": [...]}``    execute the leading statements of the program at ``path``, in the folder
-                                           ``cwd`` unless it is null, with ``env`` added; answer ``count``, how many
-                                           ranks find executed, and ``why``, what is wrong with the next one, or empty
+                                           ``cwd`` unless it is null, with ``env`` added, as far as ranks can share
+                                           what these do
 ``{"op": "check", "path0": P}``            answer ``current``, whether these would import the same files now in a
                                            program that puts the folder P first in ``sys.path``
 ``{"op": "count", "device": D}``           answer how many ranks torchrun would start for ``--nproc-per-node D``
@@ -111,35 +111,25 @@ def _import(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
 def _lead(order: dict[str, Any], program: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
     """Execute the leading statements of a program; return the answer to the order."""
     if program["unsafe"]:
-        return {"count": 0, "why": ""}  # each rank executes an interpreter of its own
-    zygote, safety = os.getpid(), program["run_sibling_file"]("fork_safety.py")
-    generators = safety["Generators"]()
+        return {}  # each rank executes an interpreter of its own
+    zygote, run_sibling_file = os.getpid(), program["run_sibling_file"]
 
     def fork() -> int:
         if (copy := _fork()) == 0:
             _die_with(zygote)
         return copy
 
-    def watch() -> Callable[[str], str]:
-        before = safety["Resources"](_fork)
-        return lambda module: str(before.what_is_new(module) or generators.seeded_by(module))
-
-    def hand_over(copy: int) -> NoReturn:
-        channel.close()
-        os.waitpid(copy, 0)
-        os._exit(0)
-
     if order["cwd"] is not None:
         os.chdir(order["cwd"])
     os.environ.update(order["env"])
     program["has_path0"] = is_set = program["set_path0"](order["mode"], order["target"])
-    program["preloaded"].hide()
-    names = program["run_sibling_file"]("leading_imports.py")
-    leading = program["leading"] = names["LeadingImports"](order, sys.path[0] if is_set else "")
-    leading.execute(fork, watch, hand_over, program["preloaded"].hide_again)
-    _renewals.extend((generators.stop(), names["renew"]))
+    preloaded = program["preloaded"]
+    preloaded.hide()
+    leading = run_sibling_file("leading_imports.py")["LeadingImports"](order, sys.path[0] if is_set else "")
+    program["leading"] = leading
+    _renewals.append(leading.execute(fork, run_sibling_file("fork_safety.py"), channel, preloaded.hide_again))
     gc.freeze()
-    return {"count": leading.count, "why": leading.why}
+    return {}
 
 
 def _fork() -> int:
