@@ -29,7 +29,7 @@ def run(command: Sequence[str], environ: Mapping[str, str], install: str, timeou
             errors="replace",
             timeout=timeout,
             check=False,
-            start_new_session=True,  # Ctrl-C is for this process, which needs the answer (``BatchBackend._submit``)
+            start_new_session=True,  # Ctrl-C is for this process, which needs the answer (``BatchBackend.submit``)
         )
     except FileNotFoundError:
         raise BackendError(f"{command[0]!r} is not on the PATH: install {install}") from None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The record of an app: its state, its replicas, why it ended. The content of status.json.
 
-Only the supervisor writes it. If that dies, readers derive the end from its lock (``state``).
+Only the supervisor writes it. If that dies, readers derive the end from its lock (``folder``).
 """
 
 from __future__ import annotations
