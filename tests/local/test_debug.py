@@ -84,7 +84,7 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(folder: Path, scrip
         terminal.forget()
         terminal.type(keys)
         wanted = lambda: terminal.shows(shown) and terminal.plain.endswith(then)  # noqa: E731
-        until(wanted, f"{shown!r} after {keys!r}")
+        until(wanted, lambda: f"{shown!r} after {keys!r}, at {terminal.plain!r}")
 
     types("s\r", "double()")
     types("n\r", "answer = 2")

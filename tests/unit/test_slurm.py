@@ -380,6 +380,22 @@ def test_folders_of_jobs_that_ended_long_ago_are_removed(
     assert backend.folders() == {} and not os.path.exists(job.root)
 
 
+def test_a_folder_is_removed_whose_files_change_meanwhile(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    state_files.write_json(record_path(job), asdict(OVER))
+    snapshot = SlurmBackend().read("7", job, {}, brief=True)
+    assert snapshot is not None
+    unlink, changes = os.unlink, iter([Path(job.root, "added").touch, Path(job.job_log).unlink])
+
+    def unlink_late(*args: Any, **more: Any) -> None:
+        next(changes, lambda: None)()
+        unlink(*args, **more)
+
+    Path(job.job_log).touch()
+    monkeypatch.setattr(os, "unlink", unlink_late)
+    SlurmBackend().remove(snapshot)
+    assert not os.path.exists(job.root)
+
+
 # -- the batch step ----------------------------------------------------------------------------------------------------
 
 

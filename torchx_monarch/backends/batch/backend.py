@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import errno
 import os
 import re
 import shlex
@@ -404,12 +405,12 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
     def remove(self, app: BatchSnapshot) -> None:
         if any(replica.is_alive for replica in app.replicas):
             self.cancel(app.jobs)
-        try:
-            shutil.rmtree(app.folder.root)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise RemoveError(app.app_id, app.folder.root, error) from None
+        while os.path.lexists(app.folder.root):
+            try:
+                shutil.rmtree(app.folder.root)
+            except OSError as error:  # the job's last process may have added, renamed or removed a file meanwhile
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                    raise RemoveError(app.app_id, app.folder.root, error) from None
 
 
 def batch_role(role: Role, spec: RoleSpec) -> BatchRole:

@@ -28,6 +28,9 @@ from typing import Any
 _PIECE = 4096
 """Bytes of a terminal's output in one message."""
 
+_CLOSE_TIMEOUT = 5.0
+"""Seconds for a closed terminal's output to be sent."""
+
 _session: _Debugger | None = None
 
 _connecting = _thread.allocate_lock()
@@ -118,6 +121,8 @@ class _Terminal:
         self._kind = str(client.get("kind"))
         self.output = _writer(self._descriptor)
         self.is_hung_up = False
+        self._relaying = _thread.allocate_lock()
+        self._relaying.acquire()
         self._resize(client)
         os.set_blocking(self._far_end, False)
         os.register_at_fork(after_in_child=self._hang_up)
@@ -156,12 +161,14 @@ class _Terminal:
         return str(message.get("data", "")).encode("latin-1", "replace")
 
     def _type(self, keys: bytes) -> int:
+        """Type keys, or send the signal of the first interrupt key; return how many keys that were."""
         attributes: Any = termios.tcgetattr(self._far_end)
-        size = os.write(self._far_end, keys)
-        # After the key, at which the kernel drops what the program has printed: not what pdb prints then.
-        if attributes[3] & termios.ISIG and attributes[6][termios.VINTR] in keys[:size]:
+        if attributes[3] & termios.ISIG and (interrupt := attributes[6][termios.VINTR]) in keys:
+            # The kernel would drop what has been typed and printed some time after the key: what pdb prints then, too.
+            termios.tcflush(self._descriptor, termios.TCIFLUSH)
             os.kill(os.getpid(), signal.SIGINT)
-        return size
+            return keys.index(interrupt) + 1
+        return os.write(self._far_end, keys)
 
     def _resize(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(TypeError, ValueError, OverflowError):  # no numbers
@@ -176,6 +183,7 @@ class _Terminal:
             self.is_hung_up = True
             os.close(self._far_end)
             self._link.close()
+            self._relaying.release()
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -211,6 +219,7 @@ class _Terminal:
             self._link.shutdown(socket.SHUT_RD)
         self.output.close()
         os.close(self._descriptor)
+        self._relaying.acquire(timeout=_CLOSE_TIMEOUT)  # a program that ends now would end the relay first
 
 
 class _Debugger(pdb.Pdb):
