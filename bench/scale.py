@@ -94,7 +94,6 @@ class Job:
         return [
             {"time": 900.0, "kind": "submitted", "message": "", "seconds": 0.5},
             {"time": 904.0, "kind": "hosts", "message": "", "role": "trainer"},
-            {"time": 905.0, "kind": "mesh", "message": "", "role": "trainer"},
             {"time": 909.0, "kind": "ranks", "message": "", "role": "trainer", "attempt": 0, "hosts": hosts},
             {"time": 910.0, "kind": "output", "message": "", "role": "trainer"},
             {"time": 990.0, "kind": "attempt_end", "message": "", "role": "trainer", "attempt": 0, "exits": exits},

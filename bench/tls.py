@@ -6,7 +6,7 @@ the loopback, in alternating order; the ranks import nothing ahead. What the col
 the host processes:
 
     user code    until the first line of the last rank's program: median, least and greatest
-    hosts, mesh  until replica 0 has said so
+    hosts        until replica 0 has said that all are there
     total        until both host processes have ended
     difference   of TLS to ipc in user code: the median of the differences within a round, least and greatest
 """
@@ -46,7 +46,6 @@ class Sample:
     """One job; seconds since its start."""
 
     hosts: float
-    mesh: float
     user_code: float
     total: float
 
@@ -101,7 +100,7 @@ def once(variant: str, nproc: int) -> Sample:
             sys.exit(f"bench/tls.py: {variant}: exit codes {codes}\n{(folder / 'output').read_text()[-3000:]}")
         events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
         when = {event["kind"]: event["time"] - started for event in events}
-        return Sample(when["hosts"], when["mesh"], max(first) - started, total)
+        return Sample(when["hosts"], max(first) - started, total)
 
 
 def main() -> None:
@@ -112,7 +111,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     args = parser.parse_args()
     print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.2f}; two host processes, {args.rounds} rounds")
-    print(f"{'ranks':>5}  {'':3}  {'hosts':>5}  {'mesh':>5}  {'user code':>19}  {'total':>19}")
+    print(f"{'ranks':>5}  {'':3}  {'hosts':>5}  {'user code':>19}  {'total':>19}")
     everything = {}
     for nproc in args.nproc:
         samples: dict[str, list[Sample]] = {variant: [] for variant in VARIANTS}
@@ -122,9 +121,9 @@ def main() -> None:
                 if number >= 0:
                     samples[variant].append(sample)
         for variant, taken in samples.items():
-            hosts, mesh = (statistics.median(getattr(one, name) for one in taken) for name in ("hosts", "mesh"))
+            hosts = statistics.median(sample.hosts for sample in taken)
             times = spread([one.user_code for one in taken]), spread([one.total for one in taken])
-            print(f"{2 * nproc:>5}  {variant}  {hosts:>5.2f}  {mesh:>5.2f}  {times[0]:>19}  {times[1]:>19}")
+            print(f"{2 * nproc:>5}  {variant}  {hosts:>5.2f}  {times[0]:>19}  {times[1]:>19}")
         pairs = zip(samples["tls"], samples["ipc"], strict=True)
         print(f"difference: {spread([tls.user_code - ipc.user_code for tls, ipc in pairs])}", flush=True)
         everything[nproc] = {variant: [dataclasses.asdict(one) for one in taken] for variant, taken in samples.items()}
