@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 from torchx.specs import NONE, AppDef, AppState
+from torchx.specs.api import UnknownAppException
 
 from tests.clusters.aws_batch.apps import NAME, Apps
 from tests.clusters.aws_batch.wire import Wire, refusal
 from torchx_monarch.backends.aws_batch import logs
 from torchx_monarch.backends.aws_batch.backend import AWSBatchBackend
-from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_VERSION
+from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_SCHEDULER, TAG_VERSION
 from torchx_monarch.backends.core.apps import Apps as BackendApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.model.host_result import HostResult
@@ -63,7 +64,7 @@ def job(wire: Wire, apps: Apps, status: str = "RUNNING", replicas: int = 2, **mo
         "jobDefinition": "arn:aws:batch:eu-central-1:123456789012:job-definition/app-1:1",
         "status": status,
         "startedAt": 1000,
-        "tags": {TAG_VERSION: "1"},
+        "tags": {TAG_SCHEDULER: NAME},
         "parameters": {APP_PARAMETER: app.pack()},
         "nodeProperties": {
             "numNodes": replicas,
@@ -242,6 +243,19 @@ def test_attempts_are_restarts(wire: Wire, wired: Apps) -> None:
     assert (status.state, status.num_restarts) == (AppState.SUCCEEDED, 1)
 
 
+@pytest.mark.parametrize("tags", [{"team": "theirs"}, {TAG_VERSION: "0.7.0"}])
+def test_a_job_that_others_submitted_is_no_app(wire: Wire, wired: Apps, tags: dict[str, str]) -> None:
+    """With the second tags, TorchX's former scheduler has."""
+    job(wire, wired, tags=tags)
+    assert wired.runner.status(HANDLE) is None
+    assert wired.runner.describe(HANDLE) is None
+    with pytest.raises(UnknownAppException):
+        list(wired.runner.log_lines(HANDLE, "trainer", 0))
+    wired.runner.cancel(HANDLE)
+    wired.runner.delete(HANDLE)
+    assert {operation for operation, _ in wire.asked} == {"ListJobs", "DescribeJobs"}
+
+
 def test_a_forgotten_job_can_still_be_deleted(wire: Wire, wired: Apps) -> None:
     """A week after its end Batch knows it no more, and its definition is left."""
     arn = "arn:aws:batch:eu-central-1:1:job-definition/app-1:1"
@@ -250,7 +264,7 @@ def test_a_forgotten_job_can_still_be_deleted(wire: Wire, wired: Apps) -> None:
         "jobDefinitionArn": arn,
         "revision": 1,
         "type": "container",
-        "tags": {TAG_VERSION: "1"},
+        "tags": {TAG_SCHEDULER: NAME},
         "containerProperties": {"image": "image:1", "command": ["sleep", "3"]},
     }
     wire.says("ListJobs", {"jobSummaryList": []})

@@ -118,7 +118,10 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         return snapshot.app_snapshot(app_id, job, nodes, self._results(job, nodes) if has_ended and not brief else {})
 
     def _find(self, app_id: str) -> Mapping[str, Any] | None:
-        """Return Batch's description of an app's job, or of its definition if Batch has forgotten the job."""
+        """Return Batch's description of an app's job, or of its definition if Batch has forgotten the job.
+
+        Jobs that this scheduler did not submit are no apps: whoever may list a queue may name those of others.
+        """
         queue, _, name = app_id.rpartition(":")
         if not queue or not name:
             return None
@@ -129,7 +132,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         if app_id not in self._job_ids:
             return next(iter(self._definitions(app_id)), None)
         found = self._described([self._job_ids[app_id]])
-        return found[0] if found and request.TAG_DELETED not in found[0].get("tags", {}) else None
+        return found[0] if found and _is_app(found[0]) else None
 
     def _nodes(self, job: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
         """Return Batch's description of each node of a job that Batch knows, by node index."""
@@ -171,12 +174,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
             own_definition = f"job-definition/{summary['jobName']}:"
             if own_definition in summary.get("jobDefinition", own_definition):
                 ids.append(summary["jobId"])
-        tagged = [(job, job.get("tags", {})) for job in self._described(ids)]
-        return [
-            job
-            for job, tags in tagged
-            if tags.get(request.TAG_SCHEDULER) == request.SCHEDULER and request.TAG_DELETED not in tags
-        ]
+        return [job for job in self._described(ids) if _is_app(job)]
 
     def read_log(
         self, app: BatchSnapshot, role: str, replica: int, query: LogQuery[BatchSnapshot]
@@ -230,8 +228,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         if not re.fullmatch(r"[\w-]+", name, re.ASCII):
             return []
         pages = self._aws.pages("batch", "DescribeJobDefinitions", jobDefinitionName=name, status="ACTIVE")
-        found = [definition for page in pages for definition in page["jobDefinitions"]]
-        return [definition for definition in found if request.TAG_VERSION in definition.get("tags", {})]
+        return [definition for page in pages for definition in page["jobDefinitions"] if _is_app(definition)]
 
     def _quietly(self, service: str, operation: str, **arguments: Any) -> None:
         """Send a request; log a warning if it fails."""
@@ -242,3 +239,9 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
 
     def _delete_secret(self, secret: str) -> None:
         self._quietly("secretsmanager", "DeleteSecret", SecretId=secret, ForceDeleteWithoutRecovery=True)
+
+
+def _is_app(described: Mapping[str, Any]) -> bool:
+    """Return whether a job or a definition is of an app of this scheduler that was not deleted."""
+    tags = described.get("tags", {})
+    return tags.get(request.TAG_SCHEDULER) == request.SCHEDULER and request.TAG_DELETED not in tags
