@@ -92,10 +92,13 @@ def read(path: Path) -> str:
 
 @pytest.mark.scenario("cancel while running", wire="moto+docker")
 @pytest.mark.scenario("log follow, since, until", wire="moto+docker")
-def test_cancel_while_running(running_apps: Apps) -> None:
+def test_cancel_while_running(running_apps: Apps, daemon: Daemon) -> None:
     apps = running_apps
     handle = apps.run(apps.role("sh", "-c", "echo up; sleep 1000"))
     until(lambda: apps.status(handle).state is AppState.RUNNING, "the container")
+    # A job runs before its shell has printed, or its container exists. moto has the log only after its end.
+    with contextlib.closing(daemon.client()) as client:
+        until(lambda: any(b"up\n" in each.logs() for each in client.containers.list()), "the shell", seconds=90)
     apps.torchx("cancel", handle)
     status = apps.wait(handle)
     assert (status.state, status.msg) == (AppState.CANCELLED, "cancelled through torchx")
