@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,7 @@ def write(folder: JobFolder, state: State, code: int | None = None, message: str
         ("COMPLETING", "None", BatchRecord("7", 1.0), False, "RUNNING", ""),
         ("COMPLETING", "None", OVER, False, "FAILED", "exited with code 3"),
         ("COMPLETING", "None", replace(OVER, outside=True), False, "RUNNING", ""),  # Slurm may queue it again
+        ("PENDING", "BeginTime", replace(OVER, outside=True), False, "PENDING", "waits for BeginTime"),
         ("FAILED", "None", OVER, False, "FAILED", "exited with code 3"),
         ("FAILED", "None", None, False, "FAILED", "do all nodes see that folder"),
         ("CANCELLED by 0", "None", None, False, "CANCELLED", "scancel"),
@@ -384,7 +386,8 @@ def test_a_folder_is_removed_whose_files_change_meanwhile(job: JobFolder, monkey
     state_files.write_json(record_path(job), asdict(OVER))
     snapshot = SlurmBackend().read("7", job, {}, brief=True)
     assert snapshot is not None
-    unlink, changes = os.unlink, iter([Path(job.root, "added").touch, Path(job.job_log).unlink])
+    unlink = os.unlink
+    changes: Iterator[Callable[[], None]] = iter([Path(job.root, "added").touch, Path(job.job_log).unlink])
 
     def unlink_late(*args: Any, **more: Any) -> None:
         next(changes, lambda: None)()
@@ -414,12 +417,23 @@ def test_a_failed_job_goes_back_into_the_queue_while_it_has_retries(
     said: list[tuple[str, ...]] = []
     monkeypatch.setattr("torchx_monarch.backends.slurm.batch_step._run", lambda *words: said.append(words))
     write(job, State.FAILED, 3, "replica r/0 exited with code 3")
-    assert batch_step._conclude() == 1 and said == [("scontrol", "requeue", "7")]  # Slurm refuses
+    assert batch_step._conclude() == 1 and said[1:] == [("scontrol", "requeue", "7")]  # Slurm refuses
     record = load_record(job)
     assert record is not None and (record.state, record.retries) == (State.FAILED, 1)
-    assert batch_step._conclude() == 3 and len(said) == 1
+    assert batch_step._conclude() == 3 and [words[0] for words in said[2:]] == ["squeue"]
     write(job, State.SUCCEEDED, 0)
     assert batch_step._conclude() == 0
+
+
+def test_steps_that_end_as_slurm_queues_the_job_again_do_not_end_the_job(
+    batch_step: BatchStep, job: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {"squeue": "COMPLETING"}  # it must not run scontrol
+    monkeypatch.setattr("torchx_monarch.backends.slurm.batch_step._run", lambda *words: answers[words[0]])
+    write(job, State.FAILED, 3, "replica r/0 exited with code 3")
+    assert batch_step._conclude() == 3
+    record = load_record(job)
+    assert record is not None and (record.state, record.outside, record.retries) == (State.FAILED, True, 0)
 
 
 def test_a_job_that_is_queued_again_after_a_failure_runs(

@@ -247,16 +247,18 @@ class BatchStep:
             _run("scancel", self._record.job_id)
             time.sleep(_REQUEUE_TIMEOUT)
             return code
+        state = (_run("squeue", "-h", "-o", "%T", "-j", self._record.job_id) or "").split()[:1]
         if self._is_stopping:
-            state = (_run("squeue", "-h", "-o", "%T", "-j", self._record.job_id) or "").split()[:1]
             if self._request.requeue and state == ["RUNNING"]:  # else Slurm itself may be about to queue it again
                 return self._requeue("told to stop by Slurm")
             self._record.outside = True
             reason = "told to stop by Slurm (see the job's state there)"
             return self._finish(State.FAILED, reason, 128 + signal.SIGTERM)
+        # When a node is lost, Slurm queues the job again and ends its steps, perhaps before SIGTERM comes here.
+        self._record.outside = state not in ([], ["RUNNING"])
         cause, message = status.cause, status.message
         code = shell_code(cause.exit_code or 1) if cause else 1
-        if self._may_retry(cause) and not no_retry_reason(code, status.error):
+        if not self._record.outside and self._may_retry(cause) and not no_retry_reason(code, status.error):
             self._record.retries += 1
             return self._requeue(message)
         return self._finish(State.FAILED, message, code)
