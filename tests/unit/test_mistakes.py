@@ -99,7 +99,7 @@ def torchx(
         ("delete last", "no app was submitted from this machine yet"),
         ("monarch cancel train", "there is no app 'train'"),
         ("monarch wait", "no app was submitted from this machine yet"),
-        ("monarch statsu", "'status'"),
+        ("monarch statsu", "Did you mean status?"),
     ],
 )
 def test_what_to_type_instead(torchx: Command, tmp_path: Path, command: str, answer: str) -> None:

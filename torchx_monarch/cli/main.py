@@ -6,9 +6,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torchx.cli.cmd_base import SubCommand
 
@@ -91,6 +92,16 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         )
         for name, text in SUB_COMMANDS.items():
             commands.add_parser(name, help=text, description=text).sub_command = name
+        refuse = subparser.error
+
+        def error(message: str) -> NoReturn:
+            from torchx_monarch.model.spelling import did_you_mean
+
+            typed = re.search(r"invalid choice: '(.*?)'", message)
+            refuse(f"{message}{did_you_mean(typed[1], SUB_COMMANDS) if typed else ''}")
+
+        # argparse suggests names itself from Python 3.14 on, if it is asked to.
+        subparser.error = error  # type: ignore[method-assign]
         if "_ARGCOMPLETE" in os.environ:
             from torchx_monarch.cli.completion import complete
 
