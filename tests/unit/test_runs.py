@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import signal
@@ -10,18 +11,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
+from unittest.mock import MagicMock
 
 import pytest
 
 from tests.unit.test_foreground import ImpatientTerminal, ctrl_c_raises
 from tests.waits import until
-from torchx_monarch.cli import exit_codes
+from torchx_monarch.cli import exit_codes, ps
 from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.result import RankOutput, RankResult, RunResult
 from torchx_monarch.client.run import Collector, RunHandle, collect_with_interrupts
 from torchx_monarch.client.runs import follow_run, list_runs
+from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.termination import termination
@@ -112,6 +115,27 @@ def test_a_run_is_followed_to_its_result(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == "[0] out\n"
     with pytest.raises(RefusedError, match="run 3 is not kept; those kept are: 1, 2"):
         follow_run(hosts(tmp_path), 3)
+
+
+def test_hosts_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SilentHosts(EndedHosts):
+        def open(self, *_: object, **__: object) -> Any:
+            link = MagicMock()
+            link.__enter__().receive.side_effect = TimeoutError
+            return link
+
+    with pytest.raises(UnreachableError, match="h://torchx/a: replica 0 has not answered within 15 s"):
+        list_runs(cast(Hosts, SilentHosts(None, end_reason="")))
+
+    def unreachable(*_: object) -> NoReturn:
+        raise UnreachableError("a:29400: Connection timed out")
+
+    monkeypatch.setattr(Target, "from_handle", unreachable)
+    monkeypatch.setattr(Hosts, "check_alive", lambda self: setattr(self, "_scheduler_state", ("RUNNING", "")))
+    monkeypatch.setattr("torchx_monarch.client.hosts._SHOW_ERROR_AFTER", -1.0)
+    monkeypatch.setattr(ps, "_START_TIMEOUT", 0.0)
+    with pytest.raises(AllocationError, match=r"after 0 s: waiting for the hosts .RUNNING.: a:29400: Connection timed"):
+        ps.run(argparse.Namespace(handle="h://torchx/a", role="", address="", json=False))
 
 
 def test_what_is_kept_nowhere_is_said() -> None:

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 
 from torchx_monarch.cli import handles
 from torchx_monarch.cli.handles import LAST
-from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.hosts import START_TIMEOUT, Hosts
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -29,8 +29,8 @@ def add_role_and_address(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def hosts_of(args: argparse.Namespace) -> Hosts:
-    """Return the hosts that the arguments name.
+def hosts_of(args: argparse.Namespace, start_timeout: float = START_TIMEOUT) -> Hosts:
+    """Return the hosts that the arguments name; ``start_timeout`` as for ``Hosts``.
 
     Raises:
         CommandError: they are to be on this machine, and there is no such app.
@@ -38,7 +38,7 @@ def hosts_of(args: argparse.Namespace) -> Hosts:
     # With an address, this machine need not know the app.
     if not args.address:
         handles.check_local(args.handle)
-    return Hosts(args.handle, args.role, args.address)
+    return Hosts(args.handle, args.role, args.address, start_timeout=start_timeout)
 
 
 def since(text: str) -> datetime:

@@ -25,6 +25,9 @@ from torchx_monarch.system.untrusted_text import one_line
 _MAX_ASKED = 64
 """Allocations that are asked at the same time."""
 
+_START_TIMEOUT = 15.0
+"""Seconds to wait for hosts that do not answer. Commands that use hosts wait longer for their start."""
+
 Allocation = tuple[str, str, LiveState]
 """The handle of an app, one of its roles, and what replica 0 of the role has answered."""
 
@@ -44,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
             rows = [_row(*allocation) for allocation in allocations]
             print_table(["HANDLE", "ROLE", "HOSTS", "STATE", "RUNS", "IDLE"], rows)
         return
-    hosts, rows = hosts_of(args), []
+    hosts, rows = hosts_of(args, _START_TIMEOUT), []
     if (status := hosts.ask_status()) is not None and status.message:
         raise AllocationError(f"{status.message}, and has no runs; its state: torchx monarch status {args.handle}")
     runs = list_runs(hosts)

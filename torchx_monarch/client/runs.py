@@ -20,7 +20,7 @@ from torchx_monarch.client.connection import TIMEOUT, Connection
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.result import RunInfo
 from torchx_monarch.client.run import Records, RunRecords
-from torchx_monarch.exceptions import AllocationError, RefusedError
+from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.model import codec
 from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.job_result import RankExit
@@ -95,7 +95,10 @@ def follow_run(hosts: Hosts, run: int | None) -> RunRecords:
 def ask_runs(hosts: Hosts) -> list[RunInfo]:
     """Return the runs that the hosts know, the ended ones first, then the current one and the queue."""
     with hosts.open(RUNS) as link:
-        return read_runs(link)
+        try:
+            return read_runs(link)
+        except TimeoutError:
+            raise UnreachableError(f"{hosts.handle}: replica 0 has not answered within {TIMEOUT:g} s") from None
 
 
 def read_runs(link: Connection, timeout: float = TIMEOUT) -> list[RunInfo]:
