@@ -167,7 +167,8 @@ def _arguments(command: str) -> list[tuple[str, str]]:
         if action.help != argparse.SUPPRESS:
             default = action.default if action.option_strings and action.nargs != 0 else None
             meaning = _meaning(action.help, default)
-            rows.append((_argument(action), meaning.replace(", see docs/reference/json.md", " ([fields](json.md))")))
+            meaning = meaning.replace("(documentation: JSON of torchx monarch)", "([fields](json.md))")
+            rows.append((_argument(action), meaning))
     return rows
 
 

@@ -18,7 +18,7 @@ from torchx_monarch.cli.exit_codes import CommandError
 STDOUT = ("-", "/dev/stdout")
 """The values of ``-o`` that are no file."""
 
-_HELP = "print JSON instead of text, see docs/reference/json.md"
+_HELP = "print JSON instead of text (documentation: JSON of torchx monarch)"
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 

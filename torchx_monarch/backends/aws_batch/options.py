@@ -115,7 +115,7 @@ def check_app(app: AppDef, roles: Sequence[RoleSpec], options: AWSBatchOpts) -> 
         _log.warning(
             "AWS Batch ends role %s when the first role, %s, has ended: only roles of torchrun or Python commands wait "
             "for each other. Mark what is to end so as a sidecar, or make it an app of its own "
-            "(docs/reference/backends.md)",
+            "(documentation: Backends, monarch_aws_batch)",
             ", ".join(ended),
             main.name,
         )

@@ -166,7 +166,7 @@ def check_cluster(api: Api, options: KubernetesOpts | None) -> Iterator[CheckRes
     yield check("mode", mode, fail=advice if mode == "volcano" and not has_volcano else "")
     group = "batch.volcano.sh" if mode == "volcano" else "batch"
     lacking = [right for right in _RIGHTS.split(", ") if not _may(api, namespace, right, group)]
-    advice = f"you lack the rights to {', '.join(lacking)}; docs/how_to/set_up_security.md has a role with all"
+    advice = f"you lack the rights to {', '.join(lacking)}; 'Set up security' in the documentation has a role with all"
     yield check("namespace", namespace, fail=advice if lacking else "")
 
 
