@@ -246,7 +246,6 @@ def _torchrun() -> None:
 
 
 def _host() -> None:
-    import torchx_monarch.host.batch_run
     import torchx_monarch.host.host_process
     import torchx_monarch.host.live_runs  # noqa: F401
     from torchx_monarch.host.__main__ import main

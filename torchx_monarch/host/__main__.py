@@ -53,7 +53,7 @@ def choose_workload(host: Host, early: ZygoteProcess | None = None) -> Workload:
         from torchx_monarch.host.live_runs import LiveRuns
 
         return LiveRuns(host)
-    from torchx_monarch.host.batch_run import BatchRun
+    from torchx_monarch.host.workload import BatchRun
 
     return BatchRun(host, early)
 

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The host process of one replica: it runs a workload and, on replica 0, the controller."""
+"""The host process of one replica: it runs a workload, and the controller on replica 0, which the others follow."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import os
 import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +24,7 @@ from torchx_monarch.controller.host_messages import SignalReceived
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
-from torchx_monarch.host.follower import follow
+from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.no_restart_marker import NoRestartMarker
 from torchx_monarch.host.ranks.rank_process import reap_orphans
@@ -35,12 +38,16 @@ from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import error_files, open_files, processes, run_dirs, safe_files
 from torchx_monarch.system.console import Console, WriterThread
+from torchx_monarch.transport.connections import ConnectError
 
 if TYPE_CHECKING:
     from torchx_monarch.host.trace_export import TraceExport
 
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to exit before it exits."""
+
+_ERROR_REPORT_TIMEOUT = 10.0
+"""Seconds for which a host that cannot take part tries to report its error to replica 0."""
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -155,7 +162,7 @@ class HostProcess:
         sizes = NodeRange.from_command(self._workload.command, options.world, options.host_timeout, options.spares)
         if options.replica == 0:
             return await self._control(registration, network, sizes)
-        return await follow(host, self._workload, registration, network, sizes.join_timeout)
+        return await self._follow(registration, network, sizes.join_timeout)
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -236,6 +243,63 @@ class HostProcess:
         word = "SUCCEEDED" if result.code == 0 else "STOPPED" if result.stopped else "FAILED"
         reporter.phase("result", f"{word}: {result.reason}", code=result.code)
         return result
+
+    # -- other replicas ------------------------------------------------------------------------------------------------
+
+    async def _follow(self, registration: Registration, network: HostNetwork, timeout: float) -> JobResult:
+        """Take part in the job of replica 0's controller; return the job's result, or the reason for not knowing it.
+
+        If replica 0 is lost and the backend replaces it, stop the ranks and register with the new one.
+        """
+        host = self._host
+        try:
+            # A host with an error only reports it. If replica 0 has the same error, it has already exited.
+            timeout = min(timeout, _ERROR_REPORT_TIMEOUT) if registration.error else timeout
+            client = await self._join(registration, network, timeout, "replica 0")
+        except RendezvousError as error:
+            reason = registration.error or str(error)
+            host.reporter.line(f"host {registration.replica}: {reason}")
+            return JobResult(registration.code if registration.error else 1, reason)
+        while True:
+            host.report = client.report
+            result = await client.result(self._workload.handle)
+            if result is not None:
+                if client.dismissed and not result.stopped:
+                    host.reporter.line(f"host {registration.replica} was refused: {result.reason}")
+                return result
+            host.report = None
+            lost_replica0 = JobResult(1, client.lost or f"{host.name} lost replica 0", consequence=True, replica=0)
+            host.reporter.line(lost_replica0.reason)
+            if host.options.replacements == 0 or registration.error:
+                return lost_replica0
+            await self._stop_ranks(signal.SIGTERM)
+            pool = self._workload.pool
+            again = dataclasses.replace(registration, attempt=-1 if pool is None else pool.attempt)
+            try:
+                client = await self._join(again, network, host.options.rejoin_timeout, "another replica 0")
+            except RendezvousError as error:
+                host.reporter.line(f"host {registration.replica}: {error}")
+                return lost_replica0
+
+    async def _join(
+        self, registration: Registration, network: HostNetwork, timeout: float, whom: str
+    ) -> RendezvousClient:
+        host, failure = self._host, ""
+
+        def failed(error: ConnectError) -> None:
+            nonlocal failure
+            failure = f" ({error})"
+
+        async def joining() -> RendezvousClient:
+            until, there = time.monotonic() + timeout, network
+            if host.roles is not None and host.roles.looks_up:
+                where = await host.roles.find(host.options.role, network, timeout, failed)
+                there = dataclasses.replace(network, rendezvous=where)
+            left = max(1.0, until - time.monotonic())
+            host.connector = functools.partial(there.greet, there.rendezvous)
+            return await RendezvousClient.join(there, registration, left, failed)
+
+        return await host.reporter.while_waiting(joining(), lambda: whom + failure)
 
     # -- events --------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What a host executes for its role: the requests of the controller, which replica 0 makes from its own workload.
 
-A batch job has one run (``batch_run.BatchRun``); a live allocation any number (``live_runs.LiveRuns``).
+A batch job has one run (``BatchRun``); a live allocation any number (``live_runs.LiveRuns``).
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import abc
 import asyncio
 import os
+import shlex
 from collections.abc import Callable
 from typing import Any
 
-from torchx_monarch.command.command import Command, CommandError
+from torchx_monarch.command.allocation_spec import parse_script
+from torchx_monarch.command.command import Command, CommandError, check, parse
+from torchx_monarch.command.torchrun_options import unused_options
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.debug_sessions import DebugSessions
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
@@ -47,15 +50,16 @@ from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.rank_output import RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.host.ranks.rank_starter import RankStarter
-from torchx_monarch.host.ranks.run_spec import RunSpec
+from torchx_monarch.host.ranks.run_spec import RunSpec, env_number
 from torchx_monarch.host.ranks.timers import ENABLED, FILE
 from torchx_monarch.host.ranks.zygote import Zygotes
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.host.worker_loops import AttachRelay, WorkerLoops
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.insight.sample_log import NAME, SampleLog
-from torchx_monarch.model.env_names import CREDENTIALS
+from torchx_monarch.model.env_names import BATCH_JOB, CREDENTIALS
 from torchx_monarch.model.world import LaunchError
+from torchx_monarch.system import safe_files
 
 _QUERIES = (TakeStacks, ReadCollectives, SampleRanks, TakeFacts, RunWorkerLoop, GetWorkerLoop)
 
@@ -209,6 +213,68 @@ class Workload(abc.ABC):
             case GetWorkerLoop():
                 return await self._loops.get(request.token)
         raise ValueError(f"no request of a batch job: {type(request).__name__}")
+
+
+class BatchRun(Workload):
+    """The one run of a batch job on a host: its zygote starts with the host, and knows the program.
+
+    The script of a Monarch controller (``command.actors``) is a batch job whose only rank is on the first host.
+    """
+
+    def __init__(self, host: Host, early: ZygoteProcess | None = None) -> None:
+        super().__init__(host, early)
+        self._log_dir: str | None = None
+        self._restarts = 0
+        self._script: Command | None = None
+
+    def parse(self) -> Command:
+        host, options = self._host, self._host.options
+        command = parse(options.command, host.environ)
+        if command is None:
+            raise CommandError(f"not a torchrun or Python command: {shlex.join(options.command)}")
+        if command.kind == "actors":
+            command = self._script = parse_script(command, host.environ)
+            host.environ[BATCH_JOB] = "1"
+        check(command, replicas=options.world, role=options.role)
+        self.command = command
+        host.read_grace(command)
+        self._restarts = int(env_number(host.environ, "MONARCH_RESTART", 0))
+        if self._script is None or options.replica == 0:
+            check_script(command, os.getcwd())
+        if options.replica == 0:
+            for line in unused_options(command.options, in_run=False):
+                host.reporter.line(line)
+        return command
+
+    async def start(self) -> int:
+        host, command = self._host, self.command
+        assert command is not None
+        run = RunSpec(command, host.environ, host.options.preload_modules, forks=host.options.forks_ranks)
+        run_id = host.run_id(command)
+        self._log_dir = log_folder(command, host.log_dir, os.getcwd(), run_id)
+        self._new_pool(run, self._log_dir)
+        assert self.pool is not None
+        # A script runs on the first host alone; the others run actors.
+        nproc = await self.pool.start(run.nproc if self._script is None or host.options.replica == 0 else "0")
+        self._start_timers(run, run_id)
+        return nproc
+
+    def first_log_attempt(self, sizes: NodeRange) -> int:
+        """Return the number of the first attempt's log folders, after all that earlier starts may have used.
+
+        A start uses at most one number for each attempt that it may make. This bound is unknown in two cases: a
+        job that can lose hosts may make any number of attempts, and a restarted container has no MONARCH_RESTART.
+        Replica 0 then continues after the highest existing folder: it takes part in each attempt. (With replacements
+        the remaining hosts know the number.)
+        """
+        options = self._host.options
+        max_restarts = self.command.options.max_restarts if self.command else 0
+        at_most = self._restarts * (1 + max_restarts + options.replacements)
+        counted = "MONARCH_RESTART" in self._host.environ or options.replacements > 0
+        if self.pool is None or (counted and not (sizes.can_lose and self._restarts)):
+            return at_most
+        numbers = safe_files.numbered(self._log_dir, "attempt_") if self._log_dir else ()
+        return max(at_most, max(numbers, default=-1) + 1)
 
 
 def check_script(command: Command, cwd: str, hint: str = "") -> None:
