@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from tests.waits import WITHIN
-from torchx_monarch.controller.controller import Controller
+from torchx_monarch.controller.controller import Controller, Session
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange, listed
 from torchx_monarch.controller.host_events import (
     HostEvent,
@@ -27,7 +27,6 @@ from torchx_monarch.controller.host_events import (
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.controller.session import Session
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
@@ -56,7 +55,7 @@ class Job:
         self.spared = sizes.spares > 0
         self._steps = list(steps)
         reporter = Reporter(Console(2), None, "trainer")
-        self.gatherer = HostGatherer(sizes, self.rendezvous, reporter, HostFailures(2, 60.0))
+        self.gatherer = HostGatherer(sizes, self.rendezvous.hosts, reporter, HostFailures(2, 60.0))
         options = JobOptions(HostSpec(replacements=replacements, lease=0.05), sizes, "id", 1.0, report_timeout=0.05)
         self.hosts = SimpleNamespace(options=options, reporter=reporter)
         self.controller = Controller(self.rendezvous, self.gatherer, cast(Session, self))

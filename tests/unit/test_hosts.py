@@ -16,6 +16,7 @@ from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_events import HostLost, Interrupted
 from torchx_monarch.controller.host_messages import (
     BeginRun,
+    HostCall,
     HostError,
     HostRefused,
     Request,
@@ -26,7 +27,6 @@ from torchx_monarch.controller.host_messages import (
     decode_request,
 )
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.host_requests import HostCall
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient

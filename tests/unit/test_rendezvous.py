@@ -84,7 +84,7 @@ def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> Non
     async def main() -> None:
         first = Rendezvous(HostNetwork(address, HostSpec(replicas=4, spares=2)), fewest=2)
         changes: list[HostEvent | None] = []
-        first.on_idle_change = changes.append
+        first.hosts.on_idle_change = changes.append
         await first.start()
         first.register(host(0))
         broken = dataclasses.replace(host(3), error="no such file", code=2)

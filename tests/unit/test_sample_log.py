@@ -13,7 +13,7 @@ import pytest
 from tests.waits import WITHIN
 from torchx_monarch.controller.host_messages import SampleRanks
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.rank_queries import SampleRecorder
+from torchx_monarch.controller.rank_queries import recording_samples
 from torchx_monarch.insight.rank_sample import DeviceUse, RankSample
 from torchx_monarch.insight.report_page import curves
 from torchx_monarch.insight.sample_log import RankUse, SampledMoment, SampleLog, read
@@ -102,10 +102,10 @@ def test_the_recorder_asks_while_ranks_run(tmp_path: Path) -> None:
 
     async def run() -> None:
         log = SampleLog(str(tmp_path / "samples.jsonl"))
-        with SampleRecorder(cast(JobHosts, OneHost()), log, every=0.0).recording():
+        with recording_samples(cast(JobHosts, OneHost()), log, every=0.0):
             await asyncio.wait_for(asked.wait(), WITHIN)
             await asyncio.sleep(0)
-        with SampleRecorder(cast(JobHosts, OneHost()), None).recording():
+        with recording_samples(cast(JobHosts, OneHost()), None):
             pass
         assert len(asyncio.all_tasks()) <= 2
 

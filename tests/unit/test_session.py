@@ -14,12 +14,14 @@ import pytest
 
 from tests.waits import WITHIN
 from torchx_monarch.controller.attempts import Attempts
-from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
+from torchx_monarch.controller.controller import Session
+from torchx_monarch.controller.elastic import HostFailures, HostGatherer, HostRegistry, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import HostEvent, HostEvents, HostLost, HostPreempted, Interrupted
 from torchx_monarch.controller.host_messages import (
     Exits,
     HostRefused,
+    HostRequests,
     Launched,
     LaunchRanks,
     OpenStore,
@@ -27,18 +29,12 @@ from torchx_monarch.controller.host_messages import (
     StoreOpened,
     WatchRanks,
 )
-from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.host_requests import HostRequests
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
-from torchx_monarch.controller.rank_queries import SampleRecorder
-from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.controller.session import Session
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult, RankExit
 from torchx_monarch.system.console import Console, WriterThread
-from torchx_monarch.transport.connections import Address
 
 HOSTS = [Registration(0, "node0", 1, 1), Registration(1, "node1", 1, 1, attempt=1)]
 FIXED = NodeRange(2, 2, 1.0)
@@ -97,13 +93,12 @@ class ScriptedHosts(JobHosts):
 
 
 def new_attempts(hosts: JobHosts, failures: HostFailures | None = None) -> Callable[[], Attempts]:
-    rendezvous = Rendezvous(HostNetwork(Address("unix", path="/nowhere"), HostSpec(replicas=2)))
-    gatherer = HostGatherer(FIXED, rendezvous, hosts.reporter, failures)
+    gatherer = HostGatherer(FIXED, HostRegistry(2), hosts.reporter, failures or HostFailures(0, 1.0))
     return lambda: Attempts(hosts, gatherer, HangWatch(hosts))
 
 
 def batch_job(hosts: JobHosts, failures: HostFailures | None = None) -> Session:
-    return Session(hosts, new_attempts(hosts, failures), SampleRecorder(hosts, None))
+    return Session(hosts, new_attempts(hosts, failures), None)
 
 
 def batch(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The hosts of an attempt: how many, how long it waits for them, and which of those that are present it uses.
+"""The hosts of an attempt: how many, how long it waits for them, and which of those that are registered it uses.
 
 The rules are those of torch's c10d rendezvous (``torch/distributed/elastic/rendezvous/dynamic_rendezvous.py``). The
 minimum number of hosts has ``join_timeout`` seconds to arrive. Then the other hosts have ``last_call_timeout`` seconds,
@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torchx_monarch.command.command import Command
 from torchx_monarch.controller.host_events import HostEvent, HostExcluded
-from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
@@ -82,22 +81,95 @@ class NodeRange:
         return self.elastic or self.spares > 0
 
 
+class HostRegistry:
+    """The hosts of a role that are registered.
+
+    Attributes:
+        registered: their registrations, by replica.
+        members: the members of the present attempt, in the order of their node ranks; empty before the first.
+        on_idle_change: called when hosts that are no members have changed, with the loss of one or with None.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self.registered: dict[int, Registration] = {}
+        self.members: list[Registration] = []
+        self.on_idle_change: Callable[[HostEvent | None], None] = lambda loss: None
+        self._replicas = replicas
+        self._seen: set[int] = set()
+        self._failed: set[int] = set()
+        self._refused: set[int] = set()
+        self._changed = asyncio.Event()
+
+    def add(self, host: Registration) -> None:
+        """Register a host."""
+        self.registered[host.replica] = host
+        (self._failed.add if host.error else self._failed.discard)(host.replica)
+        self._seen.add(host.replica)
+        self._note_change()
+
+    def remove(self, replica: int) -> bool:
+        """Forget a host; return whether it was registered. From here on its replacement may register."""
+        removed = self.registered.pop(replica, None) is not None
+        self._failed.discard(replica)
+        if removed:
+            self._note_change()
+        return removed
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition on the registered hosts holds. It is evaluated at each change of these hosts."""
+        while not condition():
+            await self._changed.wait()
+
+    @property
+    def formed(self) -> bool:
+        """Whether an attempt has been formed."""
+        return bool(self.members)
+
+    def note_refused(self, replica: int) -> int:
+        """Note a host that cannot start; return the number of replicas whose host could not."""
+        self._seen.add(replica)
+        self._refused.add(replica)
+        return len(self._refused)
+
+    def is_idle(self, host: Registration) -> bool:
+        """Return whether a host is no member of the present attempt."""
+        return self.formed and not any(member is host for member in self.members)
+
+    @property
+    def able(self) -> list[Registration]:
+        """The registered hosts that can take part, by replica."""
+        return [host for _, host in sorted(self.registered.items()) if not host.error]
+
+    @property
+    def missing(self) -> list[int]:
+        """The replicas that are not registered."""
+        return [replica for replica in range(self._replicas) if replica not in self.registered]
+
+    @property
+    def present(self) -> int:
+        """The number of registered hosts that can take part. Conditions ask at each change: no sum."""
+        return len(self.registered) - len(self._failed)
+
+    @property
+    def expected(self) -> bool:
+        """Whether some replicas have never registered, and may still do so."""
+        return len(self._seen) < self._replicas
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
 class HostGatherer:
     """Gather the hosts of each attempt."""
 
-    def __init__(
-        self,
-        sizes: NodeRange,
-        rendezvous: Rendezvous,
-        reporter: Reporter,
-        failures: HostFailures | None = None,
-    ) -> None:
+    def __init__(self, sizes: NodeRange, registry: HostRegistry, reporter: Reporter, failures: HostFailures) -> None:
         self._sizes = sizes
-        self._registry = rendezvous.hosts
+        self._registry = registry
         self._reporter = reporter
-        self._failures = failures or HostFailures(0, 1.0)
+        self._failures = failures
         self._reported_spares = frozenset[int]()
-        rendezvous.on_idle_change = self._report_idle_change
+        registry.on_idle_change = self._report_idle_change
 
     async def gather(self, wait: float) -> list[Registration]:
         """Wait for the hosts of the next attempt; return them in the order of their node ranks.

@@ -14,12 +14,13 @@ from torchx_monarch.controller.host_messages import (
     AnswerT,
     Exits,
     Handler,
+    HostCall,
     HostError,
     HostRefused,
+    HostRequests,
     Request,
     StopRanks,
 )
-from torchx_monarch.controller.host_requests import HostCall, HostRequests
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec

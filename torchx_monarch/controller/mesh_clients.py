@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import TypeAlias
 
+from torchx_monarch.controller.controller import Session
 from torchx_monarch.controller.host_events import StopRequested
-from torchx_monarch.controller.host_messages import GetWorkerLoop, RunWorkerLoop, WorkerLoopEnded
+from torchx_monarch.controller.host_messages import GetWorkerLoop, HostCall, RunWorkerLoop, WorkerLoopEnded
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.host_requests import HostCall
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Peer, RendezvousError
-from torchx_monarch.controller.session import Session
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 

@@ -62,31 +62,19 @@ class HostQueries:
         await peer.send({"type": "end", "missing": {str(replica): why for replica, why in missing.items()}})
 
 
-class SampleRecorder:
-    """Record samples of the ranks.
+@contextlib.contextmanager
+def recording_samples(hosts: JobHosts, log: SampleLog | None, every: float = _EVERY) -> Iterator[None]:
+    """Record samples of the ranks within this context, ``every`` so many seconds; nothing without a log."""
 
-    Args:
-        log: where they are recorded; None for nowhere.
-        every: seconds between two samples.
-    """
-
-    def __init__(self, hosts: JobHosts, log: SampleLog | None, every: float = _EVERY) -> None:
-        self._hosts = hosts
-        self._log = log
-        self._every = every
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record within this context."""
-        task = asyncio.ensure_future(self._record(self._log)) if self._log is not None else None
-        try:
-            yield
-        finally:
-            if task is not None:
-                task.cancel()
-
-    async def _record(self, log: SampleLog) -> None:
+    async def record(log: SampleLog) -> None:
         while True:
-            await asyncio.sleep(max(self._every, _PER_HOST * len(self._hosts.present)))
-            answers, _ = await self._hosts.collect(SampleRanks(groups=False), _SAMPLE_TIMEOUT)
+            await asyncio.sleep(max(every, _PER_HOST * len(hosts.present)))
+            answers, _ = await hosts.collect(SampleRanks(groups=False), _SAMPLE_TIMEOUT)
             log.append(itertools.chain.from_iterable(answers.values()))
+
+    task = asyncio.ensure_future(record(log)) if log is not None else None
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()

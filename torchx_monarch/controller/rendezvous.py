@@ -6,12 +6,12 @@ result. Each side counts the other as lost when the connection breaks, or stays 
 (``transport.lease``).
 
 =========================  =======================================================================================
-host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``answer``
-                           (``host_requests``), and the reports in ``host_messages``
+host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``answer`` and
+                           the reports (``host_messages``)
 client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and the kinds in
                            ``Rendezvous.clients``
 replica 0 to either        ``registered`` (with its name), ``alive``, ``refused`` (with the reason), ``state``,
-                           ``request`` and ``cancel`` (``host_requests``), ``result``
+                           ``request`` and ``cancel`` (``host_messages``), ``result``
 =========================  =======================================================================================
 
 The certificate distinguishes hosts from clients (``transport.connections.is_client``). Without certificates, on a
@@ -29,18 +29,16 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 
+from torchx_monarch.controller.elastic import HostRegistry
 from torchx_monarch.controller.host_events import (
-    HostEvent,
     HostEvents,
     HostLost,
     HostPreempted,
     StopRequested,
     signalled,
 )
-from torchx_monarch.controller.host_messages import RunOutput, SignalReceived, decode_report
+from torchx_monarch.controller.host_messages import HostRequests, RunOutput, SignalReceived, decode_report
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.host_registry import HostRegistry
-from torchx_monarch.controller.host_requests import HostRequests
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
@@ -123,8 +121,6 @@ class Rendezvous:
         requests: sends requests to the hosts.
         clients: handlers of client greetings, by kind, which extend or replace those of this module. The handler owns
             the connection until it returns; its ``RendezvousError`` refuses the client.
-        on_idle_change: called when hosts that take no part in the present attempt have changed, with the loss of one or
-            with None.
         on_output: called with a host and the output of its ranks, on a live allocation.
 
     Args:
@@ -142,7 +138,6 @@ class Rendezvous:
         self.hosts = HostRegistry(network.options.replicas)
         self.clients: dict[str, Serve] = {}
         self.on_output: Callable[[Registration, RunOutput], None] = lambda host, output: None
-        self.on_idle_change: Callable[[HostEvent | None], None] = lambda loss: None
         self._network = network
         self._replicas = network.options.replicas
         self._fewest = self._replicas if fewest is None else fewest
@@ -270,7 +265,7 @@ class Rendezvous:
         own = self.hosts.registered.get(0)
         await messages.send(writer, {"type": "registered", "name": own.name if own else "replica 0"})
         if self.hosts.is_idle(host) and not host.error:
-            self.on_idle_change(None)
+            self.hosts.on_idle_change(None)
         if self._result is not None:
             await messages.send(writer, {"type": "result", **vars(self._result)})
         try:
@@ -284,7 +279,7 @@ class Rendezvous:
         if self.hosts.registered.get(host.replica) is host:
             self.hosts.remove(host.replica)
             if not host.error and self._is_needless(host):
-                self.on_idle_change(lost)
+                self.hosts.on_idle_change(lost)
             elif not host.error:
                 self.events.post(lost)
         if current:
@@ -349,7 +344,7 @@ class Rendezvous:
                     continue
                 if isinstance(event, HostPreempted) and self._is_needless(host):
                     await self.dismiss(host.replica, event.result)
-                    self.on_idle_change(event)
+                    self.hosts.on_idle_change(event)
                 else:
                     self.events.post(event)
             if message.get("type") == "answer" and is_current:

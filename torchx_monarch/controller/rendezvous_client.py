@@ -9,9 +9,8 @@ import ssl
 import time
 from collections.abc import Callable
 
-from torchx_monarch.controller.host_messages import Handler, Report
+from torchx_monarch.controller.host_messages import Handler, HostRefused, Report, decode_request
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.host_requests import HostResponder
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import Registration
@@ -90,6 +89,40 @@ async def handshake(
         await asyncio.sleep(pause)
         pause = min(pause * 1.2, _MAX_RETRY_DELAY)
     raise RendezvousError(f"{aim} in {timeout:g} s: {why}")
+
+
+class HostResponder:
+    """Execute the requests of the leader, on every other host."""
+
+    def __init__(self, writer: asyncio.StreamWriter, handler: Handler) -> None:
+        self._writer = writer
+        self._handler = handler
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def receive(self, message: messages.Message) -> None:
+        """Start to execute a request, or cancel one; ignore every other message."""
+        number = message.get("id")
+        if message.get("type") == "request" and isinstance(number, int):
+            task = self._tasks[number] = asyncio.ensure_future(self._answer(number, message))
+            task.add_done_callback(lambda _: self._tasks.pop(number))
+        if message.get("type") == "cancel" and number in self._tasks:
+            self._tasks[number].cancel()
+
+    def close(self) -> None:
+        """Cancel all requests: the leader is lost, or does not need the answers."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _answer(self, number: int, message: messages.Message) -> None:
+        answer = {"type": "answer", "id": number}
+        try:
+            try:
+                data = messages.encode({**answer, "answer": await self._handler(decode_request(message))})
+            except HostRefused as refusal:
+                data = messages.encode({**answer, "refused": refusal})
+        except (ValueError, messages.ProtocolError) as error:
+            data = messages.encode({**answer, "error": str(error)[:1000]})
+        await messages.send_bytes(self._writer, data)
 
 
 class RendezvousClient:

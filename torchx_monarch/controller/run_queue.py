@@ -30,13 +30,13 @@ from typing import Any
 
 from torchx_monarch.command.allocation_spec import AllocationSpec
 from torchx_monarch.controller.attempts import Attempts
+from torchx_monarch.controller.controller import Session
 from torchx_monarch.controller.host_events import Interrupted, RunEndRequested, StopRequested, concerns_hosts
 from torchx_monarch.controller.host_messages import BeginRun, FinishRun, HostError, HostRefused, RunOutput, StopRanks
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
-from torchx_monarch.controller.rank_queries import SampleRecorder
 from torchx_monarch.controller.rendezvous import Peer, Rendezvous, RendezvousError, Serve
-from torchx_monarch.controller.session import Session
 from torchx_monarch.insight.run_log import RunLog
+from torchx_monarch.insight.sample_log import SampleLog
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.run_request import RunRequest
@@ -150,13 +150,13 @@ class RunQueue(Session):
         self,
         hosts: JobHosts,
         new_attempts: Callable[[], Attempts],
-        recorder: SampleRecorder,
+        samples: SampleLog | None,
         rendezvous: Rendezvous,
         allocation: AllocationSpec,
         log_dir: str,
         is_warm: Callable[[], bool],
     ) -> None:
-        super().__init__(hosts, new_attempts, recorder)
+        super().__init__(hosts, new_attempts, samples)
         self.current: Run | None = None
         self.idle_timeout = allocation.idle_timeout
         self.ends_with_mesh = allocation.ends_with_mesh

@@ -215,7 +215,7 @@ class HostProcess:
             options.peer_timeout + 3.0 if network.rendezvous.networked else 1.0,
         )
         failures = HostFailures(options.exclude_after, options.exclude_window)
-        gatherer = HostGatherer(sizes, rendezvous, host.reporter, failures)
+        gatherer = HostGatherer(sizes, rendezvous.hosts, host.reporter, failures)
         session = workload.session(rendezvous, network, gatherer, job)
         controller = Controller(rendezvous, gatherer, session)
         coordinator = roles.coordinator(rendezvous, network, host.reporter)

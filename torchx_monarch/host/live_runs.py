@@ -18,6 +18,7 @@ from torchx_monarch.command.allocation_spec import AllocationSpec, run_command, 
 from torchx_monarch.command.command import Command, CommandError, Program, parse
 from torchx_monarch.command.torchrun_options import DEFAULTS, unused_options
 from torchx_monarch.controller.attempts import Attempts
+from torchx_monarch.controller.controller import Session
 from torchx_monarch.controller.host_messages import (
     BeginRun,
     FetchCode,
@@ -28,15 +29,14 @@ from torchx_monarch.controller.host_messages import (
     RunOutput,
 )
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.rank_queries import SampleRecorder
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run_queue import RunQueue
-from torchx_monarch.controller.session import Session
 from torchx_monarch.host.code_distribution import HostCode, probe
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.workload import Workload, check_script, log_folder
 from torchx_monarch.insight.run_log import RunLog
+from torchx_monarch.insight.sample_log import SampleLog
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.world import LaunchError
 
@@ -77,11 +77,11 @@ class LiveRuns(Workload):
         return await self.pool.start(spec.nproc)
 
     def _session(
-        self, rendezvous: Rendezvous, hosts: JobHosts, new_attempts: Callable[[], Attempts], recorder: SampleRecorder
+        self, rendezvous: Rendezvous, hosts: JobHosts, new_attempts: Callable[[], Attempts], samples: SampleLog | None
     ) -> Session:
         code = self._host_code()
         self._run_queue = RunQueue(
-            hosts, new_attempts, recorder, rendezvous, self._allocation_spec, self._host.log_dir, self._is_warm
+            hosts, new_attempts, samples, rendezvous, self._allocation_spec, self._host.log_dir, self._is_warm
         )
         self._run_queue.serve("sync", functools.partial(code.serve_client, self._run_queue))
         rendezvous.clients["code"] = code.serve_host

@@ -17,6 +17,7 @@ from torchx_monarch.command.allocation_spec import parse_script
 from torchx_monarch.command.command import Command, CommandError, check, parse
 from torchx_monarch.command.torchrun_options import unused_options
 from torchx_monarch.controller.attempts import Attempts
+from torchx_monarch.controller.controller import Session
 from torchx_monarch.controller.debug_sessions import DebugSessions
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
@@ -40,9 +41,8 @@ from torchx_monarch.controller.host_messages import (
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.controller.mesh_clients import MeshClients
-from torchx_monarch.controller.rank_queries import HostQueries, SampleRecorder
+from torchx_monarch.controller.rank_queries import HostQueries
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.controller.session import Session
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.breakpoints import Breakpoints
@@ -131,14 +131,14 @@ class Workload(abc.ABC):
         # Only where a command finds it again: beside the events of the job.
         samples_are_stored = "MONARCH_EVENTS" in host.environ and host.log_dir
         log = SampleLog(os.path.join(host.log_dir, NAME)) if samples_are_stored else None
-        session = self._session(rendezvous, hosts, new_attempts, SampleRecorder(hosts, log))
+        session = self._session(rendezvous, hosts, new_attempts, log)
         rendezvous.clients["attach"] = MeshClients(hosts, network, host.environ.get(CREDENTIALS, ""), session).serve
         return session
 
     def _session(
-        self, rendezvous: Rendezvous, hosts: JobHosts, new_attempts: Callable[[], Attempts], recorder: SampleRecorder
+        self, rendezvous: Rendezvous, hosts: JobHosts, new_attempts: Callable[[], Attempts], samples: SampleLog | None
     ) -> Session:
-        return Session(hosts, new_attempts, recorder)
+        return Session(hosts, new_attempts, samples)
 
     # -- the ranks of a run --------------------------------------------------------------------------------------------
 

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import resource
 import selectors
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ from torchx_monarch.model.host_result import HostResult, no_retry_reason
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor import log_writer, spawn
+from torchx_monarch.supervisor import log_writer
 from torchx_monarch.system import error_files, open_files, processes, safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -30,6 +33,16 @@ _PIPE_BYTES = 1024 * 1024
 
 #: The exit status of shells for a command that was not found.
 EXIT_NOT_STARTED = 127
+
+
+#: The limit on open files before this process raised it; None if it did not.
+_given_files: tuple[int, int] | None = None
+
+
+def raise_file_limit() -> None:
+    """Raise this process' limit on open files as far as allowed; processes that it starts get the previous limit."""
+    global _given_files
+    _given_files = processes.raise_file_limit()
 
 
 @dataclass
@@ -147,9 +160,9 @@ class Replica:
             "MONARCH_STOP_FILE": self._stop_file,
         }
         try:
-            pid, pipes = spawn.spawn(self._request.args, env, self._request.cwd)
+            pid, pipes = spawn(self._request.args, env, self._request.cwd)
         except (OSError, ValueError) as e:  # ValueError: a null byte in an argument
-            reason = e.strerror if isinstance(e, spawn.SpawnError) else f"{e}{open_files.hint(e)}"
+            reason = e.strerror if isinstance(e, SpawnError) else f"{e}{open_files.hint(e)}"
             self.final = True
             self._ended(EXIT_NOT_STARTED, f"replica {self.name} could not be started: {reason}")
             return False
@@ -300,3 +313,86 @@ def error_message(error: str | None) -> str:
     """Return the first line of the message in an error file; "" if it has none."""
     lines = HostResult.from_text(error).reason.strip().splitlines()
     return one_line(lines[0], 500) if lines else ""
+
+
+class SpawnError(OSError):
+    """Raised when a command cannot be started; the text is one complete sentence."""
+
+
+def _find_program(name: str, path: str, cwd: str) -> str:
+    """Return the path of a command's program: the first match on PATH, then in the working directory."""
+    folders = [] if "/" in name else [folder or "." for folder in path.split(os.pathsep)]
+    candidates = [os.path.join(cwd, folder, name) for folder in (*folders, "")]
+    present = [candidate for candidate in candidates if os.path.isfile(candidate)]
+    for candidate in present:
+        if os.access(candidate, os.X_OK):
+            return candidate
+    if present:
+        raise SpawnError(
+            errno.EACCES, f"{present[0]} is not executable. Run chmod +x on it, or start it with its interpreter."
+        )
+    if "/" in name:
+        raise SpawnError(errno.ENOENT, f"the program {candidates[0]} does not exist.")
+    raise SpawnError(errno.ENOENT, f"the program {name!r} is neither on the PATH ({path}) nor in {cwd}.")
+
+
+def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> tuple[int, tuple[int, int]]:
+    """Start a process; return its pid when it runs its program, and the read ends of its stdout and stderr.
+
+    It leads a new session, reads /dev/null, has default signals, and is killed when the calling thread ends.
+
+    Raises:
+        SpawnError: the program or the working directory cannot be used.
+        OSError: the system refuses another process or another pipe.
+    """
+    if not os.path.isdir(cwd):
+        raise SpawnError(errno.ENOENT, f"the working directory {cwd} does not exist.")
+    program = _find_program(argv[0], env.get("PATH", os.defpath), cwd)
+    parent = os.getpid()
+    stdout, stdout_end = os.pipe()
+    try:
+        stderr, stderr_end = os.pipe()
+    except OSError:
+        os.close(stdout)
+        os.close(stdout_end)
+        raise
+    # Block signals: a handler in the child would write to the wake-up pipe that it shares with its parent.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        process = subprocess.Popen(
+            argv,
+            executable=program,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout_end,
+            stderr=stderr_end,
+            env=env,
+            cwd=cwd,
+            start_new_session=True,
+            close_fds=False,  # a batch system may give its tasks descriptors (PMI_FD); Python's own are not inheritable
+            preexec_fn=lambda: _set_up_child(parent),
+        )
+    except BaseException as error:
+        os.close(stdout)
+        os.close(stderr)
+        if not isinstance(error, OSError) or error.filename not in (program, cwd) or error.errno is None:
+            raise
+        refused = f"the working directory {cwd} cannot be entered"
+        refused = refused if error.filename == cwd else f"{program} cannot be executed"
+        raise SpawnError(error.errno, f"{refused}: {os.strerror(error.errno)}.") from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(stdout_end)
+        os.close(stderr_end)
+    process.returncode = 0  # the caller reaps its children; without this, Popen would reap some of them
+    return process.pid, (stdout, stderr)
+
+
+def _set_up_child(parent: int) -> None:
+    processes.die_with_parent(parent)
+    signal.set_wakeup_fd(-1)
+    # What the supervisor or the submitter's shell may ignore: a child inherits that.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    if _given_files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, _given_files)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())

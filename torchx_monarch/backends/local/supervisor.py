@@ -22,7 +22,7 @@ from torchx_monarch.backends.local import folder, status
 from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
-from torchx_monarch.supervisor import spawn
+from torchx_monarch.supervisor.replica import raise_file_limit
 from torchx_monarch.system import processes
 
 READY = b"ok"
@@ -59,7 +59,7 @@ def main(root: str, lock_descriptor: str) -> None:
 def _supervise(paths: state_files.AppPaths) -> None:
     os.setsid()
     processes.become_subreaper()
-    spawn.raise_file_limit()
+    raise_file_limit()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, record = load_request(paths), status.load(paths)
