@@ -27,7 +27,7 @@ from torchx_monarch.cli import top
 from torchx_monarch.cli.jobs import JobFacts
 from torchx_monarch.components import spmd
 from torchx_monarch.controller.host_messages import CollectivesRead, ReadCollectives, Request, SampleRanks, TakeStacks
-from torchx_monarch.insight import hangs, rank_view, report_page, stacks, timeline
+from torchx_monarch.insight import hangs, rank_sample, report_page, stacks, timeline
 from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, RankSample
 from torchx_monarch.insight.sample_log import SampleLog
@@ -164,10 +164,10 @@ def measure(ranks: int, per_host: int, rounds: int) -> dict[str, float]:
 
     found["hang: diagnose"] = 1000 * seconds(diagnose, rounds)
     found["stacks: group and show"] = 1000 * seconds(lambda: stacks.render(job.stacks), rounds)
-    activity = rank_view.rank_views(job.samples, job.before)
+    activity = rank_sample.rank_views(job.samples, job.before)
     status = JobStatus("monarch_slurm://torchx/1", "job", "RUNNING", activity=activity)
     view = JobFacts(AppSnapshot("1", "job", []), status)
-    found["what ranks do"] = 1000 * seconds(lambda: rank_view.rank_views(job.samples, job.before), rounds)
+    found["what ranks do"] = 1000 * seconds(lambda: rank_sample.rank_views(job.samples, job.before), rounds)
     found["top: screen"] = 1000 * seconds(lambda: top.screen(view, 160, 50, 0), rounds)
     found["top: screen by host"] = 1000 * seconds(lambda: top.screen(view, 160, 50, 0, by_host=True), rounds)
     with tempfile.TemporaryDirectory() as folder:

@@ -31,8 +31,8 @@ from tests.waits import WITHIN, until
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.cli.debug import list_breakpoints
 from torchx_monarch.client.allocation import Allocation
-from torchx_monarch.client.debugger import list_breakpoints
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_queries import ask_samples, ask_stacks
 from torchx_monarch.command.rewrite import hold

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.unit.test_timeline import RESTARTED
+from torchx_monarch.cli.trace import trace
 from torchx_monarch.insight import recorder_dump
-from torchx_monarch.insight.chrome_trace import trace
 from torchx_monarch.insight.recorder_dump import DumpError, parse
 from torchx_monarch.insight.timeline import build
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.waits import until_async
 from torchx_monarch.cli import debug, exit_codes
-from torchx_monarch.client.debugger import Breakpoint
+from torchx_monarch.cli.debug import Breakpoint
 from torchx_monarch.controller.debug_sessions import DebugSessions
 from torchx_monarch.controller.rendezvous import Peer, RendezvousError
 from torchx_monarch.host.ranks import rank_debugger

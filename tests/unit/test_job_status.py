@@ -21,7 +21,7 @@ from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli import jobs, ls
 from torchx_monarch.cli import status as status_command
-from torchx_monarch.cli.status_text import render
+from torchx_monarch.cli.status import render
 from torchx_monarch.insight import events
 from torchx_monarch.insight.log_lines import stamp
 from torchx_monarch.model.host_result import HostResult

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot
-from torchx_monarch.cli import exit_codes, main, ps, run_output, top
+from torchx_monarch.cli import exec as exec_command
+from torchx_monarch.cli import exit_codes, main, ps, top
+from torchx_monarch.cli.debug import Breakpoint
 from torchx_monarch.cli.jobs import JobFacts
 from torchx_monarch.cli.metrics import Family
-from torchx_monarch.client.debugger import Breakpoint
 from torchx_monarch.client.result import RankResult, RunInfo, RunResult
-from torchx_monarch.insight.rank_view import RankView
+from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.schedulers.job_status import PHASES, JobStatus, LiveState
@@ -50,9 +51,9 @@ def test_the_fields_of_a_status() -> None:
 
 def test_the_fields_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
     rank = RankResult(0, 0, 0, "host", 1, 0, 1.0, False, "", "", "")
-    run_output.print_accepted("h", 1)
+    exec_command.print_accepted("h", 1)
     assert json.loads(capsys.readouterr().out) == {"type": "accepted", "handle": "h", "run": 1}
-    result = run_output._to_json(RunResult(1, 0, "done", {0: rank}))
+    result = exec_command._to_json(RunResult(1, 0, "done", {0: rank}))
     assert documented("`result`") == {"type", "handle", *result}
     line = next(line for line in (_REFERENCE / "json.md").read_text().splitlines() if line.startswith("| `ranks` |"))
     assert set(re.findall(r"`(\w+)`", line)) - {"ranks"} == names(RankResult)

@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.cli.status_text import render
+from torchx_monarch.cli.status import render
+from torchx_monarch.cli.top import rank_table, show_bytes, show_seconds
 from torchx_monarch.host.ranks.rank_recorder import format_ranks
-from torchx_monarch.insight import rank_table
-from torchx_monarch.insight.rank_sample import Collective, DeviceUse, GroupStatus, Progress, RankSample
-from torchx_monarch.insight.rank_view import lateness, rank_views
+from torchx_monarch.insight.rank_sample import (
+    Collective,
+    DeviceUse,
+    GroupStatus,
+    Progress,
+    RankSample,
+    lateness,
+    rank_views,
+)
 from torchx_monarch.schedulers.job_status import JobStatus
 
 
@@ -43,7 +50,7 @@ def test_ranks_of_a_host_are_folded() -> None:
     before = [sample(rank, 99.0, cpu_seconds=9.0, groups=(group(1),)) for rank in range(16)]
     after = [sample(rank, groups=(group(3 + rank),), devices=(device,)) for rank in range(15)]
     after.append(sample(15, state="stopped", last_line="the last"))
-    _, first, second = rank_table.render(rank_views(after, before), 120, by_host=True)
+    _, first, second = rank_table(rank_views(after, before), 120, by_host=True)
     assert first.split() == ["0-7", "node0", "running", "800%", "2.3G", "50%", "64G", "2.0"]
     assert "7 running, 1 stopped" in second and second.endswith("  the last")
 
@@ -53,10 +60,10 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     text = "epoch 3/8 loss 0.123 \x1b[31m" + "x" * 200
     device = DeviceUse(0, "H100", 1.0, 70 << 30, 80 << 30)
     samples = [sample(rank, last_line=text, devices=(device,), groups=(group(9, 1.0),)) for rank in range(256)]
-    lines = rank_table.render(rank_views(samples, [sample(rank, 99.0) for rank in range(256)]), width)
+    lines = rank_table(rank_views(samples, [sample(rank, 99.0) for rank in range(256)]), width)
     assert len(lines) == 257 and max(map(len, lines)) <= width
     assert "\x1b" not in "".join(lines) and "epoch" in lines[1]
-    folded = rank_table.render(rank_views(samples), width, by_host=True)
+    folded = rank_table(rank_views(samples), width, by_host=True)
     assert len(folded) == 33 and max(map(len, folded)) <= width
 
 
@@ -67,7 +74,7 @@ def test_a_table_for_people() -> None:
         sample(1, groups=(group(309),), state="stopped", cpu_seconds=8.0),
         sample(2, groups=(group(310, called=97.0),), state="uninterruptible", rss_bytes=1700 << 20),
     ]
-    assert rank_table.render(rank_views(after, before), 80) == [
+    assert rank_table(rank_views(after, before), 80) == [
         "RANK  HOST    PID  STATE       CPU   RSS  COLL/S   LATE  LAST LINE",
         "   0  node0  1000  running    100%  300M     150         step 31 loss 0.42",
         "   1  node0  1001  stopped      0%  300M     150  3.50s",
@@ -80,7 +87,7 @@ def test_a_table_for_people() -> None:
     [(0, "0B"), (999, "999B"), (1000, "1.0K"), (5 << 20, "5.0M"), (300 << 20, "300M"), (3 << 40, "3.0T")],
 )
 def test_a_size_has_five_characters(count: int, shown: str) -> None:
-    assert rank_table.show_bytes(count) == shown
+    assert show_bytes(count) == shown
 
 
 @pytest.mark.parametrize(
@@ -88,7 +95,7 @@ def test_a_size_has_five_characters(count: int, shown: str) -> None:
     [(0.0, "0.00s"), (3.5, "3.50s"), (12.3, "12s"), (120.0, "2m"), (3600 * 5, "5h")],
 )
 def test_a_delay_has_five_characters(seconds: float, shown: str) -> None:
-    assert rank_table.show_seconds(seconds) == shown
+    assert show_seconds(seconds) == shown
 
 
 def calling(rank: int, time: float = 100.0, called: tuple[float, ...] = (), **more: object) -> RankSample:

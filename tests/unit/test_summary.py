@@ -13,7 +13,7 @@ from torchx.specs import AppStatus as TorchXStatus
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import reduce
-from torchx_monarch.cli import run_output
+from torchx_monarch.cli import exec as exec_command
 from torchx_monarch.client.result import RankResult, RunResult
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.summary import Summary, show_duration
@@ -175,7 +175,7 @@ def rank_result(rank: int, replica: int) -> RankResult:
 def test_a_run_on_an_allocation_ends_with_the_same_lines() -> None:
     ranks = {rank: rank_result(rank, rank // 2) for rank in range(4)}
     failed = RunResult(3, 1, REASON, ranks, attempts=2, seconds=4.0, cause=2)
-    assert run_output.summary_of(HANDLE, failed).lines() == [
+    assert exec_command.summary_of(HANDLE, failed).lines() == [
         f"FAILED after 4.0 s: run 3 on {HANDLE}",
         f"  cause:  {REASON}",
         "  raised: /w/train.py, line 4, in f",
@@ -183,9 +183,9 @@ def test_a_run_on_an_allocation_ends_with_the_same_lines() -> None:
         "  ran:    2 hosts x 2 ranks, 1 restart",
         f"  next:   torchx monarch follow {HANDLE} 3",
     ]
-    assert run_output.summary_of(HANDLE, RunResult(4, 0, "all 4 ranks ended", ranks, seconds=4.0)).lines() == [
+    assert exec_command.summary_of(HANDLE, RunResult(4, 0, "all 4 ranks ended", ranks, seconds=4.0)).lines() == [
         f"SUCCEEDED after 4.0 s: run 4 on {HANDLE}",
         "  ran:    2 hosts x 2 ranks, no restart",
         f"  next:   torchx monarch stop {HANDLE}",
     ]
-    assert run_output.summary_of(HANDLE, RunResult(5, 143, "stopped", stopped=True)).lines()[0].startswith("STOPPED")
+    assert exec_command.summary_of(HANDLE, RunResult(5, 143, "stopped", stopped=True)).lines()[0].startswith("STOPPED")

@@ -20,7 +20,7 @@ from tests.waits import WITHIN
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.cli import top
 from torchx_monarch.cli.jobs import JobFacts
-from torchx_monarch.insight.rank_view import RankView
+from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.schedulers.job_status import Failure, JobStatus
 
 APP = AppSnapshot("a-1", "a", [])

@@ -16,7 +16,7 @@ from torchx_monarch.cli.allocation_arguments import since
 from torchx_monarch.cli.handles import used_schedulers
 from torchx_monarch.cli.jobs import opened
 from torchx_monarch.cli.output import add_json, print_json, print_table
-from torchx_monarch.cli.status_text import size_of
+from torchx_monarch.cli.status import size_of
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import is_terminal
 from torchx_monarch.insight.summary import show_duration

@@ -37,16 +37,22 @@ SUB_COMMANDS = {
     "completion": "a script that completes commands, options and handles in your shell",
 }
 """The sub-commands with their help. Each is the module of its name in this package, with ``add_arguments`` and ``run``,
-or a command of TorchX that ``torchx_commands`` extends."""
+or a class of ``_CLASSES``."""
+
+_CLASSES = {
+    "follow": ("exec", "CmdFollow"),
+    "wait": ("status", "CmdWait"),
+    "cancel": ("torchx_commands", "CmdCancel"),
+    "delete": ("torchx_commands", "CmdDelete"),
+}
+"""The module and the class of the sub-commands that share a module."""
 
 
 def load(name: str) -> Any:
-    """Import the module of a sub-command, or create the command of TorchX."""
-    if name in ("cancel", "delete"):
-        from torchx_monarch.cli import torchx_commands
-
-        return torchx_commands.CmdCancel() if name == "cancel" else torchx_commands.CmdDelete()
-    return importlib.import_module(f"torchx_monarch.cli.{name}")
+    """Import the module of a sub-command; return it, or an instance of its class."""
+    module, class_name = _CLASSES.get(name, (name, ""))
+    found = importlib.import_module(f"torchx_monarch.cli.{module}")
+    return getattr(found, class_name)() if class_name else found
 
 
 class _SubCommandParser(argparse.ArgumentParser):

@@ -14,7 +14,7 @@ from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import STDOUT, add_json, add_output, print_json, write_output
-from torchx_monarch.cli.status_text import facts, state_and_time
+from torchx_monarch.cli.status import facts, state_and_time
 from torchx_monarch.insight import sample_log
 from torchx_monarch.insight.report_page import Curve, curves, render, rows_of, shares, ticks
 from torchx_monarch.insight.summary import show_duration

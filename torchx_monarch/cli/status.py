@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``torchx monarch status``: all that is known of a job, once or until its end."""
+"""``torchx monarch status`` and ``wait``: what is known of a job, for people, once or until its end."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ import argparse
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from torchx_monarch.cli import exit_codes
+from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import PATIENCE, SAMPLE_PAUSE_S, opened_job
 from torchx_monarch.cli.output import add_json, print_json, print_record
-from torchx_monarch.cli.status_text import render
-from torchx_monarch.schedulers.job_status import JobStatus
+from torchx_monarch.insight.rank_sample import Progress, RankView
+from torchx_monarch.insight.summary import Summary, raised_at, show_duration
+from torchx_monarch.model.state import State
+from torchx_monarch.schedulers.job_status import PHASES, Failure, JobStatus, LiveState
+from torchx_monarch.system.untrusted_text import one_line
 
 _INTERVAL_S = 1.0
-"""Time between two readings of a job that is watched, if its backend does not want more."""
+"""Time between two readings of a job, if its backend does not want more."""
 
 _INDENT = " " * 15
 """What stands before the facts of a status."""
@@ -61,3 +67,213 @@ def watch(found: Iterator[JobStatus], as_json: bool) -> None:
         elif facts != shown:
             print_record(status.to_json()) if as_json else print(render(status), end="\n\n", flush=True)
         shown = facts
+
+
+class CmdWait:
+    """Implement ``torchx monarch wait``: wait for the end of a job, and exit with its exit code."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_handle(parser)
+        parser.add_argument(
+            "--timeout", type=float, metavar="SECONDS", help="exit with 124 if the job has not ended then"
+        )
+        add_json(parser)
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Wait, print the status, and exit with the job's exit code; with 1 for a job that failed without one."""
+        deadline = None if args.timeout is None else time.monotonic() + args.timeout
+        with opened_job(args.handle) as job:
+            while not (state := job.read_app()[1].state).is_terminal:
+                left = float("inf") if deadline is None else deadline - time.monotonic()
+                if left <= 0:
+                    text = f"{args.handle} has not ended within {args.timeout:g} s: {state.value}"
+                    raise CommandError(text, exit_codes.TIMEOUT)
+                time.sleep(min(max(_INTERVAL_S, job.scheduler.inner.poll), left))
+            status = job.read().status
+        print_json(status.to_json()) if args.json else print(render(status))
+        sys.exit(status.exit_code if status.exit_code is not None else int(status.state != "SUCCEEDED"))
+
+
+# -- as text -----------------------------------------------------------------------------------------------------------
+
+_RUNS = 5
+"""Runs of a live allocation that are shown."""
+
+_MIN_LATE_S = 0.001
+"""Time by which a rank must be late to be named."""
+
+_MIN_HANG_S = 5.0
+"""Time for which others wait for a rank until it is named instead of the one that is late."""
+
+_MAX_ODD = 3
+"""Ranks that do not run whose state is shown."""
+
+_MAX_BREAKPOINTS = 4
+"""Ranks that wait in a breakpoint that are shown."""
+
+_FROM_LOG = "what the ranks do, and how they failed, is from the log, which ranks can write to"
+
+
+def render(status: JobStatus, now: float | None = None) -> str:
+    """Return the status as lines without the last line end; a fact that is not known has no line.
+
+    Args:
+        now: the time in seconds since the epoch; None for the present.
+    """
+    return "\n".join([headline(status), *(f"  {title:<13}{text}" for title, text in facts(status, now))])
+
+
+def headline(status: JobStatus) -> str:
+    """Return the handle of a job, its state, and how long it took."""
+    return f"{one_line(status.handle)}: {state_and_time(status)}"
+
+
+def state_and_time(status: JobStatus) -> str:
+    """Return the state of a job, and how long it took: ``FAILED after 12.0 s``."""
+    word = "after" if status.has_ended else "for"
+    return status.state + ("" if status.elapsed is None else f" {word} {show_duration(status.elapsed)}")
+
+
+def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
+    """Return what is known of a job beside its state, as titles and texts; arguments as for ``render``."""
+    now = time.time() if now is None else now
+    activity, live, ended = status.activity or (), status.live, status.summary
+    message = status.message if ended is None else ended.cause
+    failure = status.last_failure if status.last_failure and status.last_failure.message not in message else None
+    command = "command of {}: " if len(status.roles) > 1 else "command"
+    found = [
+        ("cause" if ended is not None and status.state == State.FAILED else "message", one_line(message)),
+        *(_cause(status, ended) if ended is not None else ()),
+        ("phase", PHASES.get(status.phase or "", "")),
+        ("exit code", _text(status.exit_code)),
+        ("attempt", _attempt(status)),
+        ("restarts", _text(status.restarts or None)),
+        ("hosts", size_of(status, " (world size {})")),
+        ("spares", one_line(", ".join(status.spares))),
+        *(("excluded", one_line(exclusion.message)) for exclusion in status.excluded),
+        ("last failure", _ago(failure, now)),
+        ("hang", _ago(status.hang, now)),
+        *(("breakpoint", _ago(waiting, now)) for waiting in status.breakpoints[:_MAX_BREAKPOINTS]),
+        ("source", _FROM_LOG if status.from_log else ""),
+        ("last output", _last_output(status, now)),
+        ("progress", _slowest_progress(activity)),
+        ("collectives", _collectives(activity)),
+        ("each rank", _use(activity)),
+        *(_live(live, now) if live is not None else ()),
+        ("logs", one_line(status.log_folder or "")),
+        *((command.format(role.role), role.command) for role in status.roles),
+        *(_next(status.handle, ended) if ended is not None else ()),
+    ]
+    return [(title, text) for title, text in found if text]
+
+
+def _cause(status: JobStatus, ended: Summary) -> list[tuple[str, str]]:
+    log = one_line(ended.log) if ended.log != status.log_folder else ""
+    return [("raised", raised_at(ended.traceback)), ("log", log)]
+
+
+def _next(handle: str, ended: Summary) -> list[tuple[str, str]]:
+    return [("next", one_line(ended.next[0])), ("", f"torchx monarch report {one_line(handle)} -o job.html")]
+
+
+def _text(number: int | None) -> str:
+    return "" if number is None else str(number)
+
+
+def _attempt(status: JobStatus) -> str:
+    allowed = "" if status.attempts is None else f" of {status.attempts}"
+    return "" if status.attempt is None else f"{status.attempt}{allowed}"
+
+
+def _ago(failure: Failure | None, now: float) -> str:
+    if failure is None:
+        return ""
+    return (f"{show_duration(now - failure.time)} ago: " if failure.time else "") + failure.message
+
+
+def _last_output(status: JobStatus, now: float) -> str:
+    printed = [rank.last_output for rank in status.activity or () if rank.last_output is not None]
+    last = max(printed, default=status.last_output)
+    return f"{show_duration(now - last)} ago" if last else ""
+
+
+def _slowest_progress(ranks: Sequence[RankView]) -> str:
+    reported = [(rank.progress, rank.seconds_left) for rank in ranks if rank.progress is not None]
+    return _progress(*min(reported, key=lambda report: report[0].step)) if reported else ""
+
+
+def _collectives(ranks: Sequence[RankView]) -> str:
+    rates = [rank.collectives_per_second for rank in ranks if rank.collectives_per_second is not None]
+    awaited, missing = max(((rank.waited_for or 0.0, rank.rank) for rank in ranks), default=(0.0, 0))
+    late, last = max(((rank.late_by or 0.0, rank.rank) for rank in ranks), default=(0.0, 0))
+    text = ""
+    if awaited >= _MIN_HANG_S:  # what was called before does not tell who is late now
+        text = f"; others wait for rank {missing}, for {_short(awaited)}"
+    elif late >= _MIN_LATE_S:
+        text = f"; rank {last} calls them last, {_short(late)} after the first"
+    return f"{_range(rates, '{:.1f}')} a second{text}" if rates else ""
+
+
+def _use(ranks: Sequence[RankView]) -> str:
+    running = [rank for rank in ranks if rank.state != "ended"]
+    if not running:
+        return ""
+    cpus = [rank.cpu for rank in running if rank.cpu is not None]
+    busy = [device.busy * 100 for rank in running for device in rank.devices]
+    parts = [
+        f"CPU {_range(cpus, '{:.2f}')} cores" if cpus else "",
+        f"memory {_range([rank.rss_bytes / (1 << 30) for rank in running], '{:.2f}')} GiB",
+        f"GPU {_range(busy, '{:.0f}')} %" if busy else "",
+    ]
+    odd = [f"rank {rank.rank} is {rank.state}" for rank in running if rank.state != "running"]
+    more = ["…"] if len(odd) > _MAX_ODD else []
+    return "; ".join([", ".join(filter(None, parts)), *odd[:_MAX_ODD], *more])
+
+
+def _progress(progress: Progress, seconds_left: float | None) -> str:
+    parts = [f"step {progress.step}" + (f" of {progress.total}" if progress.total is not None else "")]
+    if seconds_left is not None:
+        parts.append(f"{show_duration(seconds_left)} left")
+    if progress.checkpoint is not None:
+        parts.append(f"checkpoint of step {progress.checkpoint}")
+    parts += [f"{name} {value:.4g}" for name, value in progress.metrics.items()]
+    return one_line(", ".join(parts), 200)
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    """Return ``0.90`` or ``0.90-1.02``."""
+    return "-".join(dict.fromkeys(form.format(value) for value in (min(values), max(values))))
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _live(live: LiveState, now: float) -> Iterator[tuple[str, str]]:
+    runs = f"{live.runs} so far"
+    if live.run is not None:
+        runs += f", run {live.run} runs"
+    if live.queued:
+        runs += f", {live.queued} queued"
+    yield "runs", runs
+    for run in live.last_runs[-_RUNS:]:
+        code = f" with code {run['exit_code']}" if run["exit_code"] else ""
+        took = show_duration((run["ended"] or now) - run["started"]) if run["started"] else ""
+        time_of = f" {'after' if run['ended'] else 'for'} {took}" if took else ""
+        yield "", one_line(f"run {run['run']} {run['state']}{code}{time_of}: {' '.join(run['command'].split())}", 200)
+    if live.run is None:
+        limit = f" of {show_duration(live.idle_timeout)}" if live.idle_timeout else ""
+        yield "idle", f"{show_duration(live.idle)}{limit}"
+
+
+def size_of(status: JobStatus, world: str = "") -> str:
+    """Return the number of hosts, and of ranks on each: ``2x4``; empty if it is not known.
+
+    Args:
+        world: what is added for the number of all ranks, with ``{}`` for it.
+    """
+    if status.hosts is None or status.ranks is None:
+        return _text(status.hosts)
+    several = f"{status.hosts} with {status.ranks} ranks"
+    size = several if status.ranks % status.hosts else f"{status.hosts}x{status.ranks // status.hosts}"
+    return size + world.format(status.ranks)

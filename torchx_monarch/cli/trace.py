@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``torchx monarch trace``: write the timeline of a job as a file that Perfetto opens."""
+"""``torchx monarch trace``: write the timeline of a job as Chrome trace events, which Perfetto opens.
+
+The job is one process of the trace, with a track for each role; each host is another, with a track for its import of
+torch and one for each rank.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import STDOUT, add_json, add_output, print_json, write_output
 from torchx_monarch.client.hosts import say
-from torchx_monarch.insight.chrome_trace import trace
 from torchx_monarch.insight.recorder_dump import DumpError, RecordedCollective, read
-from torchx_monarch.insight.timeline import Timeline
+from torchx_monarch.insight.timeline import Span, Timeline
 from torchx_monarch.system.untrusted_text import one_line
+
+_JOB = 1
+"""Process id of the job in the trace; those of the hosts follow."""
+
+_FAILURES = frozenset({"failure", "preempted", "hang", "cancel"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,3 +72,125 @@ def read_dumps(folder: str | None, timeline: Timeline) -> dict[int, list[Recorde
                 except (DumpError, OSError) as error:
                     say(f"{one_line(str(path))}: {error}")
     return found
+
+
+# -- the trace ---------------------------------------------------------------------------------------------------------
+
+
+class _Tracks:
+    """The places of spans in a trace: processes with threads.
+
+    Attributes:
+        names: the events that name them.
+    """
+
+    def __init__(self, timeline: Timeline, name: str) -> None:
+        self._roles = [span.name for span in timeline.spans_of("role")]
+        hosts = sorted({(span.role, span.replica) for span in timeline.spans if span.replica is not None})
+        self._processes = {host: process for process, host in enumerate(hosts, _JOB + 1)}
+        self.names = _named("process", _JOB, 0, f"job {name}")
+        for at, role in enumerate(self._roles):
+            self.names += _named("thread", _JOB, at, f"role {role}")
+        for (role, replica), process in self._processes.items():
+            self.names += _named("process", process, 0, f"host {role}/{replica}")
+            self.names += _named("thread", process, 0, "import")
+        for span in {(span.role, span.number): span for span in timeline.spans_of("rank")}.values():
+            self.names += _named("thread", *self.of_span(span), span.name)
+
+    def of_span(self, span: Span) -> tuple[int, int]:
+        """Return the process and the thread of a span."""
+        if span.replica is None:
+            return self.of_role(span.role)
+        return self._processes[span.role, span.replica], span.number + 1 if span.kind == "rank" else 0
+
+    def of_role(self, role: str) -> tuple[int, int]:
+        """Return the process and the thread of a role; those of the first role for the whole job."""
+        return _JOB, self._roles.index(role) if role in self._roles else 0
+
+
+def trace(
+    timeline: Timeline,
+    name: str,
+    collectives: Mapping[int, Iterable[RecordedCollective]] | None = None,
+    from_log: bool = False,
+) -> dict[str, Any]:
+    """Return the JSON object of a trace file.
+
+    Args:
+        collectives: what the flight recorder has of ranks, by the index of the rank's span; None to leave it out.
+        from_log: whether the timeline is of the progress lines in the log, which ranks can imitate.
+    """
+    start, tracks = timeline.job.start, _Tracks(timeline, name)
+    events = tracks.names
+    for span in timeline.spans[1:]:  # the roles of the job last as long as it does
+        track = tracks.of_span(span)
+        events.append(_complete(span, start, track))
+        if span.grouped is not None:
+            events.append(_instant("process group formed", "moment", "t", span.grouped - start, track))
+    for moment in timeline.moments:
+        category = "failure" if moment.kind in _FAILURES else "moment"
+        event = _instant(moment.kind, category, "p", moment.time - start, tracks.of_role(moment.role))
+        events.append({**event, "args": {"message": moment.text}})
+    for at, called in (collectives or {}).items():
+        span = timeline.spans[at]
+        inside = (collective for collective in called if span.start <= collective.called <= span.end)
+        events += [_collective(collective, span, start, tracks.of_span(span)) for collective in inside]
+    about = {"start": start, "job": name, "from_log": from_log}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _named(what: str, process: int, thread: int, name: str) -> list[dict[str, Any]]:
+    """Return the events that name a process or a thread, and place it in the order of its number."""
+    place = {"ph": "M", "pid": process, "tid": thread, "ts": 0}
+    order = process if what == "process" else thread
+    return [
+        {"name": f"{what}_name", **place, "args": {"name": name}},
+        {"name": f"{what}_sort_index", **place, "args": {"sort_index": order}},
+    ]
+
+
+def _complete(span: Span, start: float, track: tuple[int, int]) -> dict[str, Any]:
+    begun = _micros(span.start, start)
+    facts = {
+        "number": span.number or None,
+        "replica": span.replica,
+        "pid": span.pid,
+        "exit_code": span.code,
+        "secondary": span.secondary or None,
+    }
+    return {
+        "name": span.name,
+        "cat": span.kind,
+        "ph": "X",
+        "ts": begun,
+        "dur": _micros(span.end, start) - begun,
+        "pid": track[0],
+        "tid": track[1],
+        "args": {name: value for name, value in facts.items() if value is not None},
+    }
+
+
+def _instant(name: str, category: str, scope: str, seconds: float, track: tuple[int, int]) -> dict[str, Any]:
+    place = {"pid": track[0], "tid": track[1]}
+    return {"name": name, "cat": category, "ph": "i", "s": scope, "ts": _micros(seconds, 0.0), **place}
+
+
+def _collective(collective: RecordedCollective, rank: Span, start: float, track: tuple[int, int]) -> dict[str, Any]:
+    """Return a span for a collective whose end is known, or that never ended; else the moment of its call."""
+    event = _instant(collective.name, "collective", "t", collective.called - start, track)
+    event["args"] = {
+        "group": collective.group,
+        "number": collective.number,
+        "sizes": collective.sizes,
+        "completed": collective.has_completed,
+    }
+    end = collective.completed if collective.completed is not None else None if collective.has_completed else rank.end
+    if end is not None:
+        del event["s"]
+        event.update(ph="X", dur=max(0, _micros(min(end, rank.end), start) - event["ts"]))
+    return event
+
+
+def _micros(time: float, start: float) -> int:
+    """Return microseconds since the start of the job: whole, so that children end where their parents do."""
+    return round((time - start) * 1e6)

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from torchx.specs import AppDef, CfgVal
 
 from torchx_monarch.client import this_job
-from torchx_monarch.client.attached_job import CACHE, AttachedJob
-from torchx_monarch.client.attachment import Attachment
+from torchx_monarch.client.attached_job import CACHE, AttachedJob, Attachment
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
 from torchx_monarch.model.env_names import THIS_JOB

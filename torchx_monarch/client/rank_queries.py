@@ -13,8 +13,7 @@ from typing import TypeVar
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.target import Target
-from torchx_monarch.insight.rank_sample import RankSample
-from torchx_monarch.insight.rank_view import RankView, rank_views
+from torchx_monarch.insight.rank_sample import RankSample, RankView, rank_views
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.codec import decode
 

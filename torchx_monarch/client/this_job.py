@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from torchx_monarch.client.attachment import Attachment, client
+from torchx_monarch.client.attached_job import Attachment, client
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.exceptions import ClientError, UnreachableError
 from torchx_monarch.model.env_names import THIS_JOB

@@ -21,7 +21,7 @@ from torchx_monarch.command.command import Command
 from torchx_monarch.command.rewrite import rank_command
 from torchx_monarch.insight.events import PHASE_AFTER, Event
 from torchx_monarch.insight.log_lines import host_text
-from torchx_monarch.insight.rank_view import RankView
+from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.insight.summary import Summary
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import shell_code
