@@ -22,8 +22,8 @@ from words import spread
 
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.client.allocation import Allocation
+from torchx_monarch.client.connection import Target
 from torchx_monarch.client.serve import serve
-from torchx_monarch.client.target import Target
 from torchx_monarch.client.workspace_sync import sync_workspace
 
 PROGRAM = """
@@ -60,7 +60,7 @@ def in_new_process(job: Allocation, target: Target, root: Path) -> float:
     code = (
         "import sys, time\n"
         "from torchx_monarch.client.workspace_sync import sync_workspace\n"
-        "from torchx_monarch.client.target import Target\n"
+        "from torchx_monarch.client.connection import Target\n"
         "target = Target.from_handle(sys.argv[1], address=sys.argv[2]); start = time.perf_counter()\n"
         "sync_workspace(target, sys.argv[3], 'always'); print(time.perf_counter() - start)"
     )

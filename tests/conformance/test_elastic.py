@@ -21,8 +21,7 @@ from tests.conformance.differences import Difference, differs
 from tests.local.hosts import Hosts
 from tests.ports import free_port
 from tests.waits import until
-from torchx_monarch.client.connection import ask
-from torchx_monarch.client.target import Target
+from torchx_monarch.client.connection import Target, ask
 
 START = """
 import os, sys, time

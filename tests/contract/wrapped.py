@@ -15,7 +15,7 @@ from torchx.specs import AppDef, AppDryRunInfo, AppState, Resource
 
 from tests.contract.place import Place, left_to_others
 from torchx_monarch.backends.wrapped.backend import WrappedBackend
-from torchx_monarch.client.target import Target
+from torchx_monarch.client.connection import Target
 from torchx_monarch.schedulers import wrap
 
 CANNOT = {

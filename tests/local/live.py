@@ -9,8 +9,8 @@ from typing import Any
 from tests.local.hosts import Hosts
 from tests.waits import WITHIN, until
 from torchx_monarch.client.allocation import Allocation
+from torchx_monarch.client.connection import Target
 from torchx_monarch.client.result import RunResult
-from torchx_monarch.client.target import Target
 
 
 class Live(Hosts):

@@ -20,8 +20,7 @@ import pytest
 from tests.local.hosts import Hosts
 from tests.ports import free_port
 from tests.waits import WITHIN, until
-from torchx_monarch.client.connection import Connection
-from torchx_monarch.client.target import Target
+from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.exceptions import RefusedError
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.address import Address

@@ -15,8 +15,7 @@ from tests.network.relay import Relay
 from tests.waits import until
 from torchx_monarch.client import hosts as client_hosts
 from torchx_monarch.client.allocation import Allocation
-from torchx_monarch.client.connection import ask
-from torchx_monarch.client.target import Target
+from torchx_monarch.client.connection import Target, ask
 from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.address import Address

@@ -25,8 +25,7 @@ from tests.local.hosts import Hosts
 from tests.network.conftest import PORT
 from tests.network.namespaces import Network, requires_namespaces
 from tests.waits import WITHIN, until
-from torchx_monarch.client.connection import Connection
-from torchx_monarch.client.target import Target
+from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.transport import connections, credentials, messages
 from torchx_monarch.transport.connections import Address, Identity
 from torchx_monarch.transport.credentials import ClientCredentials, HostCredentials

@@ -23,8 +23,7 @@ from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.cli import jobs
 from torchx_monarch.cli.ps import list_allocations
 from torchx_monarch.client.attached_job import Attachment, _Client
-from torchx_monarch.client.connection import Connection
-from torchx_monarch.client.target import Target
+from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.exceptions import ClientError, UnreachableError
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.address import Address

@@ -427,11 +427,10 @@ def test_ranks_that_wait_in_a_breakpoint_are_named_until_they_go_on() -> None:
 def test_the_ranks_of_one_role_are_asked_while_another_one_starts(
     phase: str, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch, scheduler = Mock(), Mock()
-    watch.return_value.ask.return_value = ([], {})
+    ask_samples, scheduler = Mock(return_value=([], {})), Mock()
     scheduler.apps.replica_log.return_value = []
-    monkeypatch.setattr(jobs, "RankWatch", watch)
+    monkeypatch.setattr(jobs, "ask_samples", ask_samples)
     status = replace(status_of(snapshot()), phase=phase)
     reader = jobs.JobReader(scheduler, HANDLE, "train-x7", "trainer", "", 1.0)
     reader._with_ranks(jobs.JobFacts(snapshot(), status), 0.0)
-    assert watch.return_value.ask.call_count == asked
+    assert ask_samples.call_count == asked

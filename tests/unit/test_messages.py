@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.client.connection import Connection
-from torchx_monarch.client.target import Target
+from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.exceptions import UnreachableError

@@ -19,15 +19,15 @@ from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot
 from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli.handles import unknown
-from torchx_monarch.client.connection import Connection, ask
+from torchx_monarch.client.connection import Connection, Target, ask
 from torchx_monarch.client.hosts import Hosts
-from torchx_monarch.client.rank_queries import SAMPLES_TIMEOUT, RankWatch
+from torchx_monarch.client.rank_queries import SAMPLES_TIMEOUT, ask_samples
 from torchx_monarch.client.runs import RUNS, read_runs
-from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight import timeline
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.log_lines import host_text
+from torchx_monarch.insight.rank_sample import RankSample, RankView, rank_views
 from torchx_monarch.insight.timeline import Timeline
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
@@ -108,7 +108,8 @@ class JobReader:
         self._role = role
         self._address = address
         self._timeout = timeout
-        self._ranks: RankWatch | None = None
+        self._hosts: Hosts | None = None
+        self._samples: list[RankSample] = []
 
     def read_app(self) -> tuple[AppSnapshot, AppStatus]:
         """Return the snapshot and the state of the app.
@@ -161,15 +162,24 @@ class JobReader:
         """Return the facts with what the ranks do, and with when one of them has printed something last."""
         first = next((role.spec.name for role in facts.app.roles if role.spec.workload in _WITH_RANKS), "")
         if (role := self._role or first) and facts.status.phase != "queued":
-            self._ranks = self._ranks or RankWatch(Hosts(self.handle, role, self._address), self._timeout)
+            self._hosts = self._hosts or Hosts(self.handle, role, self._address)
             try:
-                activity, missing = self._ranks.ask(pause)
+                activity, missing = self._ask_ranks(self._hosts, pause)
                 facts = replace(facts, status=replace(facts.status, activity=activity or None), missing=missing)
             except (UnreachableError, RefusedError, AllocationError, BackendError) as error:
                 facts = replace(facts, problem=str(error))
         printed = [rank.last_output for rank in facts.status.activity or () if rank.last_output is not None]
         last = max(printed) if printed else self._last_output(facts.app)
         return replace(facts, status=replace(facts.status, last_output=last or None))
+
+    def _ask_ranks(self, hosts: Hosts, pause: float) -> tuple[list[RankView], dict[str, str]]:
+        """Return what each rank does, with rates since the time before, and why a host has not answered."""
+        if pause and not self._samples:
+            self._samples = ask_samples(hosts, self._timeout)[0]
+            time.sleep(pause if self._samples else 0)
+        samples, missing = ask_samples(hosts, self._timeout)
+        before, self._samples = self._samples, samples or self._samples
+        return rank_views(samples, before), missing
 
     def _events_of_logs(self, app: AppSnapshot, tail: int) -> list[Event]:
         """Return the events that the progress lines in the log of each role's replica 0 stand for.

@@ -15,9 +15,9 @@ from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
 from torchx_monarch.cli.handles import LOCAL, recorded_apps
 from torchx_monarch.cli.jobs import ask_live
 from torchx_monarch.cli.output import add_json, print_json, print_table
+from torchx_monarch.client.connection import Target, recorded_roles
 from torchx_monarch.client.hosts import say
 from torchx_monarch.client.runs import list_runs
-from torchx_monarch.client.target import Target, recorded_roles
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.schedulers.job_status import LiveState
 from torchx_monarch.system.untrusted_text import one_line

@@ -24,9 +24,8 @@ from typing import Any
 from torchx.runner import Runner, get_runner
 from torchx.specs import is_terminal
 
-from torchx_monarch.client.connection import Connection
+from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.client.hosts import Hosts, say
-from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import ClientError, UnreachableError
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.monarch_adapter import monarch_api

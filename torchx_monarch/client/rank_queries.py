@@ -6,14 +6,12 @@ All functions raise as ``Hosts`` does; replica 0 refuses if its hosts are not to
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import TypeVar
 
-from torchx_monarch.client.connection import Connection
+from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.client.hosts import Hosts
-from torchx_monarch.client.target import Target
-from torchx_monarch.insight.rank_sample import RankSample, RankView, rank_views
+from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.codec import decode
 
@@ -45,28 +43,6 @@ def ask_stacks(
         native: whether py-spy reads the stacks as well, with the functions of C libraries.
     """
     return _ask(hosts, {"type": "stacks", "rank": rank, "native": native}, ProcessStacks, _STACKS_TIMEOUT)
-
-
-class RankWatch:
-    """Ask the same hosts again and again what their ranks do: rates are those since the time before."""
-
-    def __init__(self, hosts: Hosts, timeout: float = SAMPLES_TIMEOUT) -> None:
-        self._hosts = hosts
-        self._timeout = timeout
-        self._before: list[RankSample] = []
-
-    def ask(self, first_pause: float = 0.0) -> tuple[list[RankView], dict[str, str]]:
-        """Return what each rank does, and why a host has not answered, by replica.
-
-        Args:
-            first_pause: seconds between the two samples of the first call; 0 for one sample, which tells no rates.
-        """
-        if first_pause and not self._before:
-            self._before = ask_samples(self._hosts, self._timeout)[0]
-            time.sleep(first_pause if self._before else 0)
-        samples, missing = ask_samples(self._hosts, self._timeout)
-        before, self._before = self._before, samples or self._before
-        return rank_views(samples, before), missing
 
 
 def _ask(hosts: Hosts, greeting: Mapping[str, object], kind: type[T], timeout: float) -> tuple[list[T], dict[str, str]]:

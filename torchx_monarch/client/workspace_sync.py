@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.client.connection import Connection
-from torchx_monarch.client.target import Target
+from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.code_sync.manifest import MARKER, PIECE, ChangedError, Tree, is_home_or_root, pack
 from torchx_monarch.exceptions import CodeError, UnreachableError
 

@@ -20,7 +20,7 @@ from torchx.specs import BindMount, Resource
 from tests.clusters.docker.daemon import ROOT, Daemon
 from tests.contract.place import Place, left_to_others
 from tests.network.namespaces import entered
-from torchx_monarch.client.target import Target
+from torchx_monarch.client.connection import Target
 from torchx_monarch.schedulers import monarch_aws_batch
 
 NAME = "monarch_aws_batch"

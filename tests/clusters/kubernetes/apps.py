@@ -24,7 +24,7 @@ from tests.contract.place import Place, left_to_others
 from tests.network.relay import Relay
 from torchx_monarch.backends.kubernetes.native import Api
 from torchx_monarch.backends.kubernetes.request import LABEL_APP
-from torchx_monarch.client.target import Target
+from torchx_monarch.client.connection import Target
 from torchx_monarch.schedulers import monarch_kubernetes
 
 NAME = "monarch_kubernetes"

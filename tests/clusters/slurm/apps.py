@@ -21,7 +21,7 @@ from tests.contract.place import Place, left_to_others
 from tests.waits import WITHIN, until
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.slurm import commands
-from torchx_monarch.client.target import Target
+from torchx_monarch.client.connection import Target
 from torchx_monarch.schedulers import monarch_slurm
 
 NAME = "monarch_slurm"

@@ -22,7 +22,7 @@ from tests.contract.contract import Contract
 from tests.contract.place import Place, left_to_others
 from tests.contract.wrapped import CANNOT
 from tests.waits import WITHIN
-from torchx_monarch.client.target import Target
+from torchx_monarch.client.connection import Target
 from torchx_monarch.schedulers import wrap
 
 # With --json, squeue 22.05 ignores -j, and TorchX then takes all jobs of the cluster for parts of the one it describes.
