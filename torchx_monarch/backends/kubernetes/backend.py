@@ -19,9 +19,10 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.kubernetes import jobs, logs, objects, options, request, snapshot, volcano
+from torchx_monarch.backends.kubernetes import logs, objects, options, request, snapshot
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
+from torchx_monarch.backends.kubernetes.render import render_job, render_volcano
 from torchx_monarch.backends.kubernetes.request import KubernetesRequest, collection
 from torchx_monarch.backends.kubernetes.snapshot import Attempt, KubernetesSnapshot
 from torchx_monarch.model.check_result import CheckResult, check
@@ -93,7 +94,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
                 namespace = self._api.namespace
             except KubernetesError:  # a dry run without mode=auto and validate_spec needs no cluster
                 namespace = "default"
-        render = volcano.render if mode == "volcano" else jobs.render
+        render = render_volcano if mode == "volcano" else render_job
         rendered = render(app, submitted.roles, options, namespace, record)
         for resource in rendered.objects if options.validate_spec else ():
             objects.create(self._api, resource, namespace, dry_run=True)

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Render the objects of an app. Both modes adapt TorchX's pods (``role_to_pod``) to hosts and run options alike.
+
+Mode ``job`` has an Indexed Job for each role, one headless Service and one Secret for the app. The Service gives each
+pod a DNS name that is known before the pod exists. It is also the app's record: its annotations hold the submitted app
+and whether this scheduler has ended it. All Jobs together own the Service and the Secret, so Kubernetes deletes these
+two when the last Job is deleted, with whatever tool. Mode ``volcano`` has the job that TorchX's scheduler makes for
+Volcano, with corrections, and a Secret that it owns. Volcano creates the Service.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchx.schedulers.kubernetes_scheduler import (
+    LABEL_REPLICA_ID,
+    app_to_resource,
+    pod_labels,
+    role_to_pod,
+    sanitize_for_serialization,
+)
+from torchx.specs import AppDef, RetryPolicy, Role, macros
+from torchx.specs.overlays import get_overlay
+
+from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core.state import HOST_EXTRA
+from torchx_monarch.backends.kubernetes import options, request
+from torchx_monarch.backends.kubernetes.options import KubernetesOpts
+from torchx_monarch.backends.kubernetes.request import (
+    LABEL_APP,
+    LABEL_ROLE,
+    MAX_LABEL,
+    SECRET_KEY,
+    TERMINATION_VARIABLE,
+    KubernetesRequest,
+    Object,
+)
+from torchx_monarch.model.env_names import CREDENTIALS, RANK0_HOST, replica0_variable
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.torchx_adapter import torchx_api
+
+_INDEX = "JOB_COMPLETION_INDEX"
+_INDEX_ANNOTATION = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+_REPLICA = "<torchx-monarch:replica>"
+"""Placeholder for the replica's number, replaced by ``$(JOB_COMPLETION_INDEX)`` after the user's text is escaped."""
+
+_HANDLE = "TORCHX_JOB_ID"
+_TERMINATION_LOG = "/dev/termination-log"
+
+
+@dataclass(frozen=True)
+class _PodContext:
+    """The properties that the pods of all roles of an app share.
+
+    Attributes:
+        app_id: the app's id without the namespace; also the name of its Service and its Secret.
+        hosts: the host name of each role's replica 0, in the order of the roles.
+    """
+
+    app_id: str
+    namespace: str
+    cfg: KubernetesOpts
+    hosts: Sequence[str]
+
+
+def render_job(
+    app: AppDef, specs: Sequence[RoleSpec], cfg: KubernetesOpts, namespace: str, record: dict[str, str]
+) -> KubernetesRequest:
+    """Return the request for an app in mode ``job``."""
+    app_id = request.new_app_id(app.name)
+    jobs = request.job_names(app_id, [role.name for role in app.roles])
+    # The pods' subdomain is the Service's name. POD.SERVICE resolves within the namespace.
+    context = _PodContext(app_id, namespace, cfg, [f"{job}-0.{app_id}" for job in jobs])
+    metadata: Object = {"name": app_id, "labels": {LABEL_APP: app_id, **(cfg.labels or {})}}
+    service: Object = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {**metadata, "annotations": record},
+        # Hosts resolve each other's names before their pods are ready.
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {LABEL_APP: app_id}},
+    }
+    # The record first: after a submission that is killed, `torchx list` shows the app and `torchx delete` removes it.
+    objects = [service, request.secret(metadata)]
+    for index, (job, spec) in enumerate(zip(jobs, specs, strict=True)):
+        objects.append(_job(job, index, spec, metadata["labels"], cfg, _template(app, index, spec.runs_hosts, context)))
+    return KubernetesRequest("job", namespace, app_id, objects)
+
+
+def _job(name: str, index: int, spec: RoleSpec, labels: Object, cfg: KubernetesOpts, template: Object) -> Object:
+    kueue = {"kueue.x-k8s.io/queue-name": cfg.kueue_queue, "kueue.x-k8s.io/priority-class": cfg.kueue_priority}
+    labels = {**labels, LABEL_ROLE: str(index), **{label: value for label, value in kueue.items() if value}}
+    job: Object = {
+        "completionMode": "Indexed",
+        "completions": spec.replicas,
+        "parallelism": spec.replicas,
+        **_retries(spec),
+        "template": template,
+    }
+    if cfg.ttl_seconds_after_finished is not None:
+        job["ttlSecondsAfterFinished"] = cfg.ttl_seconds_after_finished
+    metadata = {"name": name, "labels": labels, "annotations": dict(cfg.annotations or {})}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job}
+
+
+def _retries(spec: RoleSpec) -> Object:
+    """Return the fields of a Job that implement ``max_retries``: how often each index may fail before the Job fails.
+
+    One mapping serves all retry policies, because the hosts implement the policy. Under APPLICATION and ROLE every host
+    of the role exits with the result when one host is lost, and Kubernetes replaces each of their pods once: one
+    retry. Under REPLICA the other hosts go on, and Kubernetes replaces the lost pod alone.
+    """
+    # A program exits with EX_CONFIG to ask for no restart. FailIndex, not FailJob: when a Job fails, Kubernetes
+    # deletes its running pods, which have yet to report the cause.
+    rules: list[Object] = [{"action": "FailIndex", "onExitCodes": {"operator": "In", "values": [os.EX_CONFIG]}}]
+    if spec.max_retries > 0:
+        # Pods lost to a drained node, preemption or eviction are replaced without counting as a retry.
+        rules.append({"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]})
+    fields: Object = {
+        "backoffLimitPerIndex": spec.max_retries,
+        "podFailurePolicy": {"rules": rules},
+        "podReplacementPolicy": "Failed",  # never two pods with one host name at a time
+    }
+    if not spec.runs_hosts:
+        # Without host processes only the Job can end the other replicas. Host processes end each other, and a Job that
+        # fails would delete their pods and logs.
+        fields["maxFailedIndexes"] = spec.replicas - spec.min_replicas if spec.min_replicas is not None else 0
+    return fields
+
+
+def _template(app: AppDef, index: int, runs_hosts: bool, context: _PodContext) -> Object:
+    """Return the pod template of a role, the same for all of its replicas."""
+    role, cfg = app.roles[index], context.cfg
+    values = macros.Values(img_root="", app_id=context.app_id, replica_id=_REPLICA, rank0_env=RANK0_HOST)
+    applied: Role = values.apply(role)
+    applied.env["TORCHX_IMAGE"] = applied.image  # as in TorchX
+    pod = role_to_pod(
+        "main", applied, cfg.service_account, cfg.reserved_millicpu, cfg.reserved_memmb, cfg.efa_device_count
+    )
+    if overlay := get_overlay(role, "kubernetes", "V1Pod"):
+        torchx_api.apply_pod_overlay(pod, overlay)
+    made: Object = sanitize_for_serialization(pod)
+    labels = pod_labels(app=app, role_idx=index, role=role, replica_id=0, app_id=context.app_id)
+    del labels[LABEL_REPLICA_ID]
+    made["metadata"].setdefault("labels", {}).update(labels)
+    _complete(made, index, runs_hosts, context)
+    spec = made["spec"]
+    spec["subdomain"] = context.app_id
+    container = spec["containers"][0]
+    # A variable can refer only to variables before it, and Kubernetes appends its own JOB_COMPLETION_INDEX at the end.
+    position = {"name": _INDEX, "valueFrom": {"fieldRef": {"fieldPath": _INDEX_ANNOTATION}}}
+    container["env"] = [position, *container["env"]]
+    container["command"] = [word.replace(_REPLICA, f"$({_INDEX})") for word in container["command"]]
+    for variable in container["env"]:
+        if "value" in variable:
+            variable["value"] = variable["value"].replace(_REPLICA, f"$({_INDEX})")
+    # TorchX's role_to_pod takes over the instance type only.
+    selected = {name: str(value) for name, value in role.resource.capabilities.items() if "/" in name}
+    spec["nodeSelector"] = {**selected, **(spec.get("nodeSelector") or {})}
+    return {"metadata": made["metadata"], "spec": spec}
+
+
+def render_volcano(
+    app: AppDef, specs: Sequence[RoleSpec], cfg: KubernetesOpts, namespace: str, record: dict[str, str]
+) -> KubernetesRequest:
+    """Return the request for an app in mode ``volcano``."""
+    adapted = copy.deepcopy(app)
+    adapted.name = request.short_app(app.name)
+    for role in adapted.roles:
+        # TorchX derives the variable's name from the role's. A shell expands a name with a dash only up to the dash, so
+        # replicas get a wrong host name. With several roles, TorchX gives all of them the first role's variable.
+        role.args = [word.replace(macros.rank0_env, RANK0_HOST) for word in role.args]
+        role.env = {name: value.replace(macros.rank0_env, RANK0_HOST) for name, value in role.env.items()}
+        if role.retry_policy is RetryPolicy.ROLE:
+            role.retry_policy = RetryPolicy.APPLICATION  # TorchX raises KeyError; Volcano has no policy per role
+    sizes = (cfg.reserved_millicpu, cfg.reserved_memmb, cfg.efa_device_count)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchX warns about retries in Volcano 1.4
+        resource = app_to_resource(adapted, cfg.queue or "default", cfg.service_account, cfg.priority_class, *sizes)
+    job: Object = sanitize_for_serialization(resource)
+    app_id = job["metadata"]["name"]
+    job["metadata"]["labels"] = {LABEL_APP: app_id, **(cfg.labels or {})}
+    job["metadata"]["annotations"] = {**record, **(cfg.annotations or {})}
+    # Volcano's plugin svc names a pod's host JOB-TASK-0 and its domain like the job.
+    replicas = [(index, replica) for index, role in enumerate(adapted.roles) for replica in range(role.num_replicas)]
+    hosts = [f"{app_id}-{task['name']}-0" for task in job["spec"]["tasks"]]
+    for (index, replica), host in zip(replicas, hosts, strict=True):
+        if len(host) > MAX_LABEL:
+            raise UserError(
+                f"replica {adapted.roles[index].name}/{replica} would be the host {host!r}, which has {len(host)} "
+                f"characters, and host names have {MAX_LABEL} at most; give the app or the role a shorter name"
+            )
+    first_hosts = [f"{host}.{app_id}" for (_, replica), host in zip(replicas, hosts, strict=True) if replica == 0]
+    context = _PodContext(app_id, namespace, cfg, first_hosts)
+    for (index, _), task in zip(replicas, job["spec"]["tasks"], strict=True):
+        _complete(task["template"], index, specs[index].runs_hosts, context)
+    # The job first: it is the record, and the Secret belongs to it from its creation on. A node tries again
+    # to start a container whose Secret does not exist yet.
+    metadata = {"name": app_id, "labels": dict(job["metadata"]["labels"])}
+    return KubernetesRequest("volcano", namespace, app_id, [job, request.secret(metadata)])
+
+
+def _complete(pod: Object, role_index: int, runs_hosts: bool, context: _PodContext) -> None:
+    """Change a pod made by ``role_to_pod``, in place, as both modes need it."""
+    metadata, spec, cfg = pod["metadata"], pod["spec"], context.cfg
+    labels = {LABEL_APP: context.app_id, **(cfg.labels or {}), LABEL_ROLE: str(role_index)}
+    metadata.setdefault("labels", {}).update(labels)
+    metadata.setdefault("annotations", {}).update(cfg.annotations or {})
+    spec["terminationGracePeriodSeconds"] = cfg.grace + int(HOST_EXTRA)
+    # Otherwise the command is process 1 of its PID namespace, and the kernel discards signals that process 1 has no
+    # handler for: a shell, or an interpreter that is still importing, would last for the whole grace period.
+    spec.setdefault("shareProcessNamespace", True)
+    spec.setdefault("enableServiceLinks", False)  # service links add several variables per Service of the namespace
+    if cfg.image_secret:
+        spec.setdefault("imagePullSecrets", []).append({"name": cfg.image_secret})
+    if cfg.priority_class:
+        spec["priorityClassName"] = cfg.priority_class
+    if cfg.node_selector:
+        spec.setdefault("nodeSelector", {}).update(cfg.node_selector)
+    if cfg.exclude_nodes:
+        _exclude_nodes(spec, cfg.exclude_nodes.split("+"))
+    if cfg.tolerations:
+        spec.setdefault("tolerations", []).extend(options.parse_toleration(taint) for taint in cfg.tolerations)
+    container = spec["containers"][0]
+    container["terminationMessagePath"] = _TERMINATION_LOG
+    # A container without a host process, or whose host has not begun (such as an image without Python), writes no
+    # termination message; its last log lines then serve as one.
+    container["terminationMessagePolicy"] = "FallbackToLogsOnError"
+    # Kubernetes expands $(NAME) and turns $$ into $. TorchX does not escape the user's own text against this.
+    container["command"] = [word.replace("$", "$$") for word in container.get("command", ())]
+    added = _variables(runs_hosts, context)
+    names = {variable["name"] for variable in added}
+    variables = [dict(variable) for variable in container.get("env", ()) if variable["name"] not in names]
+    for variable in variables:
+        if variable["name"] == _HANDLE:  # TorchX omits the namespace, and no app has that handle
+            handle = variable["value"]
+            variable["value"] = handle.replace(f"/{context.app_id}", f"/{context.namespace}:{context.app_id}")
+        if "value" in variable:
+            variable["value"] = variable["value"].replace("$", "$$")
+    container["env"] = [*added, *variables]
+
+
+def _exclude_nodes(spec: Object, nodes: Sequence[str]) -> None:
+    """Keep a pod off some nodes, in place, beside what its affinity requires already."""
+    node = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    required = node.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    # A node is suitable if one of the terms applies.
+    for term in required.setdefault("nodeSelectorTerms", [{}]):
+        rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(nodes)}
+        term.setdefault("matchExpressions", []).append(rule)
+
+
+def _variables(runs_hosts: bool, context: _PodContext) -> list[Object]:
+    """Return the environment variables that a pod gets beside those of its role, which they override."""
+    hosts = {RANK0_HOST: context.hosts[0]}
+    # Controllers connect to replica 0 of the other roles.
+    hosts.update({replica0_variable(index): host for index, host in enumerate(context.hosts)})
+    added: list[Object] = [{"name": name, "value": host} for name, host in hosts.items()]
+    if runs_hosts:
+        # From a Secret, so that descriptions of the pod do not contain the private key.
+        reference = {"secretKeyRef": {"name": context.app_id, "key": SECRET_KEY}}
+        added.append({"name": CREDENTIALS, "valueFrom": reference})
+        added.append({"name": TERMINATION_VARIABLE, "value": _TERMINATION_LOG})
+        # The address, not the name: the cluster's DNS knows a pod some seconds after its start.
+        added.append({"name": "MONARCH_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}})
+        added.append({"name": "MONARCH_HOST_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
+    return added
