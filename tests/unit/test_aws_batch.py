@@ -18,7 +18,7 @@ from torchx.specs import AppDef, BindMount, DeviceMount, Resource, RetryPolicy, 
 
 from tests.clusters.aws_batch.model import operation
 from torchx_monarch import schedulers
-from torchx_monarch.backends.aws_batch import container, request, snapshot
+from torchx_monarch.backends.aws_batch import request, snapshot
 from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_VERSION, BatchJob, new_name
 from torchx_monarch.backends.aws_batch.snapshot import CANCELLED, app_snapshot
 from torchx_monarch.backends.core.state import count_restarts, reduce
@@ -228,7 +228,7 @@ def test_a_nodes_shell_gives_words_and_variables_as_they_are(texts: list[str], f
     shows = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['MINE'], os.environ['PLAIN']]))"
     one = Role("r", "image", entrypoint=sys.executable, args=["-c", shows, *texts, "=${replica_id}'"], num_replicas=9)
     one.env = {"MINE": "'${replica_id}' ${replica_id}\n$$x", "PLAIN": "p"}
-    words, env = container.render_command(one, "q:app", first)
+    words, env = request.render_command(one, "q:app", first)
     assert words[:2] == ["sh", "-c"]
     environ = {**os.environ, **env, "AWS_BATCH_JOB_NODE_INDEX": str(first + replica)}
     done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=240, check=True)
@@ -237,9 +237,9 @@ def test_a_nodes_shell_gives_words_and_variables_as_they_are(texts: list[str], f
 
 def test_a_shell_is_needed_only_where_replicas_ask_for_their_number() -> None:
     plain = Role("r", "image", entrypoint="/program", args=["a b", "${app_id}"], num_replicas=3)
-    assert container.render_command(plain, "q:app", 0) == (["/program", "a b", "q:app"], {})
+    assert request.render_command(plain, "q:app", 0) == (["/program", "a b", "q:app"], {})
     alone = Role("r", "image", entrypoint="/program", args=["${replica_id}", "${rank0_env}"])
-    assert container.render_command(alone, "q:app", 4)[0] == [
+    assert request.render_command(alone, "q:app", 4)[0] == [
         "/program",
         "0",
         "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS",

@@ -15,7 +15,6 @@ from torchx.specs import AppDef
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
 from torchx_monarch.backends.aws_batch import logs, request, snapshot
-from torchx_monarch.backends.aws_batch.container import RANK0
 from torchx_monarch.backends.aws_batch.native import Aws, AwsError
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, check_app, check_cloud, check_options
 from torchx_monarch.backends.aws_batch.request import BatchJob
@@ -77,7 +76,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
 
         Batch gives the nodes no other node's address.
         """
-        return "@" if role else f"@{RANK0}"
+        return "@" if role else f"@{request.RANK0}"
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: AWSBatchOpts) -> BatchJob:
         check_app(app, submitted.roles, options)
