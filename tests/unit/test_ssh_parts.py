@@ -32,7 +32,7 @@ from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.backends.ssh import native, workspace
 from torchx_monarch.backends.ssh.backend import SshBackend
 from torchx_monarch.backends.ssh.in_job import entry
-from torchx_monarch.backends.ssh.in_job.code import Code
+from torchx_monarch.backends.ssh.in_job.entry import Code
 from torchx_monarch.backends.ssh.in_job.wire import FoundReplica, Layout, Place, folder_name
 from torchx_monarch.backends.ssh.native import MachineConnection, RefusedOrderError, SshError, at_once, ssh_arguments
 from torchx_monarch.backends.ssh.request import SshRequest, parse_hosts

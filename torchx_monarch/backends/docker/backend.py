@@ -25,7 +25,7 @@ from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.docker import logs, native
+from torchx_monarch.backends.docker import native
 from torchx_monarch.backends.docker.native import Daemon, DaemonError, answering, map_concurrently
 from torchx_monarch.backends.docker.request import LABEL_APP, DockerOpts, render
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot, add_files, build, describe_removed, read_results
@@ -140,7 +140,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
             gone = any(found.name == name and found.state is State.UNKNOWN for found in app.replicas)
             raise UserError(describe_removed(name) if gone else f"replica {name} has no container yet")
         with answering():
-            yield from logs.lines(container, query)
+            yield from native.log_lines(container, query)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

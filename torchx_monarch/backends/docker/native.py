@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Make requests to the Docker daemon, and report to the user when it is missing or stops answering."""
+"""Make requests to the Docker daemon, read files and logs of containers, and report when it does not answer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import io
 import logging
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import docker
 import requests
@@ -22,9 +23,10 @@ from torchx.schedulers.docker_scheduler import LABEL_APP_ID, NETWORK
 
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import Outcome
-from torchx_monarch.backends.core.timed_line import seconds
+from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine, seconds
 from torchx_monarch.backends.docker.request import LABEL_APP
 from torchx_monarch.model.state import State
+from torchx_monarch.system.line_output import LineReader
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -39,6 +41,12 @@ LABEL_REASON = "torchx-monarch/reason"
 _MAX_THREADS = 128
 
 _MAX_BYTES = 1 << 20
+
+_POLL = 0.3
+"""Seconds between two checks of a followed container that does not run."""
+
+_TICK = 1e-6
+"""Seconds; the resolution of dockerd's ``since``."""
 
 _GO_MODE_TYPE = 0x8F280000
 """Go's ``fs.ModeType``: dockerd sets one of these bits for anything but a regular file."""
@@ -184,6 +192,51 @@ def read_file(container: Container, path: str, since: float = 0.0) -> str:
             return file.read().decode(errors="replace") if file is not None else ""
     except (DockerException, tarfile.TarError):
         return ""
+
+
+def log_lines(container: Container, query: LogQuery[Any]) -> Iterator[TimedLine]:
+    """Yield the lines of a container's log. Bytes that are not UTF-8 are replaced.
+
+    TorchX passes times to docker-py, which takes a time without zone for UTC and fails on a time with a zone. When it
+    follows a log, it stops at a restart, and yields chunks as written, which may be several lines or part of one.
+    """
+    start = query.since.timestamp() if query.since is not None else 0.0
+    stop = query.until.timestamp() if query.until is not None else None
+    tail: int | str = query.tail or "all"
+    streams = {"stdout": query.stream != "stderr", "stderr": query.stream != "stdout"}
+    while True:
+        # Ask before the read: output written just before the app's end is then read, too.
+        last = not query.follow or query.has_ended() or (stop is not None and time.time() > stop)
+        options: dict[str, float] = {"since": start} if start > 0 else {}
+        if stop is not None:
+            options["until"] = stop
+        try:
+            chunks = container.logs(timestamps=True, stream=True, follow=not last, tail=tail, **streams, **options)
+            with contextlib.closing(chunks):
+                latest = yield from _lines(chunks)
+        except NotFound:
+            return  # deleted meanwhile
+        if last:
+            return
+        if latest:
+            start, tail = max(start, latest + _TICK), "all"
+        time.sleep(_POLL)
+
+
+def _lines(chunks: Iterable[bytes]) -> Generator[TimedLine, None, float]:
+    """Join chunks, each of which begins with its timestamp, to lines; return the latest timestamp, 0.0 without chunks.
+
+    dockerd splits a long line into several chunks. A line has the time of its last chunk.
+    """
+    latest, reader = 0.0, LineReader()
+    for chunk in chunks:
+        stamp, _, text = chunk.partition(b" ")
+        latest = max(latest, seconds(stamp.decode(errors="replace")))
+        for line in reader.feed(text):
+            yield TimedLine(latest, line.decode(errors="replace"))
+    if rest := reader.rest():
+        yield TimedLine(latest, rest.decode(errors="replace"))
+    return latest
 
 
 def _where() -> str:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import logging
 import os
+import queue
 import secrets
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchx.schedulers.api import DescribeAppResponse, Scheduler
+from torchx.schedulers.api import DescribeAppResponse, Scheduler, Stream
 from torchx.schedulers.local_scheduler import LocalScheduler
 from torchx.specs import AppDef, AppState, InvalidRunConfigException, Role, is_terminal, macros, runopts
 from torchx.workspace import WorkspaceMixin
@@ -29,7 +32,6 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.wrapped import logs
 from torchx_monarch.backends.wrapped.snapshot import Record, build, stored_app
 from torchx_monarch.exceptions import TorchXMonarchError
 from torchx_monarch.model.env_names import CREDENTIALS, FOR_HOSTS
@@ -201,13 +203,13 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         found = {}
         for role in [role.name for role in submitted.roles if role.runs_hosts]:
             with contextlib.suppress(Exception):  # its log has none, or is gone
-                lines = logs.lines(self.inner, app_id, role, 0, LogQuery())
+                lines = _log_lines(self.inner, app_id, role, 0, LogQuery())
                 found[role] = error_files.cleaned(signed_line.verified(lines, record.result_key)[-1])
         return found
 
     def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
         with self._asking(f"read the log of {app.app_id}"):
-            for line in logs.lines(self.inner, app.app_id, role, replica, query):
+            for line in _log_lines(self.inner, app.app_id, role, replica, query):
                 yield TimedLine(0.0, line)
 
     # -- ending --------------------------------------------------------------------------------------------------------
@@ -231,3 +233,56 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
             with self._asking(f"delete {app.app_id}"):
                 self.inner.delete(app.app_id)
         self.records.remove(app.app_id)
+
+
+def _log_lines(inner: Scheduler[Any], app_id: str, role: str, replica: int, query: LogQuery[Any]) -> Iterator[str]:
+    """Yield the lines of a log; none if there is no log yet, which TorchX's schedulers say by a ``RuntimeError``.
+
+    Of a scheduler that cannot show both streams as one, those of stdout come first unless the log is followed. It
+    raises ValueError for a stream that it does not have, and NotImplementedError if it reads no logs.
+    """
+
+    def read(stream: Stream) -> Iterator[str]:
+        try:
+            yield from inner.log_iter(app_id, role, replica, None, query.since, query.until, query.follow, stream)
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:
+            _log.debug("no log: %s", error)
+
+    has_begun = False
+    try:
+        for line in read(Stream(query.stream) if query.stream else Stream.COMBINED):
+            has_begun = True
+            yield line
+    except ValueError:
+        if query.stream or has_begun:
+            raise
+        # TorchX's scheduler for Slurm has two files, and shows stderr alone unless it is told which.
+        both = [read(stream) for stream in (Stream.STDOUT, Stream.STDERR)]
+        yield from _together(both) if query.follow else itertools.chain(*both)
+
+
+def _together(sources: Sequence[Iterable[str]]) -> Iterator[str]:
+    """Yield the lines of several followed logs as they come."""
+    found: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
+
+    def read(source: Iterable[str]) -> None:
+        try:
+            for line in source:
+                found.put(line)
+        except Exception as error:
+            found.put(error)
+        found.put(None)
+
+    for source in sources:
+        threading.Thread(target=read, args=[source], daemon=True).start()
+    left = len(sources)
+    while left:
+        line = found.get()
+        if isinstance(line, Exception):
+            raise line
+        if line is None:
+            left -= 1
+        else:
+            yield line
