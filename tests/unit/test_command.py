@@ -219,9 +219,3 @@ def test_the_macro_is_replaced_where_torchrun_replaces_it() -> None:
     python = Program("script", "t${local_rank}.py", ("x${local_rank}$$", "$HOME"))
     assert meaning(f"python {words}").program_of(3) == python
     assert meaning("torchrun --no-python 'x${local_rank}' '${local_rank}'").program_of(1).target == "x${local_rank}"
-
-
-# argparse, and so torchrun, takes away a `--` right after the script.
-arguments = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), max_size=5).filter(
-    lambda args: args[:1] != ["--"]
-)

@@ -32,7 +32,7 @@ def test_come_back_from_their_text(tmp_path: Path) -> None:
 
 
 def test_a_certificate_names_its_host_and_ends_with_the_job() -> None:
-    hosts, client = credentials.create(datetime.timedelta(days=3))
+    hosts, client = credentials.create()
     authority, leaf = certificate(hosts.authority), certificate(hosts.sign(["node7", "10.0.0.7", "node7"]).certificate)
     leaf.verify_directly_issued_by(authority)
     assert leaf.not_valid_after_utc == authority.not_valid_after_utc
@@ -80,12 +80,13 @@ def test_something_else_is_named_and_not_shown(tmp_path: Path) -> None:
         HostCredentials.load(f"file:{tmp_path}")
 
 
-def test_pem_of_something_else_cannot_sign() -> None:
+def test_pem_of_something_else_cannot_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts, _ = credentials.create()
     for change in ({"authority": "-----BEGIN X"}, {"key": "-----BEGIN X"}, {"client_authority": "-----BEGIN X"}):
         with pytest.raises(CredentialsError, match="its PEM cannot be read"):
             dataclasses.replace(hosts, **change).sign(["node7"])
+    monkeypatch.setattr(credentials, "VALID_FOR", datetime.timedelta(seconds=-1))
     with pytest.raises(CredentialsError, match="the job's certificates have expired, .* or the clock of this machine"):
-        credentials.create(datetime.timedelta(seconds=-1))[0].sign(["node7"])
+        credentials.create()[0].sign(["node7"])
     with pytest.raises(CredentialsError, match="'nöde' is no name that a certificate can hold"):
         hosts.sign(["nöde"])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.waits import WITHIN
 from torchx_monarch.code_sync import scan as scanning
 from torchx_monarch.code_sync.manifest import EXECUTABLE, FILE, FOLDER, LINK
-from torchx_monarch.code_sync.scan import Limits, ScanError, StatCache, scan
+from torchx_monarch.code_sync.scan import ScanError, StatCache, scan
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -233,15 +233,19 @@ def test_a_growing_log_and_files_that_come_and_go_do_not_matter(tmp_path: Path) 
         thread.join(WITHIN)
 
 
-def test_says_what_is_too_much(tmp_path: Path) -> None:
+def test_says_what_is_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"a.py": "1" * 100, "data/train.bin": "1" * 1000})
+    monkeypatch.setattr(scanning, "_MAX_FILE_BYTES", 500)
     with pytest.raises(
         ScanError, match=r"data/train.bin has 1000 bytes, .* at most 500 bytes: name it in .torchxignore"
     ):
-        scan(str(tmp_path), StatCache(), Limits(file=500))
+        scan(str(tmp_path), StatCache())
+    monkeypatch.setattr(scanning, "_MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(scanning, "_MAX_TOTAL_BYTES", 1050)
     with pytest.raises(ScanError, match="have 1100 bytes, and code at most 1050 bytes"):
-        scan(str(tmp_path), StatCache(), Limits(total=1050))
+        scan(str(tmp_path), StatCache())
+    monkeypatch.setattr(scanning, "MAX_ENTRIES", 1)
     with pytest.raises(ScanError, match="more than 1 files: name a smaller folder"):
-        scan(str(tmp_path), StatCache(), Limits(entries=1))
+        scan(str(tmp_path), StatCache())
     with pytest.raises(ScanError, match="is no folder"):
         scan(str(tmp_path / "nosuch"), StatCache())

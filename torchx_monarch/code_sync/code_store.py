@@ -28,11 +28,7 @@ class StoreError(Exception):
 
 
 class ContentStore:
-    """The contents of files in a folder, by their digests.
-
-    Args:
-        folder: path of the folder.
-    """
+    """The contents of files in a folder, by their digests."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -50,9 +46,6 @@ class ContentStore:
 
         Returns:
             The digests of the missing contents, in ascending order.
-
-        Raises:
-            OSError: the disk has too little space.
         """
         self.cancel_transfer()
         missing = {digest: size for digest, size in tree.contents.items() if digest not in stored}
@@ -69,12 +62,7 @@ class ContentStore:
         os.rename(path, self.path(digest))
 
     def take(self, piece: bytes) -> None:
-        """Unpack a piece of the expected contents.
-
-        Raises:
-            PackError: the piece does not belong to the expected contents.
-            OSError: it cannot be written.
-        """
+        """Unpack a piece of the expected contents; raise ``PackError`` if it is none."""
         if self._unpacker is None:
             raise PackError("contents arrived that were not announced")
         self._unpacker.feed(piece)
@@ -109,11 +97,7 @@ class CodeStore(ContentStore):
             return self._trees.get(tree_hash)
 
     def expect(self, tree: Tree) -> list[str]:
-        """Prepare to receive the contents of a tree that the store lacks; return their digests, as ``receive`` does.
-
-        Raises:
-            StoreError: the disk has too little space, or the folder cannot be created.
-        """
+        """Prepare to receive the contents of a tree that the store lacks; return their digests, as ``receive`` does."""
         with self._lock, self._as_store_error("make"):
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
             missing = self.receive(tree, self._contents, self.folder)
@@ -126,24 +110,12 @@ class CodeStore(ContentStore):
         self._contents.add(digest)
 
     def take(self, piece: bytes) -> None:
-        """Unpack a piece of the expected contents.
-
-        Raises:
-            StoreError: the piece cannot be written.
-            PackError: the piece does not belong to the expected contents.
-        """
+        """Unpack a piece of the expected contents."""
         with self._lock, self._as_store_error("write"):
             super().take(piece)
 
     def complete(self) -> str:
-        """Finish the transfer, and add the expected tree to the store.
-
-        Returns:
-            The hash of the tree.
-
-        Raises:
-            StoreError: contents of the tree are missing.
-        """
+        """Finish the transfer, and add the expected tree to the store; return its hash."""
         with self._lock:
             tree = self._incoming
             if tree is None or self._unpacker is None or self._unpacker.missing:
@@ -164,22 +136,14 @@ class CodeStore(ContentStore):
     # -- send to other hosts -------------------------------------------------------------------------------------------
 
     def tree(self, tree_hash: str) -> Tree:
-        """Return a tree by its hash.
-
-        Raises:
-            StoreError: the store does not have it.
-        """
+        """Return a tree by its hash; raise ``StoreError`` unless the store has it."""
         tree = self.find_tree(tree_hash)
         if tree is None:
             raise StoreError(f"the code {brief(tree_hash)} is not on this host (any more): it must be sent again")
         return tree
 
     def pieces(self, tree: Tree, digests: list[str]) -> Iterator[bytes]:
-        """Yield some contents of a tree, in pieces for ``take``.
-
-        Raises:
-            StoreError: a content cannot be read.
-        """
+        """Yield some contents of a tree, in pieces for ``take``."""
         with self._as_store_error("read"):
             try:
                 yield from pack((digest, tree.contents[digest], self.path(digest)) for digest in digests)
@@ -193,9 +157,6 @@ class CodeStore(ContentStore):
 
         Args:
             workspace: the workspace of the run, which finds no files of other workspaces' runs in its folder.
-
-        Raises:
-            StoreError: the store does not have the tree, or the folder cannot be written.
         """
         with self._lock, self._as_store_error("make"):
             tree = self.tree(tree_hash)
@@ -272,13 +233,10 @@ class CodeStore(ContentStore):
             self._contents.discard(digest)
 
     def _forget_changed(self, tree: Tree, *digests: str) -> None:
-        """Delete the contents of a tree that a program has replaced or removed, and all trees that need them.
+        """Delete the contents of a tree that a program has changed, and all trees that need them; raise ``StoreError``.
 
         Args:
             digests: contents that are known to be changed.
-
-        Raises:
-            StoreError: there are such contents.
         """
         changed = {*digests, *(digest for digest, size in tree.contents.items() if not self._has(digest, size))}
         with self._lock:

@@ -36,11 +36,7 @@ ignored: ``walk_workspace`` tests it as ``./Dockerfile.torchx``, which its ``_ig
 
 
 class TorchXIgnore:
-    """Match paths against the patterns of a ``.torchxignore``.
-
-    Args:
-        text: content of the file; empty for no patterns.
-    """
+    """Match paths against the patterns of a ``.torchxignore``."""
 
     def __init__(self, text: str) -> None:
         lines = (line.partition("#")[0].strip() for line in text.splitlines())
@@ -49,11 +45,7 @@ class TorchXIgnore:
         ]
 
     def match(self, path: str, is_folder: bool, first: int = 0) -> tuple[bool | None, int]:
-        """Decide whether a path is ignored.
-
-        Args:
-            path: path below the workspace.
-            is_folder: whether the path is a folder.
+        """Decide whether a path below the workspace is ignored.
 
         Returns:
             Whether the last matching pattern ignores the path, None if no pattern matches; and the value of ``first``
@@ -103,11 +95,7 @@ class IgnoreRules:
 
     @classmethod
     def load(cls, root: str) -> IgnoreRules:
-        """Return the rules of a workspace without the ``.gitignore`` files within it, which ``below`` adds.
-
-        Raises:
-            OSError: an ignore file cannot be read.
-        """
+        """Return the rules of a workspace without the ``.gitignore`` files within it, which ``below`` adds."""
         torchx = _text(os.path.join(root, TORCHX_IGNORE))
         around = _around(root)
         if _by_git(around[0], ""):
@@ -115,15 +103,7 @@ class IgnoreRules:
         return cls(TorchXIgnore(torchx), 0, around[0], _digest(torchx, around[1]))
 
     def below(self, root: str, folder: str) -> IgnoreRules:
-        """Return the rules of a folder that has a ``.gitignore``.
-
-        Args:
-            root: path of the workspace.
-            folder: path of the folder below the workspace; empty for the workspace itself.
-
-        Raises:
-            OSError: the ``.gitignore`` cannot be read.
-        """
+        """Return the rules of a folder of the workspace, empty for itself, that has a ``.gitignore``."""
         text = _text(os.path.join(root, folder, GIT_IGNORE))
         added = _Git(f"{folder}/" if folder else "", "", _spec(text))
         return IgnoreRules(self._torchx, self._first, [*self._git, added], _digest(self.digest, text))

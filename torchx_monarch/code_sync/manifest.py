@@ -81,11 +81,7 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """The files, links and empty folders of a workspace at one moment.
-
-    Attributes:
-        entries: the entries by path.
-    """
+    """The files, links and empty folders of a workspace at one moment, by path."""
 
     entries: Mapping[str, Entry]
 
@@ -94,7 +90,7 @@ class Tree:
         """SHA-256 in hex over all paths, kinds, digests and link targets; equal for equal trees only."""
         # Paths, kinds and contents cannot hold a zero byte, so different trees give different texts.
         text = "\0".join(f"{path}\0{entry.kind}\0{entry.content}" for path, entry in sorted(self.entries.items()))
-        return hashlib.sha256(_raw(text)).hexdigest()
+        return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
     @functools.cached_property
     def contents(self) -> dict[str, int]:
@@ -122,14 +118,10 @@ class Tree:
 
     @classmethod
     def decode(cls, data: bytes, find_base: Callable[[str], Tree | None] = lambda base: None) -> Tree:
-        """Deserialise a tree from untrusted bytes.
+        """Deserialise a tree from untrusted bytes, and check it.
 
         Args:
-            data: the bytes that ``encode`` returned.
             find_base: called with the hash of the base tree; returns the tree, or None if it is unknown.
-
-        Raises:
-            TreeError: the bytes are not a tree, the base tree is unknown, or a path is not inside the workspace.
         """
         try:
             unpacker = zlib.decompressobj()
@@ -149,11 +141,7 @@ class Tree:
         return tree
 
     def check(self) -> None:
-        """Check that the tree can be written into a folder, without any path outside the folder.
-
-        Raises:
-            TreeError: a path or entry is invalid; the message names the path.
-        """
+        """Check that the tree can be written into a folder, without any path outside the folder."""
         if len(self.entries) > MAX_ENTRIES:
             raise TreeError(f"a tree has at most {MAX_ENTRIES} entries")
         sizes: dict[str, int] = {}
@@ -178,10 +166,6 @@ def brief(tree_hash: str) -> str:
     return tree_hash[:12]
 
 
-def _raw(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
-
-
 class ChangedError(Exception):
     """A file does not have the expected content, as it had when its digest was taken; the message is its path."""
 
@@ -198,7 +182,6 @@ def pack(files: Iterable[tuple[str, int, str]]) -> Iterator[bytes]:
 
     Raises:
         ChangedError: the content of a file does not match its size or digest.
-        OSError: a file cannot be read.
     """
     packer = zlib.compressobj(_LEVEL)
     waiting = b""
@@ -253,12 +236,7 @@ class Unpacker:
         next(self._receiving)
 
     def feed(self, piece: bytes) -> None:
-        """Unpack the next piece.
-
-        Raises:
-            PackError: the data is not zlib, is more than was expected, or a content has the wrong digest.
-            OSError: a content cannot be written.
-        """
+        """Unpack the next piece."""
         while piece:
             try:
                 data = self._unpacker.decompress(piece, PIECE)

@@ -45,24 +45,12 @@ files again is faster than writing the whole cache."""
 _PAUSE = 0.02
 """Seconds between two attempts to read a changing file."""
 
+_MAX_FILE_BYTES, _MAX_TOTAL_BYTES = 100 << 20, 1 << 30
+"""The largest size of a file and of all files: a larger folder is assumed to hold more than code."""
+
 
 class ScanError(Exception):
     """A workspace cannot be scanned or exceeds the limits; the message says what to do about it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """The limits of a workspace; a larger folder is assumed to hold more than code.
-
-    Attributes:
-        file: largest size of a file in bytes.
-        total: largest total size of all files in bytes.
-        entries: largest number of files, links and empty folders.
-    """
-
-    file: int = 100 << 20
-    total: int = 1 << 30
-    entries: int = MAX_ENTRIES
 
 
 CachedFile = tuple[int, int, int, int, str]
@@ -88,16 +76,16 @@ class StatCache:
         """Read the cache of the workspace ``root``; return an empty one if the file is missing or unusable.
 
         The cache decides which files are not read. So its folder and that above it must be the caller's, as must it.
-
-        Args:
-            path: the file, in a folder of the state directory.
-            root: absolute path of the workspace.
         """
         try:
             values: Any = safe_files.read_json(path, limit=_MAX_CACHE_BYTES, below=_state_dir(path))
             if values["version"] == _VERSION and values["root"] == root:
+                files = {
+                    name: (int(size), int(mtime), int(ctime), int(inode), str(digest))
+                    for name, (size, mtime, ctime, inode, digest) in values["files"].items()
+                }
                 return cls(
-                    {name: _cached_file(fields) for name, fields in values["files"].items()},
+                    files,
                     dict(values["rules"].items()),
                     set(values["left_out"]),
                 )
@@ -124,21 +112,11 @@ def _state_dir(path: str) -> str:
     return os.path.dirname(os.path.dirname(path))
 
 
-def _cached_file(values: Any) -> CachedFile:
-    """Return cached values of a file as read from JSON.
-
-    Raises:
-        ValueError, TypeError: they are none.
-    """
-    size, mtime, ctime, inode, digest = values
-    return int(size), int(mtime), int(ctime), int(inode), str(digest)
-
-
 _stat_caches: dict[str, StatCache] = {}
 """Caches in memory, by the path of the file that stores each."""
 
 
-def scan(root: str, memory: StatCache, limits: Limits = Limits()) -> Tree:
+def scan(root: str, memory: StatCache) -> Tree:
     """Scan a workspace into a tree that represents one moment.
 
     Repeats the scan until a pass reads no file or agrees with the previous pass, because saving several files or
@@ -147,15 +125,12 @@ def scan(root: str, memory: StatCache, limits: Limits = Limits()) -> Tree:
     Args:
         root: absolute path of the workspace.
         memory: the cache of earlier scans. The values of its fields are replaced, not mutated.
-
-    Raises:
-        ScanError: the workspace is not a folder, cannot be read, or exceeds the limits.
     """
     if not os.path.isdir(root):
         raise ScanError(f"the workspace {root} is no folder")
     before: Tree | None = None
     for _ in range(_PASSES):
-        scan_pass = _Pass(root, memory, limits)
+        scan_pass = _Pass(root, memory)
         try:
             tree = scan_pass.run()
         except OSError as error:
@@ -171,11 +146,7 @@ def scan(root: str, memory: StatCache, limits: Limits = Limits()) -> Tree:
 
 
 def scan_cached(root: str, state_dir: str) -> Tree:
-    """Scan a workspace, with its cache in memory and in the state directory.
-
-    Raises:
-        ScanError: as for ``scan``.
-    """
+    """Scan a workspace, with its cache in memory and in the state directory."""
     path = os.path.join(state_dir, "sync", f"{hashlib.sha256(os.fsencode(root)).hexdigest()[:32]}.json")
     memory = _stat_caches.get(path) or _stat_caches.setdefault(path, StatCache.load(path, root))
     before = memory.files, memory.rules, memory.left_out
@@ -194,14 +165,13 @@ class _Pass:
         files, rules, left_out: the new content of the ``StatCache``.
     """
 
-    def __init__(self, root: str, memory: StatCache, limits: Limits) -> None:
+    def __init__(self, root: str, memory: StatCache) -> None:
         self.read = 0
         self.files: dict[str, CachedFile] = {}
         self.rules: dict[str, str] = {}
         self.left_out: set[str] = set()
         self._root = root
         self._memory = memory
-        self._limits = limits
         self._settled = time.time_ns() - int(_SETTLED_AFTER * 1e9)
         self._entries: dict[str, Entry] = {}
         self._found: list[tuple[str, str]] = []
@@ -230,15 +200,15 @@ class _Pass:
                     self._add(path, entry)
             if folder and not kept:
                 self._entries[folder] = Entry(FOLDER, "", 0)
-            if len(self._entries) + len(self._found) > self._limits.entries:
+            if len(self._entries) + len(self._found) > MAX_ENTRIES:
                 raise ScanError(
-                    f"the workspace {self._root} has more than {self._limits.entries} files: name a smaller folder as "
+                    f"the workspace {self._root} has more than {MAX_ENTRIES} files: name a smaller folder as "
                     "the workspace, or what is not code in .torchxignore or .gitignore"
                 )
-        if self._size > self._limits.total:
+        if self._size > _MAX_TOTAL_BYTES:
             raise ScanError(
                 f"the files of the workspace {self._root} have {_in_words(self._size)}, and code at most "
-                f"{_in_words(self._limits.total)}: name what is not code in .torchxignore or .gitignore"
+                f"{_in_words(_MAX_TOTAL_BYTES)}: name what is not code in .torchxignore or .gitignore"
             )
         for path, where in self._found:
             self._read(path, where)
@@ -293,10 +263,10 @@ class _Pass:
         self._entries[path] = _entry(status, digest, size)
 
     def _limit(self, path: str, size: int) -> None:
-        if size > self._limits.file:
+        if size > _MAX_FILE_BYTES:
             raise ScanError(
                 f"{os.path.join(self._root, path)} has {_in_words(size)}, and a file of code at most "
-                f"{_in_words(self._limits.file)}: name it in .torchxignore or .gitignore"
+                f"{_in_words(_MAX_FILE_BYTES)}: name it in .torchxignore or .gitignore"
             )
 
 

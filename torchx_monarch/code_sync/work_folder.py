@@ -32,10 +32,8 @@ class WorkFolder:
     """A folder with a checked-out tree, in which runs work.
 
     Attributes:
-        path: current path of the folder.
         users: number of runs that use it.
         tree: hash of the tree that it holds; empty before the first checkout and after a failed one.
-        workspace: the workspace whose runs use it.
     """
 
     def __init__(self, path: str, workspace: str = "") -> None:
@@ -53,9 +51,6 @@ class WorkFolder:
 
         Args:
             source: called with a digest; returns the path of the file with that content.
-
-        Raises:
-            OSError: a file cannot be read or written.
         """
         self.tree = ""
         gone = [path for path, (entry, _) in self._holds.items() if tree.entries.get(path) != entry]
@@ -97,12 +92,7 @@ class WorkFolder:
             _forget_bytecode(where)
 
     def _remove_empty(self, candidates: set[str], needed: set[str]) -> None:
-        """Delete folders that hold nothing but bytecode, and their parents if those become empty.
-
-        Args:
-            candidates: paths of the folders to check.
-            needed: paths of folders that belong to the new tree.
-        """
+        """Delete folders that hold nothing but bytecode and are not needed, and their parents if those become empty."""
         for path in sorted(candidates, key=len, reverse=True):
             while path and path not in needed and self._is_within(path):
                 where = os.path.join(self.path, path)

@@ -56,7 +56,6 @@ class Program:
         mode: ``script``: ``python TARGET ARGS``; ``module``: ``python -m TARGET ARGS``; ``code``:
             ``python -c TARGET ARGS``; ``exec``: ``TARGET ARGS``, without Python.
         target: path of the script or executable, name of the module, or code, depending on ``mode``.
-        args: arguments of the program.
     """
 
     mode: Literal["script", "module", "code", "exec"]

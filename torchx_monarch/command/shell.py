@@ -195,11 +195,7 @@ class _Scanner:
         self._here_documents: list[tuple[str, bool]] = []  # delimiter, whether leading tabs are ignored
 
     def run(self) -> None:
-        """Scan the whole text.
-
-        Raises:
-            _OpenEnded: a quote or bracket is never closed.
-        """
+        """Scan the whole text."""
         while self._position < len(self._text):
             if self._peek() in " \t":
                 self._position += 1

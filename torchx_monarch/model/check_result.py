@@ -15,7 +15,6 @@ class CheckResult:
 
     Attributes:
         level: ``fail`` if jobs cannot run, ``warn`` if some cannot, or if it is not certain.
-        what: what was checked.
         value: what was found; empty if nothing was.
         advice: what is wrong and how to fix it; empty if nothing is wrong.
     """

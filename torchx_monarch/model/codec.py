@@ -45,9 +45,6 @@ def decode(cls: type[T], data: Any, where: str = "") -> T:
 
     Args:
         where: the name of ``data`` in messages; empty for the whole document.
-
-    Raises:
-        DecodeError: a value has the wrong type, or a required field is missing.
     """
     built: T = _decoder(typing.cast(collections.abc.Hashable, cls))(data, where)
     return built

@@ -9,13 +9,7 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class ProgramFile:
-    """The script of a run.
-
-    Attributes:
-        path: its path.
-        size: its size in bytes.
-        digest: its SHA-256, as hexadecimal digits.
-    """
+    """The script of a run, with its size in bytes and its SHA-256 in hexadecimal digits."""
 
     path: str
     size: int
@@ -54,9 +48,6 @@ class Registration:
     """The data with which a host registers.
 
     Attributes:
-        replica: replica id of the host within the role.
-        hostname: name of the machine.
-        pid: process id of the host process.
         nproc: number of ranks that it will run.
         error: why it cannot take part; empty if it can.
         code: exit code that belongs to ``error``.

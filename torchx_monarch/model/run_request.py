@@ -50,11 +50,7 @@ class RunRequest:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> RunRequest:
-        """Parse a client's message.
-
-        Raises:
-            ValueError: a field has an invalid value; the message says which.
-        """
+        """Parse a client's message; raise ``ValueError`` that names the field with an invalid value."""
         given = {name: value for name, value in message.items() if value is not None}
         request = decode(cls, {"command": None, "program": None, **given}, "the run")
         request._check()

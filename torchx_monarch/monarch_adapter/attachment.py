@@ -67,11 +67,7 @@ def attach(name: str, addresses: Sequence[str], timeout: float) -> actor.HostMes
 
     Args:
         addresses: address of each worker loop: service id, ``@``, and the URL on which it listens.
-        timeout: seconds for all attempts together.
-
-    Raises:
-        TimeoutError: a worker loop has not answered within ``timeout`` seconds, or the root client has not started.
-        Exception: any error of Monarch.
+        timeout: seconds for all attempts together; ``TimeoutError`` is raised after them.
     """
     from monarch import actor
 
@@ -104,9 +100,6 @@ def _start_root_client(timeout: float) -> None:
     """Create the root client of this process, if it has none, and wait until Monarch has constructed its actor.
 
     Monarch constructs the actor in the background, some milliseconds after ``context()`` has returned.
-
-    Raises:
-        TimeoutError: the actor was not constructed within ``timeout`` seconds.
     """
     from monarch import actor
     from monarch._src.actor import actor_mesh

@@ -38,7 +38,6 @@ leases and name the host; Monarch's error only names a mesh, a rank and a time-o
 
 _TLS_VARIABLES = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
 
-
 _THREAD = "monarch-pytokio"
 """Name of Monarch's threads that take the GIL."""
 
@@ -118,8 +117,7 @@ def start_worker(
         client_url: URL on which this process listens as a client; Monarch needs it before any other call.
         serve_address: service id of this host, ``@``, and the URL on which the worker loop listens;
             ``tls://NAME:fdN`` for a socket that is bound already.
-        tls: for ``tls://``: files with this host's certificate, its key, and the authority that it trusts; None
-            without TLS.
+        tls: for ``tls://``: files with this host's certificate, its key, and the authority that it trusts.
         on_fault: called with the text of each unhandled fault, from a thread of Monarch, and possibly several times for
             one failure. (Monarch's default interrupts the main thread.)
         warn: called with a line for the job's log if Monarch's sockets may be unguarded (``socket_guard.protect``).
@@ -191,9 +189,6 @@ def become_client(url: str, tls: Sequence[str], warn: Callable[[str], None], gat
         warn: called with a line if Monarch's sockets may be unguarded (``socket_guard.protect``).
         gateway: address of the host through which all messages pass, so that no host dials this process; empty for
             none. A process cannot change its gateway.
-
-    Raises:
-        ClientError: Monarch listens on another URL in this process already, or uses another gateway.
     """
     from monarch import actor
 
@@ -218,11 +213,7 @@ def become_client(url: str, tls: Sequence[str], warn: Callable[[str], None], gat
 
 
 def host_mesh(name: str, addresses: Sequence[str]) -> actor.HostMesh:
-    """Return the hosts of these addresses as one mesh with the dimension ``hosts``.
-
-    Raises:
-        ClientError: a host could not be reached in time.
-    """
+    """Return the hosts of these addresses as one mesh with the dimension ``hosts``."""
     from monarch._src.actor.sync_state import fake_sync_state
 
     try:

@@ -21,9 +21,8 @@ class _Entry:
     Attributes:
         module: the module that defines the backend, below ``torchx_monarch.backends``.
         packages: the packages whose absence means that its client library is not installed; empty for no library.
-        client: the client library, as messages name it.
-        install: the argument of ``pip install`` for it.
-        extra: the extra of this package that requires it.
+        client: the client library, as messages name it; ``pip install`` takes ``install`` for it, and ``extra`` is that
+            of this package.
     """
 
     module: str
@@ -71,11 +70,7 @@ EXTRAS = {name: entry.extra for name, entry in _BACKENDS.items() if entry.extra}
 
 
 def create(name: str, session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-    """Create a scheduler; connect to nothing yet.
-
-    Raises:
-        MissingClientError: the client library that its backend needs is not installed.
-    """
+    """Create a scheduler; connect to nothing yet."""
     import importlib
     import sys
 

@@ -27,13 +27,12 @@ _TIMEOUT = 20.0
 """Seconds for the checks of a group, such as a scheduler's: a cluster that cannot be reached answers late."""
 
 
-def diagnose(scheduler: str, cfg: str, timeout: float = _TIMEOUT) -> list[CheckResult]:
+def diagnose(scheduler: str, cfg: str) -> list[CheckResult]:
     """Run all checks and return their results. Submit nothing.
 
     Args:
         scheduler: name of the scheduler to check with its run options; empty to see which schedulers can be used.
         cfg: run options of ``scheduler``, as for ``torchx run -cfg``.
-        timeout: seconds for the checks of a group; groups run at the same time.
     """
     names = [scheduler] if scheduler else registered()
     groups: dict[str, Callable[[], Iterable[CheckResult]]] = {
@@ -41,7 +40,7 @@ def diagnose(scheduler: str, cfg: str, timeout: float = _TIMEOUT) -> list[CheckR
         "configuration": check_configuration,
         **{name: functools.partial(check_scheduler, name, cfg if scheduler else None) for name in names},
     }
-    found = run_groups(groups, timeout)
+    found = run_groups(groups, _TIMEOUT)
     if not scheduler:
         found.update({name: _usable(name, found[name]) for name in names})
     return list(itertools.chain.from_iterable(found.values()))

@@ -52,12 +52,7 @@ WARNING = "standard input is not forwarded to the job: its ranks have an empty o
 
 
 class Foreground:
-    """Watches the apps that a ``torchx run`` in this process has submitted.
-
-    Args:
-        read_events: as ``MonarchScheduler.read_events``.
-        kills: whether the backend can kill an app immediately.
-    """
+    """Watches the apps that a ``torchx run`` in this process has submitted."""
 
     def __init__(
         self, apps: Apps[Any], read_events: Callable[[str, int], tuple[list[Event], int]], scheduler: str, kills: bool
@@ -78,9 +73,6 @@ class Foreground:
 
         If the command will wait for the app, SIGTERM and SIGHUP are handled from now on. They are held back during the
         submission, because an app cannot be cancelled before its id is known.
-
-        Raises:
-            Signalled: a signal arrived during the submission.
         """
         if _waits():
             termination.install()

@@ -133,13 +133,9 @@ def _version(name: str) -> str:
 
 
 def require_torchx_nightly() -> None:
-    """Check that the importable ``torchx`` is torchx-nightly.
+    """Check that the importable ``torchx`` is torchx-nightly: the stable release lacks ``Role.workspace`` and more.
 
     Log a warning if both distributions are installed and the files in place are the nightly's.
-
-    Raises:
-        ImportError: ``torchx`` is the stable release, which lacks ``Role.workspace`` and more.
-        SystemExit: the same inside the ``torchx`` command, to avoid a traceback.
     """
     stable = _version("torchx")
     from torchx.specs import Role
@@ -150,7 +146,7 @@ def require_torchx_nightly() -> None:
         version = getattr(getattr(torchx, "version", None), "__version__", stable) or "unknown"
         beside = " (it has overwritten torchx-nightly's files)" if stable else ""
         message = f"torchx-monarch needs torchx-nightly, but torchx {version} is installed{beside}; {_REMEDY}"
-        if os.path.basename(sys.argv[0]) == "torchx":
+        if os.path.basename(sys.argv[0]) == "torchx":  # which would show a traceback
             raise SystemExit(message)
         raise ImportError(message)
     if stable:

@@ -95,9 +95,6 @@ class WriterThread:
 class Console:
     """The host's stdout or stderr, shared by the host and all of its ranks.
 
-    Attributes:
-        writer: the thread that writes to it.
-
     Args:
         same: the other of the two consoles; None for the first. They share the thread, so that lines are written in
             their order; and the state of unfinished lines, if both are the same file or terminal.

@@ -41,9 +41,6 @@ def read(path: str, since: float = 0.0, traceback_bytes: int = TRACEBACK_BYTES) 
 
     A file that was written before ``since``, in seconds since the epoch, belongs to another failure: it counts as
     missing.
-
-    Raises:
-        UnreadableError: it is no regular file of the caller, too large, or no JSON object.
     """
     try:
         if os.lstat(path).st_mtime < since:

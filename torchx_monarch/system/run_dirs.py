@@ -14,37 +14,25 @@ MAX_RUN_DIR = 71
 sockets about three folders deeper: `hXXXXXXXX/NN/.tmpXXXXXX/XXXXXXXXXXX`."""
 
 
-def _new_dir(prefix: str) -> str:
-    """Make a folder that only its owner may enter; return its path, which is the prefix and a random suffix.
-
-    (``tempfile`` does the same, at several times the cost of the rest of the supervisor's imports.)
-    """
-    path = f"{prefix}{os.urandom(8).hex()}"
-    os.mkdir(path, 0o700)
-    return path
-
-
 def new_run_dir() -> str:
     """Make a folder for sockets in TMPDIR, or in /tmp if TMPDIR is too long for a socket or not writable.
 
-    Raises:
-        OSError: the folder could not be made.
+    (``tempfile`` does the same, at several times the cost of the rest of the supervisor's imports.)
     """
-    base = os.path.abspath(os.environ.get("TMPDIR") or "/tmp")
-    random_word = 16
-    if len(os.fsencode(os.path.join(base, RUN_PREFIX))) + random_word <= MAX_RUN_DIR:
+    name = f"{RUN_PREFIX}{os.urandom(8).hex()}"
+    path = os.path.join(os.path.abspath(os.environ.get("TMPDIR") or "/tmp"), name)
+    if len(os.fsencode(path)) <= MAX_RUN_DIR:
         with contextlib.suppress(OSError):  # TMPDIR does not exist or is not writable
-            return _new_dir(os.path.join(base, RUN_PREFIX))
-    return _new_dir(os.path.join("/tmp", RUN_PREFIX))
+            os.mkdir(path, 0o700)
+            return path
+    os.mkdir(path := f"/tmp/{name}", 0o700)
+    return path
 
 
 def private_dir(within: str) -> str:
     """Make a folder in another for the sockets and keys of one start of one replica; return its path.
 
     Its name is short, because a socket's path has at most 107 bytes.
-
-    Raises:
-        ValueError: the folder could not be made.
     """
     import tempfile
 

@@ -79,7 +79,6 @@ def open_file(path: _Path, flags: int = os.O_RDONLY, *, below: _Path | None = No
 
     Raises:
         UnsafeFileError: the file, or a folder between ``below`` and it, breaks the rule.
-        OSError: the file does not exist, or the system refuses.
     """
     path = os.fspath(path)
     if below is None:
@@ -107,16 +106,7 @@ def open_log(path: _Path) -> int:
 
 
 def open_folder(path: _Path, *, below: _Path) -> int:
-    """Open a folder of the caller; return its descriptor, for ``dir_fd`` and scandir.
-
-    Args:
-        path: the folder: ``below``, which is as for ``open_file``, or a folder inside it.
-
-    Raises:
-        ValueError: ``path`` is not inside ``below``.
-        UnsafeFileError: the folder, or one between ``below`` and it, breaks the rule.
-        OSError: the folder does not exist, or the system refuses.
-    """
+    """Open a folder of the caller, ``below`` or one inside it; return its descriptor, for ``dir_fd`` and scandir."""
     current = os.path.abspath(below)
     way = os.path.relpath(os.path.abspath(path), current)
     parts = [] if way == os.curdir else way.split(os.sep)
@@ -250,11 +240,7 @@ def numbered(folder: _Path, prefix: str) -> list[int]:
 
 
 def make_reserve(path: str, size: int) -> None:
-    """Make a file of a size, which holds disk space for ``write_into_reserve`` to use when the disk is full.
-
-    Raises:
-        OSError: the disk is full already; the reserve file does not exist then.
-    """
+    """Make a file of a size, which holds disk space for ``write_into_reserve`` to use when the disk is full."""
     fd = open_file(path, os.O_WRONLY | os.O_CREAT)
     try:
         # Zeros take space on most file systems, but not on compressing ones.
@@ -267,11 +253,7 @@ def make_reserve(path: str, size: int) -> None:
 
 
 def write_into_reserve(reserve: str, path: str, data: bytes) -> None:
-    """Replace the file at ``path`` by a reserve file with new content, which needs no new space and no new inode.
-
-    Raises:
-        OSError: the reserve does not exist, or it is smaller than the data and the disk is full.
-    """
+    """Replace the file at ``path`` by a reserve file with new content, which needs no new space and no new inode."""
     fd = open_file(reserve, os.O_WRONLY)
     try:
         write_all(fd, data)

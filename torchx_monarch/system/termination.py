@@ -94,11 +94,7 @@ class Termination:
         self._is_held = True
 
     def release(self) -> None:
-        """Hold signals back no longer; do nothing if none were held back.
-
-        Raises:
-            Signalled: a signal arrived meanwhile.
-        """
+        """Hold signals back no longer, and raise the first one that arrived meanwhile."""
         self._is_held = False
         number, self._pending = self._pending, 0
         if number:
@@ -106,11 +102,7 @@ class Termination:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold signals back during the block; raise the first one at its end, unless the block raises.
-
-        Raises:
-            Signalled: a signal arrived during the block.
-        """
+        """Hold signals back during the block; raise the first one at its end, unless the block raises."""
         self.hold()
         try:
             yield

@@ -18,7 +18,6 @@ CONNECT_TIMEOUT = 4.0
 """Seconds for a TCP connection. Less than the 5 s before a waiting host prints its first "waiting for" line
 (``insight.progress``), so that the line can give the reason."""
 
-
 REPLICA0_NAME = "replica0.torchx-monarch.internal"
 """A name that only the certificate of a role's replica 0 contains. A user's client verifies this name whatever address
 it dials, because the address may be the local end of a tunnel."""
@@ -29,11 +28,7 @@ class AddressError(ValueError):
 
 
 class ConnectError(Exception):
-    """The connection failed; the message says why.
-
-    Attributes:
-        final: whether a retry would be useless.
-    """
+    """The connection failed; the message says why. A retry of a ``final`` failure would be useless."""
 
     def __init__(self, message: str, final: bool = False) -> None:
         super().__init__(message)
@@ -42,14 +37,7 @@ class ConnectError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """The address on which replica 0 listens.
-
-    Attributes:
-        scheme: ``unix``, ``tls`` or ``insecure-tcp``.
-        host: name or IP address that hosts dial; empty for ``unix``.
-        port: TCP port; 0 for ``unix``.
-        path: path of the socket file; empty for the other schemes.
-    """
+    """The address on which replica 0 listens: a ``path`` of scheme ``unix``, else host and port."""
 
     scheme: str
     host: str = ""
@@ -58,11 +46,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, source: str) -> Address:
-        """Parse ``unix:PATH``, ``tls:HOST:PORT`` or ``insecure-tcp:HOST:PORT``.
-
-        Raises:
-            AddressError: the text has none of the three forms, or its host is an IPv6 address.
-        """
+        """Parse ``unix:PATH``, ``tls:HOST:PORT`` or ``insecure-tcp:HOST:PORT``."""
         scheme, _, rest = text.partition(":")
         if scheme == "unix" and rest:
             return cls(scheme, path=rest)

@@ -68,11 +68,8 @@ _CLOSE_TIMEOUT = 1.0
 class Identity:
     """The certificate and key of this host, and the authorities that it trusts.
 
-    Attributes:
-        certificate: path of the file with the host's certificate.
-        key: path of the file with the host's key; mode 0600.
-        authority: path of the file with the certificate of the hosts' authority.
-        client_authority: certificate of the client's authority, as PEM; empty when no client is accepted.
+    The first three are paths of files; the certificate of the client's authority is PEM, empty when no client is
+    accepted.
     """
 
     certificate: str
@@ -152,11 +149,7 @@ def _port(bind: str, port: int) -> socket.socket:
 async def connect(
     address: Address, identity: Identity | None, peer_timeout: float, handshake_timeout: float = LATER_HANDSHAKE_TIMEOUT
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the address of replica 0, with this host's certificate; ``peer_timeout`` is as for ``watch_peer``.
-
-    Raises:
-        ConnectError: the connection or the TLS handshake failed; the message says why.
-    """
+    """Connect to the address of replica 0, with this host's certificate; ``peer_timeout`` is as for ``watch_peer``."""
     try:
         if not address.networked:
             return await asyncio.open_unix_connection(address.path, limit=messages.MAX_LINE)
@@ -221,13 +214,9 @@ class Listener:
     Args:
         serve: called with each connection after its handshake. It calls ``mark_authenticated`` once the peer has
             identified itself; until then the listener may close the connection, which ends when it returns.
-        identity: this host's certificate; None without TLS.
         bind: local IP address to listen on; empty for all.
         peer_timeout: as for ``watch_peer``.
         say: called with a line for the log, once, if connections wait because this process may open no more files.
-
-    Raises:
-        ConnectError: the process cannot listen on the address.
     """
 
     def __init__(

@@ -28,11 +28,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.system import safe_files
 
-HOST_AUTHORITY = "torchx-monarch hosts"
-"""Common name of the authority that signs the hosts' certificates."""
-
-CLIENT_AUTHORITY = "torchx-monarch client"
-"""Common name of the authority that signs the client's certificate."""
+HOST_AUTHORITY, CLIENT_AUTHORITY = "torchx-monarch hosts", "torchx-monarch client"
+"""Common names of the authorities that sign the hosts' certificates, and the client's."""
 
 VALID_FOR = datetime.timedelta(days=90)
 """Validity of a job's certificates, and so the longest lifetime of a job."""
@@ -57,9 +54,7 @@ class Leaf:
 class ClientCredentials:
     """The credentials of the submitting machine: a certificate with which a client can query and stop the job.
 
-    Attributes:
-        authority: certificate of the hosts' authority, with which the client verifies hosts.
-        leaf: the client's certificate and key.
+    The client verifies hosts by the certificate of their authority.
     """
 
     authority: str
@@ -71,20 +66,14 @@ class ClientCredentials:
 
     @classmethod
     def from_text(cls, text: str) -> ClientCredentials:
-        """Parse the result of ``to_text``; raise ``CredentialsError`` if the text is something else."""
+        """Parse the result of ``to_text``."""
         values = _unpack(text, ("authority", "certificate", "key"))
         return cls(values["authority"], Leaf(values["certificate"], values["key"]))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class HostCredentials:
-    """The credentials that every host of a job carries.
-
-    Attributes:
-        authority: certificate of the hosts' authority, as PEM.
-        key: private key of the hosts' authority, as PEM.
-        client_authority: certificate of the client's authority, as PEM.
-    """
+    """The credentials that every host of a job carries: certificate and key of the hosts' authority, as PEM."""
 
     authority: str
     key: str
@@ -96,16 +85,12 @@ class HostCredentials:
 
     @classmethod
     def from_text(cls, text: str) -> HostCredentials:
-        """Parse the result of ``to_text``; raise ``CredentialsError`` if the text is something else."""
+        """Parse the result of ``to_text``."""
         return cls(**_unpack(text, ("authority", "key", "client_authority")))
 
     @classmethod
     def load(cls, value: str) -> HostCredentials:
-        """Read the credentials from the value of ``env_names.CREDENTIALS``: the text itself, or ``file:PATH``.
-
-        Raises:
-            CredentialsError: the file cannot be read, or the text does not hold host credentials.
-        """
+        """Read the credentials from the value of ``env_names.CREDENTIALS``: the text itself, or ``file:PATH``."""
         if not value.startswith("file:"):
             return cls.from_text(value)
         path = value[len("file:") :]
@@ -121,12 +106,7 @@ class HostCredentials:
             raise CredentialsError(f"{error}, in {path}") from None
 
     def sign(self, names: Iterable[str]) -> Leaf:
-        """Sign a certificate for this host.
-
-        Raises:
-            CredentialsError: the PEM of the certificates or the key cannot be read, the certificates have expired, or a
-                name cannot be put into a certificate.
-        """
+        """Sign a certificate for this host."""
         try:
             authority = x509.load_pem_x509_certificate(self.authority.encode())
             x509.load_pem_x509_certificate(self.client_authority.encode())
@@ -143,18 +123,18 @@ class HostCredentials:
         return _leaf("host", authority, key, usages, sorted(set(names)))
 
 
-def create(valid_for: datetime.timedelta = VALID_FOR) -> tuple[HostCredentials, ClientCredentials]:
+def create() -> tuple[HostCredentials, ClientCredentials]:
     """Create the credentials of a new job, for its hosts and for its client."""
-    hosts, hosts_key = _authority(HOST_AUTHORITY, valid_for)
-    clients, clients_key = _authority(CLIENT_AUTHORITY, valid_for)
+    hosts, hosts_key = _authority(HOST_AUTHORITY)
+    clients, clients_key = _authority(CLIENT_AUTHORITY)
     leaf = _leaf("client", clients, clients_key, (ExtendedKeyUsageOID.CLIENT_AUTH,), ())
     ours = HostCredentials(_pem(hosts), _key_pem(hosts_key), _pem(clients))
     return ours, ClientCredentials(_pem(hosts), leaf)
 
 
-def _authority(name: str, valid_for: datetime.timedelta) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+def _authority(name: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     key = ec.generate_private_key(ec.SECP256R1())
-    end = datetime.datetime.now(datetime.timezone.utc) + valid_for
+    end = datetime.datetime.now(datetime.timezone.utc) + VALID_FOR
     return _builder(name, name, key, end, is_authority=True).sign(key, hashes.SHA256()), key
 
 

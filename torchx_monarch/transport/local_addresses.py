@@ -32,11 +32,7 @@ def interfaces() -> dict[str, str]:
 
 
 def address_of(bind: str) -> str:
-    """Return the IP address for a value of ``HostSpec.bind``; empty for an empty value.
-
-    Raises:
-        NetworkError: the value is neither an IP address nor an interface with an IPv4 address.
-    """
+    """Return the IP address for a value of ``HostSpec.bind``; empty for an empty value."""
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(bind)) if bind else ""
     addresses = interfaces()
@@ -54,10 +50,6 @@ def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> 
     (``is_first``) only; other hosts ask the registry (``controller.roles``).
 
     In ``unix:@NAME/FILE`` the variable names the folder of a socket file. The backend has set it on every host.
-
-    Raises:
-        NetworkError: the address is on a network, this host is not replica 0, and NAME is missing, or its variable is
-            unset or empty.
     """
     scheme, separator, rest = address.partition(":@")
     if not separator:
@@ -114,11 +106,7 @@ def advertised(rendezvous: Address, is_first: bool, options: HostSpec, ours: str
 
 
 def bind_port(bind: str, ports: tuple[int, int] | None) -> socket.socket:
-    """Return a TCP socket that is bound to a free port of the range and does not listen yet.
-
-    Raises:
-        NetworkError: no port of the range is free.
-    """
+    """Return a TCP socket that is bound to a free port of the range and does not listen yet."""
     address = address_of(bind)
     low, high = ports or (0, 0)
     for port in range(low, high + 1):

@@ -132,10 +132,6 @@ async def open_streams(
 
     Args:
         server_hostname: name that the peer's certificate must have; None for the accepting end of TLS.
-
-    Raises:
-        OSError: the connection broke, or the TLS handshake failed or timed out.
-        ValueError: the name cannot be that of a certificate.
     """
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=MAX_LINE)
