@@ -20,11 +20,11 @@ from tests.unit.test_foreground import ImpatientTerminal, ctrl_c_raises
 from tests.waits import until
 from torchx_monarch.cli import exit_codes, ps
 from torchx_monarch.client.allocation import Allocation
+from torchx_monarch.client.connection import Target
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.result import RankOutput, RankResult, RunResult
 from torchx_monarch.client.run import Collector, RunHandle, collect_with_interrupts
 from torchx_monarch.client.runs import follow_run, list_runs
-from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.termination import termination
