@@ -28,7 +28,7 @@ from torchx.specs.finder import ComponentValidationException
 from tests.contract.place import TORCHX, Place
 from tests.local.terminal import Terminal
 from tests.waits import WITHIN, until
-from torchx_monarch.backends.core import client_credentials
+from torchx_monarch.backends.core import client_credentials, torchx_api
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.cli.debug import list_breakpoints
@@ -37,9 +37,8 @@ from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_queries import ask_samples, ask_stacks
 from torchx_monarch.command.rewrite import hold
 from torchx_monarch.exceptions import RefusedError, UnreachableError
-from torchx_monarch.model import role_metadata
+from torchx_monarch.model.role_spec import mark_sidecar
 from torchx_monarch.schedulers.description import summary_of
-from torchx_monarch.torchx_adapter import torchx_api
 from torchx_monarch.transport.credentials import ClientCredentials
 
 _ROOT = Path(__file__).parents[2]
@@ -407,7 +406,7 @@ class Contract:
             place.wait(handle, state)
             _read(place, handle, state)
         # Its result is decided, and the process that has submitted it does not ask.
-        role_metadata.mark_sidecar(side)
+        mark_sidecar(side)
         handle = place.run(place.role("true"), side)
         with Runner("torchx", place.schedulers) as reader:
             until(lambda: reader.status(handle).roles[0].replicas[0].state is AppState.SUCCEEDED, "the trainer", WITHIN)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tests.unit.test_host_result import FIELDS, VALUES
 from torchx_monarch.host.ranks import rank_errors
 from torchx_monarch.insight.progress import Reporter, write_result
-from torchx_monarch.model.host_result import HostResult, no_retry_reason
+from torchx_monarch.model.host_result import KEY_VARIABLE, HostResult, no_retry_reason, verified
 from torchx_monarch.model.job_result import JobResult, RankExit
-from torchx_monarch.system import error_files, signed_line
+from torchx_monarch.system import error_files
 from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.system.untrusted_text import one_line, printable
 
@@ -120,16 +120,16 @@ def test_a_host_signs_its_result_where_its_backend_reads_the_log(tmp_path: Path)
     with open(tmp_path / "log", "w+") as log:
         reporter = Reporter(Console(log.fileno()), None, "r")
         host_result = HostResult(3, "rank 1 exited with code 3: ValueError: a\n[monarch] result b")
-        write_result(host_result, {signed_line.KEY_VARIABLE: "key"}, reporter)
+        write_result(host_result, {KEY_VARIABLE: "key"}, reporter)
         write_result(host_result, {}, reporter)
         WriterThread.finish()
         log.seek(0)
         lines = log.read().split("\n")
     assert len(lines) == 2
-    [result] = signed_line.verified(lines, "key")
+    [result] = verified(lines, "key")
     assert json.loads(result)["message"]["errorCode"] == 3
-    assert signed_line.verified(lines, "other") == signed_line.verified(lines, "") == []
-    assert signed_line.verified([lines[0].replace("code 3", "code 4"), f"[default0]:{lines[0]}"], "key") == []
+    assert verified(lines, "other") == verified(lines, "") == []
+    assert verified([lines[0].replace("code 3", "code 4"), f"[default0]:{lines[0]}"], "key") == []
 
 
 @pytest.mark.parametrize("by_program", [False, True], ids=["by the rank", "by @record"])

@@ -142,18 +142,17 @@ _BELOW = {
         *("host/ranks", "controller", "code_sync", "monarch_adapter"),
         *("transport", "insight", "command", "model", "system"),
     },
-    "torchx_adapter": set(),
     "backends/core": {"model", "system"},
     "supervisor": {"backends/core", "insight", "model", "system"},
-    "backends": {"backends/core", "supervisor", "code_sync", "torchx_adapter", "insight", "model", "system"},
-    "schedulers": {"backends/core", "backends", "torchx_adapter", "transport", "insight", "command", "model", "system"},
+    "backends": {"backends/core", "supervisor", "code_sync", "insight", "model", "system"},
+    "schedulers": {"backends/core", "backends", "transport", "insight", "command", "model", "system"},
     "client": {
-        *("schedulers", "backends/core", "backends", "code_sync", "monarch_adapter", "torchx_adapter"),
+        *("schedulers", "backends/core", "backends", "code_sync", "monarch_adapter"),
         *("transport", "insight"),
         *("command", "model", "system"),
     },
     "cli": {
-        *("client", "schedulers", "backends/core", "backends", "torchx_adapter"),
+        *("client", "schedulers", "backends/core", "backends"),
         *("transport", "insight"),
         *("command", "model", "system"),
     },
@@ -179,7 +178,6 @@ _FOREIGN = {
     "client": ("monarch",),
     "cli": ("monarch",),
     "code_sync": ("monarch", "torchx"),
-    "torchx_adapter": ("monarch",),
     "system": ("monarch", "torchx"),
     "model": ("monarch", "torchx"),
 }
@@ -223,7 +221,7 @@ def _room(module: str) -> str:
     ("public", "package"),
     [
         (r"monarch\.(actor|job)(\.[A-Z]\w*|\.concurrent_endpoint|\.job_load)?", "monarch_adapter"),
-        (r"torchx(\.[A-Za-z]\w*)*", "torchx_adapter"),
+        (r"torchx(\.[A-Za-z]\w*)*", "backends/core"),
     ],
 )
 def test_private_names_of_others_are_imported_in_one_package(public: str, package: str) -> None:

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torchx_monarch.command.rendezvous_conf import RendezvousConf
 from torchx_monarch.command.torchrun_options import (
     DEFAULTS,
     OPTIONS,
@@ -25,6 +24,7 @@ from torchx_monarch.command.torchrun_options import (
     CommandError,
     HelpRequested,
     Option,
+    RendezvousConf,
     Streams,
     TorchrunOptions,
     Use,

@@ -12,8 +12,8 @@ from torchx_monarch.controller.retry import SameStep, never_joined, why_no_other
 from torchx_monarch.host import no_restart_marker
 from torchx_monarch.host.no_restart_marker import VARIABLE, NoRestartMarker
 from torchx_monarch.model.backoff import Backoff
-from torchx_monarch.model.exit_codes import parse_exit_codes
 from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.model.host_spec import parse_exit_codes
 from torchx_monarch.model.job_result import JobResult, RankExit
 
 

@@ -22,7 +22,7 @@ from torchx_monarch.command.command import CommandError, parse
 from torchx_monarch.command.rewrite import WrapOptions, rank_command, rewrite
 from torchx_monarch.components import spmd
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.model.role_metadata import SparesError
+from torchx_monarch.model.role_spec import RoleMetadataError
 
 OPTIONS = WrapOptions()
 HOST = [
@@ -100,7 +100,7 @@ def test_spare_hosts_are_for_roles_of_ranks() -> None:
     assert [spec.spares for spec in rewrite(beside, WrapOptions(spec=HostSpec(spares=1))).roles] == [1, 0]
     for metadata, problem in (({"spares": 1}, "runs no ranks"), ({"spares": "1"}, "use 0 or more")):
         beside.roles[1].metadata = {"monarch": metadata}
-        with pytest.raises(SparesError, match=problem):
+        with pytest.raises(RoleMetadataError, match=problem):
             rewrite(beside, OPTIONS)
 
 

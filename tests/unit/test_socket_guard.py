@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.monarch_adapter import library_imports, socket_guard
-from torchx_monarch.monarch_adapter.library_imports import ImportsUnknown
+from torchx_monarch.monarch_adapter import socket_guard
+from torchx_monarch.monarch_adapter.socket_guard import ImportsUnknown
 
 _PREPARED = """
 import _ctypes, _socket, ctypes, socket, threading
-from torchx_monarch.monarch_adapter import library_imports, socket_guard
+from torchx_monarch.monarch_adapter import socket_guard
 from torchx_monarch.monarch_adapter.socket_guard import TESTED, protect
 
 # Debian's Python has the module in its executable, which the dynamic linker knows by no name.
@@ -32,7 +32,7 @@ def warn(text):
 
 def values():
     # What each of the library's entries leads to: the function or, while no call has had the linker find it, a stub.
-    found = library_imports.entries(LIBRARY, ("accept4", "accept"))
+    found = socket_guard.entries(LIBRARY, ("accept4", "accept"))
     return {entry: ctypes.c_size_t.from_address(entry).value for name, entry in found}
 
 BEFORE = values()
@@ -114,7 +114,7 @@ has_library = pytest.mark.skipif(not _LIBRARY, reason="this Python has its modul
 
 def called(name: str) -> set[int]:
     """What the library calls under a name."""
-    found = library_imports.entries(_LIBRARY, (name,))
+    found = socket_guard.entries(_LIBRARY, (name,))
     return {ctypes.c_size_t.from_address(entry).value for _, entry in found}
 
 
@@ -124,7 +124,7 @@ def address_of(name: str) -> int | None:
 
 @has_library
 def test_finds_where_a_library_keeps_the_functions_it_calls() -> None:
-    found = list(library_imports.entries(_LIBRARY, ("dlopen", "dlsym", "no_such_function")))
+    found = list(socket_guard.entries(_LIBRARY, ("dlopen", "dlsym", "no_such_function")))
     assert {name for name, _ in found} == {"dlopen", "dlsym"}
     for name in ("dlopen", "dlsym"):
         assert called(name) == {address_of(name)}
@@ -136,20 +136,20 @@ def test_replaces_a_function() -> None:
     assert another
     own = address_of("dlclose")
     assert own
-    library_imports.redirect(_LIBRARY, {"dlclose": another, "no_such_function": 0})
+    socket_guard.redirect(_LIBRARY, {"dlclose": another, "no_such_function": 0})
     try:
         assert called("dlclose") == {another}
     finally:
-        library_imports.redirect(_LIBRARY, {"dlclose": own})
+        socket_guard.redirect(_LIBRARY, {"dlclose": own})
     assert called("dlclose") == {own}
 
 
 @has_library
 def test_says_why_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportsUnknown, match="calls none of accept4, accept"):
-        library_imports.redirect(_LIBRARY, {"accept4": 0, "accept": 0})
+        socket_guard.redirect(_LIBRARY, {"accept4": 0, "accept": 0})
     with pytest.raises(ImportsUnknown, match="nosuch"):
-        library_imports.redirect(f"{tmp_path}/nosuch.so", {"accept4": 0})
+        socket_guard.redirect(f"{tmp_path}/nosuch.so", {"accept4": 0})
     monkeypatch.setattr(platform, "machine", lambda: "i686")
     with pytest.raises(ImportsUnknown, match="not known how on i686, only on x86_64 and aarch64"):
-        library_imports.redirect(_LIBRARY, {"dlclose": 0})
+        socket_guard.redirect(_LIBRARY, {"dlclose": 0})

@@ -17,7 +17,7 @@ import pytest
 
 from torchx_monarch.cli import exit_codes, logs, main, top
 from torchx_monarch.cli.output import open_stderr
-from torchx_monarch.system.user_name import user_name
+from torchx_monarch.system.processes import user_name
 
 
 def full() -> TextIO:

@@ -17,8 +17,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaS
 from torchx_monarch.backends.core.state import SETTLE, AppStatus, count_restarts, reduce
 from torchx_monarch.command.rewrite import hold
 from torchx_monarch.components import controller
-from torchx_monarch.model.role_metadata import is_sidecar, mark_sidecar
-from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind
+from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind, is_sidecar, mark_sidecar
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_local
 

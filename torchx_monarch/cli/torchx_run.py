@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 from torchx.cli.cmd_run import CmdRun as TorchXCmdRun
 
+from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.cli.torchx_errors import no_scheduler
 from torchx_monarch.schedulers import command
-from torchx_monarch.torchx_adapter import torchx_api
 
 _OWN = "monarch."
 """How the names of this package's components begin, as setup.cfg registers them."""

@@ -14,10 +14,9 @@ import ssl
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.backends.core import client_credentials, state_files
+from torchx_monarch.backends.core import client_credentials, state_files, torchx_api
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.system.untrusted_text import one_line
-from torchx_monarch.torchx_adapter import torchx_api
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.address import REPLICA0_NAME, Address, AddressError, explain
 

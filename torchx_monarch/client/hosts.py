@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.client.connection import Connection, Target, ask
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.system.termination import closed_terminal_is_null
-from torchx_monarch.torchx_adapter import torchx_api
 
 if TYPE_CHECKING:
     from torchx.runner import Runner

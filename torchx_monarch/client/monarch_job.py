@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from torchx.specs import AppDef, CfgVal
 
+from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.client import this_job
 from torchx_monarch.client.attached_job import CACHE, AttachedJob, Attachment
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
@@ -19,7 +20,6 @@ from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waitin
 from torchx_monarch.model.env_names import THIS_JOB
 from torchx_monarch.monarch_adapter import monarch_api
 from torchx_monarch.schedulers.monarch import MonarchScheduler
-from torchx_monarch.torchx_adapter import torchx_api
 
 # After the base class, which prepares this import.
 from monarch.job import JobState, JobTrait  # isort: skip

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict
 
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.workspace_sync import SyncMode, check_when, sync_workspace
-from torchx_monarch.system.user_name import user_name
+from torchx_monarch.system.processes import user_name
 
 Output = Literal["stream", "store", "none"] | Callable[[int, str, str], None]
 """Where the output of the ranks goes. ``stream``: to ``sys.stdout`` and ``sys.stderr``; ``store``: to

@@ -70,12 +70,12 @@ def serve(
         BackendError: the scheduler cannot be reached, fails, or does not accept the app.
         torchx.specs.InvalidRunConfigException: a run option is unknown or has an invalid value.
     """
+    from torchx_monarch.backends.core.torchx_api import scheduler_of
     from torchx_monarch.client.job import SPMDJob  # imports Monarch
     from torchx_monarch.command.command import CommandError
     from torchx_monarch.command.rewrite import hold
     from torchx_monarch.schedulers import registered
     from torchx_monarch.schedulers.monarch import MonarchScheduler
-    from torchx_monarch.torchx_adapter.torchx_api import scheduler_of
 
     check_when(sync)
     is_command = isinstance(appdef, (str, list, tuple))

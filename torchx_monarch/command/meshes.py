@@ -11,8 +11,8 @@ from torchx.specs import AppDef, Resource, Role
 
 from torchx_monarch.command.allocation_spec import script_command
 from torchx_monarch.command.command import HOSTS_MODULE
-from torchx_monarch.model import role_metadata
 from torchx_monarch.model.host_spec import show_seconds
+from torchx_monarch.model.role_spec import mark_sidecar
 
 _TAKEN = ("query_engine", "query_engine_client", "telemetry_url", "dashboard_url", "admin_url")
 """Attributes of Monarch's JobState. They would hide a mesh of the same name."""
@@ -26,9 +26,6 @@ def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = ()) -> App
     Args:
         idle_timeout: seconds without a client after which the hosts end; 0 for never.
         script: a Python command that runs once, on replica 0 of the first role; empty for no script.
-
-    Raises:
-        ValueError: the app has no roles, or the name of a role cannot be the name of a mesh.
     """
     ours = copy.deepcopy(app)
     if not ours.roles:
@@ -39,16 +36,12 @@ def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = ()) -> App
         check_mesh_name(role.name)
         role.entrypoint, *role.args = script_command(script) if script and not index else hosts
         if index:
-            role_metadata.mark_sidecar(role)
+            mark_sidecar(role)
     return ours
 
 
 def app_of_meshes(meshes: Mapping[str, int]) -> AppDef:
-    """Build an app with a role for each mesh, from the numbers of hosts by name.
-
-    Raises:
-        ValueError: the number of hosts is not positive, or a name cannot be the name of a mesh.
-    """
+    """Build an app with a role for each mesh, from the numbers of hosts by name."""
     for mesh, hosts in meshes.items():
         check_mesh_name(mesh)
         if not isinstance(hosts, int) or hosts < 1:
@@ -61,11 +54,7 @@ def app_of_meshes(meshes: Mapping[str, int]) -> AppDef:
 
 
 def check_mesh_name(name: str) -> None:
-    """Check that a mesh of this name can be accessed as ``state().NAME``.
-
-    Raises:
-        ValueError: the name is not a Python identifier, begins with ``_``, or is an attribute of Monarch's JobState.
-    """
+    """Check that a mesh of this name can be accessed as ``state().NAME``; raise ``ValueError`` if not."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(
             f"role {name!r} cannot be a mesh: its hosts are `state().NAME`, and this is no name of Python's. "

@@ -4,7 +4,7 @@
 Rewriting puts the host process before the rank program: ``torchrun train.py`` becomes ``python -m torchx_monarch.host
 [options] -- torchrun train.py``. The rank program may be the role's command, part of the string of a ``bash -c``, or
 among the arguments of a set-up script. The words of the command and the rest of the role do not change. Commands and
-marks of roles that are invalid raise ``CommandError``, ``SidecarError`` and ``SparesError``, which name the role.
+metadata of roles that are invalid raise ``CommandError`` and ``RoleMetadataError``, which name the role.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT, AllocationSpec
 from torchx_monarch.command.command import HOST_MODULE, HOSTS_MODULE, Command, CommandError, check, parse
 from torchx_monarch.command.shell import SimpleCommand, command_string, escape, simple_commands, substitute
 from torchx_monarch.command.torchrun_options import UNEXPANDED
-from torchx_monarch.model import role_metadata
 from torchx_monarch.model.host_spec import HostSpec, show_seconds
-from torchx_monarch.model.role_metadata import SparesError, read_spares
-from torchx_monarch.model.role_spec import MAX_REPLICAS, RoleSpec, WorkloadKind
+from torchx_monarch.model.role_spec import (
+    MAX_REPLICAS,
+    RoleMetadataError,
+    RoleSpec,
+    WorkloadKind,
+    is_sidecar,
+    mark_sidecar,
+    read_spares,
+)
 
 _NPROC = "PET_NPROC_PER_NODE"
 """The variable from which torchrun takes the number of ranks if it is not typed."""
@@ -55,12 +61,7 @@ class WrapOptions:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The result of rewriting an app.
-
-    Attributes:
-        app: a copy of the app, with the host process before the rank command of every role that has one.
-        roles: what the backend must know of each role, in the order of the app.
-    """
+    """A copy of an app with the host processes before the rank commands, and the specs of its roles in their order."""
 
     app: AppDef
     roles: tuple[RoleSpec, ...]
@@ -79,11 +80,6 @@ class _RankCommand:
     command: Command
     string: int | None
     starts: tuple[int, ...]
-
-    @property
-    def kind(self) -> str:
-        """``Command.kind``."""
-        return self.command.kind
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,7 @@ class _Coordination:
         """Derive it from the roles of an app and their rank commands."""
         hosts = [(role, found) for role, found in zip(app.roles, commands, strict=True) if found]
         # Roles of other commands have no mesh that a script could use.
-        waiting = [role.name for role, found in hosts if found.kind == "hosts"]
+        waiting = [role.name for role, found in hosts if found.command.kind == "hosts"]
         meshes = ",".join(f"{name}={options.rendezvous[name]}" for name in waiting if name in options.rendezvous)
         # Replicas 0 of different roles connect to each other if they have network addresses, by that of the first role.
         has_addresses = bool(options.rendezvous or options.application)
@@ -120,13 +116,13 @@ class _Coordination:
         asked = [
             role.name
             for role, found in unknown
-            if role.num_replicas > 1 or (first.kind == "actors" and found.kind == "hosts")
+            if role.num_replicas > 1 or (first.command.kind == "actors" and found.command.kind == "hosts")
         ]
         registry = {name: options.rendezvous[main.name] for name in (main.name, *asked)} if asked else {}
         # Roles that wait for clients never end together.
         if not options.application or waiting or not _end_together([role for role, _ in hosts], options):
             return cls(registry, meshes=meshes)
-        awaited = [role.name for role, _ in others if options.always_together and not role_metadata.is_sidecar(role)]
+        awaited = [role.name for role, _ in others if options.always_together and not is_sidecar(role)]
         return cls(registry, len(others), tuple(awaited), meshes)
 
 
@@ -178,7 +174,7 @@ def _wrap(role: Role, found: _RankCommand | None, options: WrapOptions, coordina
         "app": macros.app_id,
         "replica": macros.replica_id,
         "rendezvous": rendezvous,
-        "peers": coordination.meshes if found.kind == "actors" else "",
+        "peers": coordination.meshes if found.command.kind == "actors" else "",
         "role_registry": coordination.registry.get(role.name, ""),
         "application": options.application if coordination.peer_roles else "",
     }
@@ -186,7 +182,7 @@ def _wrap(role: Role, found: _RankCommand | None, options: WrapOptions, coordina
     _insert(role, found, [options.python, "-m", HOST_MODULE, *words, "--"])
     return RoleSpec.from_role(
         role,
-        workload=WorkloadKind.SESSION if found.kind == "hosts" else WorkloadKind.RANKS,
+        workload=WorkloadKind.SESSION if found.command.kind == "hosts" else WorkloadKind.RANKS,
         rendezvous=rendezvous,
         ends_together=coordination.peer_roles > 0,
         spares=spares,
@@ -197,11 +193,11 @@ def _wrap(role: Role, found: _RankCommand | None, options: WrapOptions, coordina
 def _count_spares(role: Role, found: _RankCommand | None, spares: int) -> int:
     """Return the number of spare hosts of a role."""
     given = read_spares(role)
-    has_spares = found is not None and found.kind != "actors"
+    has_spares = found is not None and found.command.kind != "actors"
     if given and not has_spares:
-        raise SparesError(f"role {role.name!r} has spare hosts, and it runs no ranks that could move to them")
+        raise RoleMetadataError(f"role {role.name!r} has spare hosts, and it runs no ranks that could move to them")
     if given is None:
-        return spares if has_spares and not role_metadata.is_sidecar(role) else 0
+        return spares if has_spares and not is_sidecar(role) else 0
     return given
 
 
@@ -217,10 +213,10 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT) -> AppDef:
         roles = ", ".join(repr(role.name) for role in held.roles) or "none"
         raise CommandError(f"no role of app {app.name!r} runs a torchrun or Python command; its roles: {roles}")
     for role, found in commands:
-        if found is not None and found.kind != "hosts":
+        if found is not None and found.command.kind != "hosts":
             _insert(role, found, words)
     for role in held.roles[1:]:
-        role_metadata.mark_sidecar(role)
+        mark_sidecar(role)
     return held
 
 

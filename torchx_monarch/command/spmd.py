@@ -23,7 +23,7 @@ from torchx_monarch.command.command import PROCESS_COUNTS, is_process_count
 from torchx_monarch.command.component_arguments import unprotected
 from torchx_monarch.command.meshes import check_mesh_name
 from torchx_monarch.command.torchrun_options import Streams, node_range
-from torchx_monarch.model.role_metadata import KEY, SPARES
+from torchx_monarch.model.role_spec import METADATA_KEY, SPARES
 
 DEBUG_ENV = {
     "CUDA_LAUNCH_BLOCKING": "1",
@@ -55,13 +55,7 @@ def _refused(option: str, after: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Launch:
-    """The program of the ranks.
-
-    Attributes:
-        target: path of a script, or name of a module.
-        args: arguments of the program.
-        module: whether ``target`` is a module.
-    """
+    """The program of the ranks: a script, or a module."""
 
     target: str
     args: tuple[str, ...]
@@ -161,7 +155,7 @@ class Shape:
     @property
     def role_metadata(self) -> dict[str, Any]:
         """The metadata of the role: its spare nodes, if the options name a number."""
-        return {} if self.spares is None else {KEY: {SPARES: self.spares}}
+        return {} if self.spares is None else {METADATA_KEY: {SPARES: self.spares}}
 
     @property
     def replicas(self) -> int:

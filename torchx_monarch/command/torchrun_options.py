@@ -12,11 +12,10 @@ import functools
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, NoReturn, TypeVar
 
-from torchx_monarch.command.rendezvous_conf import RendezvousConf, parse_static_endpoint
 from torchx_monarch.model.spelling import did_you_mean
 
 T = TypeVar("T")
@@ -57,11 +56,7 @@ class Streams:
 
     @classmethod
     def parse(cls, text: str) -> Streams:
-        """Parse ``"3"`` (all ranks) or ``"0:1,1:2"`` (only the named ranks), as torch's ``Std.from_str`` does.
-
-        Raises:
-            ValueError: ``text`` has neither form.
-        """
+        """Parse ``"3"`` (all ranks) or ``"0:1,1:2"`` (only the named ranks), as torch's ``Std.from_str`` does."""
         if re.match(r"^[0123]$", text):
             return cls(every=int(text))
         if re.match(r"^(\d:[0123],)*(\d:[0123])$", text):
@@ -84,6 +79,54 @@ class Streams:
         return dict(self.ranks).get(local_rank, self.every)
 
 
+@dataclass(frozen=True)
+class RendezvousConf:
+    """The supported keys of ``--rdzv-conf``; other keys (``close_timeout``, ``timeout``, ...) have no effect.
+
+    Attributes:
+        join_timeout: seconds in which the minimum number of hosts must join; None for the host's default.
+        last_call_timeout: seconds to wait for further hosts after that.
+        keys: all keys that were given, supported or not.
+    """
+
+    join_timeout: int | None = None
+    last_call_timeout: int = 30
+    keys: tuple[str, ...] = ()
+
+    @property
+    def unsupported(self) -> tuple[str, ...]:
+        """The keys that were given and have no effect."""
+        return tuple(key for key in self.keys if key not in ("join_timeout", "last_call_timeout"))
+
+    @classmethod
+    def parse(cls, text: str) -> RendezvousConf:
+        """Parse ``KEY=VALUE,...`` as torch's ``_parse_rendezvous_config`` does, and seconds as its c10d rendezvous."""
+        values: dict[str, str] = {}
+        for pair in text.split(",") if text.strip() else ():
+            key, _, value = (part.strip() for part in pair.partition("="))
+            if not key or not value:
+                lacks = f"{key} has no value; " if key else ""
+                raise ValueError(f"{lacks}use KEY=VALUE,..., such as join_timeout=600,last_call_timeout=30")
+            values[key] = value
+        conf = cls(keys=tuple(values))
+        seconds: dict[str, Any] = {
+            key: _value(int, f"{key}={text} is not a whole number of seconds above 0", lambda number: number > 0)(text)
+            for key, text in values.items()
+            if key not in conf.unsupported
+        }
+        return replace(conf, **seconds)
+
+
+def _static_endpoint(text: str) -> tuple[str, int]:
+    """Parse HOST:PORT as torch's ``parse_rendezvous_endpoint`` does for its static rendezvous, which needs the port."""
+    host, separator, port = text.strip().rpartition(":")
+    if len(host) > 1 and host[0] == "[" and host[-1] == "]":
+        host = host[1:-1]
+    if not separator or not re.fullmatch(r"[\w.:-]+", host) or not port.isdigit() or int(port) > 65535:
+        raise ValueError("use HOST:PORT with a port from 0 to 65535, such as node0:29500")
+    return host, int(port)
+
+
 def _comma_separated_list(text: str) -> tuple[str, ...]:
     """Split at commas; as in torchrun, a doubled comma is a comma within an item."""
     placeholder = "<COMMA_PLACEHOLDER>"
@@ -91,11 +134,7 @@ def _comma_separated_list(text: str) -> tuple[str, ...]:
 
 
 def node_range(text: str) -> tuple[int, int]:
-    """Parse a value of ``--nnodes``, N or MIN:MAX; return its minimum and maximum.
-
-    Raises:
-        ValueError: the text has neither form; the message says what is allowed.
-    """
+    """Parse a value of ``--nnodes``, N or MIN:MAX; return its minimum and maximum."""
     low, colon, high = text.partition(":")
     return _bounds((low, high if colon else low))
 
@@ -301,14 +340,11 @@ class TorchrunOptions:
         """MASTER_ADDR and MASTER_PORT of torchrun's static rendezvous; port 0 if the user gives none.
 
         None for others, whose port torchrun chooses (``run``, ``get_rdzv_endpoint`` in ``torch.distributed.run``).
-
-        Raises:
-            ValueError: ``--rdzv-endpoint`` is not HOST:PORT.
         """
         if self.standalone or self.rdzv_backend != "static":
             return None
         if self.rdzv_endpoint:
-            return parse_static_endpoint(self.rdzv_endpoint)
+            return _static_endpoint(self.rdzv_endpoint)
         if self.master_port is None and self.max_nodes == 1:
             return None
         return self.master_addr, self.master_port or 0
@@ -357,11 +393,7 @@ def _parser() -> _Parser:
 def parse_options(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[TorchrunOptions, str, tuple[str, ...]]:
     """Parse torchrun's command line with its own rules: abbreviations, ``PET_*`` defaults, all words after the script.
 
-    Returns:
-        The options, the training script (or module, or program) and its arguments.
-
-    Raises:
-        HelpRequested: ``--help`` or ``--print-completion`` is among the options.
+    Return the options, the training script (or module, or program) and its arguments.
     """
     # argparse must not see the arguments of the script: before Python 3.12 it rejects an ambiguous abbreviation even
     # among them (``torchrun train.py --nproc 4``).

@@ -22,7 +22,7 @@ from torchx_monarch.controller.host_events import HostEvent, HostExcluded
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.model.number_ranges import consecutive
+from torchx_monarch.model.world import consecutive
 
 _MAX_RUNS = 50
 """Runs of replicas that one line names."""

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from torchx_monarch.insight import events
 from torchx_monarch.insight.log_lines import stamp
-from torchx_monarch.model.host_result import HostResult
-from torchx_monarch.system import error_files, signed_line
+from torchx_monarch.model.host_result import KEY_VARIABLE, HostResult, signed
+from torchx_monarch.system import error_files
 from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.system.untrusted_text import lines, one_line
 
@@ -150,8 +150,8 @@ def write_result(result: HostResult, environ: Mapping[str, str], reporter: Repor
             TORCHELASTIC_ERROR_FILE names a file that this function creates, and MONARCH_TERMINATION_LOG an existing
             file, of which Kubernetes reads 4096 bytes.
     """
-    if key := environ.get(signed_line.KEY_VARIABLE):
-        reporter.result_line(signed_line.sign(result.to_text(_SHORT_RESULT), key))
+    if key := environ.get(KEY_VARIABLE):
+        reporter.result_line(signed(result.to_text(_SHORT_RESULT), key))
     if result.code == 0:
         return
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torchx_monarch.model.number_ranges import consecutive
+from torchx_monarch.model.world import consecutive
 from torchx_monarch.system.untrusted_text import one_line
 
 _MAX_THREADS = 200

@@ -12,20 +12,31 @@ The text is a torchelastic error file with further keys, so torchrun and TorchX 
 ``ended``          when the host ended, in seconds since the epoch
 =================  ==============================================================================================
 
-A rank can write such a text too: ``from_text`` drops every field that has another type or an impossible value.
+A rank can write such a text too: ``from_text`` drops every field that has another type or an impossible value. Where a
+backend reads the text from the log alone, to which ranks write as well, the host signs it: the line carries a message
+authentication code under a key that the backend creates for each job and gives only to its hosts.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import math
 import os
+import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.system import error_files
+
+KEY_VARIABLE = "MONARCH_RESULT_KEY"
+"""The environment variable with the key of a host; unset where the backend does not read the result from the log."""
+
+_SIGNED_LINE = re.compile(r"\[monarch\] result ([0-9a-f]{64}) (\{.*\})\s*")
 
 
 @dataclass(frozen=True)
@@ -160,6 +171,21 @@ def no_retry_reason(code: int, text: str | None) -> str:
     if code == os.EX_CONFIG:
         return f"exit code {code} (EX_CONFIG) asks for no restart"
     return HostResult.from_text(text).no_retry_reason
+
+
+def signed(text: str, key: str) -> str:
+    """Return a result's text as a signed line, without the ``[monarch]`` before it."""
+    return f"result {_authentication_code(text, key)} {text}"
+
+
+def verified(lines: Iterable[str], key: str) -> list[str]:
+    """Return the texts of the log lines that were signed with the key, in order; none if the key is empty."""
+    found = [match for line in lines if (match := _SIGNED_LINE.fullmatch(line))] if key else []
+    return [match[2] for match in found if hmac.compare_digest(match[1], _authentication_code(match[2], key))]
+
+
+def _authentication_code(text: str, key: str) -> str:
+    return hmac.new(key.encode(), text.encode(errors="backslashreplace"), hashlib.sha256).hexdigest()
 
 
 def _text(value: object) -> str:

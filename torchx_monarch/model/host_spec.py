@@ -10,38 +10,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-
-from torchx_monarch.model.exit_codes import parse_exit_codes
-
-LEASE = 30.0
-"""Seconds without a message after which a host counts as lost, unless the user chooses others."""
-
-PEER_TIMEOUT = 5.0
-"""Seconds without an answer after which a machine counts as lost, unless the user chooses others."""
-
-SAME_STEP_LIMIT = 3
-"""Failures in a row at one step after which ranks are not restarted, unless the user chooses another number."""
-
-HANG_AFTER = 300.0
-"""Seconds for which a rank waits in a collective until that counts as a hang, unless the user chooses others."""
-
-EXCLUDE_AFTER = 3
-"""Failures of a host after which another takes its place, unless the user chooses another number."""
-
-EXCLUDE_WINDOW = 3600.0
-"""Seconds within which these failures count, unless the user chooses others."""
-
-ON_HANG = ("observe", "restart", "fail")
-"""What the controller does about ranks that hang."""
-
-RANKS = ("fork", "fresh")
-"""How ranks start: as forks of the host's zygote, or as interpreters of their own."""
-
-PREFLIGHT = ("off", "on", "warn")
-"""Whether the hosts are compared before ranks start, and whether a difference fails the job."""
 
 AUTO = "auto"
 """Stands among the modules to preload for torch and what the first statements of the program import."""
@@ -59,16 +32,33 @@ _MAX_PEER_TIMEOUT = 80_000.0
 
 
 def parse_ports(text: str) -> tuple[int, int]:
-    """Read ``26600`` or ``26600-26699``.
-
-    Raises:
-        ValueError: the text is neither; the message says what is allowed.
-    """
+    """Read ``26600`` or ``26600-26699``."""
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 0 < low <= high < 65536:
         raise ValueError(f"{text!r} is no port and no range of ports such as 26600-26699, within 1 to 65535")
     return low, high
+
+
+def parse_exit_codes(text: str) -> tuple[int, ...]:
+    """Parse numbers and names of signals, separated by ``+`` or commas. Signal N becomes 128 + N, as in a shell.
+
+    The codes are in ascending order, from 1 to 255 and without EX_CONFIG, with which a program asks for no restart.
+    """
+    return tuple(sorted({_exit_code(word.strip()) for word in re.split("[+,]", text)})) if text.strip() else ()
+
+
+def _exit_code(word: str) -> int:
+    if word in signal.Signals.__members__:
+        return 128 + signal.Signals[word]
+    if not re.fullmatch("[0-9]+", word) or not 1 <= int(word) <= 255:
+        raise ValueError(
+            f"{word!r} is no exit code of a failure: use numbers from 1 to 255 and names of signals such as SIGKILL, "
+            "separated by + or commas"
+        )
+    if int(word) == os.EX_CONFIG:
+        raise ValueError(f"{word} is the exit code with which a program asks not to be started again (EX_CONFIG)")
+    return int(word)
 
 
 def show_seconds(value: float) -> str:
@@ -85,9 +75,7 @@ class _Flag:
     """How a field appears on the command line.
 
     Attributes:
-        help: the text of ``--help``.
-        parse: turns the text of the flag into the value of the field; raises ``ValueError``.
-        show: turns the value into text.
+        parse: turns the text of the flag into the value of the field; raises ``ValueError`` that says what is allowed.
         range: the lowest and the highest value of a number; None for fields of other kinds.
         words: the allowed values, if they are words.
         always: whether the flag is given even where the field has its default value.
@@ -146,18 +134,22 @@ class HostSpec:
         show=",".join,
         always=True,
     )
-    ranks: str = _word(RANKS, "fork: ranks are forks of the zygote; fresh: they are interpreters of their own")
-    preflight: str = _word(
-        PREFLIGHT, "on: the hosts are compared before ranks start, and a difference ends the job; warn: it is reported"
+    ranks: str = _word(
+        ("fork", "fresh"), "fork: ranks are forks of the zygote; fresh: they are interpreters of their own"
     )
-    lease: float = _seconds(LEASE, "seconds without a message after which a host counts as lost", 1)
+    preflight: str = _word(
+        ("off", "on", "warn"),
+        "on: the hosts are compared before ranks start, and a difference ends the job; warn: it is reported",
+    )
+    lease: float = _seconds(30.0, "seconds without a message after which a host counts as lost", 1)
     hang_after: float = _seconds(
-        HANG_AFTER,
+        300.0,
         "seconds for which ranks wait in a collective until the rank for which they wait is named; 0: never",
         0,
     )
     on_hang: str = _word(
-        ON_HANG, "observe: hangs are reported; restart: the ranks are started again; fail: the job ends"
+        ("observe", "restart", "fail"),
+        "observe: hangs are reported; restart: the ranks are started again; fail: the job ends",
     )
     debug_wait: float = _seconds(300.0, "seconds that a rank waits in a breakpoint for a debugger; 0: not at all", 0)
     timestamps: bool = _flag(
@@ -172,12 +164,10 @@ class HostSpec:
         parse=parse_exit_codes,
         show=lambda codes: ",".join(map(str, codes)),
     )
-    same_step_limit: int = _count(
-        SAME_STEP_LIMIT, "failures in a row at one step after which ranks are not restarted; 0: any number"
-    )
+    same_step_limit: int = _count(3, "failures in a row at one step after which ranks are not restarted; 0: any number")
     spares: int = _count(0, "how many of the replicas are spare hosts, which take the place of lost or bad ones")
-    exclude_after: int = _count(EXCLUDE_AFTER, "failures of a host after which another takes its place; 0: any number")
-    exclude_window: float = _seconds(EXCLUDE_WINDOW, "seconds within which the failures of a host count", 1)
+    exclude_after: int = _count(3, "failures of a host after which another takes its place; 0: any number")
+    exclude_window: float = _seconds(3600.0, "seconds within which the failures of a host count", 1)
     replacements: int = _count(0, "how many lost hosts the backend replaces while the job goes on")
     rendezvous: str = _flag(
         "",
@@ -210,7 +200,7 @@ class HostSpec:
     bind: str = _flag("", "address or interface to open ports on (default: all)")
     advertise: str = _flag("", "name or address by which other hosts connect to this one (default: as they see it)")
     peer_timeout: float = _seconds(
-        PEER_TIMEOUT, "seconds without an answer after which a machine counts as lost", 1, highest=_MAX_PEER_TIMEOUT
+        5.0, "seconds without an answer after which a machine counts as lost", 1, highest=_MAX_PEER_TIMEOUT
     )
     rejoin_timeout: float = _seconds(60.0, "seconds that a host which has lost replica 0 looks for another one", 0)
     command: tuple[str, ...] = ()
@@ -254,13 +244,10 @@ class HostSpec:
 
     @classmethod
     def from_argv(cls, argv: Sequence[str], description: str) -> HostSpec:
-        """Parse the words that follow ``python -m torchx_monarch.host``.
+        """Parse the words that follow ``python -m torchx_monarch.host``, or exit as argparse does.
 
         Args:
             description: the first paragraph of ``--help``.
-
-        Raises:
-            SystemExit: a word is wrong, and stderr says which and what is allowed; or ``--help`` was asked for.
         """
         parser = argparse.ArgumentParser(
             "python -m torchx_monarch.host",

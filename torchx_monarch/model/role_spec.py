@@ -2,19 +2,56 @@
 """What a backend must know of a role beside its command: what it runs, where it meets, how it ends and restarts.
 
 ``command.rewrite`` derives the specs of an app's roles when it wraps their commands. Backends store them with the app.
+A role is a ``torchx.specs.Role``, which this package does not import.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchx_monarch.model.role_metadata import is_sidecar
-
 MAX_REPLICAS = 1 << 16
 """The largest number of replicas of a role: a backend writes some lines for each of them."""
+
+
+METADATA_KEY = "monarch"
+"""The key of a role's metadata under which are a sidecar mark and a number of spare hosts."""
+
+_SIDECAR, SPARES = "sidecar", "spares"
+
+
+class RoleMetadataError(ValueError):
+    """Raised when the sidecar mark of a role is not a boolean, or it cannot have its number of spare hosts."""
+
+
+def mark_sidecar(role: Any) -> None:
+    """Mark a role as a sidecar, in place; keep a mark that the user has set."""
+    ours = role.metadata.get(METADATA_KEY)
+    role.metadata[METADATA_KEY] = {_SIDECAR: True, **(ours if isinstance(ours, Mapping) else {})}
+
+
+def is_sidecar(role: Any) -> bool:
+    """Return whether a role is marked as a sidecar."""
+    ours = role.metadata.get(METADATA_KEY, {})
+    marked = ours.get(_SIDECAR, False) if isinstance(ours, Mapping) else ours
+    if not isinstance(marked, bool):
+        raise RoleMetadataError(
+            f"role {role.name!r}: its metadata {METADATA_KEY!r} is {ours!r}; allowed is {{{_SIDECAR!r}: True}} or "
+            f"{{{_SIDECAR!r}: False}}, which says whether the role is ended when all others have succeeded"
+        )
+    return marked
+
+
+def read_spares(role: Any) -> int | None:
+    """Return the number of spare hosts that a role's metadata asks for; None if it does not say."""
+    ours = role.metadata.get(METADATA_KEY)
+    spares = ours.get(SPARES) if isinstance(ours, Mapping) else None
+    if spares is not None and (not isinstance(spares, int) or isinstance(spares, bool) or spares < 0):
+        wrong = f"the spares of its metadata {METADATA_KEY!r} are {spares!r}; use 0 or more"
+        raise RoleMetadataError(f"role {role.name!r}: {wrong}")
+    return spares
 
 
 class RetryPolicy(str, enum.Enum):
@@ -78,11 +115,7 @@ class RoleSpec:
 
     @classmethod
     def from_role(cls, role: Any, **attributes: Any) -> RoleSpec:
-        """Return the spec of a ``torchx.specs.Role``, with the attributes that its fields do not give.
-
-        Raises:
-            SidecarError: the role's sidecar mark is invalid.
-        """
+        """Return the spec of a role, with the attributes that its fields do not give."""
         return cls(
             name=role.name,
             replicas=role.num_replicas,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 
 class LaunchError(Exception):
@@ -49,3 +50,14 @@ class World:
     def group_rank(self, replica: int) -> int:
         """Return the GROUP_RANK of a replica: its position among the participating replicas."""
         return self.replicas.index(replica)
+
+
+def consecutive(numbers: Iterable[int]) -> list[list[int]]:
+    """Return the ranges of consecutive numbers, each as its first and last number, in the order of the numbers."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ranges

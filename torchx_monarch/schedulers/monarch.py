@@ -28,9 +28,8 @@ from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rank_command, rewrite
 from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
-from torchx_monarch.model.exit_codes import parse_exit_codes
-from torchx_monarch.model.host_spec import HostSpec, parse_ports, wrong_values
-from torchx_monarch.model.role_metadata import SidecarError, SparesError
+from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes, parse_ports, wrong_values
+from torchx_monarch.model.role_spec import RoleMetadataError
 from torchx_monarch.model.spelling import nearest
 from torchx_monarch.schedulers import command, image_push
 from torchx_monarch.schedulers.command import keep_threads_quiet, subcommand
@@ -131,7 +130,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         check_names(app)
         try:
             rewritten = rewrite(app, self._wrap_options(app, options, cfg))
-        except (CommandError, SidecarError, SparesError) as error:
+        except (CommandError, RoleMetadataError) as error:
             raise InvalidCommandError(str(error)) from None
         if self.inner.runs_images(options):
             check_images(app, rewritten.roles)
@@ -177,11 +176,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         return WrapOptions(python, spec, rendezvous, main, capabilities.restarts_apps_only)
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any, Cfg]) -> str:
-        """Submit the result of a dry run, including changes made to its request since, and return the app's id.
-
-        Raises:
-            ValueError: the dry run is not of this scheduler.
-        """
+        """Submit the result of a dry run, including changes made to its request since, and return the app's id."""
         if not isinstance(dryrun_info, _DryRun) or dryrun_info.app is None:
             raise ValueError(f"not a dry run of {self.backend}; it must come from submit_dryrun()")
         submitted = dataclasses.replace(dryrun_info.submitted, app=dryrun_info.app)
@@ -300,11 +295,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         client_credentials.files(self.backend).remove(app_id)
 
     def close(self) -> None:
-        """Close the backend's connections. If a signal has ended a waiting ``torchx run``, cancel its apps first.
-
-        Raises:
-            SystemExit: the torchx command exits because of a signal.
-        """
+        """Close the backend's connections. If a signal has ended a waiting ``torchx run``, cancel its apps first."""
         try:
             self._foreground.on_close()
         finally:

@@ -14,8 +14,8 @@ from torchx.specs.api import runopt
 from torchx.util.types import to_dict
 
 from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core.torchx_api import put_option
 from torchx_monarch.model.spelling import did_you_mean
-from torchx_monarch.torchx_adapter.torchx_api import put_option
 
 
 @dataclasses.dataclass
@@ -38,11 +38,7 @@ class _NamedOption(runopt):  # type: ignore[misc]
 
 
 class CheckedRunopts(runopts):  # type: ignore[misc]
-    """Run options whose errors name the option that has a wrong value.
-
-    Args:
-        section: values from a configuration file, by option, which replace the defaults.
-    """
+    """Run options whose errors name the option that has a wrong value; a section of a file replaces the defaults."""
 
     def __init__(self, options: runopts, section: Mapping[str, str]) -> None:
         super().__init__()
@@ -101,11 +97,7 @@ def read_section(name: str) -> dict[str, str]:
 
 
 def read_config(path: str) -> str:
-    """Return the text of a configuration file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the text of a configuration file."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -48,9 +48,8 @@ def collect_rarely() -> None:
 def raise_file_limit() -> tuple[int, int] | None:
     """Raise the limit on open files as far as allowed: this process holds several files for each of its children.
 
-    Returns:
-        The soft and hard limit before. Children should get them back: programs that use select() fail with more files.
-        None if the limit could not be raised further.
+    Return the limits before, None if they are the same. Children should get them back: programs that use select() fail
+    with more files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
@@ -294,8 +293,7 @@ def terminate(find: Callable[[], list[int]]) -> Iterator[float]:
 def kill_until_gone(find: Callable[[], list[int]], timeout: float = 5.0) -> list[int]:
     """Send SIGKILL to what ``find`` returns until it returns nothing: processes may fork while they are being killed.
 
-    Returns:
-        The processes that are still alive after ``timeout`` seconds (in an uninterruptible wait, say).
+    Return those still alive after ``timeout`` seconds (in an uninterruptible wait, say).
     """
     deadline = time.monotonic() + timeout
     pause = 0.001
@@ -346,3 +344,13 @@ def watch_signals(numbers: Iterable[int]) -> int:
     for number in numbers:
         signal.signal(number, lambda *_: None)
     return wake
+
+
+def user_name() -> str:
+    """Return the user's name; ``uid1234`` for a user without one, as in a container of OpenShift."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # KeyError before Python 3.13
+        return f"uid{os.getuid()}"

@@ -24,9 +24,8 @@ from torchx_monarch.backends.aws_batch.backend import AWSBatchBackend
 from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_SCHEDULER, TAG_VERSION
 from torchx_monarch.backends.core.apps import Apps as BackendApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.model.host_result import KEY_VARIABLE, HostResult, signed
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
-from torchx_monarch.system import signed_line
 
 JOB = "11111111-2222-3333-4444-555555555555"
 ARN = f"arn:aws:batch:eu-central-1:123456789012:job/{JOB}"
@@ -339,11 +338,11 @@ def test_the_hosts_result_is_read_from_the_log(wire: Wire, wired: Apps) -> None:
     parent = job(wire, wired, "FAILED")
     container = {"exitCode": 3, "logStreamName": "one"}
     environment = parent["nodeProperties"]["nodeRangeProperties"][0]["container"].setdefault("environment", [])
-    environment.append({"name": signed_line.KEY_VARIABLE, "value": "key"})
+    environment.append({"name": KEY_VARIABLE, "value": "key"})
     describes(wire, [parent, node(parent, 0, "FAILED", container)])
     words = "rank 1 (local rank 1 on n, pid 7) exited with code 3: ValueError: x"
-    result = f"[monarch] {signed_line.sign(HostResult(3, words, rank_restarts=2).to_text(), 'key')}"
-    forged = f"[monarch] {signed_line.sign(HostResult(4, 'the network of host 7 is broken').to_text(), 'other')}"
+    result = f"[monarch] {signed(HostResult(3, words, rank_restarts=2).to_text(), 'key')}"
+    forged = f"[monarch] {signed(HostResult(4, 'the network of host 7 is broken').to_text(), 'other')}"
     lines = ("before", f"[monarch] FAILED: {words} (12.40 s)", result, forged, result.replace("code 3", "code 4"))
     said = "[monarch] FAILED: the network of host 7 is broken (0.01 s)"
     wire.says("GetLogEvents", page(*lines, said, "[monarch] restarts of ranks: 7", after="1"))

@@ -12,7 +12,7 @@ from torchx.specs.finder import ComponentValidationException
 from tests.clusters.kubernetes.apps import NAME, Apps
 from tests.clusters.kubernetes.cluster import Cluster
 from tests.waits import until
-from torchx_monarch.model import role_metadata
+from torchx_monarch.model.role_spec import mark_sidecar
 
 # The first test brings the cluster up, and may have to build it.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -121,7 +121,7 @@ def test_what_is_no_host_fails_with_its_last_words_and_ends_the_others(apps: App
 def test_a_sidecar_ends_with_the_others(apps: Apps) -> None:
     main = apps.role("sh", "-c", "sleep 1", name="main")
     other = apps.torchrun(apps.program(WAITS), name="other_one", replicas=1, nproc=1)
-    role_metadata.mark_sidecar(other)
+    mark_sidecar(other)
     handle = apps.run(main, other)
     apps.wait(handle, AppState.SUCCEEDED)
     assert apps.states(handle) == {"main/0": AppState.SUCCEEDED, "other_one/0": AppState.CANCELLED}

@@ -13,7 +13,7 @@ from torchx.specs import AppState
 from tests.clusters.kubernetes.apps import Apps
 from tests.clusters.kubernetes.test_apps import SAYS, WAITS
 from tests.waits import until
-from torchx_monarch.model import role_metadata
+from torchx_monarch.model.role_spec import mark_sidecar
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -92,7 +92,7 @@ def test_volcano_jobs_are_cancelled_and_fail_and_end_without_their_sidecars(volc
     apps.runner.delete(handle)
     until(lambda: apps.runner.status(handle) is None, "its end")
     reader = apps.role("sleep", "1000", name="reader")
-    role_metadata.mark_sidecar(reader)
+    mark_sidecar(reader)
     handle = apps.run(apps.role("true", name="main"), reader, mode="volcano")
     apps.wait(handle, AppState.SUCCEEDED)
     assert apps.states(handle)["reader/0"] is AppState.CANCELLED

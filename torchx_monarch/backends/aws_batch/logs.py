@@ -11,7 +11,7 @@ from typing import Any
 from torchx_monarch.backends.aws_batch.native import Aws, AwsError
 from torchx_monarch.backends.core.backend import LogQuery
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.system import signed_line
+from torchx_monarch.model.host_result import verified
 
 POLL = 2.0
 """Seconds between two polls of a followed log. CloudWatch itself lags by some seconds."""
@@ -91,7 +91,7 @@ def last_result(aws: Aws, stream: tuple[str, str], key: str) -> str:
     """Return the last result among the last lines of a stream that is signed with a key; empty if there is none."""
     with contextlib.suppress(AwsError):
         events = _events(aws, stream, startFromHead=False, limit=_TAIL)["events"]
-        return next(reversed(signed_line.verified([event["message"] for event in events], key)), "")
+        return next(reversed(verified([event["message"] for event in events], key)), "")
     return ""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import secrets
 import shlex
@@ -29,10 +30,9 @@ from torchx.specs.named_resources_aws import K8S_ITYPE
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.model.env_names import CREDENTIALS
-from torchx_monarch.model.exit_codes import NO_RESTART
+from torchx_monarch.model.host_result import KEY_VARIABLE
 from torchx_monarch.model.role_spec import RoleSpec
-from torchx_monarch.system.signed_line import KEY_VARIABLE
-from torchx_monarch.system.user_name import user_name
+from torchx_monarch.system.processes import user_name
 
 SCHEDULER = "monarch_aws_batch"
 """The scheduler's registered name."""
@@ -297,7 +297,7 @@ def _retries(app: AppDef, cfg: AWSBatchOpts) -> dict[str, Any]:
         raise UserError(f"{option} is {attempts - 1}; AWS Batch starts a job again at most {_MAX_ATTEMPTS - 1} times")
     if attempts == 1:
         return {"attempts": 1}
-    rules = [{"onExitCode": str(NO_RESTART), "action": "EXIT"}]
+    rules = [{"onExitCode": str(os.EX_CONFIG), "action": "EXIT"}]  # a program asks for no restart
     if not retries:
         # The instance sends its containers SIGTERM before it shuts down.
         shutdown = {"onExitCode": str(128 + signal.SIGTERM), "action": "RETRY"}

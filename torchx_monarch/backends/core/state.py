@@ -3,7 +3,7 @@
 
 - An app has succeeded when every role has (``LocalScheduler.describe`` of torchx.schedulers.local_scheduler: RUNNING
   while a replica of any role lives, FAILED if one has failed, else SUCCEEDED). The app does not wait for sidecars
-  (``model.role_metadata``): they are ended when all other roles have succeeded.
+  (``model.role_spec``): they are ended when all other roles have succeeded.
 - A role has failed when one of its replicas has failed for good, with no retries left. A role with ``min_replicas``
   tolerates failed replicas, other than replica 0, while enough others run or have succeeded.
 - An app has failed when a role has failed. A sidecar's failure counts until all other roles have succeeded.

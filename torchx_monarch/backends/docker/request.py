@@ -20,11 +20,11 @@ from torchx.schedulers.docker_scheduler import (
 )
 from torchx.specs import AppDef
 
+from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.backends.local.render import safe_name
 from torchx_monarch.model.env_names import JOB_VARIABLES, RANK0_HOST, replica0_variable
-from torchx_monarch.torchx_adapter import torchx_api
 
 LABEL_APP = "torchx-monarch/app"
 """Label with the app, the output of ``SubmittedApp.pack``. TorchX's own scheduler does not set it."""

@@ -26,6 +26,7 @@ from torchx.schedulers.kubernetes_scheduler import (
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 from torchx.specs.overlays import get_overlay
 
+from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.kubernetes import options, request
@@ -41,7 +42,6 @@ from torchx_monarch.backends.kubernetes.request import (
 )
 from torchx_monarch.model.env_names import CREDENTIALS, RANK0_HOST, replica0_variable
 from torchx_monarch.model.role_spec import RoleSpec
-from torchx_monarch.torchx_adapter import torchx_api
 
 _INDEX = "JOB_COMPLETION_INDEX"
 _INDEX_ANNOTATION = "metadata.annotations['batch.kubernetes.io/job-completion-index']"

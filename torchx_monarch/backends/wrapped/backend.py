@@ -25,6 +25,7 @@ from torchx.schedulers.local_scheduler import LocalScheduler
 from torchx.specs import AppDef, AppState, InvalidRunConfigException, Role, is_terminal, macros, runopts
 from torchx.workspace import WorkspaceMixin
 
+from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
 from torchx_monarch.backends.core.options import NetworkOpts, run_options
@@ -35,9 +36,9 @@ from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.wrapped.snapshot import Record, build, stored_app
 from torchx_monarch.exceptions import TorchXMonarchError
 from torchx_monarch.model.env_names import CREDENTIALS, FOR_HOSTS
-from torchx_monarch.system import error_files, signed_line
+from torchx_monarch.model.host_result import KEY_VARIABLE, verified
+from torchx_monarch.system import error_files
 from torchx_monarch.system.untrusted_text import one_line
-from torchx_monarch.torchx_adapter import torchx_api
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -150,7 +151,7 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         # A scheduler that passes the submitter's environment on must not pass on that of a job around the submitter.
         outer = {name: "" for name in FOR_HOSTS if name in os.environ}
         for role, spec in zip(app.roles, submitted.roles, strict=True):
-            own = {CREDENTIALS: credentials, signed_line.KEY_VARIABLE: key} if spec.runs_hosts else {}
+            own = {CREDENTIALS: credentials, KEY_VARIABLE: key} if spec.runs_hosts else {}
             role.env = {**outer, **role.env, **own}
         with self._asking("submit the app", SubmitError):
             app_id: str = self.inner.schedule(self.inner.submit_dryrun(app, request.cfg))
@@ -204,7 +205,7 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
         for role in [role.name for role in submitted.roles if role.runs_hosts]:
             with contextlib.suppress(Exception):  # its log has none, or is gone
                 lines = _log_lines(self.inner, app_id, role, 0, LogQuery())
-                found[role] = error_files.cleaned(signed_line.verified(lines, record.result_key)[-1])
+                found[role] = error_files.cleaned(verified(lines, record.result_key)[-1])
         return found
 
     def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:

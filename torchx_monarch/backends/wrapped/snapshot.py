@@ -120,7 +120,7 @@ class Record:
     Attributes:
         submitted: ``SubmittedApp.to_json``.
         created: when it was submitted, in seconds since the epoch.
-        result_key: the key with which its hosts sign their results in the log (``system.signed_line``).
+        result_key: the key with which its hosts sign their results in the log (``model.host_result``).
         cancelled: whether its scheduler was asked to cancel it.
     """
 
