@@ -2,18 +2,15 @@
 """Placeholder command of an allocation: ``python -m torchx_monarch.hosts [options] [-- COMMAND]``.
 
 The ``monarch_*`` schedulers recognise this command (``command.allocation_spec``) and start their own host processes
-instead. This module runs only when another scheduler starts the role; it prints an error and exits.
+instead. This module runs only when another scheduler starts the role. EX_CONFIG asks for no retry.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
 
-
-def main() -> NoReturn:
-    """Print which schedulers run this role and exit with EX_CONFIG, which asks for no retry."""
+if __name__ == "__main__":
     print(
         "torchx_monarch.hosts: this role is an allocation that waits for runs, and the scheduler that started it does "
         "not know how. Submit it with one of torchx-monarch's: monarch_local, monarch_docker, monarch_slurm, "
@@ -21,7 +18,3 @@ def main() -> NoReturn:
         file=sys.stderr,
     )
     sys.exit(os.EX_CONFIG)
-
-
-if __name__ == "__main__":
-    main()

@@ -87,7 +87,7 @@ class Job:
     def client_identity(self) -> Identity:
         """The submitter's."""
         paths = []
-        for name, text in (("cert", self.client.leaf.certificate), ("key", self.client.leaf.key)):
+        for name, text in (("cert", self.client.certificate), ("key", self.client.key)):
             paths.append(self.go.with_name(f"client.{name}"))
             paths[-1].write_text(text)
         authority = self.go.with_name("client.ca")

@@ -127,8 +127,6 @@ def test_no_rank_program(text: str) -> None:
             "torch.distributed.launch is deprecated and not supported. Use torch",
         ),
         ("python -m torchx_monarch.host -- torchrun a.py", "The command already runs torchx_monarch.host."),
-        ("torchrun", "torchrun: the following arguments are required: training_script"),
-        ("torchrun --typo=1 a.py", "torchrun has no option --typo."),
     ],
 )
 def test_refused_by_the_parser(text: str, message: str) -> None:

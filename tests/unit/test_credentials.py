@@ -45,7 +45,7 @@ def test_a_certificate_names_its_host_and_ends_with_the_job() -> None:
 
 def test_a_clients_certificate_is_no_hosts_and_serves_nothing() -> None:
     hosts, client = credentials.create()
-    leaf = certificate(client.leaf.certificate)
+    leaf = certificate(client.certificate)
     leaf.verify_directly_issued_by(certificate(hosts.client_authority))
     with pytest.raises(ValueError):
         leaf.verify_directly_issued_by(certificate(hosts.authority))
@@ -57,7 +57,7 @@ def test_a_clients_certificate_is_no_hosts_and_serves_nothing() -> None:
 
 def test_nothing_shows_a_key() -> None:
     hosts, client = credentials.create()
-    for value in (hosts, client, client.leaf, hosts.sign(["node7"])):
+    for value in (hosts, client, hosts.sign(["node7"])):
         assert "BEGIN" not in repr(value) and "BEGIN" not in str(value)
 
 

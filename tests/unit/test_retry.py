@@ -11,6 +11,7 @@ import pytest
 from torchx_monarch.controller.retry import SameStep, never_joined, why_no_other_start, why_not
 from torchx_monarch.host import no_restart_marker
 from torchx_monarch.host.no_restart_marker import VARIABLE, NoRestartMarker
+from torchx_monarch.model import backoff
 from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.host_spec import parse_exit_codes
@@ -109,15 +110,17 @@ def test_the_exit_code_that_is_never_retried_is_refused() -> None:
         parse_exit_codes("1+78")
 
 
-def test_restarts_wait_longer_and_longer_unless_the_last_attempt_has_lived() -> None:
-    longest = Backoff(lambda: 1.0)
+def test_restarts_wait_longer_and_longer_unless_the_last_attempt_has_lived(monkeypatch: pytest.MonkeyPatch) -> None:
+    forever = Backoff()
+    assert forever.delay(0.0) == 0
+    assert max(forever.delay(0.0) for _ in range(2000)) <= 60
+    monkeypatch.setattr(backoff, "_random", lambda: 1.0)
+    longest = Backoff()
     assert [longest.delay(0.3) for _ in range(10)] == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert [longest.delay(lived) for lived in (3600.0, 0.3, 0.3, 59.0, 60.0)] == [0, 1, 2, 4, 0]
-    shortest = Backoff(lambda: 0.0)
+    monkeypatch.setattr(backoff, "_random", lambda: 0.0)
+    shortest = Backoff()
     assert [shortest.delay(0.3) for _ in range(9)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30]
-    assert Backoff().delay(0.0) == 0
-    forever = Backoff()
-    assert max(forever.delay(0.0) for _ in range(2000)) <= 60
 
 
 CAUSE = RankExit(rank=1, local_rank=0, replica=1, hostname="n", pid=9, code=3, time=5.0)

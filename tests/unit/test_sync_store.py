@@ -26,8 +26,7 @@ def tree_of(root: Path) -> Tree:
 
 
 def pieces(root: Path, tree: Tree, digests: list[str]) -> Iterator[bytes]:
-    where = {entry.content: path for path, entry in tree.entries.items() if entry.is_file}
-    return pack((digest, tree.contents[digest], str(root / where[digest])) for digest in digests)
+    return pack(tree.files(str(root), digests))
 
 
 def send(root: Path, store: CodeStore) -> Tree:

@@ -308,7 +308,7 @@ def _context(target: Target) -> ssl.SSLContext:
         context.load_verify_locations(cadata=credentials.authority)
         # SSLContext.load_cert_chain reads certificates from files only.
         with tempfile.NamedTemporaryFile("w", prefix="tm-client") as file:
-            file.write(credentials.leaf.certificate + credentials.leaf.key)
+            file.write(credentials.certificate + credentials.key)
             file.flush()
             context.load_cert_chain(file.name)
     except (OSError, ValueError, TypeError) as error:  # an SSLError is an OSError; TypeError: its PEM is not ASCII

@@ -105,12 +105,10 @@ class CodeStore(ContentStore):
             return missing
 
     def keep(self, digest: str, path: str) -> None:
-        """Store a content that is complete."""
         super().keep(digest, path)
         self._contents.add(digest)
 
     def take(self, piece: bytes) -> None:
-        """Unpack a piece of the expected contents."""
         with self._lock, self._as_store_error("write"):
             super().take(piece)
 
@@ -128,7 +126,6 @@ class CodeStore(ContentStore):
             return tree.hash
 
     def cancel_transfer(self) -> None:
-        """Cancel the current transfer. Contents that are complete stay in the store."""
         with self._lock:
             super().cancel_transfer()
             self._incoming = None

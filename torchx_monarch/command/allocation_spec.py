@@ -39,8 +39,7 @@ class AllocationSpec:
         idle_timeout: seconds without a run after which the hosts end; 0 for never.
         nproc: number of ranks per host that is expected: a value of torchrun's ``--nproc-per-node``; or ``0`` to import
             torch no sooner than for the first run.
-        words: default command of a run; empty if each run must name a command.
-        command: the default command, parsed; None if there is no default.
+        words, command: default command of a run; empty and None if each run must name a command.
         ends_with_mesh: whether ``HostMesh.shutdown()`` of a Monarch client ends the hosts, and not only its actors.
     """
 

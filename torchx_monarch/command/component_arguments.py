@@ -162,10 +162,6 @@ def _value_of(component: str, flag: str, rest: Iterator[str]) -> str:
     return value
 
 
-def _whole_number(text: str) -> bool:
-    return bool(re.fullmatch(r"\s*[+-]?\d+\s*", text))
-
-
 def _are_pairs(text: str) -> bool:
     try:
         to_dict(text)
@@ -180,7 +176,7 @@ _CHECKS: Mapping[object, tuple[Callable[[str], bool], str, str]] = {
         "NAME=VALUE pairs, with quotes around a value that is empty or contains =",
         """'A=1,B="x=y",C=""'""",
     ),
-    int: (_whole_number, "a whole number", "1"),
+    int: (lambda text: bool(re.fullmatch(r"\s*[+-]?\d+\s*", text)), "a whole number", "1"),
     bool: (lambda text: text.lower() in ("true", "false"), "True or False", "True"),
 }
 

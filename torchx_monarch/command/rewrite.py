@@ -191,7 +191,6 @@ def _wrap(role: Role, found: _RankCommand | None, options: WrapOptions, coordina
 
 
 def _count_spares(role: Role, found: _RankCommand | None, spares: int) -> int:
-    """Return the number of spare hosts of a role."""
     given = read_spares(role)
     has_spares = found is not None and found.command.kind != "actors"
     if given and not has_spares:
@@ -230,7 +229,6 @@ def rank_command(role: Role) -> Command | None:
 
 
 def _find_rank_command(role: Role) -> _RankCommand | None:
-    """Find the rank command of a role; None if the role has none."""
     string = command_string(role.entrypoint, role.args)
     if string is not None:
         return _find_in_string(role, string)

@@ -33,11 +33,8 @@ DEBUG_ENV = {
 }
 """Environment variables that ``--debug`` sets, as for TorchX's dist.torchrun."""
 
-_DEFAULT_J = "1x2"
-
 _SPARES = re.compile(r"([^x+]+)\+(\d+)(x.*)?")
 """NNODES+SPARES[xNPROC]."""
-_FALLBACK_NAME = "spmd"
 
 
 def _refuse(message: str) -> NoReturn:
@@ -84,7 +81,7 @@ class Launch:
     def role(self) -> str:
         """The name of the role, made from the program: letters and digits only, which every backend accepts."""
         stem = self.target.rpartition(".")[2] if self.module else PurePath(self.target).stem
-        return re.sub(r"[^a-z0-9]", "", stem.lower()).lstrip(string.digits) or _FALLBACK_NAME
+        return re.sub(r"[^a-z0-9]", "", stem.lower()).lstrip(string.digits) or "spmd"
 
     def names(self, name: str) -> tuple[str, dict[str, str]]:
         """Parse the value of ``--name``; return the run's name, and the variables of TorchX's tracker."""
@@ -122,7 +119,7 @@ class Shape:
         As in dist.torchrun, ``-j N`` without ``x`` means N processes on one node or, with a named resource ``h``, N
         nodes with one process per GPU.
         """
-        shape = cls._from_j(j or _DEFAULT_J, h)
+        shape = cls._from_j(j or "1x2", h)
         if j:
             for option, given, meant in (("--nnodes", nnodes, shape.nnodes), ("--nproc", nproc, shape.nproc)):
                 if given is not None and given != meant:

@@ -201,15 +201,12 @@ class Option:
 
     Attributes:
         dest: the attribute name of the value, here and in argparse's namespace.
-        use: how this package treats it.
         why: why it is not needed or not supported, and the alternative. Of an honoured option: why ``monarch.spmd``
             does not need it; empty if it may.
-        default: default value, as torchrun declares it.
         type: type to which torchrun converts the value; bool for a switch, which takes no value.
         parse: converts and checks the value instead of ``type``; raises ValueError with the allowed values. None to use
             ``type``.
         choices: allowed values; empty for any.
-        short: its short spelling, such as ``-m``; empty for none.
         env: whether ``PET_<DEST>`` supplies the value if the option is not given.
         since: first release of torch whose torchrun has the option; empty if all supported releases have it.
     """
@@ -255,7 +252,6 @@ _MESH = "the hosts of the job find each other by themselves"
 
 
 def _option(**more: Any) -> Any:
-    """Declare an option; the arguments are attributes of ``Option``."""
     return field(metadata=more)
 
 

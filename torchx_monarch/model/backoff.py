@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 _FIRST_DELAY = 1.0
 """Upper limit in seconds of the delay before the second restart in a row. It doubles with each further restart."""
@@ -28,8 +27,7 @@ class Backoff:
     failed by a common cause do not all restart at the same moment.
     """
 
-    def __init__(self, draw: Callable[[], float] = _random) -> None:
-        self._draw = draw
+    def __init__(self) -> None:
         self._in_a_row = 0
 
     def delay(self, lived: float) -> float:
@@ -40,7 +38,7 @@ class Backoff:
         if self._in_a_row == 1:
             return 0.0
         longest = min(_MAX_DELAY, _FIRST_DELAY * 2.0 ** min(self._in_a_row - 2, 32))
-        return longest * (0.5 + self._draw() / 2)
+        return longest * (0.5 + _random() / 2)
 
 
 def describe(delay: float, lived: float) -> str:

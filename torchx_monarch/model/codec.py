@@ -164,7 +164,6 @@ def _record(cls: Any) -> _Decoder:
 
 
 def _shown(hint: Any) -> str:
-    """Return a type for a message."""
     if typing.get_origin(hint) is Annotated:
         return f"a number of seconds, at most {typing.get_args(hint)[1]:g}"
     return "None" if hint is type(None) else hint.__name__ if isinstance(hint, type) else str(hint)

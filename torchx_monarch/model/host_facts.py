@@ -21,7 +21,7 @@ class HostFacts:
     """Facts of one host.
 
     Attributes:
-        versions: versions by name, such as torch; a name is missing where there is no such thing.
+        versions: those of torch and others by name; a name is missing where there is no such thing.
         problem: why the program's interpreter could not tell its versions; empty if it could.
         program: the script; None for a module or another program, or if the file cannot be read.
         paths: paths that the program reads, with the reason why the host cannot read them; empty if it can.

@@ -46,14 +46,10 @@ class HostResult:
     Attributes:
         code: exit code, 0..255, or -n for death by signal n; None if it is not known, as while the host runs.
         reason: the root cause in one line; empty while the host runs.
-        traceback: the Python traceback of the root cause; empty without one.
         failed_at: time of the failure in seconds since the epoch; 0 if unknown.
         is_secondary: whether the host only lost another host, or ended because of it.
         replica: id of the replica where the failure happened; -1 if unknown.
-        rank_restarts: how often this start has restarted the ranks.
-        no_retry_reason: why the host must not be restarted; empty if it may be.
-        restarts: how often the host was restarted; None unless the host counts it itself.
-        ended: when the host ended, in seconds since the epoch; 0 if unknown.
+        no_retry_reason: ``final`` of the text, of which further fields have their names.
         is_short: whether the text has TorchX's short form, which a backend makes of an exit code where there is no
             error file.
         log: path of the root cause's stderr log on its host; empty without one.

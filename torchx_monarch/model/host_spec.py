@@ -226,7 +226,7 @@ class HostSpec:
         """The modules that the user wants to be preloaded, each once."""
         return tuple(dict.fromkeys("torch" if name == AUTO else name for name in self.preload))
 
-    def to_argv(self, escape: Callable[[str], str] = str, placeholders: Mapping[str, str] | None = None) -> list[str]:
+    def to_argv(self, escape: Callable[[str], str], placeholders: Mapping[str, str]) -> list[str]:
         """Return the flags that differ from their defaults, and those that are always given; ``--`` is not among them.
 
         Args:
@@ -235,9 +235,9 @@ class HostSpec:
         """
         words: list[str] = []
         for name, flag in _FLAGS.items():
-            value, given = getattr(self, name), (placeholders or {}).get(name)
-            if given is not None:
-                words += [_option(name), given]
+            value = getattr(self, name)
+            if name in placeholders:
+                words += [_option(name), placeholders[name]]
             elif flag.always or value != getattr(HostSpec, name):
                 words += [_option(name), escape(flag.show(value))]
         return words

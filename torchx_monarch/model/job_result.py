@@ -60,15 +60,9 @@ class RankExit:
     """The exit of one rank.
 
     Attributes:
-        rank: global rank.
-        local_rank: rank within its host.
-        replica: id of its host's replica.
-        hostname: name of its host.
-        pid: id of its process.
         code: exit code, -n for death by signal n.
         time: when the process ended, in seconds since the epoch.
         stopped_at: when the host asked the rank to stop, in seconds since the epoch; None if it did not.
-        stderr_path: path of its stderr log on its host.
         error: parsed content of its torchelastic error file; None if it wrote none.
         timer: scope of the timer that expired, if the watchdog ended the rank; else empty.
         started: when its program was started, in seconds since the epoch.

@@ -55,12 +55,9 @@ def read_spares(role: Any) -> int | None:
 
 
 class RetryPolicy(str, enum.Enum):
-    """What restarts when a replica fails, within ``max_retries``. The names are those of ``torchx.specs.RetryPolicy``.
+    """What restarts when a replica fails, within ``max_retries``: it alone, its role or the app.
 
-    Attributes:
-        REPLICA: the replica alone.
-        ROLE: all replicas of its role.
-        APPLICATION: all replicas of the app.
+    The names are those of ``torchx.specs.RetryPolicy``.
     """
 
     REPLICA = "REPLICA"
@@ -87,13 +84,9 @@ class RoleSpec:
     """What a backend must know of a role beside its command.
 
     Attributes:
-        name: name of the role.
-        replicas: number of replicas.
         min_replicas: how many of them the role needs, replica 0 among them; None for all.
         sidecar: whether the app ends without waiting for the role.
         max_retries: how often the scope of ``retry_policy`` is restarted.
-        retry_policy: what restarts when a replica fails.
-        workload: what its host processes run.
         rendezvous: address of its replica 0, as in ``HostSpec.rendezvous``; empty if its hosts share one machine, or it
             has none.
         ends_together: whether its hosts end and restart with those of the other roles (``controller.roles``).

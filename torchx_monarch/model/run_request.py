@@ -31,8 +31,7 @@ class RunRequest:
         workspace: names the client's folder of which the code is a copy; runs of other workspaces use other copies.
         timeout: seconds from its start after which the run is ended; None for no limit.
         queue: whether the run may wait for earlier runs.
-        by: the user who requests the run, for messages.
-        shown: the command as text, for messages.
+        by, shown: the user who requests the run, and the command as text, for messages.
     """
 
     command: tuple[str, ...] | None

@@ -161,7 +161,6 @@ def _load_configuration(scheduler: str, values: dict[str, CfgVal]) -> Sequence[s
 
 
 def _create(name: str) -> tuple[MonarchScheduler | None, CheckResult]:
-    """Create a scheduler of this package; return None and a failed check if that is impossible."""
     factories = get_scheduler_factories()
     ours = ", ".join(registered())
     if name not in factories:

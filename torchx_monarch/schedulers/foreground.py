@@ -171,7 +171,6 @@ class Foreground:
             _print_stderr(f"[monarch] {WARNING}")
 
     def _show_end(self, app_id: str) -> None:
-        """Print the summary of an app, if it has ended and can be read."""
         with contextlib.suppress(BackendError, OSError, ValueError):  # ValueError: stderr is closed
             found = self._apps.read(app_id)
             if found is not None and found[1].state.is_terminal:
@@ -202,7 +201,6 @@ def _print_stderr(text: str) -> None:
 
 
 def _waits() -> bool:
-    """Whether this process executes a ``torchx run`` that waits for its app."""
     options = command.run_options
     return options is not None and (options.wait or options.log)
 

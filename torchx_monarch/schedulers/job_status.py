@@ -106,18 +106,7 @@ class RoleCommand:
 
 @dataclass(frozen=True)
 class LiveState:
-    """What the hosts of a live allocation answer.
-
-    Attributes:
-        ready: whether a run can start immediately.
-        hosts: number of hosts that have joined.
-        run: number of the current run; None between runs.
-        runs: number of runs so far.
-        queued: number of runs that wait.
-        idle: seconds since the hosts were last used; 0 during a run.
-        idle_timeout: seconds of idleness after which the hosts end; 0 for never.
-        last_runs: the last runs that the hosts know, the oldest first (``client.result.RunInfo``).
-    """
+    """What the hosts of a live allocation answer, with the fields of ``live`` in docs/reference/json.md."""
 
     ready: bool
     hosts: int
@@ -131,35 +120,9 @@ class LiveState:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What is known of a job.
+    """What is known of a job, with the fields that docs/reference/json.md describes.
 
     Attributes:
-        handle: the app's TorchX handle.
-        name: name of the app.
-        state: name of its TorchX state.
-        message: why it ended, or what it waits for; empty for neither.
-        phase: what it does, one of ``PHASES``; None if that is not known, or it has ended.
-        submitted: when it was submitted, in seconds since the epoch; None if unknown.
-        started: when it began to run.
-        ended: when it ended.
-        elapsed: seconds from its start, or before that from its submission, until its end or now.
-        exit_code: 0 for success, or the exit code of the root cause as a shell reports it.
-        attempt: number of the present attempt of the ranks, from 1.
-        attempts: how many attempts ``--max-restarts`` allows.
-        restarts: how often the app, a replica or ranks were restarted.
-        hosts: number of hosts of the last attempt; before it, of replicas, without spare ones.
-        spares: names of the spare hosts that are ready.
-        excluded: the hosts that are not used again because they have failed, each with its name and the reason.
-        ranks: number of ranks of all hosts.
-        last_failure: the last failure it has noticed.
-        hang: the ranks that others wait for in a collective, since when and where (``insight.hangs``); of a job that
-            has ended, those for which others waited when it was stopped.
-        breakpoints: the ranks that wait in ``breakpoint()``, since when and where.
-        last_output: when a rank printed something last, in seconds since the epoch.
-        log_folder: folder of its logs, if this machine sees it.
-        roles: its roles and their commands.
-        live: the answer of the hosts of a live allocation; None for other jobs and hosts that do not answer.
-        activity: what each rank of the first role does; None if no ranks run, or their hosts do not answer.
         summary: the last screen of a command that has waited for the job; None if it has not ended, or is not needed.
         from_log: whether phase, attempt, hosts, ranks, failures and hang are of the progress lines in the log, which
             ranks can imitate.
@@ -224,13 +187,8 @@ def build(
     """Derive the status of a job from what its backend, its events and its hosts tell.
 
     Args:
-        happened: its events, the oldest first; empty if this machine does not have them. ``events_of`` makes some of a
-            log: they are shown, and decide nothing.
-        now: the time in seconds since the epoch; None for the present.
-        last_output: when a rank printed something last, in seconds since the epoch; 0 if unknown.
-        log_folder: folder of the logs; empty if this machine does not see it.
-        live: the answer of the hosts of a live allocation; None without one.
-        from_log: whether ``events_of`` has made the events.
+        happened: its events, the oldest first; empty if this machine does not have them.
+        from_log: whether ``events_of`` has made the events of a log: they are shown, and decide nothing.
     """
     now = time.time() if now is None else now
     roles = app.app.roles if app.app is not None else []
@@ -368,7 +326,6 @@ def _hosts(app: AppSnapshot, happened: Sequence[Event]) -> int | None:
 
 
 def _spares(happened: Sequence[Event]) -> list[str]:
-    """Return the names of the spare hosts of all roles."""
     latest = {event.get("role"): event.get("hosts") for event in happened if event["kind"] == "spares"}
     return [one_line(str(name)) for hosts in latest.values() if isinstance(hosts, list) for name in hosts]
 
@@ -385,7 +342,6 @@ def _ranks(happened: Sequence[Event], commands: _Commands) -> int | None:
 
 
 def _ranks_asked(replicas: int, command: Command | None) -> int | None:
-    """Return the number of ranks that the command of a role asks for; None if it does not say."""
     ranks = command.ranks_per_host if command is not None else None
     return replicas * ranks if ranks is not None else None
 

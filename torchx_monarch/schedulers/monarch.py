@@ -244,7 +244,6 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         return f" (did you mean {self.backend}://torchx/{near}?)" if near else ""
 
     def exists(self, app_id: str) -> bool:
-        """Return whether an app exists."""
         return self.apps.read(app_id, brief=True) is not None
 
     def describe_native(self, app_id: str) -> AppDryRunInfo[Any, Any] | None:

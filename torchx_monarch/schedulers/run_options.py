@@ -25,7 +25,6 @@ class _NamedOption(runopt):  # type: ignore[misc]
     name: str = ""
 
     def cast_to_type(self, value: str) -> CfgVal:
-        """Parse a value."""
         try:
             parsed: CfgVal = super().cast_to_type(value)
             return parsed
@@ -64,7 +63,6 @@ class CheckedRunopts(runopts):  # type: ignore[misc]
         return resolved
 
     def cfg_from_str(self, cfg_str: str) -> dict[str, CfgVal]:
-        """Parse the text of ``-cfg``."""
         try:
             parsed: dict[str, CfgVal] = super().cfg_from_str(cfg_str)
             return parsed

@@ -176,7 +176,6 @@ def marked(job: str) -> list[int]:
 
 
 def _families() -> Callable[[int], list[int]]:
-    """Return a function that lists the living children of a process."""
     # Without CONFIG_PROC_CHILDREN the kernel lists none.
     return _listed_children if os.path.exists(f"/proc/self/task/{os.getpid()}/children") else children()
 

@@ -19,6 +19,7 @@ import datetime
 import ipaddress
 import json
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -33,6 +34,8 @@ HOST_AUTHORITY, CLIENT_AUTHORITY = "torchx-monarch hosts", "torchx-monarch clien
 
 VALID_FOR = datetime.timedelta(days=90)
 """Validity of a job's certificates, and so the longest lifetime of a job."""
+
+T = TypeVar("T", bound="_Credentials")
 
 _SKEW = datetime.timedelta(hours=1)
 """Largest tolerated difference between the clocks of two machines."""
@@ -51,42 +54,44 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ClientCredentials:
+class _Credentials:
+    """Certificates and keys, as PEM."""
+
+    def to_text(self) -> str:
+        """Return the credentials as one line of base64, for an environment variable or a backend's secret."""
+        return base64.b64encode(json.dumps(dataclasses.asdict(self)).encode()).decode()
+
+    @classmethod
+    def from_text(cls: type[T], text: str) -> T:
+        """Parse the result of ``to_text``."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        try:
+            values = safe_files.parse_json(base64.b64decode(text, validate=True))
+            return cls(**{name: str(values[name]) for name in names})
+        except (ValueError, KeyError, TypeError):
+            why = f"not JSON in base64 with {', '.join(names)}"
+            raise CredentialsError(f"{CREDENTIALS} does not hold a job's credentials: {why}") from None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ClientCredentials(_Credentials):
     """The credentials of the submitting machine: a certificate with which a client can query and stop the job.
 
     The client verifies hosts by the certificate of their authority.
     """
 
     authority: str
-    leaf: Leaf
-
-    def to_text(self) -> str:
-        """Return the credentials as one line of base64."""
-        return _pack({"authority": self.authority, "certificate": self.leaf.certificate, "key": self.leaf.key})
-
-    @classmethod
-    def from_text(cls, text: str) -> ClientCredentials:
-        """Parse the result of ``to_text``."""
-        values = _unpack(text, ("authority", "certificate", "key"))
-        return cls(values["authority"], Leaf(values["certificate"], values["key"]))
+    certificate: str
+    key: str
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class HostCredentials:
-    """The credentials that every host of a job carries: certificate and key of the hosts' authority, as PEM."""
+class HostCredentials(_Credentials):
+    """The credentials that every host of a job carries: certificate and key of the hosts' authority."""
 
     authority: str
     key: str
     client_authority: str
-
-    def to_text(self) -> str:
-        """Return the credentials as one line of base64, for an environment variable or a backend's secret."""
-        return _pack(dataclasses.asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> HostCredentials:
-        """Parse the result of ``to_text``."""
-        return cls(**_unpack(text, ("authority", "key", "client_authority")))
 
     @classmethod
     def load(cls, value: str) -> HostCredentials:
@@ -129,7 +134,7 @@ def create() -> tuple[HostCredentials, ClientCredentials]:
     clients, clients_key = _authority(CLIENT_AUTHORITY)
     leaf = _leaf("client", clients, clients_key, (ExtendedKeyUsageOID.CLIENT_AUTH,), ())
     ours = HostCredentials(_pem(hosts), _key_pem(hosts_key), _pem(clients))
-    return ours, ClientCredentials(_pem(hosts), leaf)
+    return ours, ClientCredentials(_pem(hosts), leaf.certificate, leaf.key)
 
 
 def _authority(name: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -197,16 +202,3 @@ def _pem(certificate: x509.Certificate) -> str:
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> str:
     plain = serialization.NoEncryption()
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain).decode()
-
-
-def _pack(values: dict[str, str]) -> str:
-    return base64.b64encode(json.dumps(values).encode()).decode()
-
-
-def _unpack(text: str, names: Sequence[str]) -> dict[str, str]:
-    try:
-        values = safe_files.parse_json(base64.b64decode(text, validate=True))
-        return {name: str(values[name]) for name in names}
-    except (ValueError, KeyError, TypeError):
-        why = f"not JSON in base64 with {', '.join(names)}"
-        raise CredentialsError(f"{CREDENTIALS} does not hold a job's credentials: {why}") from None
