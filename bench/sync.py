@@ -20,7 +20,7 @@ from typing import Any
 
 from words import spread
 
-from torchx_monarch.backends.core import client_credentials
+from torchx_monarch.backends.core import stored_apps
 from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.connection import Target
 from torchx_monarch.client.serve import serve
@@ -51,7 +51,7 @@ def change(root: Path, number: int) -> None:
 def port_of(handle: str) -> str:
     """Where replica 0 of an app listens that runs elsewhere."""
     scheduler, _, app_id = handle.partition("://")[0], *handle.rpartition("/")[1:]
-    kept = client_credentials.load(scheduler, app_id).rendezvous
+    kept = stored_apps.load_credentials(scheduler, app_id).rendezvous
     return next(iter(kept.values())).rpartition(":")[2]
 
 

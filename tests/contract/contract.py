@@ -28,7 +28,7 @@ from torchx.specs.finder import ComponentValidationException
 from tests.contract.place import TORCHX, Place
 from tests.local.terminal import Terminal
 from tests.waits import WITHIN, until
-from torchx_monarch.backends.core import client_credentials, torchx_api
+from torchx_monarch.backends.core import stored_apps, torchx_api
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.cli.debug import list_breakpoints
@@ -439,7 +439,7 @@ class Contract:
         place.until(lambda: place.log(handle).count("up") == 2, "the ranks", handle)
         if not seconds:
             place.wait(handle, AppState.SUCCEEDED)
-        client = Path(client_credentials.files(place.name).path(handle.rpartition("/")[2]))
+        client = Path(stored_apps.credentials(place.name).path(handle.rpartition("/")[2]))
         if place.backend.has_network:
             assert ClientCredentials.from_text(json.loads(client.read_text())["credentials"])
         with Runner("torchx", place.schedulers) as runner:

@@ -15,7 +15,7 @@ from torchx.specs import AppDef, AppState, runopts
 from tests.contract.contract import Contract
 from tests.contract.place import Place
 from tests.contract.wrapped import LocalCwdPlace, Minimal, MinimalPlace
-from torchx_monarch.backends.core import client_credentials
+from torchx_monarch.backends.core import stored_apps
 from torchx_monarch.backends.core.errors import BackendError, SubmitError, UserError
 from torchx_monarch.backends.wrapped.backend import WrappedBackend
 from torchx_monarch.schedulers import wrap
@@ -72,7 +72,7 @@ def test_roles_meet_are_cancelled_and_deleted(local: LocalCwdPlace) -> None:
     local.runner.cancel(handle)
     assert local.wait(handle).state is AppState.CANCELLED
     assert set(local.states(handle).values()) == {AppState.CANCELLED} and "saved" in local.log(handle)
-    certificate = Path(client_credentials.files(local.name).path(handle.rpartition("/")[2]))
+    certificate = Path(stored_apps.credentials(local.name).path(handle.rpartition("/")[2]))
     assert record(local, handle).stat().st_mode & 0o777 == 0o600 and certificate.exists()
     local.runner.delete(handle)
     assert not record(local, handle).exists() and not certificate.exists()

@@ -17,7 +17,7 @@ from tests.local.hosts import Hosts, torchrun
 from tests.local.terminal import Terminal
 from tests.ports import free_port
 from tests.waits import WITHIN, until
-from torchx_monarch.backends.core import client_credentials
+from torchx_monarch.backends.core import stored_apps
 from torchx_monarch.model import env_names
 from torchx_monarch.transport import credentials
 
@@ -69,8 +69,8 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(folder: Path, scrip
     """)
     where = f"tls:127.0.0.1:{free_port()}"
     for_hosts, for_client = (each.to_text() for each in credentials.create())
-    stored = client_credentials.StoredCredentials(for_client, {"trainer": where})
-    client_credentials.files("monarch_slurm").store("app", stored)
+    stored = stored_apps.StoredCredentials(for_client, {"trainer": where})
+    stored_apps.credentials("monarch_slurm").store("app", stored)
     environ = {"MONARCH_RENDEZVOUS": where, env_names.CREDENTIALS: for_hosts}
     hosts = Hosts(folder, torchrun(path, nproc=1, nnodes=2), 2, ("--grace", "5", "--hang-after", "2"), environ).start()
     ended.append(hosts)

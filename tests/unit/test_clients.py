@@ -19,7 +19,7 @@ from typing import cast
 import pytest
 
 from tests.waits import WITHIN
-from torchx_monarch.backends.core import client_credentials
+from torchx_monarch.backends.core import stored_apps
 from torchx_monarch.cli import jobs
 from torchx_monarch.cli.ps import list_allocations
 from torchx_monarch.client.attached_job import Attachment, _Client
@@ -35,36 +35,36 @@ def test_is_for_its_owner_alone_until_the_app_is_deleted() -> None:
     text = credentials.create()[1].to_text()
     before = os.umask(0)
     try:
-        client_credentials.files("monarch_batch").store(
-            "queue:app/1", client_credentials.StoredCredentials(text, {"r": "tls:@HOST:1"})
+        stored_apps.credentials("monarch_batch").store(
+            "queue:app/1", stored_apps.StoredCredentials(text, {"r": "tls:@HOST:1"})
         )
     finally:
         os.umask(before)
-    path = Path(client_credentials.files("monarch_batch").path("queue:app/1"))
-    assert client_credentials.load("monarch_batch", "queue:app/1") == client_credentials.StoredCredentials(
+    path = Path(stored_apps.credentials("monarch_batch").path("queue:app/1"))
+    assert stored_apps.load_credentials("monarch_batch", "queue:app/1") == stored_apps.StoredCredentials(
         text, {"r": "tls:@HOST:1"}
     )
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in list(path.parents)[:2])
-    client_credentials.files("monarch_batch").remove("queue:app/1")
-    client_credentials.files("monarch_batch").remove("queue:app/1")
+    stored_apps.credentials("monarch_batch").remove("queue:app/1")
+    stored_apps.credentials("monarch_batch").remove("queue:app/1")
     assert not path.exists()
-    assert client_credentials.load("monarch_batch", "queue:app/1") == client_credentials.StoredCredentials()
+    assert stored_apps.load_credentials("monarch_batch", "queue:app/1") == stored_apps.StoredCredentials()
 
 
 def test_a_stray_file_hides_no_app(caplog: pytest.LogCaptureFixture) -> None:
     for scheduler in ("monarch_batch", "monarch_slurm", "monarch_ssh"):
-        client_credentials.files(scheduler).store("7", client_credentials.StoredCredentials("secret", {}))
-    clients = Path(client_credentials.files("monarch_slurm").path("7")).parent.parent
+        stored_apps.credentials(scheduler).store("7", stored_apps.StoredCredentials("secret", {}))
+    clients = Path(stored_apps.credentials("monarch_slurm").path("7")).parent.parent
     for folder in (clients, clients / "monarch_ssh"):
         (folder / ".DS_Store").write_text("")
     (clients / "aaa").write_text("")
     linked = clients / "monarch_slurm"
     linked.rename(clients.parent / "elsewhere")
     linked.symlink_to(clients.parent / "elsewhere")
-    assert client_credentials.stored_apps() == [("monarch_batch", "7"), ("monarch_ssh", "7")]
+    assert stored_apps.apps_with_credentials() == [("monarch_batch", "7"), ("monarch_ssh", "7")]
     assert f"{linked} is a symbolic link" in caplog.text
-    client_credentials.files("monarch_slurm").remove("7")
+    stored_apps.credentials("monarch_slurm").remove("7")
     assert (clients.parent / "elsewhere" / "7").exists()
 
 
@@ -85,8 +85,8 @@ def test_all_allocations_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPa
         thread.start()
         for number in range(3):
             address = f"insecure-tcp:127.0.0.1:{server.server_address[1]}"
-            client_credentials.files("monarch_slurm").store(
-                str(number), client_credentials.StoredCredentials("", {"r": address})
+            stored_apps.credentials("monarch_slurm").store(
+                str(number), stored_apps.StoredCredentials("", {"r": address})
             )
         found = list(list_allocations())
         all_asked.abort()
@@ -109,7 +109,7 @@ def test_all_allocations_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_a_damaged_file_costs_its_own_allocation_only(text: str, address: str) -> None:
-    client_credentials.files("monarch_slurm").store("7", client_credentials.StoredCredentials(text, {"r": address}))
+    stored_apps.credentials("monarch_slurm").store("7", stored_apps.StoredCredentials(text, {"r": address}))
     assert list(list_allocations()) == []
     with pytest.raises(UnreachableError) as error:
         Connection.open(Target.from_handle("monarch_slurm://torchx/7", "r"), {"type": "look"})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.backends.core import client_credentials, state_files
+from torchx_monarch.backends.core import state_files, stored_apps
 from torchx_monarch.cli import exec as exec_command
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import since
@@ -34,18 +34,14 @@ def apps() -> None:
         file.touch()
         Path(state_files.app_paths(app_id).status).touch()
         os.utime(file, (now - age, now - age))
-    client_credentials.files("monarch_slurm").store(
-        "4711", client_credentials.StoredCredentials("secret", {}, "pretrain")
+    stored_apps.credentials("monarch_slurm").store("4711", stored_apps.StoredCredentials("secret", {}, "pretrain"))
+    os.utime(stored_apps.credentials("monarch_slurm").path("4711"), (now - 20, now - 20))
+    stored_apps.credentials("monarch_slurm").store("eval-a\x1b[31m", stored_apps.StoredCredentials("secret", {}))
+    os.utime(stored_apps.credentials("monarch_slurm").path("eval-a\x1b[31m"), (now - 30, now - 30))
+    stored_apps.credentials("monarch_kubernetes").store(
+        "default:bert-b9z", stored_apps.StoredCredentials("secret", {}, "")
     )
-    os.utime(client_credentials.files("monarch_slurm").path("4711"), (now - 20, now - 20))
-    client_credentials.files("monarch_slurm").store(
-        "eval-a\x1b[31m", client_credentials.StoredCredentials("secret", {})
-    )
-    os.utime(client_credentials.files("monarch_slurm").path("eval-a\x1b[31m"), (now - 30, now - 30))
-    client_credentials.files("monarch_kubernetes").store(
-        "default:bert-b9z", client_credentials.StoredCredentials("secret", {}, "")
-    )
-    os.utime(client_credentials.files("monarch_kubernetes").path("default:bert-b9z"), (now - 60, now - 60))
+    os.utime(stored_apps.credentials("monarch_kubernetes").path("default:bert-b9z"), (now - 60, now - 60))
 
 
 @pytest.mark.parametrize(

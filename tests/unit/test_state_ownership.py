@@ -16,7 +16,7 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, Role
 
 from torchx_monarch.backends.batch.folder import JobFolder
-from torchx_monarch.backends.core import client_credentials, state_files
+from torchx_monarch.backends.core import state_files, stored_apps
 from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, StateDirError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import folder, status, submit
@@ -142,7 +142,7 @@ def test_another_users_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StateDirError, match="belongs to .*MONARCH_STATE_DIR"):
         submit.submit(request, submitted.to_json())
     with pytest.raises(OSError, match="belongs to"):
-        client_credentials.files("monarch_slurm").store("1", client_credentials.StoredCredentials("secret", {}))
+        stored_apps.credentials("monarch_slurm").store("1", stored_apps.StoredCredentials("secret", {}))
 
 
 def test_an_unreadable_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,12 +189,10 @@ def test_a_planted_name_does_not_reach_the_terminal(
 def test_how_many_apps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
     names = [app("a", ended=now - age).app_id for age in range(4)]
-    monkeypatch.setenv("MONARCH_KEEP_APPS", "some")
-    assert folder.prune(state_files.apps_dir()) == []
-    monkeypatch.setenv("MONARCH_KEEP_APPS", "3")
-    assert folder.prune(state_files.apps_dir()) == [names[3]]
-    monkeypatch.setenv("MONARCH_KEEP_APPS", "0")
-    assert sorted(folder.prune(state_files.apps_dir())) == sorted(names[:3])
+    for keep, count in (("some", 4), ("3", 3), ("0", 0)):
+        monkeypatch.setenv("MONARCH_KEEP_APPS", keep)
+        folder.prune(state_files.apps_dir())
+        assert sorted(state_files.app_ids()) == sorted(names[:count])
 
 
 # -- monarch_slurm -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchx_monarch.backends.core import client_credentials, state_files
+from torchx_monarch.backends.core import state_files, stored_apps
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.insight.summary import show_duration
@@ -83,8 +83,8 @@ def check_local(handle: str) -> None:
         CommandError: there is no such app.
     """
     app_id = handle.rpartition("/")[2]
-    stored_apps = ((app.scheduler, app.app_id) for app in recorded_apps())
-    if handle.startswith(f"{LOCAL}://") and (LOCAL, app_id) not in stored_apps:
+    recorded = ((app.scheduler, app.app_id) for app in recorded_apps())
+    if handle.startswith(f"{LOCAL}://") and (LOCAL, app_id) not in recorded:
         raise unknown(handle)
 
 
@@ -155,8 +155,8 @@ def recorded_apps() -> list[RecordedApp]:
         paths = state_files.app_paths(app_id)
         if os.path.lexists(paths.status):  # written last
             found.append(_app(LOCAL, app_id, paths.app))
-    for scheduler, app_id in client_credentials.stored_apps():
-        found.append(_app(scheduler, app_id, client_credentials.files(scheduler).path(app_id)))
+    for scheduler, app_id in stored_apps.apps_with_credentials():
+        found.append(_app(scheduler, app_id, stored_apps.credentials(scheduler).path(app_id)))
     return sorted(found, key=lambda app: (app.submitted, app.app_id), reverse=True)
 
 
@@ -165,7 +165,7 @@ def _app(scheduler: str, app_id: str, file: str) -> RecordedApp:
     submitted = 0.0
     with contextlib.suppress(OSError):
         submitted = os.lstat(file).st_mtime
-    name = "" if scheduler == LOCAL else client_credentials.load(scheduler, app_id).name
+    name = "" if scheduler == LOCAL else stored_apps.load_credentials(scheduler, app_id).name
     if not name:  # TorchX makes most ids of the name and a random suffix (torchx.schedulers.ids.make_unique)
         name = app_id.rpartition("-")[0].rpartition(":")[2]
     return RecordedApp(scheduler, app_id, name, submitted)
@@ -173,5 +173,5 @@ def _app(scheduler: str, app_id: str, file: str) -> RecordedApp:
 
 def used_schedulers() -> list[str]:
     """Return the names of the schedulers that have run an app of this machine's records, the local one first."""
-    names = {scheduler for scheduler, _ in client_credentials.stored_apps()}
+    names = {scheduler for scheduler, _ in stored_apps.apps_with_credentials()}
     return [LOCAL, *sorted(names - {LOCAL})]

@@ -14,7 +14,7 @@ import ssl
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.backends.core import client_credentials, state_files, torchx_api
+from torchx_monarch.backends.core import state_files, stored_apps, torchx_api
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.system.untrusted_text import one_line
 from torchx_monarch.transport import messages
@@ -63,7 +63,7 @@ class Target:
         from torchx.specs import parse_app_handle
 
         scheduler, _, app_id = parse_app_handle(handle)
-        stored = client_credentials.load(scheduler, app_id)
+        stored = stored_apps.load_credentials(scheduler, app_id)
         credentials, addresses = stored.credentials, stored.rendezvous
         if address:
             return cls(_given(address, addresses, role), role, credentials, given=True)
@@ -73,7 +73,7 @@ class Target:
         if role not in addresses:
             roles = ", ".join(addresses)
             raise UnreachableError(f"{handle} has no role {role!r} with hosts of ours; it has {roles}", final=True)
-        there = _parsed(addresses[role], f"the address in {client_credentials.files(scheduler).path(app_id)}")
+        there = _parsed(addresses[role], f"the address in {stored_apps.credentials(scheduler).path(app_id)}")
         where = Address(there.scheme, _host(handle, app_id, role, there.host, runner), there.port)
         return cls(where, role, credentials)
 
@@ -109,7 +109,7 @@ def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
 
 def recorded_roles(scheduler: str, app_id: str) -> list[str]:
     """Return the roles of an app that have hosts, as this machine has recorded them; none if the record is damaged."""
-    if addresses := client_credentials.load(scheduler, app_id).rendezvous:
+    if addresses := stored_apps.load_credentials(scheduler, app_id).rendezvous:
         return list(addresses)
     request = None
     with contextlib.suppress(UnreachableError):

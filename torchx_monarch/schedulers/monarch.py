@@ -17,7 +17,7 @@ from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Schedule
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, InvalidRunConfigException, Role, runopts
 from torchx.workspace import WorkspaceMixin
 
-from torchx_monarch.backends.core import client_credentials
+from torchx_monarch.backends.core import stored_apps
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import Backend
 from torchx_monarch.backends.core.errors import BackendError, UserError
@@ -193,9 +193,9 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             on_submitted(app_id)
             if client:
                 rendezvous = {role.name: role.rendezvous for role in submitted.roles if role.rendezvous}
-                stored = client_credentials.StoredCredentials(client, rendezvous, submitted.app.name)
+                stored = stored_apps.StoredCredentials(client, rendezvous, submitted.app.name)
                 try:
-                    client_credentials.files(self.backend).store(app_id, stored)
+                    stored_apps.credentials(self.backend).store(app_id, stored)
                 except OSError as error:
                     _log.warning("The job runs, but the certificate to reach it with could not be kept: %s", error)
         return app_id
@@ -291,7 +291,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def _delete_existing(self, app_id: str) -> None:
         self.apps.delete(app_id)
-        client_credentials.files(self.backend).remove(app_id)
+        stored_apps.credentials(self.backend).remove(app_id)
 
     def close(self) -> None:
         """Close the backend's connections. If a signal has ended a waiting ``torchx run``, cancel its apps first."""

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a client stores of the apps that it has submitted: a file of each app in a folder of the state directory."""
+"""What a client stores of the apps that it has submitted: a file of each app in a folder of the state directory.
+
+The certificates with which the submitting machine reaches a job over the network (``controller.run_queue``) are in
+``clients/SCHEDULER/APP``, with mode 0600, until the app is deleted.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import urllib.parse
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
 from torchx_monarch.backends.core import state_files
+from torchx_monarch.exceptions import TorchXMonarchError
+
+_CLIENTS = "clients"
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -65,3 +72,42 @@ class StoredApps(Generic[T]):
     def remove(self, app_id: str) -> None:
         """Remove what is stored of an app."""
         state_files.remove_file(self.path(app_id))
+
+
+@dataclass(frozen=True)
+class StoredCredentials:
+    """What a client needs to reach an app.
+
+    Attributes:
+        credentials: the text of its ``credentials.ClientCredentials``.
+        rendezvous: the address of replica 0 of each role, by the role's name; the host may be ``@NAME``, which only the
+            hosts can resolve.
+    """
+
+    credentials: str = ""
+    rendezvous: dict[str, str] = field(default_factory=dict)
+    name: str = ""
+
+
+def credentials(scheduler: str) -> StoredApps[StoredCredentials]:
+    """Return the files with the credentials of the apps of a scheduler."""
+    return StoredApps(StoredCredentials, _CLIENTS, scheduler)
+
+
+def load_credentials(scheduler: str, app_id: str) -> StoredCredentials:
+    """Return the credentials that are stored of an app; empty if nothing usable is stored."""
+    return credentials(scheduler).load(app_id) or StoredCredentials()
+
+
+def apps_with_credentials() -> list[tuple[str, str]]:
+    """List all apps with credentials as scheduler and app id; warn of folders that belong to another user."""
+
+    def ids_in(stored: StoredApps[StoredCredentials]) -> list[str]:
+        try:
+            return stored.app_ids()
+        except TorchXMonarchError as error:
+            _log.warning("%s", error)
+            return []
+
+    schedulers = ids_in(StoredApps(StoredCredentials, _CLIENTS))
+    return [(scheduler, app_id) for scheduler in schedulers for app_id in ids_in(credentials(scheduler))]
