@@ -30,11 +30,7 @@ _TAIL = 200
 
 
 def lines(aws: Aws, streams: Callable[[], list[tuple[str, str]]], query: LogQuery[Any]) -> Iterator[TimedLine]:
-    """Yield the lines of a node's log. Throttling of a followed log only delays the next poll.
-
-    Args:
-        streams: returns the node's log streams as (group, stream), one for each attempt in order.
-    """
+    """Yield the lines of a node's log streams (group, stream). Throttling of a followed log delays the next poll."""
     window: dict[str, int] = {}
     if query.since is not None:
         window["startTime"] = int(query.since.timestamp() * 1000)

@@ -245,11 +245,7 @@ def _ulimits(texts: list[str]) -> list[dict[str, Any]]:
 
 
 def render_command(role: Role, app_id: str, first: int) -> tuple[list[str], dict[str, str]]:
-    """Return the words of a role's command, and its environment.
-
-    Args:
-        first: node index of the role's replica 0.
-    """
+    """Return the words of a role's command, and its environment; ``first`` is the node index of its replica 0."""
     number = "0" if role.num_replicas == 1 else _UNKNOWN
     applied = macros.Values(img_root="", app_id=app_id, replica_id=number, rank0_env=RANK0).apply(role)
     words, env = [applied.entrypoint, *applied.args], dict(applied.env)
@@ -332,7 +328,8 @@ def containers_of(job: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def result_key(job: Mapping[str, Any]) -> str:
     """Return the key with which the hosts of a job sign their results; empty if none runs hosts."""
-    return next((env[KEY_VARIABLE] for env in map(_environment, containers_of(job)) if KEY_VARIABLE in env), "")
+    variables = (variable for properties in containers_of(job) for variable in properties.get("environment", ()))
+    return next((variable.get("value", "") for variable in variables if variable["name"] == KEY_VARIABLE), "")
 
 
 def secrets_of(job: Mapping[str, Any]) -> list[str]:
@@ -346,7 +343,3 @@ def log_group(job: Mapping[str, Any]) -> str:
     """Return the CloudWatch log group of a job's containers."""
     properties = next(iter(containers_of(job)), {})
     return str(properties.get("logConfiguration", {}).get("options", {}).get("awslogs-group", _DEFAULT_LOG_GROUP))
-
-
-def _environment(properties: Mapping[str, Any]) -> dict[str, str]:
-    return {variable["name"]: variable.get("value", "") for variable in properties.get("environment", ())}

@@ -81,12 +81,7 @@ def first_failed(nodes: Mapping[int, Mapping[str, Any]]) -> int:
 def app_snapshot(
     app_id: str, job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]], results: Results
 ) -> BatchSnapshot:
-    """Return the snapshot of an app.
-
-    Args:
-        job, nodes: as for ``BatchSnapshot``.
-        results: what the hosts have logged of their end; empty in a brief snapshot, and before the end of the job.
-    """
+    """Return the snapshot of an app; ``results`` is empty in a brief one, and before the end of the job."""
     submitted = None
     if word := job.get("parameters", {}).get(APP_PARAMETER):  # a definition has none
         submitted = SubmittedApp.unpack(word, f"the parameter {APP_PARAMETER} of {app_id}")

@@ -178,9 +178,7 @@ class Api:
     ) -> urllib3.BaseHTTPResponse:
         """Send a request and repeat it after transient failures.
 
-        Args:
-            content: the type of the body.
-            stream: leave the answer's body to the caller to read. A quiet log may send nothing for hours.
+        With ``stream``, the body is left to the caller to read: a quiet log may send nothing for hours.
         """
         url = f"{self.host}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
         data = json.dumps(body).encode() if body is not None else None

@@ -77,7 +77,8 @@ def create(api: Api, resource: Object, namespace: str, dry_run: bool = False) ->
 
 def find(api: Api, namespace: str, name: str) -> AppObjects | None:
     """Return the objects of an app; None if this scheduler has no app of this id."""
-    for mode, record_path in (("job", collection("v1", "Service", namespace)), ("volcano", _volcano_jobs(namespace))):
+    places = {"job": collection("v1", "Service", namespace), "volcano": collection(VOLCANO, "Job", namespace)}
+    for mode, record_path in places.items():
         record = api.find(f"{record_path}/{name}")
         if record is not None and _is_record(record):
             selector = f"{LABEL_APP}={name}"
@@ -98,17 +99,13 @@ def find_all(api: Api, namespace: str) -> list[AppObjects]:
     jobs, pods = by_app(collection("batch/v1", "Job", namespace)), by_app(collection("v1", "Pod", namespace))
     records = [("job", service) for service in api.items(collection("v1", "Service", namespace), LABEL_APP)]
     if has_volcano(api):
-        records += [("volcano", job) for job in api.items(_volcano_jobs(namespace), LABEL_APP)]
+        records += [("volcano", job) for job in api.items(collection(VOLCANO, "Job", namespace), LABEL_APP)]
     apps = []
     for mode, record in records:
         if _is_record(record):
             name = record["metadata"]["name"]
             apps.append(AppObjects(mode, namespace, record, jobs[name], pods[name]))
     return apps
-
-
-def _volcano_jobs(namespace: str) -> str:
-    return collection(VOLCANO, "Job", namespace)
 
 
 def _is_record(resource: Object) -> bool:

@@ -37,9 +37,6 @@ SECRET_KEY = "credentials"
 TERMINATION_VARIABLE = "MONARCH_TERMINATION_LOG"
 """The variable of a container that runs a host: the file for its termination message."""
 
-_NO_CREDENTIALS = {SECRET_KEY: "(made when the job is submitted)"}
-"""The content of the Secret until the app is submitted."""
-
 MAX_LABEL = 63
 """Characters of a host name, DNS label or Service name."""
 
@@ -71,7 +68,7 @@ class KubernetesRequest:
 
 def secret(metadata: Object) -> Object:
     """Return the Secret for the credentials of an app's hosts, as yet without them."""
-    data = dict(_NO_CREDENTIALS)
+    data = {SECRET_KEY: "(made when the job is submitted)"}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "stringData": data}
 
 

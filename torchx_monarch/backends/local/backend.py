@@ -138,12 +138,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
 
 
 def _read_record(paths: state_files.AppPaths) -> AppRecord | None:
-    """Return the current state of an app; None if it does not exist.
-
-    Raises:
-        StateAccessError: the app's folder is a link, belongs to another user, or may not be read.
-        DamagedFileError: status.json is damaged.
-    """
+    """Return the current state of an app; None if it does not exist; raise StateAccessError if it may not be read."""
     try:
         paths.check_owner()
         return folder.current_state(paths)

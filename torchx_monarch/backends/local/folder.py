@@ -205,8 +205,7 @@ def keep_apps() -> int:
 def prune(apps: str) -> list[str]:
     """Remove apps that ended long ago, or before the newest that are kept, and folders half made or half removed.
 
-    Returns:
-        The ids of the removed apps.
+    Return the ids of the removed apps.
     """
     oldest_end = time.time() - state_files.keep_days() * 86400
     ended: list[tuple[float, state_files.AppPaths]] = []

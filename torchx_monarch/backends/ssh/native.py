@@ -213,12 +213,7 @@ class MachineConnection:
 
 
 def explain(stderr: str, code: int | None, python: str) -> str:
-    """Return what went wrong in words, with what to do.
-
-    Args:
-        code: the exit code of ssh; None if it runs.
-        python: the Python interpreter; empty for the one that has started an app there last.
-    """
+    """Return what went wrong in words, with what to do; ``code`` is the exit code of ssh, None if it runs."""
     if code == -signal.SIGKILL:
         return "it does not answer"
     python = python or "its Python interpreter"
