@@ -141,11 +141,8 @@ def test_replicas_get_gpus_of_their_own(runner: Runner, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("roles", "cfg", "words"),
     [
-        ((trainer("a"), trainer("a")), {}, "two roles of app 'app' are called 'a'"),
-        ((trainer(),), {"grace": -1}, "grace"),
         ((trainer(),), {"rendezvous_port": 70000}, "rendezvous_port.*1 to 65535"),
         ((trainer("a"), trainer("b")), {"rendezvous_port": 65535}, "rendezvous_port.*1 to 65534"),
-        ((trainer(),), {"init_": True}, "init_.*init"),
     ],
 )
 def test_senseless_requests_are_refused(
@@ -213,15 +210,9 @@ RUNS = one("main", "running")
         (one("main", "created"), one("o", "created"), 0, State.PENDING, False),
         (one("main", "restarting"), one("o", "created"), 0, State.PENDING, False),
         (RUNS, one("o", "created"), 0, State.RUNNING, False),
-        (RUNS, one("o"), 0, State.RUNNING, False),
         (one("main"), one("o"), 0, State.SUCCEEDED, False),
-        (one("main"), one("o", "running"), 0, State.RUNNING, False),
         (one("main"), one("o", code=143, ended=NOW - 90), 0, State.FAILED, False),
-        (one("main"), one("sidecar", "running"), 0, State.RUNNING, True),
-        (one("main"), one("sidecar", code=143, ended=NOW - 90), 0, State.SUCCEEDED, False),
-        (one("main"), one("sidecar", code=1, ended=NOW - 110), 0, State.FAILED, False),
         (one("main"), one("o", code=1, ended=NOW - 110), 0, State.FAILED, False),
-        (RUNS, one("o", code=1, ended=NOW - 1), 0, State.RUNNING, True),
         (one("main", code=143), one("o", code=143), NOW - 110, State.CANCELLED, False),
         (one("main", code=143), one("o", "running"), NOW - 10, State.RUNNING, False),  # they have their grace
         (one("main", "created"), one("o", "created"), NOW - 1, State.CANCELLED, False),

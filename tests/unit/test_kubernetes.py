@@ -272,8 +272,6 @@ def test_too_large_apps_and_names_are_refused(runner: Runner) -> None:
         objects(runner, trainer(env={"NOISE": noise}))
     with pytest.raises(ValueError, match="host names have 63 at most; give the app or the role a shorter name"):
         objects(runner, trainer("x" * 60), **VOLCANO)
-    with pytest.raises(ValueError, match="two roles of app 'app' are called 'trainer'"):
-        objects(runner, trainer(), trainer())
 
 
 # -- what pods say
