@@ -30,11 +30,7 @@ def add_role_and_address(parser: argparse.ArgumentParser) -> None:
 
 
 def hosts_of(args: argparse.Namespace, start_timeout: float = START_TIMEOUT) -> Hosts:
-    """Return the hosts that the arguments name; ``start_timeout`` as for ``Hosts``.
-
-    Raises:
-        CommandError: they are to be on this machine, and there is no such app.
-    """
+    """Return the hosts that the arguments name; raise CommandError if they are of no app of this machine."""
     # With an address, this machine need not know the app.
     if not args.address:
         handles.check_local(args.handle)
@@ -42,11 +38,7 @@ def hosts_of(args: argparse.Namespace, start_timeout: float = START_TIMEOUT) -> 
 
 
 def since(text: str) -> datetime:
-    """Parse the value of ``--since``: a duration before now (``90s``, ``10m``, ``2h``, ``1d``), or a time (ISO 8601).
-
-    Raises:
-        argparse.ArgumentTypeError: it is neither.
-    """
+    """Parse ``--since``: a duration before now (``90s``, ``10m``, ``2h``, ``1d``), or a time (ISO 8601)."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text)
     try:
         if parts:

@@ -139,13 +139,7 @@ class CmdFollow:
 def stream_and_exit(
     hosts: Hosts, records: RunRecords, verbose: bool, ends: bool = True, as_json: bool = False
 ) -> NoReturn:
-    """Show a run's output, and exit with its exit code.
-
-    Args:
-        verbose: whether to show the phases of the run as well.
-        ends: whether Ctrl-C stops the run; otherwise Ctrl-C only ends this command.
-        as_json: whether to print the records of the run, one JSON object a line, instead of the output.
-    """
+    """Show a run's output, and exit with its exit code; Ctrl-C stops the run if ``ends``, else this command alone."""
     if as_json:
         print_accepted(hosts.handle, records.run)
         collector = Collector(_print_output, lambda text: _print({"type": "phase", "text": text}))
@@ -198,11 +192,7 @@ def _to_json(result: RunResult) -> dict[str, Any]:
 
 
 def summary_of(handle: str, result: RunResult, followed: bool = False) -> Summary:
-    """Return the summary of a run that has ended.
-
-    Args:
-        followed: whether another process has begun the run.
-    """
+    """Return the summary of a run that has ended; another process has begun one that was ``followed``."""
     cause = result.ranks.get(result.cause) if result.cause is not None else None
     log = cause.log_path if cause is not None else ""
     if cause is not None and log and not local_path(log):

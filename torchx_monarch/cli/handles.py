@@ -33,12 +33,7 @@ _CANDIDATES = 8
 
 
 def add_handle(parser: argparse.ArgumentParser, default: str | None = LAST, required: bool = False) -> None:
-    """Define the argument ``handle`` of a sub-command; ``resolve`` is applied to it before the sub-command runs.
-
-    Args:
-        default: the handle, or None, if it is left out.
-        required: whether it must not be left out, as in a sub-command that ends a job.
-    """
+    """Define the argument ``handle`` of a sub-command; ``resolve`` is applied to it before the sub-command runs."""
     text = f"{HELP} (default: last)" if default == LAST and not required else HELP
     argument: Any = parser.add_argument(
         "handle", nargs=None if required else "?", default=default, metavar="HANDLE", help=text
@@ -77,11 +72,7 @@ def resolve(word: str) -> str:
 
 
 def check_local(handle: str) -> None:
-    """Check that an app exists if it is one of this machine.
-
-    Raises:
-        CommandError: there is no such app.
-    """
+    """Raise CommandError if a handle is that of an app of this machine that does not exist."""
     app_id = handle.rpartition("/")[2]
     recorded = ((app.scheduler, app.app_id) for app in recorded_apps())
     if handle.startswith(f"{LOCAL}://") and (LOCAL, app_id) not in recorded:
@@ -141,11 +132,7 @@ class RecordedApp:
 
 
 def recorded_apps() -> list[RecordedApp]:
-    """Return all apps, the newest first.
-
-    Raises:
-        CommandError: the state directory cannot be read.
-    """
+    """Return all apps, the newest first; raise CommandError if the state directory cannot be read."""
     found = []
     try:
         app_ids = state_files.app_ids()

@@ -94,15 +94,11 @@ def _warn_of_other_files(path: Path, scheduler: str) -> None:
 
 
 class ConfigSyntaxError(ValueError):
-    """The text is not what TorchX can read; the message names the line."""
+    """Raised for a text that TorchX cannot read; the message names the line, or says what to write by hand."""
 
 
 def value_of(text: str, section: str, key: str) -> str | None:
-    """Return the value of a key; None if the text does not set it.
-
-    Raises:
-        ConfigSyntaxError: TorchX cannot read the text.
-    """
+    """Return the value of a key; None if the text does not set it."""
     parser = configparser.RawConfigParser(default_section="")  # [DEFAULT] is a section like any other here
     parser.optionxform = str  # type: ignore[assignment,method-assign]  # TorchX tells upper case from lower case, too
     try:
@@ -113,11 +109,7 @@ def value_of(text: str, section: str, key: str) -> str | None:
 
 
 def with_value(text: str, section: str, key: str, value: str) -> str:
-    """Return the text with a key set to a value, in a section that is added at the end if there is none.
-
-    Raises:
-        ConfigSyntaxError: TorchX cannot read the text, or the place of the value cannot be told.
-    """
+    """Return the text with a key set to a value, in a section that is added at the end if there is none."""
     before = value_of(text, section, key)
     if before == value:
         return text

@@ -95,7 +95,6 @@ class JobReader:
 
     Args:
         role: the role whose ranks are asked; empty for the first role that has some.
-        address: as for ``Hosts``.
         timeout: seconds to wait for samples of the ranks.
     """
 
@@ -112,12 +111,7 @@ class JobReader:
         self._samples: list[RankSample] = []
 
     def read_app(self) -> tuple[AppSnapshot, AppStatus]:
-        """Return the snapshot and the state of the app.
-
-        Raises:
-            CommandError: there is no such app.
-            BackendError: its scheduler cannot be reached.
-        """
+        """Return the snapshot and the state of the app; raise CommandError if there is no such app."""
         found = self.scheduler.apps.read(self.app_id)
         if found is None:
             raise unknown(self.handle)
@@ -151,7 +145,7 @@ class JobReader:
         return facts if sample_pause is None or not is_running else self._with_ranks(facts, sample_pause)
 
     def watch(self, interval: float, sample_pause: float) -> Iterator[JobFacts]:
-        """Yield what is known again and again, until the job has ended; arguments as for ``read``."""
+        """Yield what is known again and again, until the job has ended."""
         while True:
             yield (facts := self.read(sample_pause))
             if facts.status.has_ended:
@@ -182,11 +176,7 @@ class JobReader:
         return rank_views(samples, before), missing
 
     def _events_of_logs(self, app: AppSnapshot, tail: int) -> list[Event]:
-        """Return the events that the progress lines in the log of each role's replica 0 stand for.
-
-        Args:
-            tail: how many of its last lines are read; 0 for all.
-        """
+        """Return the events that the last lines (0: all) in the log of each role's replica 0 stand for."""
         found: list[Event] = []
         for role in app.roles:
             with contextlib.suppress(BackendError, UserError):
@@ -233,11 +223,7 @@ def ask_live(target: Target) -> LiveState | None:
 
 @contextlib.contextmanager
 def opened_job(handle: str, role: str = "", address: str = "", timeout: float = SAMPLES_TIMEOUT) -> Iterator[JobReader]:
-    """Open the scheduler of a job and close its connections afterwards; raise as ``opened`` does.
-
-    Raises:
-        torchx.specs.MalformedAppHandleException: the handle is none.
-    """
+    """Open the scheduler of a job and close its connections afterwards; raise as ``opened`` does."""
     from torchx.specs import parse_app_handle
 
     scheduler_name, _, app_id = parse_app_handle(handle)

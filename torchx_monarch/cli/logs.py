@@ -103,12 +103,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _tail(lines: Iterable[_Line | None], count: int | None, began: float) -> Iterator[_Line]:
-    """Yield the last lines of those that were written before the command began, and later ones as they come.
-
-    Args:
-        lines: the lines; None where no more came for a while.
-        count: how many of the earlier lines; None for all.
-    """
+    """Yield the last lines of those that were written before the command began, and later ones as they come."""
     last: deque[_Line] | None = deque(maxlen=count) if count is not None else None
     for line in lines:
         if last is not None and (line is None or line[1] > began):
@@ -122,11 +117,7 @@ def _tail(lines: Iterable[_Line | None], count: int | None, began: float) -> Ite
 
 
 def _roles(app: AppSnapshot, args: argparse.Namespace) -> list[str]:
-    """Return the names of the roles that the arguments choose.
-
-    Raises:
-        UserError: the app has no such role.
-    """
+    """Return the names of the roles that the arguments choose."""
     roles = [role.spec.name for role in app.roles]
     if args.role is not None and args.role not in roles:
         raise UserError(f"{args.handle} has no role {args.role!r}; its roles are {', '.join(roles)}")
@@ -165,12 +156,7 @@ def _readable(lines: Iterable[TimedLine]) -> Iterator[TimedLine]:
 
 
 class _Printer:
-    """Parses lines and shows them.
-
-    Attributes:
-        has_named_ranks: whether a line has named its rank.
-        has_output: whether a line is not of a host process.
-    """
+    """Parses lines and shows them; remembers whether one has named its rank, and one was not of a host process."""
 
     def __init__(self, app: AppSnapshot, timestamps: bool, as_json: bool) -> None:
         self.has_named_ranks = self.has_output = False
@@ -268,11 +254,7 @@ class LogMerge(Generic[K]):
             self._queue.put((index, error))
 
     def __iter__(self) -> Iterator[tuple[K, TimedLine] | None]:
-        """Yield each line with its log's key; None when all lines so far are yielded and no more came for a while.
-
-        Raises:
-            Exception: reading a log has failed.
-        """
+        """Yield each line with its log's key; None when all lines so far are yielded and no more came for a while."""
         while self._heap or self._open:
             if self._silent and self._take(self._timeout()):
                 continue

@@ -73,12 +73,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _jobs(name: str) -> list[JobStatus]:
-    """Return the jobs of a scheduler.
-
-    Raises:
-        BackendError: it cannot be reached.
-        UserError: it is no scheduler of this package.
-    """
+    """Return the jobs of a scheduler."""
     from torchx.runner import config
     from torchx.specs import CfgVal
 

@@ -86,11 +86,7 @@ def _rank_families(facts: JobFacts, job: str, per_rank: bool) -> list[Family]:
 
 
 def job_families(status: JobStatus, timeline: Timeline, job: str) -> list[Family]:
-    """Return the metrics of a job as a whole, and of its roles' attempts and phases.
-
-    Args:
-        job: the label ``job``: the app's id.
-    """
+    """Return the metrics of a job as a whole, and of its roles' attempts and phases; ``job`` is the app's id."""
     label = {"job": job}
     state = Family(f"{PREFIX}job_state", "1 for the state of the job, 0 for all others")
     for job_state in State:
@@ -131,12 +127,7 @@ def _of_timeline(timeline: Timeline, label: dict[str, str]) -> list[Family]:
 
 
 def rank_families(roles: Mapping[str, Sequence[RankSample]], job: str, per_rank: bool) -> list[Family]:
-    """Return the metrics of the ranks of an app, for each role and attempt the sum of all ranks.
-
-    Args:
-        job: the label ``job``: the app's id.
-        per_rank: whether there are metrics of each rank as well, with the labels ``rank`` and ``host``.
-    """
+    """Return the metrics of the ranks of an app, for each role and attempt, and perhaps of each rank."""
     attempts = defaultdict[tuple[str, int], list[RankSample]](list)
     for role, samples in roles.items():
         for sample in samples:

@@ -135,14 +135,7 @@ def _curves(job: JobFacts) -> Iterator[tuple[str, list[Curve]]]:
 
 
 def read_stacks(folder: str | None, timeline: Timeline) -> list[tuple[str, str]]:
-    """Return the stacks that hosts took before they stopped ranks, of the last attempt that has any.
-
-    Args:
-        folder: folder of the job's logs; None if this machine does not see it.
-
-    Returns:
-        For each host the file, relative to that folder, and its text.
-    """
+    """Return the files of stacks that hosts took before they stopped ranks, of the last attempt with some."""
     for attempt in reversed(timeline.spans_of("attempt") if folder else []):
         found = []
         pattern = f"{path_name(attempt.role)}/*/{timeline.attempt_folder(attempt)}/stacks.txt"

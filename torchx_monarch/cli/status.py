@@ -115,11 +115,7 @@ _FROM_LOG = "what the ranks do, and how they failed, is from the log, which rank
 
 
 def render(status: JobStatus, now: float | None = None) -> str:
-    """Return the status as lines without the last line end; a fact that is not known has no line.
-
-    Args:
-        now: the time in seconds since the epoch; None for the present.
-    """
+    """Return the status as lines without the last line end; a fact that is not known has no line."""
     return "\n".join([headline(status), *(f"  {title:<13}{text}" for title, text in facts(status, now))])
 
 
@@ -135,7 +131,7 @@ def state_and_time(status: JobStatus) -> str:
 
 
 def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
-    """Return what is known of a job beside its state, as titles and texts; arguments as for ``render``."""
+    """Return what is known of a job beside its state, as titles and texts."""
     now = time.time() if now is None else now
     activity, live, ended = status.activity or (), status.live, status.summary
     message = status.message if ended is None else ended.cause
@@ -267,11 +263,7 @@ def _live(live: LiveState, now: float) -> Iterator[tuple[str, str]]:
 
 
 def size_of(status: JobStatus, world: str = "") -> str:
-    """Return the number of hosts, and of ranks on each: ``2x4``; empty if it is not known.
-
-    Args:
-        world: what is added for the number of all ranks, with ``{}`` for it.
-    """
+    """Return the number of hosts, and of ranks on each: ``2x4``, and ``world`` with that of all ranks in its ``{}``."""
     if status.hosts is None or status.ranks is None:
         return _text(status.hosts)
     several = f"{status.hosts} with {status.ranks} ranks"

@@ -128,12 +128,7 @@ def lines(facts: JobFacts, width: int, by_host: bool = False) -> list[str]:
 
 
 def screen(facts: JobFacts, width: int, height: int, first: int, by_host: bool = False) -> tuple[list[str], int]:
-    """Return the lines of a terminal, and the first row that is shown.
-
-    Args:
-        first: the first row of the table to show; a number that is too large shows the end of the table.
-        by_host: whether there is one row for each host.
-    """
+    """Return the lines of a terminal, and the first row that is shown: ``first``, unless that is too large."""
     above = head(facts, width)[: max(1, height - 4)]
     ranks = facts.status.activity
     table = rank_table(ranks, width, by_host) if ranks else [""]

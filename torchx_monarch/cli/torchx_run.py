@@ -61,11 +61,7 @@ def _scheduler(name: str) -> str:
 
 
 def _checked(args: argparse.Namespace) -> list[str]:
-    """Return the component and its arguments in a form that TorchX parses with the same meaning.
-
-    Raises:
-        SystemExit: the component does not exist, its arguments are wrong, or its script does not exist.
-    """
+    """Return the component and its arguments in a form that TorchX parses with the same meaning."""
     from torchx.runner import config
 
     typed: list[str] = args.component_name_and_args
@@ -137,11 +133,7 @@ def _missing(path: str, what: str) -> NoReturn:
 
 
 def _function_of(component: str) -> Callable[..., Any] | None:
-    """Return the function of a component; None if TorchX is to report what is wrong with it.
-
-    Raises:
-        SystemExit: the component does not exist.
-    """
+    """Return the function of a component; None if TorchX is to report what is wrong with it."""
     from torchx.schedulers import get_scheduler_factories
     from torchx.specs import finder
 

@@ -56,11 +56,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_dumps(folder: str | None, timeline: Timeline) -> dict[int, list[RecordedCollective]]:
-    """Return the collectives in the dumps of ranks, by the index of a rank's span; say which dumps are wrong.
-
-    Args:
-        folder: folder of the job's logs; None if this machine does not see it.
-    """
+    """Return the collectives in the dumps of ranks, by the index of a rank's span; say which dumps are wrong."""
     found: dict[int, list[RecordedCollective]] = {}
     for at, rank in enumerate(timeline.spans if folder else ()):
         if rank.kind == "rank":
@@ -78,11 +74,7 @@ def read_dumps(folder: str | None, timeline: Timeline) -> dict[int, list[Recorde
 
 
 class _Tracks:
-    """The places of spans in a trace: processes with threads.
-
-    Attributes:
-        names: the events that name them.
-    """
+    """The places of spans in a trace: processes with threads, and the events that name them."""
 
     def __init__(self, timeline: Timeline, name: str) -> None:
         self._roles = [span.name for span in timeline.spans_of("role")]

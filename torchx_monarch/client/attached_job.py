@@ -59,15 +59,7 @@ _START_TIMEOUT = 90.0
 
 
 class AttachedJob(JobTrait):  # type: ignore[misc]
-    """Attach this process, as a Monarch client, to the hosts of an app.
-
-    Attributes:
-        handle: the app's TorchX handle; None before ``apply``.
-
-    Args:
-        start_timeout: seconds that ``state`` waits for the hosts; None for no limit.
-        out_of_cluster: whether all connections go through replica 0 of the first role.
-    """
+    """Attach this process, as a Monarch client, to the hosts of an app, which has a handle after ``apply``."""
 
     handle: str | None
 
@@ -222,13 +214,7 @@ class Attachment:
 
     @classmethod
     def open(cls, target: Target, whose: str) -> Attachment:
-        """Attach to the hosts of a role, whose replica 0 is the target.
-
-        Raises:
-            UnreachableError: not all hosts of the role have started, or replica 0 cannot be reached.
-            RefusedError: replica 0 does not accept clients, or a host cannot start its worker loop.
-            ClientError: the hosts have another version of Monarch than this process.
-        """
+        """Attach to the hosts of a role, whose replica 0 is the target; raise as ``receive`` does."""
         names = sorted({*local_addresses.interfaces().values(), socket.gethostname()})
         link = Connection.open(target, {"type": "attach", "names": names})
         try:
@@ -239,11 +225,12 @@ class Attachment:
 
     @classmethod
     def receive(cls, link: Connection, address: Address, whose: str, timeout: float = _HOSTS_TIMEOUT) -> Attachment:
-        """Receive the answer to the greeting; exceptions as for ``open``.
+        """Receive the answer to the greeting, after at most ``timeout`` seconds until the hosts are together.
 
-        Args:
-            address: where replica 0 of the role listens.
-            timeout: seconds to wait until the hosts are together.
+        Raises:
+            UnreachableError: not all hosts of the role have started, or replica 0 cannot be reached.
+            RefusedError: replica 0 does not accept clients, or a host cannot start its worker loop.
+            ClientError: the hosts have another version of Monarch than this process.
         """
         try:
             answer = link.answer(timeout)  # attaching
@@ -286,14 +273,9 @@ class _Client:
         self._attached: dict[Attachment, str] = {}
 
     def join(self, handle: str, attachment: Attachment) -> tuple[str, list[str]]:
-        """Return the URL to listen on as a client of these hosts, and the paths of the TLS files.
+        """Return the URL to listen on as a client of these hosts, and the paths of certificate, key and authority.
 
-        Args:
-            handle: the handle of their job.
-
-        Returns:
-            The URL, and the paths of certificate, key and authority. The URL is empty if the hosts run on this machine;
-            the paths are empty without TLS.
+        The URL is empty if the hosts run on this machine; there are no paths without TLS.
 
         Raises:
             ClientError: this process is the client of another job over a network, or was that of one with TLS and this

@@ -33,7 +33,6 @@ class Target:
     """The address of one role of an app, with the credentials to connect to it.
 
     Attributes:
-        address: address of replica 0, as this machine reaches it.
         role: name of the role; empty for the role that listens at the address.
         credentials: text of ``transport.credentials.ClientCredentials``; empty if this machine has none.
         given: whether the user gave the address; otherwise it comes from the scheduler or this machine's records.
@@ -49,16 +48,12 @@ class Target:
         """Resolve the handle of an app.
 
         Args:
-            handle: ``SCHEDULER://SESSION/APP``, as ``torchx run`` prints it.
-            role: name of the role; empty for the first role.
             address: ``HOST:PORT`` to dial instead of the scheduler's address, such as the local end of a tunnel; or a
                 complete address, ``unix:PATH``, ``tls:HOST:PORT`` or ``insecure-tcp:HOST:PORT``. Empty to ask the
                 scheduler.
-            runner: the TorchX runner that is asked about the app; None to create one when it is needed.
 
         Raises:
-            UnreachableError: this machine cannot determine the address, or has no record of the app or of the role; the
-                message says what is missing.
+            UnreachableError: this machine cannot determine the address; the message says what is missing.
         """
         from torchx.specs import parse_app_handle
 
@@ -85,7 +80,6 @@ def _given(address: str, addresses: dict[str, str], role: str) -> Address:
 
 
 def _parsed(text: str, source: str) -> Address:
-    """Parse an address; arguments as for ``Address.parse``."""
     try:
         return Address.parse(text, source)
     except AddressError as error:
@@ -176,11 +170,7 @@ class Connection:
 
     @classmethod
     def dial(cls, address: Address, timeout: float = TIMEOUT) -> Connection:
-        """Connect to a socket file without a greeting.
-
-        Raises:
-            OSError: nobody listens there.
-        """
+        """Connect to a socket file without a greeting; raise OSError if nobody listens there."""
         return cls(_open_socket(address, None, timeout), address)
 
     def fileno(self) -> int:
@@ -200,11 +190,7 @@ class Connection:
             raise UnreachableError(f"{self._where}: the connection broke: {error.strerror or error}") from None
 
     def receive(self, timeout: float | None = TIMEOUT) -> dict[str, Any] | None:
-        """Return the next message; None if the connection is closed.
-
-        Raises:
-            TimeoutError: no message arrived in time. The connection stays usable.
-        """
+        """Return the next message; None if the connection is closed. After a TimeoutError it stays usable."""
         while not self._lines:
             try:
                 self._socket.settimeout(timeout)

@@ -90,7 +90,6 @@ class Hosts:
         role: name of the role; empty for the first role.
         address: ``HOST:PORT`` at which this machine reaches replica 0; empty to ask the scheduler. With an address, the
             scheduler counts as unreachable too, and is never asked for the app's state.
-        runner: the TorchX runner; None to create one on first use.
         start_timeout: seconds that ``reach`` waits for the hosts; None for no limit.
     """
 
@@ -130,11 +129,7 @@ class Hosts:
 
     @property
     def target(self) -> Target:
-        """The address and credentials of replica 0.
-
-        Raises:
-            UnreachableError: this machine has no address or certificate for replica 0, or ``release`` was called.
-        """
+        """The address and credentials of replica 0; UnreachableError without them, and after ``release``."""
         if self._released:
             raise UnreachableError(f"{self.handle} was released")
         if self._target is None:

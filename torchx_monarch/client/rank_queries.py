@@ -38,19 +38,13 @@ def ask_stacks(
 ) -> tuple[list[ProcessStacks], dict[str, str]]:
     """Return the stacks of the ranks that run, and why a host has not answered, by replica.
 
-    Args:
-        rank: the only global rank that is asked; None for all.
-        native: whether py-spy reads the stacks as well, with the functions of C libraries.
+    With ``native`` py-spy reads the stacks as well, with the functions of C libraries.
     """
     return _ask(hosts, {"type": "stacks", "rank": rank, "native": native}, ProcessStacks, _STACKS_TIMEOUT)
 
 
 def _ask(hosts: Hosts, greeting: Mapping[str, object], kind: type[T], timeout: float) -> tuple[list[T], dict[str, str]]:
-    """Return what the hosts answer.
-
-    Args:
-        greeting: the query; its ``type`` is also that of the answers, and the name of the field with the values.
-    """
+    """Return what the hosts answer: values in a field whose name is the ``type`` of the greeting."""
 
     def ask_at(target: Target) -> tuple[list[T], dict[str, str]]:
         found: list[T] = []

@@ -129,15 +129,7 @@ class Records:
 
 
 class Collector:
-    """Process the records of a run: show or store its output, and build its result.
-
-    Args:
-        output: where the output of the ranks goes.
-        on_phase: called with each progress line of the run; None to drop them.
-
-    Raises:
-        ValueError: ``output`` is not a value of ``Output``.
-    """
+    """Process the records of a run: show or store its output, and build its result."""
 
     def __init__(self, output: Output, on_phase: Callable[[str], None] | None = None) -> None:
         check_output(output)
@@ -149,11 +141,7 @@ class Collector:
         self._streams = {"stdout": _RankLines(sys.stdout), "stderr": _RankLines(sys.stderr)}
 
     def collect(self, records: RunRecords) -> RunResult:
-        """Process all records, and return the result of the run.
-
-        Raises:
-            UnreachableError: the records ended before the result.
-        """
+        """Process all records, and return the result of the run; raise UnreachableError if they lack it."""
         for record in records:
             kind = record["type"]
             if kind == "output":
@@ -197,9 +185,6 @@ class _RankLines:
 
     torchrun's prefix is shown as ``[3] ``. On a terminal all lines have that prefix, also those of ranks without
     ``--tee`` and those with a prefix of the user's; in a file or a pipe these lines are as the host has sent them.
-
-    Args:
-        stream: the stream; None if it is closed.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -212,12 +197,7 @@ class _RankLines:
         self._bars: dict[int, tuple[str, int, int]] = {}
 
     def place(self, rank: int, text: str, prefix: int, stamp: int) -> str:
-        """Return what to write for lines, or a piece of a line, of a rank.
-
-        Args:
-            prefix: the length of torchrun's prefix in each line; 0 for none.
-            stamp: the length of the time before it; 0 for none.
-        """
+        """Return what to write for lines, or a piece of a line, of a rank; each has a time and a prefix of a length."""
         shown, start = [], stamp + prefix
         mark = f"[{rank}] " if prefix or self._is_terminal else ""
         for line in _LINES.findall(self._bars.pop(rank, ("", 0, 0))[0] + text):

@@ -93,11 +93,7 @@ def check_output(output: Output) -> None:
 
 
 def split_command(command: str | Sequence[str]) -> list[str]:
-    """Return the words of a command. A string is split as a shell splits it.
-
-    Raises:
-        ValueError: the string has an unclosed quotation.
-    """
+    """Return the words of a command. A string is split as a shell splits it; a ValueError says why it cannot be."""
     if not isinstance(command, str):
         return [str(word) for word in command]
     try:
@@ -108,10 +104,6 @@ def split_command(command: str | Sequence[str]) -> list[str]:
 
 def run_message(hosts: Hosts, script_args: str | Sequence[str] | None, options: RunOptions) -> dict[str, Any]:
     """Give the hosts the current state of the workspace, and return the ``run`` message that asks them for a run.
-
-    Args:
-        script_args: what to run, as for ``SPMDJob.run_spmd``.
-        options: the options of the run. Its ``workspace`` is the one to send; None to send none.
 
     Raises:
         CodeError: the workspace could not be sent to the hosts.

@@ -102,11 +102,7 @@ def ask_runs(hosts: Hosts) -> list[RunInfo]:
 
 
 def read_runs(link: Connection, timeout: float = TIMEOUT) -> list[RunInfo]:
-    """Read the answer to ``RUNS``, in parts; without its end if the connection breaks.
-
-    Raises:
-        TimeoutError: a part did not arrive in time.
-    """
+    """Read the answer to ``RUNS``, in parts, each within a time; without its end if the connection breaks."""
     found: list[RunInfo] = []
     while (answer := link.receive(timeout)) is not None:
         found += answer["runs"]

@@ -23,12 +23,7 @@ from monarch.job import JobState  # noqa: E402
 class ThisJob:
     """The job that this process is a rank, or the controller script, of. ``this_job`` returns it.
 
-    Args:
-        path: path of the socket file of this rank's host (``host.worker_loops``).
-
-    Raises:
-        ClientError: the hosts cannot be found.
-        RefusedError: the hosts do not accept clients, or cannot start their worker loops.
+    ``path`` is the socket file of this rank's host (``host.worker_loops``).
     """
 
     def __init__(self, path: str) -> None:

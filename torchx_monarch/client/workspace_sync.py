@@ -55,12 +55,7 @@ class SyncResult:
 
 
 def sync_workspace(target: Target, workspace: str, when: SyncMode) -> SyncResult:
-    """Make the current state of a workspace available on every host.
-
-    Args:
-        target: replica 0 of the allocation.
-        workspace: path of the folder. Files that ``.torchxignore`` or ``.gitignore`` exclude are not sent.
-        when: when each host gets its own copy; see ``SyncMode``.
+    """Make the current state of a workspace available on every host, but for files that it ignores.
 
     Raises:
         CodeError: the workspace cannot be read, exceeds the limits or keeps changing; or a host could not store it.
@@ -93,11 +88,7 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode) -> SyncResult
 
 
 def check_when(when: str) -> None:
-    """Check that a string is a value of ``SyncMode``.
-
-    Raises:
-        ValueError: it is not; the message lists the values.
-    """
+    """Raise a ValueError, which lists the values, if a string is no ``SyncMode``."""
     if when not in get_args(SyncMode):
         raise ValueError(f"sync={when!r} is none of {', '.join(get_args(SyncMode))}")
 
@@ -137,11 +128,7 @@ def _is_shared(link: Connection, root: str) -> bool:
 
 
 def _send(link: Connection, root: str, tree: Tree) -> int:
-    """Send the tree and the file contents that a host lacks; return the number of bytes sent.
-
-    Raises:
-        ChangedError: a file of the workspace changed after the scan.
-    """
+    """Send the tree and the file contents that a host lacks; return the number of bytes sent."""
     base = _last_sent.get(root)
     link.send({"type": "tree", "tree": tree.hash, "base": base.hash if base else ""})
     answer = _answer(link, "have")

@@ -27,12 +27,7 @@ _EQUAL_SHAPES = ("all_reduce", "allreduce", "reduce", "broadcast")
 
 @dataclasses.dataclass(frozen=True)
 class RankCollectives:
-    """The collectives of one rank.
-
-    Attributes:
-        time: when its host has asked it, in seconds since the epoch.
-        groups: its process groups; empty if it has formed none, None if it has not answered.
-    """
+    """The process groups of a rank when its host has asked it: empty if it has formed none, None without an answer."""
 
     rank: int
     time: float
@@ -75,10 +70,7 @@ class Hang:
     """Ranks that wait in a collective, and those for which they wait.
 
     Attributes:
-        fault: what is wrong with the latter.
-        ranks: the ranks for which the others wait, ascending.
-        waiting: the ranks that wait, ascending.
-        group: name of the process group.
+        ranks: the ranks for which the others wait, ascending, as ``waiting`` is.
         collective: the collective in which they wait.
         seconds: for how long the first of them has waited.
         called: what ``ranks`` have called or wait in instead; empty if that is not known.
@@ -124,9 +116,7 @@ class Hang:
 def diagnose(ranks: Sequence[RankCollectives], hang_after: float, at_most: float = float("inf")) -> Hang | None:
     """Return the hang that has lasted longest; None if no rank has waited long enough for others.
 
-    Args:
-        hang_after: seconds for which a rank must have waited.
-        at_most: seconds for which a wait counts at most: those since a pause of the watch.
+    A wait counts ``at_most`` as many seconds as have passed since a pause of the watch.
     """
     by_rank = _CollectivesByRank((collectives.rank, collectives) for collectives in ranks)
     waits = [
@@ -248,11 +238,7 @@ def _waits_of(by_rank: _CollectivesByRank, ranks: Sequence[int]) -> str:
 
 
 def _mismatch(by_rank: _CollectivesByRank, group: GroupStatus, number: int) -> tuple[list[int], str, Collective] | None:
-    """Return the fewest ranks that have called another collective than the others as one of the same number.
-
-    Returns:
-        These ranks, what they have called, and what the others have called. None if all that is known is equal.
-    """
+    """Return the fewest ranks that have called another collective of this number, theirs, and that of the others."""
     ways: dict[str, list[tuple[int, Collective]]] = {}
     for rank in group.members:
         status = _status(by_rank, rank, group.name)

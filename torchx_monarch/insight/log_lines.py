@@ -54,11 +54,7 @@ def paint(text: str, code: int) -> str:
 
 
 def stamp(seconds: float) -> str:
-    """Return the time that ``-cfg timestamps`` writes before a line: UTC, with milliseconds, and a blank.
-
-    Args:
-        seconds: the time in seconds since the epoch.
-    """
+    """Return the time that ``-cfg timestamps`` writes before a line: UTC, with milliseconds, and a blank."""
     when = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
     return f"{when:%Y-%m-%dT%H:%M:%S}.{when.microsecond // 1000:03d}Z "
 

@@ -33,15 +33,13 @@ _SHORT_RESULT = 4096
 
 
 class Reporter:
-    """Write progress lines to the host's stderr and events to the app's events file.
+    """Write progress lines to the host's stderr and events to the app's events file, if the backend has one.
 
     Attributes:
-        echo: also called with each line; None for no such function.
-        listener: also called with the kind, the seconds and the fields of each event; None for no such function.
-        rank_restarts: number of calls of ``restarted``.
+        echo: also called with each line.
+        listener: also called with the kind, the seconds and the fields of each event.
 
     Args:
-        events_path: path of the app's events file; None if the backend has none.
         termination_log: path of the container's termination message (see ``write_result``); None for none.
         stamped: whether the time is written before each line.
     """

@@ -51,8 +51,6 @@ class Collective:
     Attributes:
         number: sequence number in its group.
         name: name of the operation, as torch's flight recorder has it, such as ``gloo:all_reduce``.
-        sizes: the shapes of the inputs.
-        called: when the rank called it, in seconds since the epoch.
     """
 
     number: int
@@ -94,11 +92,9 @@ class DeviceUse:
     """The use of one GPU by the process of a rank.
 
     Attributes:
-        index: number of the device on its host.
         name: name of its model.
         busy: part of the last second in which it computed, for any process; 0 to 1.
         memory_bytes: memory that the process has there.
-        total_bytes: memory of the device.
     """
 
     index: int
@@ -115,11 +111,8 @@ class Progress:
     Attributes:
         step: the step that the program has finished.
         total: the last step; None if the program does not know.
-        time: when it was called, in seconds since the epoch.
-        checkpoint: the step of the last checkpoint; None for none.
-        metrics: further numbers, by name.
-        first_step: the step of the first call in this attempt.
-        first_time: when that was, in seconds since the epoch.
+        checkpoint: the step of the last checkpoint.
+        first_step: the step of the first call in this attempt, at ``first_time``.
     """
 
     step: int
@@ -131,11 +124,7 @@ class Progress:
     first_time: float = 0.0
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until the last step, at the mean speed of this attempt; None if that is not known.
-
-        Args:
-            now: the time in seconds since the epoch, by the clock of the rank's host.
-        """
+        """Return the seconds until the last step, at the mean speed of this attempt; None if that is not known."""
         done = self.step - self.first_step
         if self.total is None or done <= 0 or self.time <= self.first_time:
             return None
@@ -148,22 +137,15 @@ class RankSample:
     """One rank at one moment.
 
     Attributes:
-        time: the moment, in seconds since the epoch, by the clock of its host.
-        rank: the global rank.
-        local_rank: its number on its host.
-        replica: the replica whose host executes it.
-        host: name of that machine.
-        pid: its process id there.
-        attempt: number of its attempt.
+        time: the moment, by the clock of its host.
+        replica: the replica whose host, on the machine ``host``, executes it.
         state: ``running``, ``stopped``, ``uninterruptible``, ``zombie`` or ``ended``.
-        started: when its process started, in seconds since the epoch.
         cpu_seconds: processor time of the rank and of its running and ended children; 0 once it has ended.
         rss_bytes: resident memory of the rank and of its running children, with what they share; 0 once it has ended.
-        last_output: when it last printed something, in seconds since the epoch; None for never.
+        last_output: when it last printed something; None for never.
         last_line: the last line that it printed, escaped and cut.
         groups: its process groups; empty before it has formed one, or without the flight recorder.
         devices: the GPUs on which it has memory; empty where there are none, or nvidia-ml-py is missing.
-        progress: the progress that its program has reported; None for none.
     """
 
     time: float

@@ -33,13 +33,9 @@ class RecordedCollective:
     """A collective in a dump.
 
     Attributes:
-        name: name of the operation, such as ``gloo:all_reduce``.
         group: torch's name of its process group.
         number: its sequence number in the group.
-        sizes: the shapes of its inputs, as text.
-        called: when the rank called it, in seconds since the epoch.
         completed: when it had completed; None if it has not, or the recorder does not know (Gloo).
-        has_completed: whether it has completed.
     """
 
     name: str
@@ -59,12 +55,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read(path: str | os.PathLike[str]) -> list[RecordedCollective]:
-    """Return the collectives of a dump, the oldest first.
-
-    Raises:
-        DumpError: it is no dump, or too large.
-        OSError: it cannot be read.
-    """
+    """Return the collectives of a dump, the oldest first; raise DumpError, or OSError if it cannot be read."""
     with open(safe_files.open_file(path), "rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
@@ -73,11 +64,7 @@ def read(path: str | os.PathLike[str]) -> list[RecordedCollective]:
 
 
 def parse(data: bytes) -> list[RecordedCollective]:
-    """Return the collectives of the bytes of a dump, the oldest first.
-
-    Raises:
-        DumpError: they are no dump.
-    """
+    """Return the collectives of the bytes of a dump, the oldest first; raise DumpError if they are none."""
     try:
         # ``Unpickler`` makes room for as many memorized values as the largest index says.
         if any(

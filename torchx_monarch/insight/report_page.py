@@ -45,9 +45,7 @@ _Values = Mapping[int, float]
 def render(page: Mapping[str, object], job: Span) -> str:
     """Return the HTML of a page, of values of any content: the template ``report.html`` escapes them.
 
-    Args:
-        page: the values that the template names; sections whose lists are empty are left out.
-        job: the whole job, on which places are in percent, and from whose start times count.
+    Places are in percent of the job, and times count from its start.
     """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     whole = job.seconds or 1.0

@@ -25,14 +25,7 @@ _CHUNK = 1 << 18
 
 
 class RunLog:
-    """The records of one run.
-
-    Attributes:
-        path: path of the file, which has mode 0600.
-        writer: the thread that writes the file.
-
-    Args:
-        path: path of the file to create; its folder is created as well.
+    """The records of one run, in a file of mode 0600 that it creates.
 
     Raises:
         OSError: the file cannot be created, or is not a regular file of this user. A rank of an earlier run can have
@@ -116,7 +109,6 @@ class RunLogSink:
     """Copy a rank's output from the host's output to the log of its run.
 
     Args:
-        stream: ``stdout`` or ``stderr``.
         prefix: torchrun's own prefix before each line, which clients show in a shorter form; empty if there is none, or
             one of the user's.
         stamped: whether each line has the time before its prefix.

@@ -41,11 +41,7 @@ class SampledMoment:
 
 class SampleLog:
     """Append moments to the file. When it is full, every second moment is dropped, and from then on only every second
-    one of those that are offered is kept, and so on.
-
-    Args:
-        path: path of the file; one that exists is continued.
-        limit: its largest size in bytes.
+    one of those that are offered is kept, and so on. A file that exists is continued.
     """
 
     def __init__(self, path: str, limit: int = _LIMIT) -> None:

@@ -43,12 +43,7 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True)
 class ThreadStack:
-    """The stack of one thread.
-
-    Attributes:
-        name: name of the thread; empty if it is not known.
-        frames: its calls, the most recent one first; empty for a thread that is in no Python function.
-    """
+    """The stack of one thread, the most recent call first; it is empty if the thread is in no Python function."""
 
     name: str
     frames: tuple[Frame, ...]
@@ -60,7 +55,7 @@ class ProcessStacks:
 
     Attributes:
         child: name of the process if the rank has started it; empty for the rank's own process.
-        threads: the stacks of its threads, that of the main thread first; empty if there are none.
+        threads: the stacks of its threads, that of the main thread first.
         problem: why there are no stacks, or not those that were asked for; empty if there are.
     """
 
@@ -73,13 +68,9 @@ class ProcessStacks:
 
 
 def parse_faulthandler(text: str, own_files: Iterable[str] = ()) -> tuple[ThreadStack, ...]:
-    """Parse the stacks of all threads as ``faulthandler`` prints them: the main thread last.
+    """Parse the stacks of all threads as ``faulthandler`` prints them; return that of the main thread, its last, first.
 
-    Args:
-        own_files: files whose frames are left out where they are below all others: those that run the program.
-
-    Returns:
-        The stacks, that of the main thread first.
+    Frames of ``own_files``, those that run the program, are left out where they are below all others.
     """
     own, threads, frames = frozenset(own_files), list[ThreadStack](), None
     for line in text.split("\n"):
@@ -108,9 +99,6 @@ def _without(own: frozenset[str], frames: tuple[Frame, ...]) -> tuple[Frame, ...
 
 def parse_py_spy(text: str, pid: int, own_files: Iterable[str] = ()) -> tuple[ThreadStack, ...]:
     """Parse the output of ``py-spy dump --json``; the main thread is the one whose id is the pid.
-
-    Args:
-        own_files: as for ``parse_faulthandler``.
 
     Raises:
         ValueError: the text is something else.
@@ -143,9 +131,6 @@ class StackGroup:
 
     Attributes:
         what: which thread of which process: ``main thread``, ``other thread``, ``pt_data_worker, main thread``, ….
-        ranks: the ranks of the processes, ascending.
-        processes: the processes, by rank.
-        frames: the common stack.
         problem: the common problem (see ``ProcessStacks``).
     """
 

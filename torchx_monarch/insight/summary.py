@@ -35,9 +35,7 @@ class Summary:
     """How a job or a run has ended. A fact that is not known is empty, and its line is left out.
 
     Attributes:
-        state: the state in one word, such as ``FAILED``.
         subject: what has ended: a handle, or a run and a handle.
-        seconds: how long it took; None if that is not known.
         cause: why it has ended, with the rank; after a success what else there is to say.
         traceback: the Python traceback of the root cause, of which ``raised_at`` is shown.
         log: path of the log of the root cause, or of the folder of all logs.
@@ -59,9 +57,7 @@ class Summary:
     def lines(self, width: int = 0, coloured: bool = False) -> list[str]:
         """Return the lines, at most 12 of a terminal with 80 columns unless a path or a handle is very long.
 
-        Args:
-            width: columns of the terminal; 0 for none, where no line is broken.
-            coloured: whether to colour the state.
+        A ``width`` of 0 stands for no terminal, where no line is broken.
         """
         state = paint(self.state, _COLOURS.get(self.state, _OTHER_COLOUR)) if coloured else self.state
         took = "" if self.seconds is None else f" after {show_duration(self.seconds)}"

@@ -60,14 +60,11 @@ class Span:
     Attributes:
         kind: ``job``, ``role``, ``run``, ``attempt``, ``phase``, ``import`` or ``rank``.
         name: its name for people: that of the phase, ``attempt 2``, ``rank 3``.
-        start: in seconds since the epoch.
         end: its end; that of the timeline if it has not ended.
         parent: index of the span that contains it; None for the job.
-        role: name of the role; empty for the job.
         number: the number of the run, of the attempt (from 1), of the rank, or of the replica of an import; 0 for
             other kinds.
         replica: the replica whose host executes the rank; None for other kinds.
-        pid: process id of the rank on its host; None for other kinds, or if it is not known.
         code: exit code of the rank or the run, -n for death by signal n; None if there is none.
         secondary: whether the rank was stopped, or failed because it lost another rank.
         grouped: when the rank formed its first process group; None for other kinds, or if it is not known.
@@ -90,7 +87,6 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Its duration."""
         return self.end - self.start
 
 

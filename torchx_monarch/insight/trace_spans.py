@@ -28,11 +28,9 @@ _RESTARTS = frozenset({"restart", "requeue"})
 
 @dataclasses.dataclass(frozen=True)
 class TraceSpan:
-    """A span of a trace.
+    """A span of a trace; its name is ``job``, ``run 3``, ``attempt 2``, or that of the phase.
 
     Attributes:
-        name: its name: ``job``, ``run 3``, ``attempt 2``, or that of the phase.
-        parent: the id of the span that contains it; None for the job.
         attributes: its attributes, with OpenTelemetry's names where it has some.
         error: category of the failure; empty if it has not failed.
     """
@@ -52,12 +50,7 @@ def trace_id(app: str) -> int:
 
 
 def reduce(kind: str, time: float, seconds: float | None, fields: Mapping[str, object]) -> Event:
-    """Return what spans need of an event, so that nothing else reaches the process that sends them.
-
-    Args:
-        time: in seconds since the epoch.
-        seconds: duration of the phase that ends with it; None for an event without a duration.
-    """
+    """Return what spans need of an event, so that nothing else reaches the process that sends them."""
     event: Event = {"time": time, "kind": kind, "message": ""}
     if seconds is not None:
         event["seconds"] = seconds
