@@ -18,7 +18,7 @@ import pytest
 
 from tests.unit.test_foreground import ImpatientTerminal, ctrl_c_raises
 from tests.waits import until
-from torchx_monarch.cli import exit_codes, ps
+from torchx_monarch.cli import ps
 from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.connection import Target
 from torchx_monarch.client.hosts import Hosts
@@ -27,7 +27,7 @@ from torchx_monarch.client.run import Collector, RunHandle, collect_with_interru
 from torchx_monarch.client.runs import follow_run, list_runs
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.model.job_result import RankExit
-from torchx_monarch.system.termination import termination
+from torchx_monarch.system.termination import signal_of, termination
 
 BEGUN = {"type": "run", "run": 1, "command": "python x.py", "cwd": "/w", "code": "ab", "by": "me@here", "submitted": 7}
 OUTPUT = {"type": "output", "rank": 0, "stream": "stdout", "text": "[default0]:out\n", "prefix": "[default0]:"}
@@ -267,7 +267,7 @@ def test_a_signal_stops_a_run_also_one_that_came_before_its_number(
         termination.remove()
         for each, handler in before.items():
             signal.signal(each, handler)
-    assert exit_codes.interrupted(ended.value) == 128 + number
+    assert signal_of(ended.value) == number
     assert [request["kill"] for request in running.asked] == [False, True]
     assert f"stopping run 1 ({number.name}); Ctrl-C again kills it" in capsys.readouterr().err
 

@@ -51,12 +51,10 @@ def run(args: argparse.Namespace) -> None:
     Exit with ``UNAVAILABLE`` if none waits.
     """
     hosts = hosts_of(args)
-    found = [
-        rank_breakpoint for rank_breakpoint in list_breakpoints(hosts) if args.rank in (None, rank_breakpoint.rank)
-    ]
-    waiting = [rank_breakpoint for rank_breakpoint in found if not rank_breakpoint.attached]
+    found = [place for place in list_breakpoints(hosts) if args.rank in (None, place.rank)]
+    waiting = [place for place in found if not place.attached]
     if args.json:
-        print_json({"breakpoints": [dataclasses.asdict(rank_breakpoint) for rank_breakpoint in found]})
+        print_json({"breakpoints": [dataclasses.asdict(place) for place in found]})
         return
     if args.rank is None and len(waiting) != 1:
         _print(found)
@@ -72,17 +70,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _print(found: list[Breakpoint]) -> None:
-    if found:
-        rows = [
-            [
-                str(rank_breakpoint.rank),
-                str(rank_breakpoint.pid),
-                f"{rank_breakpoint.file}:{rank_breakpoint.line}",
-                rank_breakpoint.function,
-                "yes" if rank_breakpoint.attached else "no",
-            ]
-            for rank_breakpoint in found
+    rows = [
+        [
+            *(str(place.rank), str(place.pid), f"{place.file}:{place.line}", place.function),
+            "yes" if place.attached else "no",
         ]
+        for place in found
+    ]
+    if rows:
         print_table(["rank", "pid", "at", "in", "attached"], [[one_line(cell, 300) for cell in row] for row in rows])
 
 

@@ -24,7 +24,7 @@ from torchx_monarch.client.workspace_sync import SyncMode, current_workspace
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.system.error_files import write_for_caller
-from torchx_monarch.system.termination import closed_terminal_is_null, termination
+from torchx_monarch.system.termination import closed_terminal_is_null, signal_of, termination
 
 _USAGE = "usage: torchx monarch exec HANDLE [options] [-- torchrun --nproc-per-node 4 train.py ...]"
 
@@ -148,7 +148,7 @@ def stream_and_exit(
     try:
         result = collect_with_interrupts(hosts, records, collector) if ends else collector.collect(records)
     except KeyboardInterrupt as error:
-        sys.exit(exit_codes.interrupted(error))
+        sys.exit(128 + signal_of(error))
     finally:
         records.close()
     if ends and result.exit_code != 0:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 
-from torchx_monarch.system.termination import signal_of
-
 FAILED = 1
 """1: a check of ``doctor`` has failed."""
 
@@ -35,8 +33,3 @@ class CommandError(Exception):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-
-
-def interrupted(error: KeyboardInterrupt) -> int:
-    """Return the exit code after an interrupt: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
-    return 128 + signal_of(error)

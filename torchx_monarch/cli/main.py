@@ -127,6 +127,7 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         from torchx_monarch.cli.output import open_stderr, written_output
         from torchx_monarch.client.hosts import say
         from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
+        from torchx_monarch.system.termination import signal_of
 
         open_stderr()
         try:
@@ -135,7 +136,7 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
                     args.handle = resolve(args.handle)
                 load(args.sub_command).run(args)
         except KeyboardInterrupt as error:
-            sys.exit(exit_codes.interrupted(error))
+            sys.exit(128 + signal_of(error))
         except BrokenPipeError:  # a run continues on the hosts
             sys.exit(exit_codes.BROKEN_PIPE)
         except CommandError as error:

@@ -53,18 +53,13 @@ MAX_READ = 64 * 1024 * 1024
 def append(
     path: str | os.PathLike[str], kind: str, message: str, *, seconds: float | None = None, **fields: object
 ) -> bool:
-    """Append one event; never raise ``OSError``.
+    """Append one event; return whether the whole of it was written, and never raise ``OSError``.
 
     Events inform people. Losing one (a full disk, a deleted folder) must not end a job.
 
     Args:
-        path: the events file; created with mode 0600 if it does not exist.
-        kind: a short name for programs, such as ``"submitted"``.
         seconds: duration of the phase that ends with this event; None for an event without a duration.
         fields: further values. A value that JSON cannot represent is written as its ``str``.
-
-    Returns:
-        Whether the whole event was written to the file.
     """
     event: dict[str, object] = {"time": time.time(), "kind": kind, "message": message}
     if seconds is not None:
@@ -84,19 +79,14 @@ def append(
 def read(
     path: str | os.PathLike[str], offset: int = 0, *, below: str | os.PathLike[str] | None = None
 ) -> tuple[list[Event], int]:
-    """Read the events written since ``offset``.
+    """Read the events written since ``offset``, the oldest first; return them and the offset for the next call.
 
     Only whole lines are read, so a reader never sees half an event. A line that is not an event (cut short by a full
     disk, or written by the job's own program) is skipped. A file that does not exist or may not be read has no events
     yet. If a file has grown by more than ``MAX_READ`` bytes, the next call reads the rest.
 
     Args:
-        path: the events file.
-        offset: offset in bytes that the previous call returned; 0 for the beginning.
         below: a folder of the caller inside which no link is followed (``safe_files.open_file``); None for no check.
-
-    Returns:
-        The events, oldest first, and the offset for the next call.
     """
     try:
         fd = safe_files.open_file(path, below=below)

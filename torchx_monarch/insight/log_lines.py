@@ -2,10 +2,8 @@
 """Show the lines of a job's log to people: a short prefix names the rank, coloured by rank on a terminal.
 
 A host writes torchrun's prefix (``[trainer3]:``), or that of the user's ``--log-line-prefix-template``, before the
-lines of a rank that torchrun would prefix. Log files and the hosts' own output keep it. Every command that shows a log
-uses this module (``torchx run --log``, ``torchx log``, ``torchx monarch exec``, ``follow`` and ``logs``): it shows
-``[3] `` in place of torchrun's prefix, and the prefix of a user's template as it is. Colours go to terminals only. What
-a program may have printed stays byte for byte: a prefix is replaced only where the host writes it before every line.
+lines of a rank that torchrun would prefix. Commands show ``[3] `` in place of torchrun's, and a user's as it is. What a
+program may have printed stays byte for byte: a prefix is replaced only where the host writes it before every line.
 
 Standard library only.
 """

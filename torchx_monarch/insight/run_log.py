@@ -80,9 +80,7 @@ class RunLog:
     async def follow(self, wait: bool = True) -> AsyncIterator[list[bytes]]:
         """Yield the records from the first on, as lists of lines, until the log is closed.
 
-        Args:
-            wait: whether to wait for further records; if not, the iteration ends with the last one that was appended
-                before it began.
+        Without ``wait`` the iteration ends with the last record that was appended before it began.
 
         Raises:
             OSError: another file is in the place of the log.
