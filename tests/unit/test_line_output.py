@@ -18,7 +18,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.timed_line import LogQuery
 from torchx_monarch.host.ranks.rank_output import FilteredFile, OutputPipe
 from torchx_monarch.insight.run_log import RunLog, RunLogSink
-from torchx_monarch.supervisor import log_reader, log_writer
+from torchx_monarch.supervisor import log_files
 from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.system.line_output import CONTINUED, LONGEST, LineOutput, LineReader, complete
 
@@ -184,19 +184,19 @@ def test_characters_are_not_torn(text: str, end: int) -> None:
 
 
 def test_a_follower_sees_a_progress_bar(tmp_path: Path) -> None:
-    out = log_writer.ReplicaLogs(str(tmp_path))
+    out = log_files.ReplicaLogs(str(tmp_path))
     out.feed("stdout", b"begin\n\r 10%\r")
     out.end_lines()
     ended = False
     following = LogQuery[AppSnapshot](stream="stdout", follow=True, has_ended=lambda: ended)
-    lines = (line.text for line in log_reader.lines(str(tmp_path), following))
+    lines = (line.text for line in log_files.lines(str(tmp_path), following))
     assert [next(lines), next(lines)] == ["begin\n", "\r 10%"]
     out.feed("stdout", b"\r 20%\nend\n")
     assert [next(lines), next(lines)] == ["\r\r 20%\n", "end\n"]
     ended = True
     assert list(lines) == []
     out.close()
-    assert [line.text for line in log_reader.lines(str(tmp_path), LogQuery[AppSnapshot](stream="stdout"))] == [
+    assert [line.text for line in log_files.lines(str(tmp_path), LogQuery[AppSnapshot](stream="stdout"))] == [
         "begin\n",
         "\r 10%\r\r 20%\n",
         "end\n",
@@ -204,12 +204,12 @@ def test_a_follower_sees_a_progress_bar(tmp_path: Path) -> None:
 
 
 def test_a_very_long_line_is_read_in_pieces(tmp_path: Path) -> None:
-    out = log_writer.ReplicaLogs(str(tmp_path))
+    out = log_files.ReplicaLogs(str(tmp_path))
     for _ in range(64):
         out.feed("stdout", b"x" * 65536)
     out.feed("stdout", b"\nend\n")
     out.close()
-    lines = [line.text for line in log_reader.lines(str(tmp_path), LogQuery[AppSnapshot]())]
+    lines = [line.text for line in log_files.lines(str(tmp_path), LogQuery[AppSnapshot]())]
     assert len(lines) > 3 and max(map(len, lines)) < 2 << 20
     assert all(line.startswith("[continued] x") for line in lines[1:-1])
     assert sum(line.count("x") for line in lines) == 64 * 65536 and lines[-1] == "end\n"

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.waits import WITHIN
-from torchx_monarch.supervisor import log_writer
 from torchx_monarch.system import open_files
 
 
@@ -63,7 +62,7 @@ _READ_LOGS = """if True:
     from torchx_monarch.model.role_spec import RoleSpec
     from torchx_monarch.model.state import State
     from torchx_monarch.schedulers import monarch_local
-    from torchx_monarch.supervisor import log_reader
+    from torchx_monarch.supervisor import log_files
 
     LIMIT = 64
     resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -72,7 +71,7 @@ _READ_LOGS = """if True:
     found = app, SimpleNamespace(state=State.SUCCEEDED)
 
     def lines(app, role, replica, **_):
-        return log_reader.lines(".", LogQuery())
+        return log_files.lines(".", LogQuery())
 
     scheduler = monarch_local("torchx")
     scheduler.apps = SimpleNamespace(read=lambda _: found, recent=lambda _: found, replica_log=lines)
@@ -89,7 +88,7 @@ _READ_LOGS = """if True:
 
 @pytest.mark.parametrize(("command", "lines"), [("log", 1), ("monarch", 1500)])
 def test_the_logs_of_more_replicas_than_files_may_be_open(command: str, lines: int, tmp_path: Path) -> None:
-    (tmp_path / log_writer.log_name("combined")).write_text("a line\n" * 1500)  # of which 1000 are read ahead
+    (tmp_path / "combined.log").write_text("a line\n" * 1500)  # of which 1000 are read ahead
     (tmp_path / "torchx").write_text(_READ_LOGS)
     words = [sys.executable, "torchx", command]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN)

@@ -42,7 +42,7 @@ from torchx_monarch.code_sync.manifest import Tree
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_ssh
-from torchx_monarch.supervisor import log_reader
+from torchx_monarch.supervisor import log_files
 from torchx_monarch.supervisor.replica import ReplicaRecord
 
 
@@ -382,7 +382,7 @@ def test_a_damaged_file_of_a_replica_is_named_and_costs_no_other_app(
 
 def test_a_followed_log_loses_nothing_when_its_connection_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a progress bar, which is shown in pieces while it is drawn, and is one line later; with only the last line."""
-    monkeypatch.setattr(log_reader, "_POLL", 0.0)
+    monkeypatch.setattr(log_files, "_POLL", 0.0)
     folder = Path(entry.paths_of("x.0.0").replica_logs("trainer", 0))
     folder.mkdir(parents=True)
     log = folder / "combined.log"

@@ -71,11 +71,7 @@ class Attempts:
         self._same_step = retry.SameStep()
 
     def hosts_changed(self, joined: bool) -> None:
-        """Count the attempt that a change of the hosts has ended.
-
-        Args:
-            joined: whether a host has joined; torchrun does not count that as a restart.
-        """
+        """Count the attempt that a change of the hosts has ended; torchrun counts no restart if one has joined."""
         # A job that can lose hosts counts only attempts whose ranks had started.
         if self._launched == self.number or not self._options.sizes.can_lose:
             self.number += 1
@@ -98,7 +94,7 @@ class Attempts:
             if unfit is not None and (excluded := self._gatherer.blame(unfit, reason, unfit=True)):
                 raise Interrupted(excluded)
             return JobResult(1, reason)
-        budget, never_joined = self._options.max_restarts, frozenset[int]()
+        budget, never_joined = options.max_restarts, frozenset[int]()
         backoff, clock = Backoff(), asyncio.get_running_loop().time
         began = clock()
         while cause := await self._attempt(hosts):
@@ -107,13 +103,11 @@ class Attempts:
             for line in describe_others(self.exits.values(), cause):
                 self._reporter.line(f"also: {line}")
             before, never_joined = never_joined, retry.never_joined(self.exits.values())
-            stuck = self._same_step.why_not(self.exits.values(), cause, self._options.spec.same_step_limit)
+            stuck = self._same_step.why_not(self.exits.values(), cause, options.spec.same_step_limit)
             if excluded := self._blame_host_of(cause, failure):
                 self._same_step, stuck = retry.SameStep(), ""  # other machines may get further
-            reason = (
-                retry.why_not(cause, never_joined, before, self._options.spec.retry_on, self._options.spec.on_hang)
-                or stuck
-            )
+            spec = options.spec
+            reason = retry.why_not(cause, never_joined, before, spec.retry_on, spec.on_hang) or stuck
             if self._restarts_left == 0 or reason:
                 if self._restarts_left:
                     self._reporter.line(f"no restart: {reason}")

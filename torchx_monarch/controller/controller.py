@@ -75,7 +75,6 @@ class Session:
             self.hosts.formed.clear()
 
     async def _execute(self, hosts: list[Registration]) -> JobResult:
-        """Execute the current run, or continue it on a new mesh, and return its result."""
         try:
             options, ready = await self.begin(hosts)
             return await self._attempts.run(ready, options)
@@ -179,11 +178,6 @@ class Controller:
         return result
 
     async def _gather(self, wait: float) -> list[Registration]:
-        """Wait for the hosts of the next attempt.
-
-        Args:
-            wait: seconds to wait for hosts beyond the minimum.
-        """
         try:
             hosts = await self._events.interrupt(self._gatherer.gather(wait), concerns_hosts)
         except TooFewHosts as error:

@@ -34,24 +34,16 @@ from torchx_monarch.transport import messages
 
 @dataclasses.dataclass(eq=False)
 class _Waiting:
-    """A rank in a breakpoint.
-
-    Attributes:
-        rank: its connection, whose greeting describes it.
-        client: the client that is attached; None if none is.
-        end: what has become of the rank; empty if that is not known.
-    """
+    """A rank in a breakpoint, whose greeting describes it, and the client that is attached."""
 
     rank: Peer
     client: Peer | None = None
     end: str = ""
+    """What has become of the rank; empty if that is not known."""
 
 
 class DebugSessions:
     """Serve the greetings of ranks and clients (see ``Rendezvous.clients``).
-
-    Attributes:
-        clients: the handlers, by the kind of the greeting.
 
     Args:
         report: reports an event with its rank (``Reporter.note``).
@@ -59,10 +51,7 @@ class DebugSessions:
     """
 
     def __init__(
-        self,
-        command: str,
-        report: Callable[..., None],
-        rest: Callable[[], AbstractContextManager[None]],
+        self, command: str, report: Callable[..., None], rest: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self.clients: dict[str, Serve] = {
             "breakpoint": self._serve_rank,
@@ -111,10 +100,8 @@ class DebugSessions:
             self._report("breakpoint_end", f"rank {rank} {reason}", rank=rank)
 
     async def _list(self, peer: Peer) -> None:
-        ranks = [
-            {**waiting.rank.greeting, "attached": waiting.client is not None}
-            for _, waiting in sorted(self._ranks.items())
-        ]
+        waiting = [self._ranks[rank] for rank in sorted(self._ranks)]
+        ranks = [{**entry.rank.greeting, "attached": entry.client is not None} for entry in waiting]
         await peer.send({"type": "breakpoints", "ranks": ranks})
 
     async def _serve_client(self, peer: Peer) -> None:

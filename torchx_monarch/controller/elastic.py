@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torchx_monarch.command.command import Command
-from torchx_monarch.controller.host_events import HostEvent, HostExcluded
+from torchx_monarch.controller.host_events import Changes, HostEvent, HostExcluded
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
@@ -37,15 +37,10 @@ class TooFewHosts(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class NodeRange:
-    """The number of hosts on which a job runs.
+    """The number of hosts on which a job runs: ``most`` is that of the role's replicas without the spare ones.
 
-    Attributes:
-        fewest: minimum number of hosts.
-        most: maximum number of hosts, which is the number of the role's replicas without spare ones.
-        join_timeout: seconds for the minimum number of hosts to arrive.
-        join_option: the option that sets ``join_timeout``, for messages.
-        last_call: seconds to wait for further hosts after the minimum has arrived.
-        spares: number of spare hosts beside ``most``.
+    ``fewest`` have ``join_timeout`` seconds to arrive, and further ones ``last_call`` seconds after that.
+    ``join_option`` is the option that sets ``join_timeout``, for messages.
     """
 
     fewest: int
@@ -57,10 +52,7 @@ class NodeRange:
 
     @classmethod
     def from_command(cls, command: Command | None, replicas: int, timeout: float, spares: int = 0) -> NodeRange:
-        """Derive the range from torchrun's ``--nnodes`` and ``--rdzv-conf``, if the command can be parsed.
-
-        ``timeout`` is ``join_timeout`` where the command sets none.
-        """
+        """Derive the range from torchrun's ``--nnodes`` and ``--rdzv-conf``, if the command can be parsed."""
         if command is None:
             return cls(replicas, replicas, timeout, spares=spares)
         conf = command.options.rdzv_conf
@@ -72,7 +64,6 @@ class NodeRange:
 
     @property
     def elastic(self) -> bool:
-        """Whether the job can run on fewer hosts than the role has replicas."""
         return self.fewest < self.most
 
     @property
@@ -98,27 +89,22 @@ class HostRegistry:
         self._seen: set[int] = set()
         self._failed: set[int] = set()
         self._refused: set[int] = set()
-        self._changed = asyncio.Event()
+        self._changes = Changes()
+        self.until = self._changes.until
 
     def add(self, host: Registration) -> None:
-        """Register a host."""
         self.registered[host.replica] = host
         (self._failed.add if host.error else self._failed.discard)(host.replica)
         self._seen.add(host.replica)
-        self._note_change()
+        self._changes.note()
 
     def remove(self, replica: int) -> bool:
         """Forget a host; return whether it was registered. From here on its replacement may register."""
         removed = self.registered.pop(replica, None) is not None
         self._failed.discard(replica)
         if removed:
-            self._note_change()
+            self._changes.note()
         return removed
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition on the registered hosts holds. It is evaluated at each change of these hosts."""
-        while not condition():
-            await self._changed.wait()
 
     @property
     def formed(self) -> bool:
@@ -155,10 +141,6 @@ class HostRegistry:
         """Whether some replicas have never registered, and may still do so."""
         return len(self._seen) < self._replicas
 
-    def _note_change(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
 
 class HostGatherer:
     """Gather the hosts of each attempt."""
@@ -172,10 +154,7 @@ class HostGatherer:
         registry.on_idle_change = self._report_idle_change
 
     async def gather(self, wait: float) -> list[Registration]:
-        """Wait for the hosts of the next attempt; return them in the order of their node ranks.
-
-        Args:
-            wait: seconds to wait for further hosts after the minimum has arrived.
+        """Wait for the hosts of the next attempt, and ``wait`` seconds for further ones; return them by node rank.
 
         Raises:
             TooFewHosts: fewer hosts than the minimum arrived in time.
@@ -221,11 +200,7 @@ class HostGatherer:
         return [host for host in self._choose() if host not in self._registry.members]
 
     def blame(self, host: Registration, reason: str, unfit: bool = False) -> HostExcluded | None:
-        """Count a failure of a host; return the event that puts another host in its place if one is there.
-
-        Args:
-            unfit: whether the host is excluded at once, because it cannot be used.
-        """
+        """Count a failure of a host, or exclude an unfit one; return the event that puts another host in its place."""
         if len(self._registry.registered) == 1:  # no other host can take its place
             return None
         name = machine(host, self._registry.registered.values())
@@ -257,10 +232,9 @@ class HostGatherer:
             )
 
     def shortage(self, replaced: bool) -> str:
-        """Return why the job cannot go on with the remaining hosts; empty if it can.
+        """Return why the job cannot go on with the remaining hosts; empty if it can, or the backend replaces lost ones.
 
-        Args:
-            replaced: whether the backend replaces lost hosts. A replica that has never registered may still arrive.
+        A replica that has never registered may still arrive.
         """
         registry, fewest = self._registry, self._sizes.fewest
         if registry.present >= fewest or replaced or registry.expected:
@@ -308,8 +282,8 @@ class HostGatherer:
             raise TooFewHosts(f"{count} arrived {within}: {missing} did not") from None
 
     def _report_change(self, before: list[Registration], now: list[Registration]) -> None:
-        came = {host.replica for host in now} - {host.replica for host in before}
-        went = {host.replica for host in before} - {host.replica for host in now}
+        old_replicas, new_replicas = ({host.replica for host in hosts} for hosts in (before, now))
+        came, went = new_replicas - old_replicas, old_replicas - new_replicas
         if len(before) == len(now):
             for old, new in zip(before, now, strict=True):
                 if old.replica != new.replica and new.replica in came:
@@ -320,11 +294,7 @@ class HostGatherer:
                     else:
                         self._reporter.restarted(text, **more)
             return
-        changes = []
-        if came:
-            changes.append(f"replica {listed(came)} came")
-        if went:
-            changes.append(f"replica {listed(went)} went")
+        changes = [f"replica {listed(some)} {verb}" for some, verb in ((came, "came"), (went, "went")) if some]
         text = f"size changed from {len(before)} to {len(now)} hosts: {', '.join(changes)}"
         self._reporter.note("resize", text, before=len(before), now=len(now))
 
@@ -345,13 +315,10 @@ def choose(
     fewest: int,
     excluded: Collection[int] = (),
 ) -> list[Registration]:
-    """Choose the hosts of an attempt; return them in the order of their node ranks.
+    """Choose the hosts of an attempt; return them by node rank.
 
-    Args:
-        places: replicas of the previous attempt, in the order of their node ranks; empty for none.
-        most: number of hosts that the job uses at most.
-        excluded: replicas to leave out, unless fewer than ``fewest`` hosts would be left. Replica 0 always takes part:
-            the controller runs there.
+    ``places`` are the replicas of the previous attempt, by node rank. Excluded replicas are left out, unless fewer than
+    ``fewest`` hosts would be left. Replica 0 always takes part: the controller runs there.
     """
     usable = {host.replica: host for host in present if host.replica == 0 or host.replica not in excluded}
     others = sorted(

@@ -21,16 +21,13 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostEvent:
-    """Something that ends an attempt although no rank has failed.
+    """Something that ends an attempt although no rank has failed; ``replica`` is 0 for the whole job.
 
-    Attributes:
-        KIND: kind of the event in the events file.
-        replica: replica id of the host concerned; 0 for the whole job.
-        result: result of the job if the event ends it.
-        signal: the signal with which the ranks of the other hosts are stopped.
+    ``result`` is that of the job if the event ends it; ``signal`` stops the ranks of the other hosts.
     """
 
     KIND: ClassVar[str] = "failure"
+    """The kind of the event in the events file."""
 
     replica: int
     result: JobResult
@@ -55,14 +52,12 @@ class HostPreempted(HostEvent):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostExcluded(HostEvent):
-    """A host has failed too often, and another one is to take its place; its ranks have ended.
-
-    ``host`` is the name under which its failures were counted.
-    """
+    """A host has failed too often, and another one is to take its place; its ranks have ended."""
 
     KIND = "excluded"
 
     host: str = ""
+    """The name under which its failures were counted."""
 
 
 class StopRequested(HostEvent):
@@ -86,18 +81,33 @@ class Interrupted(Exception):
         self.event = event
 
 
+class Changes:
+    """Wake those that wait for a condition."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def note(self) -> None:
+        """Have the conditions evaluated again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds. It is evaluated at each change."""
+        while not condition():
+            await self._changed.wait()
+
+
 class HostEvents:
     """The events that the controller has not handled yet, oldest first."""
 
     def __init__(self) -> None:
         self.pending: list[HostEvent] = []
-        self._posted = asyncio.Event()
+        self._changes = Changes()
 
     def post(self, event: HostEvent) -> None:
-        """Add an event."""
         self.pending.append(event)
-        self._posted.set()
-        self._posted = asyncio.Event()
+        self._changes.note()
 
     def settle_all(self, settled: Callable[[HostEvent], bool]) -> list[HostEvent]:
         """Remove the events to which a condition applies; return them. Only the controller calls this."""
@@ -107,11 +117,8 @@ class HostEvents:
 
     async def next(self, wanted: Callable[[HostEvent], bool] = lambda event: True) -> HostEvent:
         """Wait until an event to which a condition applies is pending; return the oldest one, which stays pending."""
-        while True:
-            for event in self.pending:
-                if wanted(event):
-                    return event
-            await self._posted.wait()
+        await self._changes.until(lambda: any(map(wanted, self.pending)))
+        return next(filter(wanted, self.pending))
 
     async def report_within(self, seconds: float, failure: HostEvent) -> HostEvent:
         """Wait ``seconds`` for a host's own report of a failure; return ``failure`` if none arrives.
@@ -124,11 +131,7 @@ class HostEvents:
             return failure
 
     async def interrupt(self, awaitable: Awaitable[T], wanted: Callable[[HostEvent], bool] = lambda event: True) -> T:
-        """Await something.
-
-        Raises:
-            Interrupted: an event is pending, or arrives, before the awaitable is done.
-        """
+        """Await something; raise ``Interrupted`` if an event is pending, or arrives, before it is done."""
         work, event = asyncio.ensure_future(awaitable), asyncio.ensure_future(self.next(wanted))
         try:
             await asyncio.wait([work, event], return_when=asyncio.FIRST_COMPLETED)
@@ -143,10 +146,8 @@ class HostEvents:
 def signalled(host: Registration, number: int, announced: bool | None) -> HostPreempted | StopRequested:
     """Return the event of a host that received a signal.
 
-    Args:
-        announced: whether the backend announced the signal (``MONARCH_STOP_FILE``). A SIGTERM that the backend did not
-            announce is a preemption. None for a backend that cannot announce signals: its SIGTERM counts as a
-            preemption, but may be a cancellation.
+    A SIGTERM that the backend has not announced (``MONARCH_STOP_FILE``) is a preemption. ``announced`` is None for a
+    backend that cannot announce signals: its SIGTERM counts as a preemption, but may be a cancellation.
     """
     kind: type[HostPreempted | StopRequested] = StopRequested
     what = describe_code(-number).partition("by ")[2]

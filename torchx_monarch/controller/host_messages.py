@@ -49,11 +49,9 @@ class HostError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class HostRefused(HostError):
-    """A host cannot execute a request.
+    """A host cannot execute a request; ``own`` says that the request was to the leader's own host alone.
 
-    Attributes:
-        code: exit code of the run that needs the request.
-        own: whether the request was to the leader's own host alone.
+    ``code`` is the exit code of the run that needs the request.
     """
 
     host: str
@@ -85,16 +83,11 @@ class OpenStore(Request[StoreOpened]):
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """The ranks that a host has started.
-
-    Attributes:
-        pids: by local rank.
-        imported: when the import of which the ranks are forks began and ended, in seconds since the epoch by the
-            host's clock; empty if there was none.
-    """
+    """The ranks that a host has started, by local rank."""
 
     pids: tuple[int, ...]
     imported: tuple[float, ...] = ()
+    """When the import of which the ranks are forks began and ended, by the host's clock; empty if there was none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,27 +116,17 @@ class StopRanks(Request[Exits]):
 
 @dataclasses.dataclass(frozen=True)
 class TakeStacks(Request[list[ProcessStacks]]):
-    """Take the stacks of the ranks of the host.
-
-    Attributes:
-        rank: the only global rank that is asked; None for all.
-        native: whether py-spy reads them as well.
-        save_as: title under which they are also written into the folder of the attempt; empty for not.
-    """
+    """Take the stacks of the ranks of the host, or of one global rank; ``native`` has py-spy read them as well."""
 
     rank: int | None
     native: bool
     save_as: str = ""
+    """Title under which they are also written into the folder of the attempt; empty for not."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectivesRead:
-    """The collectives of a host's ranks.
-
-    Attributes:
-        longest_wait: seconds for which a rank has waited in a collective; 0 if none waits.
-        ranks: the ranks that run; empty unless details were asked for.
-    """
+    """The seconds for which a rank of a host has waited in a collective, and (for ``details``) its ranks that run."""
 
     longest_wait: float
     ranks: tuple[RankCollectives, ...]
@@ -180,14 +163,11 @@ class RunBegun:
 
 @dataclasses.dataclass(frozen=True)
 class BeginRun(Request[RunBegun]):
-    """Prepare for a run on a live allocation; a repetition for the same run changes nothing.
-
-    Attributes:
-        token: identifies the run even after a restart of replica 0.
-    """
+    """Prepare for a run on a live allocation; a repetition for the same run changes nothing."""
 
     number: int
     token: str
+    """Identifies the run even after a restart of replica 0."""
     request: RunRequest
 
 
@@ -237,11 +217,7 @@ class GetWorkerLoop(Request[str]):
 
 @dataclasses.dataclass(frozen=True)
 class SignalReceived:
-    """Report a signal that the host process has received.
-
-    Attributes:
-        announced: whether the backend has announced it; None for a backend that cannot.
-    """
+    """Report a signal that the host process has received (see ``host_events.signalled``)."""
 
     number: int
     announced: bool | None
@@ -264,11 +240,7 @@ _REPORTS: dict[object, type[Report]] = {report.__name__: report for report in ge
 
 
 def decode_request(message: messages.Message) -> Request[Any]:
-    """Return the request of a message.
-
-    Raises:
-        DecodeError: there is no such request, or a field has the wrong type.
-    """
+    """Return the request of a message; raise ``DecodeError`` if it is none, or a field has the wrong type."""
     name = str(message.get("name"))
     if name not in _REQUESTS:
         raise DecodeError(f"unknown request {name!r:.40}")
@@ -276,41 +248,26 @@ def decode_request(message: messages.Message) -> Request[Any]:
 
 
 def decode_report(message: Mapping[str, Any]) -> Report | None:
-    """Return the report of a message, whose type is its name; None if it is no report, but a heartbeat.
-
-    Raises:
-        DecodeError: a field has the wrong type.
-    """
+    """Return the report of a message, whose type is its name; None if it is no report, but a heartbeat."""
     kind = message.get("type")
     return decode(_REPORTS[kind], message, str(kind)) if isinstance(kind, str) and kind in _REPORTS else None
 
 
 class HostCall(Generic[AnswerT]):
-    """A request to some hosts.
-
-    Attributes:
-        number: the id of the request.
-        until: when all answers are due, by the time of the event loop; None for never.
-        waiting: replicas of the hosts that have not answered.
-        answers: the answers or errors that have arrived, each with the host's replica.
-    """
+    """A request to some hosts; ``waiting`` are the replicas of those that have not answered."""
 
     def __init__(
         self, number: int, request: Request[AnswerT], replicas: Iterable[int], timeout: float | None = None
     ) -> None:
         self.number = number
-        self.until = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        self._until = None if timeout is None else asyncio.get_running_loop().time() + timeout
         self.waiting = set(replicas)
         self.answers: asyncio.Queue[tuple[int, AnswerT | HostError]] = asyncio.Queue()
         self._answer_type = request.answer_type()
 
     async def next(self) -> tuple[int, AnswerT | HostError]:
-        """Return the next answer or error, with the host's replica.
-
-        Raises:
-            asyncio.TimeoutError: it has not arrived in time.
-        """
-        left = None if self.until is None else self.until - asyncio.get_running_loop().time()
+        """Return the next answer or error, with the host's replica; ``asyncio.TimeoutError`` if it comes too late."""
+        left = None if self._until is None else self._until - asyncio.get_running_loop().time()
         return await asyncio.wait_for(self.answers.get(), left)
 
     def put(self, replica: int, answer: AnswerT | HostError) -> None:
@@ -320,7 +277,6 @@ class HostCall(Generic[AnswerT]):
             self.answers.put_nowait((replica, answer))
 
     def receive(self, replica: int, message: messages.Message) -> None:
-        """Add the answer in the message of a host."""
         answer: AnswerT | HostError
         try:
             if "error" in message:
@@ -343,17 +299,12 @@ class HostRequests:
         self._calls: dict[int, HostCall[Any]] = {}
 
     def reaches(self, replica: int) -> bool:
-        """Return whether a host other than this one is connected."""
         return replica in self._writers
 
     def begin(
         self, request: Request[AnswerT], replicas: Iterable[int], local: int, timeout: float | None = None
     ) -> HostCall[AnswerT]:
-        """Send a request to hosts, and do not wait: a host that reads slowly delays no other.
-
-        Args:
-            local: the one of them that is not sent the request, because it is this process.
-        """
+        """Send a request to hosts but the local one, and do not wait: a host that reads slowly delays no other."""
         call = HostCall(next(self._numbers), request, replicas, timeout)
         fields = {"name": type(request).__name__, "fields": request}
         data = messages.encode({"type": "request", "id": call.number, **fields})

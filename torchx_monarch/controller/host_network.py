@@ -32,7 +32,6 @@ class HostNetwork:
 
     Attributes:
         rendezvous: address on which replica 0 listens.
-        options: the command line of this host.
         advertised: name or IP address by which other hosts dial this one; ``127.0.0.1`` on one machine.
         bind: local IP address on which ports are opened; empty for all.
         identity: this host's certificate; None without TLS.
@@ -48,9 +47,7 @@ class HostNetwork:
     def setup(
         cls, rendezvous: Address, advertised: str, options: HostSpec, credentials: str, folder: str
     ) -> HostNetwork:
-        """Create the certificate, in a folder of mode 0700.
-
-        ``credentials`` is the value of ``env_names.CREDENTIALS``, empty if it is not set.
+        """Create the certificate, in a folder of mode 0700; ``credentials`` are those of ``env_names.CREDENTIALS``.
 
         Raises:
             CredentialsError: under TLS, the credentials are missing or invalid.

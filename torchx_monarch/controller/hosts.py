@@ -35,10 +35,9 @@ class JobOptions:
     """The options of a job that its controller needs.
 
     Attributes:
-        spec: the command line of replica 0's host.
         run_id: TORCHELASTIC_RUN_ID of the ranks.
         grace: seconds from SIGTERM to SIGKILL for ranks.
-        max_restarts: number of restarts after a rank has failed; one budget for the whole job.
+        max_restarts: one budget for the whole job.
         first_log_attempt: number of the first attempt's log folders.
         master_addr: address by which ranks dial rank 0, unless the user names one.
         store_bind: local address on which rank 0's store listens, unless the user names one; empty for all.
@@ -60,9 +59,7 @@ class JobHosts:
     """The hosts of the present attempt, of which the leader's own is the first.
 
     Attributes:
-        options: the options of the job.
         events: the events that interrupt requests.
-        reporter: writes the job's lines and events.
         present: the hosts, in the order of their node ranks; empty before the first attempt.
         running: replicas of the hosts whose ranks may run: those that are not known to be lost.
         formed: set while the hosts are together: from ``form`` on, until an event ends the attempt.
@@ -89,7 +86,6 @@ class JobHosts:
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
 
     def form(self, hosts: list[Registration]) -> None:
-        """Set the hosts of the next attempt."""
         self.present = hosts
         self.running = {host.replica for host in hosts}
         self.formed.set()
@@ -112,11 +108,9 @@ class JobHosts:
     async def ask(
         self, request: Request[AnswerT], timeout: float | None = None, hosts: Sequence[Registration] | None = None
     ) -> AsyncIterator[tuple[int, AnswerT]]:
-        """Send a request to every host and yield the answers as they arrive, each with the host's replica.
+        """Send a request to every host, or some with the leader's own first; yield the answers as they arrive.
 
-        Args:
-            timeout: seconds for all answers; None for no limit: the leases of the hosts limit the wait for lost ones.
-            hosts: the hosts that are asked, the leader's own first; None for all.
+        ``timeout`` is for all answers; None for no limit: the leases of the hosts limit the wait for lost ones.
 
         Raises:
             Interrupted: an event is pending, a host is lost, or not all hosts answer in time.
@@ -171,9 +165,6 @@ class JobHosts:
         """Stop the ranks of every host that can be reached. Events stay pending meanwhile.
 
         A host that has lost the leader stops its ranks by itself. The ranks of a host that is gone are gone too.
-
-        Args:
-            grace: seconds from the signal to SIGKILL.
         """
         if not self.present:
             return

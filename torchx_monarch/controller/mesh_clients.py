@@ -55,11 +55,7 @@ class MeshClients:
         self._session = session
 
     async def serve(self, peer: Peer) -> None:
-        """Attach a client until its connection or the worker loops end.
-
-        Raises:
-            RendezvousError: the client is refused.
-        """
+        """Attach a client until its connection or the worker loops end."""
         names = peer.greeting.get("names")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > _MAX_NAMES:
             raise RendezvousError(f"names of a client are a list of at most {_MAX_NAMES} texts")

@@ -40,9 +40,7 @@ class Preflight:
     async def check(self, hosts: list[Registration]) -> str:
         """Check the hosts, unless these have been checked; return why the run must not start, empty if it may.
 
-        Raises:
-            Interrupted: an event is pending.
-            HostRefused: a host refused the request.
+        It raises the errors of ``JobHosts.ask``.
         """
         if self._mode == "off" or hosts == self._checked:
             return ""
@@ -81,12 +79,7 @@ def clock_offset(facts: HostFacts, sent: float, received: float) -> float:
 
 
 class Problem(NamedTuple):
-    """A difference between hosts, or a deficiency of one.
-
-    Attributes:
-        replicas: the replicas of the hosts that differ or are unfit, replica 0 first.
-        text: which hosts these are, what is wrong and how to fix it, in one line.
-    """
+    """A difference between hosts, or a deficiency of one; replica 0 comes first."""
 
     replicas: Sequence[int]
     text: str
@@ -95,11 +88,9 @@ class Problem(NamedTuple):
 def compare(
     names: Mapping[int, str], facts: Mapping[int, HostFacts], offsets: Mapping[int, float]
 ) -> Iterator[Problem]:
-    """Yield a problem for each difference or deficiency; none if all is well.
+    """Yield a problem for each difference or deficiency. Hosts are by replica, and replica 0 is the first.
 
-    Args:
-        facts: the facts of each host, by its replica, that of replica 0 first.
-        offsets: the least seconds by which the clock of a host is ahead of replica 0's; negative if it is behind.
+    ``offsets`` are the results of ``clock_offset``.
     """
     for name in sorted({name for host in facts.values() for name in host.versions}):
         values = {replica: host.versions.get(name, "none") for replica, host in facts.items() if not host.problem}

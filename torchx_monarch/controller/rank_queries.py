@@ -37,20 +37,18 @@ _SAMPLE_TIMEOUT = 5.0
 
 
 class HostQueries:
-    """Ask the hosts of a role on behalf of clients."""
+    """Ask the hosts of a role on behalf of clients, whose greetings it answers (see ``Rendezvous.clients``)."""
 
     def __init__(self, hosts: JobHosts) -> None:
         self._hosts = hosts
 
     async def stacks(self, peer: Peer) -> None:
-        """Answer the greeting ``stacks`` (see ``Rendezvous.clients``)."""
         rank, native = peer.greeting.get("rank"), peer.greeting.get("native") is True
         if rank is not None and type(rank) is not int:
             raise RendezvousError(f"rank={rank!r:.20} is no number")
         await self._answer("stacks", TakeStacks(rank, native), _NATIVE_TIMEOUT if native else _TIMEOUT, peer)
 
     async def samples(self, peer: Peer) -> None:
-        """Answer the greeting ``samples`` (see ``Rendezvous.clients``)."""
         await self._answer("samples", SampleRanks(), _TIMEOUT, peer)
 
     async def _answer(self, kind: str, request: Request[Any], timeout: float, peer: Peer) -> None:

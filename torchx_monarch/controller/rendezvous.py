@@ -67,13 +67,7 @@ class LaterError(RendezvousError):
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Who has connected and sent a greeting: a client, a host or a rank.
-
-    Attributes:
-        greeting: its first message.
-        reader: reader of its further messages.
-        writer: writer of messages to it.
-    """
+    """Who has connected and sent a greeting: a client, a host or a rank."""
 
     greeting: messages.Message
     reader: asyncio.StreamReader
@@ -92,14 +86,15 @@ class Peer:
         """Send a message; return False when the connection is closed or broken."""
         return await messages.send(self.writer, message)
 
-    async def _await_end(self) -> None:
-        with contextlib.suppress(OSError):
-            while await self.reader.read(1 << 16):
-                pass
-
     async def while_connected(self, work: Awaitable[None]) -> None:
         """Await something, which is cancelled when this peer disconnects."""
-        working, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._await_end())
+
+        async def disconnection() -> None:
+            with contextlib.suppress(OSError):
+                while await self.reader.read(1 << 16):
+                    pass
+
+        working, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnection())
         try:
             await asyncio.wait([working, gone], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -116,27 +111,21 @@ class Rendezvous:
     """Replica 0's side of the rendezvous.
 
     Attributes:
-        events: the events that interrupt the controller.
-        hosts: the hosts that are registered.
-        requests: sends requests to the hosts.
-        clients: handlers of client greetings, by kind, which extend or replace those of this module. The handler owns
-            the connection until it returns; its ``RendezvousError`` refuses the client.
+        clients: handlers of client greetings, by kind. The handler owns the connection until it returns; its
+            ``RendezvousError`` refuses the client.
         on_output: called with a host and the output of its ranks, on a live allocation.
 
     Args:
         fewest: minimum number of hosts that the job needs; None for all.
-        say: called with a line for the job's log; None for no lines.
+        say: called with a line for the job's log.
     """
 
     def __init__(
-        self,
-        network: HostNetwork,
-        fewest: int | None = None,
-        say: Callable[[str], None] | None = None,
+        self, network: HostNetwork, fewest: int | None = None, say: Callable[[str], None] | None = None
     ) -> None:
         self.events = HostEvents()
         self.hosts = HostRegistry(network.options.replicas)
-        self.clients: dict[str, Serve] = {}
+        self.clients: dict[str, Serve] = {"look": self._look, "stop": self._stop}
         self.on_output: Callable[[Registration, RunOutput], None] = lambda host, output: None
         self._network = network
         self._replicas = network.options.replicas
@@ -151,17 +140,13 @@ class Rendezvous:
         self._result: JobResult | None = None
         self._informed: set[int] = set()
         self._listener: Listener | None = None
-        self._own_connections: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
+        self._own_connections = set[asyncio.Task[None]]()  # the event loop holds tasks by weak references only
 
     async def start(self) -> None:
-        """Start to listen.
-
-        Raises:
-            RendezvousError: the process cannot listen on the address.
-        """
+        """Start to listen; raise ``RendezvousError`` if the process cannot listen on the address."""
         try:
             network, timeout = self._network, self._network.options.peer_timeout
-            self._listener = connections.Listener(
+            self._listener = Listener(
                 network.rendezvous, self._serve, network.identity, network.bind, timeout, self._say
             )
         except ConnectError as error:
@@ -241,11 +226,6 @@ class Rendezvous:
                     self._listener.mark_authenticated()
                 await self.clients[kind](Peer(greeting or {}, reader, writer))
                 return
-            if kind in ("look", "stop"):
-                if kind == "stop":
-                    self.events.post(StopRequested(0, _STOPPED))
-                await messages.send(writer, {"type": "state", **self.state()})
-                return
             if connections.is_client(writer):
                 raise RendezvousError("a client may look at the job and stop it, and not register as a host")
             host = self._admit(greeting or {})
@@ -295,14 +275,21 @@ class Rendezvous:
                 "release of torchx-monarch on all hosts"
             )
         kind = greeting.get("type")
-        if not isinstance(kind, str) or kind not in ("register", "look", "stop", *self.clients):
+        if not isinstance(kind, str) or kind not in ("register", *self.clients):
             raise RendezvousError(f"the job is not a live allocation, and takes no request {_brief(kind)}")
         return kind
 
     def state(self) -> messages.Message:
         """Return the hosts' state for a client."""
         hosts = list(self.hosts.registered.values())
-        return {"hosts": hosts, "missing": self.hosts.missing, "ended": self._result is not None}
+        return {"type": "state", "hosts": hosts, "missing": self.hosts.missing, "ended": self._result is not None}
+
+    async def _look(self, peer: Peer) -> None:
+        await peer.send(self.state())
+
+    async def _stop(self, peer: Peer) -> None:
+        self.events.post(StopRequested(0, _STOPPED))
+        await peer.send(self.state())
 
     def _admit(self, greeting: messages.Message) -> Registration:
         try:

@@ -50,8 +50,7 @@ async def handshake(
     """Connect to a replica 0 and greet it. Retry until it listens and sends the expected answer.
 
     Raises:
-        RendezvousError: replica 0 refused the greeting, or did not send the expected answer within ``timeout`` seconds,
-            in all tries together.
+        RendezvousError: it refused the greeting, or no try within ``timeout`` seconds had the expected answer.
     """
     started = time.monotonic()
     pause, why, handshake_timeout = _RETRY_EVERY, "", connections.FIRST_HANDSHAKE_TIMEOUT
@@ -100,7 +99,6 @@ class HostResponder:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def receive(self, message: messages.Message) -> None:
-        """Start to execute a request, or cancel one; ignore every other message."""
         number = message.get("id")
         if message.get("type") == "request" and isinstance(number, int):
             task = self._tasks[number] = asyncio.ensure_future(self._answer(number, message))
@@ -126,16 +124,11 @@ class HostResponder:
 
 
 class RendezvousClient:
-    """The connection of a host to replica 0, for every host but replica 0.
-
-    Attributes:
-        lost: why replica 0 is lost; empty if no more is known than that the connection broke.
-        dismissed: whether the result is for this host alone, and the job goes on without it.
-    """
+    """The connection of a host to replica 0, for every host but replica 0."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str, lease: float) -> None:
-        self.lost = ""
-        self.dismissed = False
+        self.lost = ""  # why replica 0 is lost, if more is known than that the connection broke
+        self.dismissed = False  # whether the result is for this host alone, and the job goes on without it
         self._reader = reader
         self._writer = writer
         self._name = name
@@ -157,7 +150,6 @@ class RendezvousClient:
         return cls(reader, writer, str(answer.get("name"))[:200], network.options.lease)
 
     async def report(self, report: Report) -> None:
-        """Send a report to replica 0."""
         await messages.send(self._writer, {"type": type(report).__name__, **vars(report)})
 
     async def result(self, handler: Handler) -> JobResult | None:

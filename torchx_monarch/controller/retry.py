@@ -24,11 +24,9 @@ class SameStep:
         self._in_a_row = 0
 
     def why_not(self, exits: Iterable[RankExit], cause: RankExit, limit: int) -> str:
-        """Return why the ranks must not be restarted after a failure; empty if they may be.
+        """Return why the ranks must not be restarted after ``limit`` failures at a step (0: any); empty if they may be.
 
-        Args:
-            cause: exit of the rank that is the root cause. Its step counts, or the furthest if it has reported none.
-            limit: number of failures in a row at one step after which the ranks are not restarted; 0 for any number.
+        The step of the root cause counts, or the furthest if it has reported none.
         """
         step = cause.step
         if step is None:
@@ -58,10 +56,8 @@ def why_not(
 ) -> str:
     """Return why the ranks must not be restarted; empty if they may be.
 
-    Args:
-        failed_now: the result of ``never_joined`` for this attempt.
-        failed_before: the result of ``never_joined`` for the previous attempt.
-        retry_on: exit codes, as a shell reports them, after which ranks are restarted; empty for any.
+    ``failed_now`` and ``failed_before`` are the results of ``never_joined`` for this and the previous attempt.
+    ``retry_on`` are exit codes, as a shell reports them, after which ranks are restarted; empty for any.
     """
     if cause.hang:
         return "" if on_hang == "restart" else f"the ranks hung (on_hang={on_hang})"
@@ -79,9 +75,7 @@ def why_not(
 def why_no_other_start(result: JobResult, retry_on: Collection[int]) -> str:
     """Return why the hosts of a job must not be restarted, judged by the program's exit code; empty if they may be.
 
-    Args:
-        result: the job's result. A failure of hosts or machines, without a rank as its cause, never forbids a restart.
-        retry_on: exit codes, as a shell reports them, after which hosts are restarted; empty for any.
+    A failure of hosts or machines, without a rank as its cause, never forbids a restart.
     """
     return _forbidden_by(result.code, retry_on) if result.code and result.cause is not None else ""
 

@@ -30,7 +30,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchx_monarch.controller.host_events import HostJoined, HostLost, Interrupted, StopRequested
+from torchx_monarch.controller.host_events import Changes, HostJoined, HostLost, Interrupted, StopRequested
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import LaterError, Peer, Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import PutOffError, handshake
@@ -77,14 +77,10 @@ def _endpoint(address: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Greeting:
-    """A host's greeting of the server.
+    """A host's greeting of the server, which registers or looks up a role.
 
-    Attributes:
-        role: the role that registers, or that is looked up.
-        start: identifier of this start of the app.
-        host: name or address by which the role's replica 0 is dialled; empty if all hosts know it.
-        port: its port.
-        joint: whether the role ends and restarts with the others.
+    ``host`` is where the role's replica 0 is dialled, empty if all hosts know it. A ``joint`` role ends and restarts
+    with the others.
     """
 
     role: str
@@ -106,8 +102,7 @@ class RoleCoordinator:
     async def await_others(self, result: JobResult, timeout: float) -> JobResult:
         """Return the result of this role. The first role, when it has succeeded, waits for the roles that it awaits.
 
-        The awaited roles have ``timeout`` seconds to register. If one of them fails, or this host is asked to stop, the
-        result is that.
+        These have ``timeout`` seconds to register. If one fails, or this host is asked to stop, the result is that.
         """
         return result
 
@@ -120,7 +115,6 @@ class Roles:
     """The other roles of an app, as a host of one of them sees them.
 
     Attributes:
-        options: the host's command line.
         start: identifier of this start of the app (MONARCH_START); empty if the backend provides none.
         server: address of the server; None if the roles need no coordination.
         is_first: whether the host belongs to the first role, whose replica 0 is the server.
@@ -135,10 +129,7 @@ class Roles:
 
     @classmethod
     def from_spec(cls, options: HostSpec, rendezvous: str, environ: Mapping[str, str]) -> Roles:
-        """Derive the roles from a host's options and environment.
-
-        Args:
-            rendezvous: address on which replica 0 of the host's role listens, before any expansion.
+        """Derive the roles from a host's options and environment; ``rendezvous`` is not expanded.
 
         Raises:
             NetworkError: the server's address is in an environment variable that is not set.
@@ -173,21 +164,12 @@ class Roles:
         timeout: float,
         on_failure: Callable[[ConnectError], None] = lambda error: None,
     ) -> Address:
-        """Look up the address on which replica 0 of a role listens, and retry until it has registered.
-
-        Raises:
-            RendezvousError: the address was not available within ``timeout`` seconds.
-        """
+        """Look up the address on which replica 0 of a role listens, and retry until it has registered."""
         assert self.server is not None
+        greeting = {"type": "lookup-role", **dataclasses.asdict(_Greeting(role, self.start))}
+        aim = f"where replica 0 of role {role!r} listens was not to be learned from the first role's replica 0"
         answer, _, writer = await handshake(
-            network,
-            self.server,
-            {"type": "lookup-role", **dataclasses.asdict(_Greeting(role, self.start))},
-            "found",
-            timeout,
-            on_failure,
-            f"where replica 0 of role {role!r} listens was not to be learned from the first role's replica 0",
-            refused=str(self.server),
+            network, self.server, greeting, "found", timeout, on_failure, aim, str(self.server)
         )
         writer.close()
         found = f"{self.server.scheme}:{answer.get('host')}:{answer.get('port')}"
@@ -211,12 +193,12 @@ class RoleServer(RoleCoordinator):
         self._arrived: set[str] = set()
         self._succeeded: set[str] = set()
         self._adopted = ""
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         self._ending = False
         rendezvous.clients.update({"register-role": self._register, "lookup-role": self._lookup})
 
     async def begin(self, timeout: float) -> None:
-        all_ready = self._until(lambda: len(self._arrived) >= self._joint)
+        all_ready = self._changes.until(lambda: len(self._arrived) >= self._joint)
         ready = self._events.interrupt(asyncio.wait_for(all_ready, min(timeout, _REGISTERED_WITHIN)))
         with contextlib.suppress(asyncio.TimeoutError, Interrupted):
             await self._reporter.while_waiting(ready, lambda: "the other roles")
@@ -236,11 +218,11 @@ class RoleServer(RoleCoordinator):
 
     async def _others_succeeded(self, result: JobResult, timeout: float) -> JobResult:
         try:
-            await asyncio.wait_for(self._until(lambda: self._awaited <= self._arrived), timeout)
+            await asyncio.wait_for(self._changes.until(lambda: self._awaited <= self._arrived), timeout)
         except asyncio.TimeoutError:
             missing = ", ".join(sorted(self._awaited - self._arrived))
             return JobResult(1, f"replica 0 of role {missing} has not arrived in {timeout:g} s (--host-timeout)")
-        await self._until(lambda: self._awaited <= self._succeeded)
+        await self._changes.until(lambda: self._awaited <= self._succeeded)
         return result
 
     async def end(self, result: JobResult, timeout: float) -> None:
@@ -251,15 +233,7 @@ class RoleServer(RoleCoordinator):
         for peer in list(self._links.values()):
             await peer.send(message)
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._until(lambda: not self._links), timeout if result.code else 0.0)
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            await self._changed.wait()
-
-    def _note_change(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+            await asyncio.wait_for(self._changes.until(lambda: not self._links), timeout if result.code else 0.0)
 
     def _greeting(self, peer: Peer) -> _Greeting:
         if peer.is_client:
@@ -275,7 +249,7 @@ class RoleServer(RoleCoordinator):
     async def _lookup(self, peer: Peer) -> None:
         role = self._greeting(peer).role
         try:
-            await asyncio.wait_for(self._until(lambda: role in self._addresses), _LOOKUP_DELAY)
+            await asyncio.wait_for(self._changes.until(lambda: role in self._addresses), _LOOKUP_DELAY)
         except asyncio.TimeoutError:
             raise LaterError(f"replica 0 of role {role!r} has not registered its address yet") from None
         host, port = self._addresses[role]
@@ -292,13 +266,12 @@ class RoleServer(RoleCoordinator):
             self._addresses[other.role] = address
         if other.joint:
             self._links[other.role] = peer
-        self._note_change()
+        self._changes.note()
         try:
             await peer.send({"type": "registered"})
             succeeded = other.joint and await self._follow(other.role, peer)
-            await peer.reader.read(
-                1
-            )  # returns at the end of the connection: replica 0 is the last host of its role to end
+            # Returns at the end of the connection: replica 0 is the last host of its role to end.
+            await peer.reader.read(1)
             if succeeded:
                 self._succeeded.add(other.role)
         finally:
@@ -306,7 +279,7 @@ class RoleServer(RoleCoordinator):
                 del self._addresses[other.role]
             if other.joint:
                 del self._links[other.role]
-            self._note_change()
+            self._changes.note()
 
     async def _follow(self, role: str, peer: Peer) -> bool:
         """Wait for the end of another role; return whether it has succeeded."""
@@ -314,7 +287,7 @@ class RoleServer(RoleCoordinator):
             if await peer.receive(_READY_TIMEOUT) is None:
                 return False  # the other role ended before it was ready
             self._arrived.add(role)
-            self._note_change()
+            self._changes.note()
             message = await peer.receive()
             ended = None if message is None else decode(JobResult, message)
         except TimeoutError:
@@ -418,17 +391,14 @@ class RoleClient(RoleCoordinator):
             await asyncio.sleep(_REGISTER_AGAIN)
 
     async def _register(self, greeting: messages.Message) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        assert self._roles.server is not None
-        role, server = self._roles.options.role, self._roles.server
+        options, server = self._roles.options, self._roles.server
+        assert server is not None
+        timeout = options.host_timeout if self._roles.looks_up else _TRY_FOR
+        aim = (
+            f"the first role's replica 0, through which the hosts of role {options.role!r} find theirs, was not reached"
+        )
         _, reader, writer = await handshake(
-            self._network,
-            server,
-            greeting,
-            "registered",
-            self._roles.options.host_timeout if self._roles.looks_up else _TRY_FOR,
-            self._not_registered,
-            f"the first role's replica 0, through which the hosts of role {role!r} find theirs, was not reached",
-            refused=str(server),
+            self._network, server, greeting, "registered", timeout, self._not_registered, aim, str(server)
         )
         return reader, writer
 

@@ -58,17 +58,12 @@ _CLOSE_TIMEOUT = 5.0
 
 @dataclasses.dataclass(eq=False)
 class Run:
-    """One run.
+    """One run. Its times are in seconds since the epoch, 0 before the hosts have started or ended it, as its ranks.
 
     Attributes:
         number: from 1.
         token: identifies the run on the hosts, even after a restart of this replica 0.
-        submitted: time of acceptance, in seconds since the epoch.
-        started: time of the start, in seconds since the epoch; 0 before it.
-        ended: time of the end, in seconds since the epoch; 0 before it.
-        result: result of the run; None before its end.
         ending: result of the run after a request to end it; None without such a request.
-        ranks: number of ranks; 0 before the hosts have started the run.
     """
 
     number: int
@@ -84,7 +79,6 @@ class Run:
 
     @property
     def state(self) -> str:
-        """Return ``queued``, ``running``, ``succeeded``, ``failed`` or ``stopped``."""
         if self.result is None:
             return "running" if self.started else "queued"
         return "stopped" if self.result.stopped else "failed" if self.result.code else "succeeded"
@@ -107,7 +101,6 @@ class Run:
         }
 
     def describe(self) -> str:
-        """Return a description of the run for messages."""
         since = time.time() - (self.started or self.submitted)
         by = f" by {self.request.by}" if self.request.by else ""
         return f"run {self.number}{by} ({self.state} for {since:.0f} s: {self.request.shown})"
@@ -122,7 +115,6 @@ class Run:
         return f"run {self.number} has no rank {rank}; it has {existing}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the run's state as JSON values for a client."""
         return {
             "run": self.number,
             "state": self.state,
@@ -174,7 +166,7 @@ class RunQueue(Session):
         self._users = 0
         self._wake = asyncio.Event()
         self._result: JobResult | None = None
-        self._feeding: set[asyncio.Task[Any]] = set()
+        self._feeding = set[asyncio.Task[Any]]()
         self._timer: asyncio.TimerHandle | None = None
         rendezvous.on_output = self._output
         for kind, handler in {
@@ -268,7 +260,6 @@ class RunQueue(Session):
             self.touch()
 
     def _end(self, run: Run, result: JobResult, records: list[dict[str, Any]]) -> None:
-        """Record the end of a run."""
         run.result, run.ended = result, time.time()
         for record in (*records, run.last_record or {}):
             _append(run.run_log, record)
@@ -310,15 +301,13 @@ class RunQueue(Session):
         async def serve(peer: Peer) -> None:
             role = peer.greeting.get("role")
             if role and role != self.hosts.options.spec.role:
-                raise RendezvousError(
-                    f"these are the hosts of role {self.hosts.options.spec.role!r}, not of {role!r:.100}"
-                )
+                own = self.hosts.options.spec.role
+                raise RendezvousError(f"these are the hosts of role {own!r}, not of {role!r:.100}")
             await handler(peer)
 
         self._rendezvous.clients[kind] = serve
 
     def state(self) -> messages.Message:
-        """Return the answer to ``look``."""
         idle = 0.0 if self.current or self._queue or self._users else time.monotonic() - self._busy_at
         live = {
             "app": self.hosts.options.spec.app,
@@ -332,15 +321,10 @@ class RunQueue(Session):
             "warm": self._is_warm(),
             "command": list(self._default_command),
         }
-        return {"type": "state", **self._rendezvous.state(), "ended": self._result is not None, "live": live}
+        return {**self._rendezvous.state(), "ended": self._result is not None, "live": live}
 
     def submit(self, request: RunRequest) -> Run:
-        """Accept a run and queue it.
-
-        Raises:
-            RendezvousError: another run has not ended and this one must not wait, the hosts are ending, there is no
-                command to run, or the run's folder cannot be created.
-        """
+        """Accept a run and queue it; raise ``RendezvousError`` if it is refused."""
         if self._result is not None:
             raise RendezvousError(f"the hosts have ended: {self._result.reason}")
         if not (request.command or request.program or self._default_command):
@@ -367,11 +351,7 @@ class RunQueue(Session):
         return run
 
     def find(self, number: object) -> Run:
-        """Return the run with a number; for None the current run, or the last one.
-
-        Raises:
-            RendezvousError: no such run is known.
-        """
+        """Return the run with a number; for None the current run, or the last one. ``RendezvousError`` if unknown."""
         runs = [*self._ended, *self._unended()]
         if number is None and runs:
             return self.current or runs[-1]
@@ -380,10 +360,6 @@ class RunQueue(Session):
                 return run
         which = f"run {number!r:.20}" if number is not None else "a run"
         raise RendezvousError(f"{which} is not known here; the last was {self._number or 'none'}")
-
-    def runs(self) -> list[dict[str, Any]]:
-        """Return the state of all known runs, oldest first."""
-        return [run.to_json() for run in (*self._ended, *self._unended())]
 
     def _unended(self) -> list[Run]:
         return [*([self.current] if self.current else []), *self._queue]
@@ -423,8 +399,7 @@ class RunQueue(Session):
         await peer.send(self.state())
 
     async def _stop(self, peer: Peer) -> None:
-        result = JobResult(0, "released by its client", stopped=True)
-        self._events.post(StopRequested(0, result))
+        self._events.post(StopRequested(0, JobResult(0, "released by its client", stopped=True)))
         await peer.send(self.state())
 
     async def _run(self, peer: Peer) -> None:
@@ -442,7 +417,7 @@ class RunQueue(Session):
         await self._serve_records(run, peer, rank, wait)
 
     async def _runs(self, peer: Peer) -> None:
-        runs = self.runs()
+        runs = [run.to_json() for run in (*self._ended, *self._unended())]
         for start in range(0, len(runs), 100):  # a message has a maximum length
             await peer.send({"type": "runs", "runs": runs[start : start + 100], "more": True})
         await peer.send({"type": "runs", "runs": [], "more": False})
@@ -451,10 +426,8 @@ class RunQueue(Session):
         run = self.find(peer.greeting.get("run"))
         kill = peer.greeting.get("kill") is True
         number = signal.SIGKILL if kill else signal.SIGTERM
-        result = JobResult(
-            128 + number, f"run {run.number} was {'killed' if kill else 'stopped'} by its client", stopped=True
-        )
-        self.end_run(run, result, number)
+        reason = f"run {run.number} was {'killed' if kill else 'stopped'} by its client"
+        self.end_run(run, JobResult(128 + number, reason, stopped=True), number)
         if kill and run is self.current:
             # Directly: the controller may be waiting out the grace period of an earlier stop request.
             with contextlib.suppress(Exception):

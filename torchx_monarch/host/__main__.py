@@ -12,12 +12,7 @@ import sys
 if __name__ == "__main__" and sys.path[0] == os.getcwd() and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 
-from typing import TYPE_CHECKING, NoReturn  # noqa: E402
-
-if TYPE_CHECKING:
-    from torchx_monarch.host.host import Host
-    from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
-    from torchx_monarch.host.workload import Workload
+from typing import NoReturn  # noqa: E402
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -35,27 +30,7 @@ def main(argv: list[str]) -> NoReturn:
 
     processes.collect_rarely()
     gc.enable()
-    HostProcess(options, os.environ, lambda host: choose_workload(host, early)).main()
-
-
-def choose_workload(host: Host, early: ZygoteProcess | None = None) -> Workload:
-    """Return the workload of a role's command: the runs of a live allocation, or the run of a batch job.
-
-    A command that is not valid counts as a batch job's: parsing it again reports the error.
-    """
-    from torchx_monarch.command.command import CommandError, parse
-
-    try:
-        command = parse(host.options.command, host.environ)
-    except CommandError:
-        command = None
-    if command is not None and command.kind == "hosts":
-        from torchx_monarch.host.live_runs import LiveRuns
-
-        return LiveRuns(host)
-    from torchx_monarch.host.workload import BatchRun
-
-    return BatchRun(host, early)
+    HostProcess(options, os.environ, early).main()
 
 
 if __name__ == "__main__":

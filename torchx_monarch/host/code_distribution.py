@@ -69,11 +69,7 @@ class HostCode:
         self._receiving = asyncio.Lock()
 
     async def checkout(self, tree_hash: str, workspace: str) -> str:
-        """Check out a tree for the next run, which is of the given workspace.
-
-        Returns:
-            the path of the folder that the run works in.
-        """
+        """Check out a tree for the next run, which is of the given workspace; return the folder that it works in."""
         self._working = await _in_thread(self._store.acquire, tree_hash, workspace)
         return self._working
 
@@ -84,7 +80,6 @@ class HostCode:
             await _in_thread(self._store.release, working)
 
     def has(self, tree_hash: str) -> bool:
-        """Return whether a tree is on this host."""
         return self._store.find_tree(tree_hash) is not None
 
     async def fetch(self, tree_hash: str, connect: Connect) -> None:
@@ -101,7 +96,6 @@ class HostCode:
             writer.close()
 
     async def receive(self, tree_hash: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Receive a tree that the other side sends."""
         async with self._receiving:
             text = bytearray()
             await _receive_frames(reader, lambda frame: text.extend(frame[: MAX_TREE + 1 - len(text)]))

@@ -26,7 +26,6 @@ class Host:
 
     Attributes:
         environ: environment in which the backend started the host process, and in which its ranks start.
-        stdout, stderr: those with which it was started.
         sockets: folder of its sockets; empty before it exists.
         grace: seconds from SIGTERM to SIGKILL for ranks: torchrun's option or variable if given, else ``--grace``.
         roles: the other roles of the app; None before they are known.
@@ -63,21 +62,13 @@ class Host:
         return os.path.join(self.sockets, "attach")
 
     async def connect(self, greeting: messages.Message) -> Streams:
-        """Open another connection to replica 0, with a greeting without the version.
-
-        Raises:
-            ConnectError: replica 0 is not reached.
-        """
+        """Open another connection to replica 0, with a greeting; raise ``ConnectError`` if that is not reached."""
         if self.connector is None:
             raise ConnectError("this host has not registered")
         return await self.connector(greeting)
 
     def read_grace(self, command: Command | None = None) -> None:
-        """Set ``grace`` from the environment, and from torchrun's options if a command is given.
-
-        Raises:
-            CommandError: the variable is no number.
-        """
+        """Set ``grace`` from torchrun's variable or option; raise ``CommandError`` if the variable is no number."""
         self.grace = env_number(self.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", self.options.grace)
         if command is not None and command.options.shutdown_timeout is not None:
             self.grace = float(command.options.shutdown_timeout)
@@ -90,10 +81,8 @@ class Host:
     def settle_addresses(self, run_dir: str, command: Command | None) -> tuple[Address, str]:
         """Return where replica 0 listens, and by which name or address the other hosts dial this one.
 
-        It sets ``roles``, and ``INTERFACE`` for the ranks. The hosts of one machine meet in ``run_dir``.
-
-        Raises:
-            ValueError: one of the two is not valid; the message names it and the reason.
+        It sets ``roles``, and ``INTERFACE`` for the ranks. The hosts of one machine meet in ``run_dir``. ``ValueError``
+        says which of the two is not valid, and why.
         """
         options, environ, is_first = self.options, self.environ, self.options.replica == 0
         given = options.rendezvous or environ.get("MONARCH_RENDEZVOUS") or f"unix:{run_dir}/r.sock"

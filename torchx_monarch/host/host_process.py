@@ -13,10 +13,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchx_monarch.command.command import CommandError
+from torchx_monarch.command.command import CommandError, parse
 from torchx_monarch.controller import host_events, retry
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
@@ -28,7 +28,8 @@ from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.no_restart_marker import NoRestartMarker
 from torchx_monarch.host.ranks.rank_process import reap_orphans
-from torchx_monarch.host.workload import Workload
+from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
+from torchx_monarch.host.workload import BatchRun, Workload
 from torchx_monarch.insight.progress import Reporter, write_result
 from torchx_monarch.model.env_names import CREDENTIALS, TRACE_ENDPOINTS
 from torchx_monarch.model.host_facts import Registration
@@ -53,9 +54,9 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class HostProcess:
-    """Run one replica to its end."""
+    """Run one replica to its end; ``early`` is the zygote that has been started for a batch job's ranks."""
 
-    def __init__(self, options: HostSpec, environ: Mapping[str, str], workload: Callable[[Host], Workload]) -> None:
+    def __init__(self, options: HostSpec, environ: Mapping[str, str], early: ZygoteProcess | None) -> None:
         environ = dict(environ)
         os.environ.pop(CREDENTIALS, None)  # what this process starts may inherit its environment
         # What this process prints itself, such as a traceback, goes to a log file (`_redirect_own_output`).
@@ -68,7 +69,7 @@ class HostProcess:
         reporter = Reporter(stderr, events_path, options.role, termination_log, options.timestamps)
         self._host = Host(options, environ, socket.gethostname(), stdout, stderr, log_dir, reporter)
         self._host.grace = options.grace
-        self._workload = workload(self._host)
+        self._workload = _choose_workload(self._host, early)
         self._error_file = environ.get("TORCHELASTIC_ERROR_FILE", "")
         self._rendezvous: Rendezvous | None = None
         self._registration: Registration | None = None
@@ -334,3 +335,19 @@ class HostProcess:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)  # asyncio keeps only weak references to tasks
         task.add_done_callback(self._tasks.discard)
+
+
+def _choose_workload(host: Host, early: ZygoteProcess | None) -> Workload:
+    """Return the workload of a role's command: the runs of a live allocation, or the run of a batch job.
+
+    A command that is not valid counts as a batch job's: parsing it again reports the error.
+    """
+    try:
+        command = parse(host.options.command, host.environ)
+    except CommandError:
+        command = None
+    if command is None or command.kind != "hosts":
+        return BatchRun(host, early)
+    from torchx_monarch.host.live_runs import LiveRuns
+
+    return LiveRuns(host)

@@ -79,9 +79,9 @@ class LiveRuns(Workload):
     def _session(
         self, rendezvous: Rendezvous, hosts: JobHosts, new_attempts: Callable[[], Attempts], samples: SampleLog | None
     ) -> Session:
-        code = self._host_code()
+        code, log_dir = self._host_code(), self._host.log_dir
         self._run_queue = RunQueue(
-            hosts, new_attempts, samples, rendezvous, self._allocation_spec, self._host.log_dir, self._is_warm
+            hosts, new_attempts, samples, rendezvous, self._allocation_spec, log_dir, lambda: self._zygotes.ready
         )
         self._run_queue.serve("sync", functools.partial(code.serve_client, self._run_queue))
         rendezvous.clients["code"] = code.serve_host
@@ -136,7 +136,6 @@ class LiveRuns(Workload):
     def _prepare(
         self, command: Command, log_dir: str | None, env: Mapping[str, str], cwd: str, workspace: str = ""
     ) -> RunSpec:
-        """Make the ranks of a run; return what they execute."""
         host = self._host
         run = RunSpec(
             command, host.environ, host.options.preload_modules, env, cwd, workspace, host.options.forks_ranks
@@ -144,21 +143,16 @@ class LiveRuns(Workload):
         self._new_pool(run, log_dir, self._run_log)
         return run
 
-    def _is_warm(self) -> bool:
-        return self._zygotes.ready
-
     async def _fetch(self, tree: str) -> None:
         """Get code from the leader, unless it is on this host, or this host is the leader."""
         if self._run_queue is None:
             await self._host_code().fetch(tree, self._host.connect)
 
     def _host_code(self) -> HostCode:
-        """Return the store of the code that clients have sent to this host."""
         self._code = self._code or HostCode(os.path.join(self._host.sockets, "code"), self._host.name)
         return self._code
 
     def _command_of(self, request: RunRequest, cwd: str, environ: Mapping[str, str]) -> Command:
-        """Return the command of a run, whose ranks start in ``cwd`` with ``environ``."""
         spec, sizes = self._allocation_spec, (self._host.options.world, self._host.options.role)
         if not os.path.isdir(cwd):
             raise CommandError(f"there is no folder {cwd} to run in")

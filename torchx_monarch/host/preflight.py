@@ -33,9 +33,7 @@ def take_facts(run: RunSpec) -> HostFacts:
     """Return the facts of this host for a run. It blocks for the start of an interpreter, some 0.1 s."""
     began = time.monotonic()
     versions, problem = _versions(run)
-    paths = _paths(run)
-    program = _program(run)
-    gpus = _held_gpus(run.environ)
+    paths, program, gpus = _paths(run), _program(run), _held_gpus(run.environ)
     shared = -1
     with contextlib.suppress(OSError):
         disk = os.statvfs(_SHARED)

@@ -25,7 +25,6 @@ import socket  # noqa: E402
 import subprocess  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Callable, Iterator, Mapping, Sequence  # noqa: E402
-from types import MappingProxyType  # noqa: E402
 
 from torchx_monarch.insight import events, trace_spans  # noqa: E402
 from torchx_monarch.insight.events import Event  # noqa: E402
@@ -53,18 +52,11 @@ _PARTS_END_WITH = frozenset({"rank_restart", "run_end", "replacement", "result"}
 _MARGIN = 1
 """Seconds after the host's time-out: a host that has not ended the process by then has been killed."""
 
-_NO_FIELDS: Mapping[str, object] = MappingProxyType({})
-
-
 # -- in the host -------------------------------------------------------------------------------------------------------
 
 
 class TraceExport:
-    """Pass the events of a job on to a process that exports them, on replica 0.
-
-    Raises:
-        OSError: the process cannot be started.
-    """
+    """Pass the events of a job on to a process that exports them, on replica 0."""
 
     def __init__(self, options: HostSpec, environ: Mapping[str, str]) -> None:
         # A message is sent as a whole or not at all.
@@ -90,9 +82,9 @@ class TraceExport:
             for event in trace_spans.since_last_restart(events.read(path)[0], options.role):
                 self._send(event)
 
-    def add(self, kind: str, seconds: float | None = None, fields: Mapping[str, object] = _NO_FIELDS) -> None:
+    def add(self, kind: str, seconds: float | None = None, fields: Mapping[str, object] | None = None) -> None:
         """Pass an event on; drop it if the process is behind or has ended."""
-        self._send({**trace_spans.reduce(kind, time.time(), seconds, fields), "role": self._role})
+        self._send({**trace_spans.reduce(kind, time.time(), seconds, fields or {}), "role": self._role})
 
     def end(self) -> None:
         """End the process once it has sent the last spans, or after the time-out."""
@@ -180,11 +172,7 @@ def send_all(
 
 
 def exporter(trace: int) -> Callable[[Sequence[TraceSpan]], None]:
-    """Return a function that sends spans of a trace to the collector that the environment names.
-
-    Raises:
-        ImportError: OpenTelemetry's SDK or its exporter is not installed.
-    """
+    """Return a function that sends spans of a trace; ``ImportError`` if OpenTelemetry's SDK is not installed."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan

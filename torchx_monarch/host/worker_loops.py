@@ -42,10 +42,7 @@ _RETRY_EVERY = 0.1
 
 
 def _open_output(console: Console, stamped: bool, given: contextlib.ExitStack, owned: contextlib.ExitStack) -> int:
-    """Open a descriptor for the output of Monarch's processes, which is copied to the host's output.
-
-    The descriptor is closed with ``given``, and the copying ends with ``owned``.
-    """
+    """Open a descriptor, closed with ``given``, whose output is copied to the host's until the end of ``owned``."""
     read, write = os.pipe()
     given.callback(os.close, write)
     output = OutputPipe(os.fdopen(read, "rb", 0), None, lambda line: MONARCH_NOISE.fullmatch(line) is None)
@@ -79,11 +76,7 @@ class WorkerLoops:
         return WorkerLoopEnded(reason, shut_down)
 
     async def get(self, token: str) -> str:
-        """Wait until a worker loop listens; return its address.
-
-        Raises:
-            LaunchError: it has ended before.
-        """
+        """Wait until a worker loop listens; return its address. ``LaunchError`` if it has ended before."""
         address = self._addresses.get(token)
         if address is None:
             raise LaunchError("it has ended")
@@ -98,7 +91,6 @@ class WorkerLoops:
         raise AssertionError("unreachable")
 
     async def _run(self, folder: str, address: asyncio.Future[str]) -> tuple[str, bool]:
-        """Run a worker loop whose sockets are in a folder; return why it has ended, and whether its client did it."""
         host, network = self._host, self._network
         spec = {
             "folder": folder,
@@ -181,7 +173,6 @@ class AttachRelay:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Start to listen."""
         self._server = await asyncio.start_unix_server(self._serve, self._host.attach_socket)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -213,7 +204,6 @@ class AttachRelay:
             writer.close()
 
     async def _connect(self, role: str, greeting: messages.Message) -> Streams:
-        """Connect to the leader of a role and send a greeting."""
         if role in ("", self._host.options.role):
             return await self._host.connect(greeting)
         if role not in self._others:

@@ -65,11 +65,10 @@ _QUERIES = (TakeStacks, ReadCollectives, SampleRanks, TakeFacts, RunWorkerLoop, 
 
 
 class Workload(abc.ABC):
-    """The runs of a host.
+    """The runs of a host; ``pool`` are the ranks of the present one.
 
     Attributes:
         command: the torchrun or Python command that determines the number of hosts; None before ``parse``.
-        pool: the ranks of the present run; None before ``start``.
     """
 
     listens = False
@@ -86,11 +85,7 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def parse(self) -> Command:
-        """Parse the role's command.
-
-        Raises:
-            CommandError: it is not valid.
-        """
+        """Parse the role's command; raise ``CommandError`` if it is not valid."""
 
     @abc.abstractmethod
     async def start(self) -> int:
@@ -143,7 +138,6 @@ class Workload(abc.ABC):
     # -- the ranks of a run --------------------------------------------------------------------------------------------
 
     def _new_pool(self, run: RunSpec, log_dir: str | None, run_log: RunLog | None = None) -> None:
-        """Make ``pool``, the ranks of a run."""
         host = self._host
         self._recorders = self._recorders or FlightRecorders(host.sockets)
         self._breakpoints = self._breakpoints or Breakpoints(
@@ -168,11 +162,7 @@ class Workload(abc.ABC):
     # -- requests of the controller ------------------------------------------------------------------------------------
 
     async def handle(self, request: Request[Any]) -> Any:
-        """Execute a request of the controller, and return its answer.
-
-        Raises:
-            HostRefused: it cannot be executed, which ends the run, and not the hosts.
-        """
+        """Execute a request of the controller; ``HostRefused``, if it cannot be, ends the run, and not the hosts."""
         executing = asyncio.ensure_future(self._execute(request))
         executing.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
@@ -278,10 +268,9 @@ class BatchRun(Workload):
 
 
 def check_script(command: Command, cwd: str, hint: str = "") -> None:
-    """Check that the script of a command, whose ranks start in ``cwd``, exists; ``hint`` ends the message.
+    """Raise ``CommandError`` if the script of a command, whose ranks start in ``cwd``, does not exist.
 
-    Raises:
-        CommandError: it does not exist. The exit code is then 2, as for ``python nosuch.py``.
+    ``hint`` ends the message. The exit code is then 2, as for ``python nosuch.py``.
     """
     program = command.program_of(0)
     path = os.path.join(cwd, program.target)

@@ -24,7 +24,7 @@ from torchx_monarch.model.host_result import HostResult, no_retry_reason
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor import log_writer
+from torchx_monarch.supervisor import log_files
 from torchx_monarch.system import error_files, open_files, processes, safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -47,11 +47,9 @@ def raise_file_limit() -> None:
 
 @dataclass
 class ReplicaRequest:
-    """One process to start.
+    """One process to start, with ``env`` over the submitter's environment.
 
-    Attributes:
-        args: the command; its first word is looked up on the PATH of the replica's environment, then in ``cwd``.
-        env: variables that are set over the submitter's environment.
+    The first word of the command is looked up on the PATH of the replica's environment, then in ``cwd``.
     """
 
     args: list[str]
@@ -116,7 +114,7 @@ class Replica:
         self.retries = 0
         self.backoff = Backoff()
         self._killed_for = ""
-        self.logs = log_writer.ReplicaLogs(log_dir)
+        self.logs = log_files.ReplicaLogs(log_dir)
         self._request = request
         self._env = dict(env)
         self._selector = selector
@@ -153,7 +151,9 @@ class Replica:
         self.failure = self._killed_for = ""
         self.record.pid = self.record.exit_code = self.record.error = self.record.ended = None
         self.record.started = time.time()
-        self._keep_old_error()
+        if self.record.restarts and os.path.exists(self._error_file):
+            with contextlib.suppress(OSError):
+                os.rename(self._error_file, f"{self._error_file}.{self.record.restarts - 1}")
         env = {
             **self._env,
             "MONARCH_RESTART": str(self.record.restarts),
@@ -167,7 +167,7 @@ class Replica:
             self._ended(EXIT_NOT_STARTED, f"replica {self.name} could not be started: {reason}")
             return False
         self.record.pid, self.record.state = pid, State.RUNNING
-        for stream, end in zip((log_writer.STDOUT, log_writer.STDERR), pipes, strict=True):
+        for stream, end in zip((log_files.STDOUT, log_files.STDERR), pipes, strict=True):
             os.set_blocking(end, False)
             self._pipes[end] = stream
             self._selector.register(end, selectors.EVENT_READ, self)
@@ -177,12 +177,12 @@ class Replica:
         """Read what one of its pipes holds."""
         # A pipe of an earlier start may still be in the batch of events that the selector has returned.
         if fd in self._pipes:
-            self._drain(fd, 4 * log_writer.CHUNK)
+            self._drain(fd, 4 * log_files.CHUNK)
 
     def _drain(self, fd: int, limit: int) -> None:
         while limit > 0:
             try:
-                data = os.read(fd, log_writer.CHUNK)
+                data = os.read(fd, log_files.CHUNK)
             except BlockingIOError:
                 return
             if not data:  # all writers are gone
@@ -250,11 +250,6 @@ class Replica:
             self._unreadable = str(error)
             return None
         return None if found is None else json.dumps(found)
-
-    def _keep_old_error(self) -> None:
-        if self.record.restarts and os.path.exists(self._error_file):
-            with contextlib.suppress(OSError):
-                os.rename(self._error_file, f"{self._error_file}.{self.record.restarts - 1}")
 
     def prepare_restart(self) -> None:
         """Prepare another start: kill what is left of the last start, and note the restart in the logs."""

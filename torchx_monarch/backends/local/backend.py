@@ -24,7 +24,7 @@ from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor import log_reader
+from torchx_monarch.supervisor import log_files
 
 
 @dataclass
@@ -97,7 +97,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
 
     def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
         paths = state_files.app_paths(app.app_id)
-        return log_reader.lines(paths.replica_logs(role, replica), query, paths.trusted)
+        return log_files.lines(paths.replica_logs(role, replica), query, paths.trusted)
 
     def folder(self, app_id: str) -> state_files.AppPaths | None:
         return state_files.app_paths(app_id) if state_files.is_app_id(app_id) else None

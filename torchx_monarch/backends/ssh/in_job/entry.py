@@ -34,7 +34,7 @@ from torchx_monarch.code_sync.work_folder import WorkFolder
 from torchx_monarch.insight import events
 from torchx_monarch.model import codec
 from torchx_monarch.model.state import State
-from torchx_monarch.supervisor import log_reader, log_writer
+from torchx_monarch.supervisor import log_files
 from torchx_monarch.system import run_dirs, safe_files
 
 _GONE_WITHIN = 60.0
@@ -258,11 +258,11 @@ class OrderServer:
             query: ``stream``, ``tail``, ``since`` and ``until`` of a ``LogQuery``; times in seconds since the epoch.
         """
         paths = paths_of(name)
-        is_past = query["until"] is not None and time.time() > query["until"] + 2 * log_writer.RESOLUTION
+        is_past = query["until"] is not None and time.time() > query["until"] + 2 * log_files.RESOLUTION
         for limit in ("since", "until"):
             if query[limit] is not None:
                 query[limit] = datetime.fromtimestamp(query[limit], timezone.utc)
-        lines = log_reader.lines(paths.replica_logs(role, replica), LogQuery(**query), paths.trusted, start)
+        lines = log_files.lines(paths.replica_logs(role, replica), LogQuery(**query), paths.trusted, start)
         return list(itertools.islice(lines, MAX_LINES)), is_past
 
 

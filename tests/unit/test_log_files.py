@@ -19,7 +19,7 @@ from tests.waits import WITHIN
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.timed_line import LogQuery, TimedLine
 from torchx_monarch.cli.logs import LogMerge
-from torchx_monarch.supervisor import log_reader, log_writer
+from torchx_monarch.supervisor import log_files
 from torchx_monarch.system import safe_files
 
 
@@ -37,7 +37,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(log_writer, "time", clock)
+    monkeypatch.setattr(log_files, "time", clock)
     return clock
 
 
@@ -49,7 +49,7 @@ def read_timed(
     folder: Path, stream: str = "combined", since: float | None = None, until: float | None = None, tail: int = 0
 ) -> list[TimedLine]:
     return list(
-        log_reader.lines(
+        log_files.lines(
             str(folder),
             LogQuery[AppSnapshot](
                 since=None if since is None else datetime.fromtimestamp(since),
@@ -62,7 +62,7 @@ def read_timed(
 
 
 def test_lines_have_the_time_at_which_they_began(tmp_path: Path, clock: Clock) -> None:
-    out = log_writer.ReplicaLogs(str(tmp_path))
+    out = log_files.ReplicaLogs(str(tmp_path))
     for n in range(10):
         out.feed("stdout", f"start {n}".encode())
         clock.now += 1
@@ -78,7 +78,7 @@ def test_lines_have_the_time_at_which_they_began(tmp_path: Path, clock: Clock) -
 
 
 def test_lines_are_read_with_their_times(tmp_path: Path, clock: Clock) -> None:
-    out = log_writer.ReplicaLogs(str(tmp_path))
+    out = log_files.ReplicaLogs(str(tmp_path))
     for n in range(5000):
         out.feed("stdout", f"line {n}\n".encode())
         clock.now += 1
@@ -90,7 +90,7 @@ def test_lines_are_read_with_their_times(tmp_path: Path, clock: Clock) -> None:
     ]
     assert [line.time for line in read_timed(tmp_path)] == [1000.0 + n for n in range(5001)]
     for damaged in (math.nan, math.inf, -math.inf, 1e300, -1e300, 1e12):
-        (tmp_path / "stdout.log.idx").write_bytes(log_writer.RECORD.pack(0, damaged))
+        (tmp_path / "stdout.log.idx").write_bytes(log_files.RECORD.pack(0, damaged))
         assert {line.time for line in read_timed(tmp_path, "stdout")} == {0.0}
     (tmp_path / "stdout.log.idx").unlink()
     assert {line.time for line in read_timed(tmp_path, "stdout")} == {0.0}
@@ -109,7 +109,7 @@ def test_the_last_lines_of_a_log(tmp_path: Path, lengths: list[int], is_ended: b
 @given(st.lists(st.tuples(st.sampled_from(["stdout", "stderr"]), st.binary(max_size=20)), max_size=30))
 def test_nothing_is_lost_or_mixed(tmp_path_factory: pytest.TempPathFactory, pieces: list[tuple[str, bytes]]) -> None:
     folder = tmp_path_factory.mktemp("logs")
-    out = log_writer.ReplicaLogs(str(folder))
+    out = log_files.ReplicaLogs(str(folder))
     for stream, data in pieces:
         out.feed(stream, data)
     out.close()
@@ -125,16 +125,16 @@ def test_nothing_is_lost_or_mixed(tmp_path_factory: pytest.TempPathFactory, piec
 
 
 def test_unfinished_lines(tmp_path: Path, clock: Clock) -> None:
-    out = log_writer.ReplicaLogs(str(tmp_path))
+    out = log_files.ReplicaLogs(str(tmp_path))
     combined = tmp_path / "combined.log"
     assert out.flush_old(clock.now) == math.inf
     out.feed("stdout", b"10%")
-    assert out.flush_old(clock.now) == 1000.0 + log_writer.PATIENCE
-    clock.now += log_writer.PATIENCE / 2
+    assert out.flush_old(clock.now) == 1000.0 + log_files.PATIENCE
+    clock.now += log_files.PATIENCE / 2
     out.feed("stdout", b" 20%")
     out.flush_old(clock.now)
     assert combined.read_bytes() == b""
-    clock.now += log_writer.PATIENCE / 2 + 0.01
+    clock.now += log_files.PATIENCE / 2 + 0.01
     out.flush_old(clock.now)
     assert combined.read_bytes() == b"10% 20%"
     assert out.flush_old(clock.now) == math.inf
@@ -149,7 +149,7 @@ def test_unfinished_lines(tmp_path: Path, clock: Clock) -> None:
 
 def test_a_second_start_goes_on_where_the_first_ended(tmp_path: Path) -> None:
     for word in (b"one", b"two"):
-        out = log_writer.ReplicaLogs(str(tmp_path))
+        out = log_files.ReplicaLogs(str(tmp_path))
         out.feed("stdout", word + b"\n")
         out.close()
     assert read(tmp_path) == ["one\n", "two\n"]
@@ -157,7 +157,7 @@ def test_a_second_start_goes_on_where_the_first_ended(tmp_path: Path) -> None:
 
 
 def test_logs_that_cannot_be_opened(tmp_path: Path) -> None:
-    out = log_writer.ReplicaLogs(str(tmp_path / "none"))
+    out = log_files.ReplicaLogs(str(tmp_path / "none"))
     out.feed("stdout", b"x\n")
     out.say("y")
     out.close()
@@ -173,7 +173,7 @@ def test_a_log_on_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             os.open("/dev/full", *flags) if path.endswith("stdout.log") and flags else opened(path, *flags, **more)
         ),
     )
-    out = log_writer.ReplicaLogs(str(tmp_path))
+    out = log_files.ReplicaLogs(str(tmp_path))
     out.feed("stdout", b"x" * 100 + b"\n")
     out.feed("stderr", b"fine\n")
     out.close()
@@ -183,7 +183,7 @@ def test_a_log_on_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_log_that_is_a_link(tmp_path: Path) -> None:
     os.symlink("/dev/full", tmp_path / "stdout.log")
-    out = log_writer.ReplicaLogs(str(tmp_path))
+    out = log_files.ReplicaLogs(str(tmp_path))
     out.feed("stdout", b"x" * 100 + b"\n")
     out.feed("stderr", b"fine\n")
     out.close()
@@ -198,9 +198,9 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
 
     code = """
 import resource, sys
-from torchx_monarch.supervisor import log_writer
+from torchx_monarch.supervisor import log_files
 resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))
-out = log_writer.ReplicaLogs(sys.argv[1])
+out = log_files.ReplicaLogs(sys.argv[1])
 out.feed("stdout", b"x" * 99 + b"\\n")
 out.feed("stdout", b"y" * 99 + b"\\n")
 print(out.lost, out.reason)
