@@ -16,7 +16,7 @@ import pytest
 from tests.waits import until_async
 from torchx_monarch.cli import debug, exit_codes
 from torchx_monarch.cli.debug import Breakpoint
-from torchx_monarch.controller.debug_sessions import DebugSessions
+from torchx_monarch.controller.rank_clients import DebugSessions
 from torchx_monarch.controller.rendezvous import Peer, RendezvousError
 from torchx_monarch.host.ranks import rank_debugger
 from torchx_monarch.host.ranks.breakpoints import Breakpoints, Streams

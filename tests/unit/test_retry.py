@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.controller.retry import SameStep, never_joined, why_no_other_start, why_not
+from torchx_monarch.controller.attempts import SameStep, never_joined, why_no_other_start, why_no_restart
 from torchx_monarch.host import no_restart_marker
 from torchx_monarch.host.no_restart_marker import VARIABLE, NoRestartMarker
 from torchx_monarch.model import backoff
@@ -37,7 +37,7 @@ def failed(rank: int = 0, code: int = 1, **extra: object) -> RankExit:
     ],
 )
 def test_what_an_exit_code_says(cause: RankExit, retry_on: tuple[int, ...], reason: str) -> None:
-    assert why_not(cause, (), (), retry_on) == reason
+    assert why_no_restart(cause, (), (), retry_on) == reason
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_what_an_exit_code_says(cause: RankExit, retry_on: tuple[int, ...], reas
     ],
 )
 def test_a_rank_that_never_joins(now: set[int], before: set[int], reason: str) -> None:
-    assert why_not(failed(0), now, before, ()) == reason
+    assert why_no_restart(failed(0), now, before, ()) == reason
 
 
 def test_who_has_never_joined() -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.waits import WITHIN
 from torchx_monarch.controller.host_messages import SampleRanks
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.controller.rank_queries import recording_samples
+from torchx_monarch.controller.rank_clients import recording_samples
 from torchx_monarch.insight.rank_sample import DeviceUse, RankSample
 from torchx_monarch.insight.report_page import curves
 from torchx_monarch.insight.sample_log import RankUse, SampledMoment, SampleLog, read

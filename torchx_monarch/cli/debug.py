@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``torchx monarch debug``: the pdb of a rank that waits in a breakpoint, on this terminal.
 
-``controller.debug_sessions`` is the other side. Functions that ask hosts raise as ``Hosts`` does.
+``controller.rank_clients`` is the other side. Functions that ask hosts raise as ``Hosts`` does.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ask all hosts of a job, through its replica 0, what their ranks do (see ``controller.rank_queries``).
+"""Ask all hosts of a job, through its replica 0, what their ranks do (see ``controller.rank_clients``).
 
 All functions raise as ``Hosts`` does; replica 0 refuses if its hosts are not together, or have no ranks.
 """

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The attempts of one run: start its ranks on all hosts, watch them, and restart them while that may help."""
+"""The attempts of one run: start its ranks on all hosts, watch them, and restart them while that may help.
+
+torchrun restarts immediately, as long as ``--max-restarts`` lasts; ``model.backoff`` decides how long this waits.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,8 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Iterable
 
-from torchx_monarch.controller import retry
 from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import (
@@ -29,6 +31,7 @@ from torchx_monarch.insight.hangs import Hang
 from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.backoff import describe as describe_delay
 from torchx_monarch.model.host_facts import Registration
+from torchx_monarch.model.host_result import no_retry_reason
 from torchx_monarch.model.job_result import (
     EARLY_FAILURES_WITHIN,
     JobResult,
@@ -68,7 +71,7 @@ class Attempts:
         self._recorded = -1
         self._uncounted = 0
         self._restarts_left = 0
-        self._same_step = retry.SameStep()
+        self._same_step = SameStep()
 
     def hosts_changed(self, joined: bool) -> None:
         """Count the attempt that a change of the hosts has ended; torchrun counts no restart if one has joined."""
@@ -94,7 +97,7 @@ class Attempts:
             if unfit is not None and (excluded := self._gatherer.blame(unfit, reason, unfit=True)):
                 raise Interrupted(excluded)
             return JobResult(1, reason)
-        budget, never_joined = options.max_restarts, frozenset[int]()
+        budget, unjoined = options.max_restarts, frozenset[int]()
         backoff, clock = Backoff(), asyncio.get_running_loop().time
         began = clock()
         while cause := await self._attempt(hosts):
@@ -102,12 +105,12 @@ class Attempts:
             failure = describe_failure(self.exits.values(), cause, sum(host.nproc for host in hosts))
             for line in describe_others(self.exits.values(), cause):
                 self._reporter.line(f"also: {line}")
-            before, never_joined = never_joined, retry.never_joined(self.exits.values())
+            before, unjoined = unjoined, never_joined(self.exits.values())
             stuck = self._same_step.why_not(self.exits.values(), cause, options.spec.same_step_limit)
             if excluded := self._blame_host_of(cause, failure):
-                self._same_step, stuck = retry.SameStep(), ""  # other machines may get further
+                self._same_step, stuck = SameStep(), ""  # other machines may get further
             spec = options.spec
-            reason = retry.why_not(cause, never_joined, before, spec.retry_on, spec.on_hang) or stuck
+            reason = why_no_restart(cause, unjoined, before, spec.retry_on, spec.on_hang) or stuck
             if self._restarts_left == 0 or reason:
                 if self._restarts_left:
                     self._reporter.line(f"no restart: {reason}")
@@ -324,3 +327,82 @@ class Attempts:
 
 def _joined(host: Registration) -> HostJoined:
     return HostJoined(host.replica, JobResult(0, f"{host.name} has joined"))
+
+
+# -- whether another attempt may help ----------------------------------------------------------------------------------
+
+
+class SameStep:
+    """Count failures in a row at one step of the program, for programs that report their steps.
+
+    Ranks of a synchronous program may have reported different steps when one of them fails, so a failure one step
+    before the furthest one is a failure at the same step.
+    """
+
+    def __init__(self) -> None:
+        self._furthest = -1
+        self._in_a_row = 0
+
+    def why_not(self, exits: Iterable[RankExit], cause: RankExit, limit: int) -> str:
+        """Return why the ranks must not be restarted after ``limit`` failures at a step (0: any); empty if they may be.
+
+        The step of the root cause counts, or the furthest if it has reported none.
+        """
+        step = cause.step
+        if step is None:
+            step = max((rank_exit.step for rank_exit in exits if rank_exit.step is not None), default=None)
+        if step is None:
+            return ""
+        if self._furthest - 1 <= step <= self._furthest:
+            self._in_a_row += 1
+        else:
+            self._furthest, self._in_a_row = step, 1
+        if limit <= 0 or self._in_a_row < limit:
+            return ""
+        return f"{self._in_a_row} failures in a row at step {self._furthest}, without progress (same_step_limit)"
+
+
+def never_joined(exits: Iterable[RankExit]) -> frozenset[int]:
+    """Return the ranks that failed while forming their first process group."""
+    return frozenset(rank_exit.rank for rank_exit in exits if rank_exit.failed and rank_exit.joined is False)
+
+
+def why_no_restart(
+    cause: RankExit,
+    failed_now: Collection[int],
+    failed_before: Collection[int],
+    retry_on: Collection[int],
+    on_hang: str = "restart",
+) -> str:
+    """Return why the ranks must not be restarted; empty if they may be.
+
+    ``failed_now`` and ``failed_before`` are the results of ``never_joined`` for this and the previous attempt.
+    ``retry_on`` are exit codes, as a shell reports them, after which ranks are restarted; empty for any.
+    """
+    if cause.hang:
+        return "" if on_hang == "restart" else f"the ranks hung (on_hang={on_hang})"
+    code = shell_code(cause.code)
+    if not cause.began:
+        return "the program cannot even begin"
+    if reason := _forbidden_by(code, retry_on):
+        return reason
+    again = set(failed_now) & set(failed_before)
+    if cause.rank in failed_now and again:
+        return f"rank {min(again)} has failed twice in a row before it was in a process group"
+    return ""
+
+
+def why_no_other_start(result: JobResult, retry_on: Collection[int]) -> str:
+    """Return why the hosts of a job must not be restarted, judged by the program's exit code; empty if they may be.
+
+    A failure of hosts or machines, without a rank as its cause, never forbids a restart.
+    """
+    return _forbidden_by(result.code, retry_on) if result.code and result.cause is not None else ""
+
+
+def _forbidden_by(code: int, retry_on: Collection[int]) -> str:
+    if reason := no_retry_reason(code, None):
+        return reason
+    if retry_on and code not in retry_on:
+        return f"exit code {code} is not one of {', '.join(map(str, sorted(retry_on)))} (retry_on)"
+    return ""

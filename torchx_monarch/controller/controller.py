@@ -23,7 +23,7 @@ from torchx_monarch.controller.host_events import (
 )
 from torchx_monarch.controller.host_messages import HostRefused
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
-from torchx_monarch.controller.rank_queries import recording_samples
+from torchx_monarch.controller.rank_clients import recording_samples
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.sample_log import SampleLog
 from torchx_monarch.model.host_facts import Registration

@@ -17,7 +17,8 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchx_monarch.command.command import CommandError, parse
-from torchx_monarch.controller import host_events, retry
+from torchx_monarch.controller import host_events
+from torchx_monarch.controller.attempts import why_no_other_start
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange
 from torchx_monarch.controller.host_messages import SignalReceived
@@ -108,7 +109,7 @@ class HostProcess:
     async def _report_and_exit(self, result: JobResult) -> None:
         host = self._host
         await self._stop_ranks(signal.SIGTERM)
-        why = retry.why_no_other_start(result, host.options.retry_on)
+        why = why_no_other_start(result, host.options.retry_on)
         restarts = host.reporter.rank_restarts
         self._write_and_exit(HostResult.from_job_result(result, rank_restarts=restarts, no_retry_reason=why))
 

@@ -139,12 +139,7 @@ def main(words: Sequence[str]) -> None:
     except ImportError as error:
         sys.exit(f"no traces: {error}: pip install 'torchx-monarch[otel]'")
     with socket.socket(fileno=fd) as channel:
-        send_all(_received(channel), app, role, restart, export)
-
-
-def _received(channel: socket.socket) -> Iterator[Event]:
-    while message := channel.recv(1 << 20):
-        yield json.loads(message)
+        send_all(map(json.loads, iter(lambda: channel.recv(1 << 20), b"")), app, role, restart, export)
 
 
 def send_all(

@@ -18,7 +18,6 @@ from torchx_monarch.command.command import Command, CommandError, check, parse
 from torchx_monarch.command.torchrun_options import unused_options
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.controller import Session
-from torchx_monarch.controller.debug_sessions import DebugSessions
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import (
@@ -41,7 +40,7 @@ from torchx_monarch.controller.host_messages import (
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.controller.mesh_clients import MeshClients
-from torchx_monarch.controller.rank_queries import HostQueries
+from torchx_monarch.controller.rank_clients import DebugSessions, HostQueries
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.preflight import take_facts

@@ -3,7 +3,7 @@
 
 A rank connects in ``breakpoint()`` (``rank_debugger``) and sends its number and where it is, a JSON line; the kernel
 tells its process id. This host connects to replica 0 for it, with the greeting ``breakpoint``, and passes on the bytes
-of both (``controller.debug_sessions`` has their messages). Whichever ends first, the other connection is closed.
+of both (``controller.rank_clients`` has their messages). Whichever ends first, the other connection is closed.
 """
 
 from __future__ import annotations

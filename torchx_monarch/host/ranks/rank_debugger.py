@@ -3,7 +3,7 @@
 
 ``rank_main`` runs this file at the first breakpoint of a rank. The terminal is stdin and stdout of the rank while
 pdb reads a command, so that line editing, history and completion are those of Python; otherwise these are as before.
-The rank connects to its host, which passes its messages on (``controller.debug_sessions`` lists them).
+The rank connects to its host, which passes its messages on (``controller.rank_clients`` lists them).
 """
 
 from __future__ import annotations
