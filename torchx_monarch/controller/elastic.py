@@ -11,8 +11,6 @@ that it replaces: the ranks of all other hosts keep their numbers.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -163,14 +161,12 @@ class HostGatherer:
         while True:
             await self._fewest()
             if sizes.spares and not registry.formed and not self._are_first():
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(registry.until(self._are_first), _ORDER_TIMEOUT)
+                await registry.until(self._are_first, _ORDER_TIMEOUT)
             if wait and not self._settled():
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await self._reporter.while_waiting(
-                        asyncio.wait_for(registry.until(self._settled), wait),
-                        lambda: f"more hosts, {wait:g} s in all (replica {listed(registry.missing)})",
-                    )
+                await self._reporter.while_waiting(
+                    registry.until(self._settled, wait),
+                    lambda: f"more hosts, {wait:g} s in all (replica {listed(registry.missing)})",
+                )
             if registry.present >= sizes.fewest:
                 return self._form()
 
@@ -191,8 +187,7 @@ class HostGatherer:
         registry = self._registry
         while not (newcomers := self.newcomers()):
             await registry.until(lambda: bool(self.newcomers()))
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(registry.until(self._settled), self._sizes.last_call)
+            await registry.until(self._settled, self._sizes.last_call)
         return newcomers[0]
 
     def newcomers(self) -> list[Registration]:
@@ -270,16 +265,15 @@ class HostGatherer:
             total = f"at least {sizes.fewest}" if sizes.elastic else str(sizes.most)
             return f"host {registry.present + 1} of {total} (replica {listed(registry.missing)})"
 
-        arrived = asyncio.wait_for(registry.until(lambda: registry.present >= sizes.fewest), sizes.join_timeout)
-        try:
-            await self._reporter.while_waiting(arrived, what)
-        except asyncio.TimeoutError:
-            within = f"within {sizes.join_timeout:g} s ({sizes.join_option})"
-            missing = f"replica {listed(registry.missing)}"
-            if not sizes.elastic:
-                raise TooFewHosts(f"{missing} did not arrive {within}") from None
-            count = f"{registry.present} of at least {sizes.fewest} hosts"
-            raise TooFewHosts(f"{count} arrived {within}: {missing} did not") from None
+        arrived = registry.until(lambda: registry.present >= sizes.fewest, sizes.join_timeout)
+        if await self._reporter.while_waiting(arrived, what):
+            return
+        within = f"within {sizes.join_timeout:g} s ({sizes.join_option})"
+        missing = f"replica {listed(registry.missing)}"
+        if not sizes.elastic:
+            raise TooFewHosts(f"{missing} did not arrive {within}")
+        count = f"{registry.present} of at least {sizes.fewest} hosts"
+        raise TooFewHosts(f"{count} arrived {within}: {missing} did not")
 
     def _report_change(self, before: list[Registration], now: list[Registration]) -> None:
         old_replicas, new_replicas = ({host.replica for host in hosts} for hosts in (before, now))

@@ -8,6 +8,7 @@ controller's state, until the transition that it causes has been made, and any p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import signal
 from collections.abc import Awaitable, Callable
@@ -92,10 +93,16 @@ class Changes:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds. It is evaluated at each change."""
-        while not condition():
-            await self._changed.wait()
+    async def until(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until a condition, which is evaluated at each change, holds; return whether it does in time."""
+
+        async def wait() -> None:
+            while not condition():
+                await self._changed.wait()
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(wait(), timeout)
+        return condition()
 
 
 class HostEvents:

@@ -90,39 +90,6 @@ async def handshake(
     raise RendezvousError(f"{aim} in {timeout:g} s: {why}")
 
 
-class HostResponder:
-    """Execute the requests of the leader, on every other host."""
-
-    def __init__(self, writer: asyncio.StreamWriter, handler: Handler) -> None:
-        self._writer = writer
-        self._handler = handler
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-
-    def receive(self, message: messages.Message) -> None:
-        number = message.get("id")
-        if message.get("type") == "request" and isinstance(number, int):
-            task = self._tasks[number] = asyncio.ensure_future(self._answer(number, message))
-            task.add_done_callback(lambda _: self._tasks.pop(number))
-        if message.get("type") == "cancel" and number in self._tasks:
-            self._tasks[number].cancel()
-
-    def close(self) -> None:
-        """Cancel all requests: the leader is lost, or does not need the answers."""
-        for task in self._tasks.values():
-            task.cancel()
-
-    async def _answer(self, number: int, message: messages.Message) -> None:
-        answer = {"type": "answer", "id": number}
-        try:
-            try:
-                data = messages.encode({**answer, "answer": await self._handler(decode_request(message))})
-            except HostRefused as refusal:
-                data = messages.encode({**answer, "refused": refusal})
-        except (ValueError, messages.ProtocolError) as error:
-            data = messages.encode({**answer, "error": str(error)[:1000]})
-        await messages.send_bytes(self._writer, data)
-
-
 class RendezvousClient:
     """The connection of a host to replica 0, for every host but replica 0."""
 
@@ -154,14 +121,23 @@ class RendezvousClient:
 
     async def result(self, handler: Handler) -> JobResult | None:
         """Wait for the result, execute requests and send heartbeats meanwhile; return None if replica 0 is lost."""
-        requests = HostResponder(self._writer, handler)
+        executing: dict[int, asyncio.Task[None]] = {}
+
+        def execute(number: int, message: messages.Message) -> None:
+            task = executing[number] = asyncio.ensure_future(self._answer(handler, number, message))
+            task.add_done_callback(lambda _: executing.pop(number))
+
         heartbeats = asyncio.ensure_future(self._send_heartbeats())
         self._leases.start()
         self._leases.renew(self._name)
         try:
             while message := await messages.receive(self._reader):
                 self._leases.renew(self._name)
-                requests.receive(message)
+                number = message.get("id")
+                if message.get("type") == "request" and isinstance(number, int):
+                    execute(number, message)
+                if message.get("type") == "cancel" and number in executing:
+                    executing[number].cancel()
                 if message.get("type") == "result":
                     self.dismissed = message.get("dismissed") is True
                     return decode(JobResult, message, "the result")
@@ -170,10 +146,22 @@ class RendezvousClient:
         except (messages.ProtocolError, DecodeError) as error:
             self.lost = str(error)
         finally:
-            requests.close()
+            for task in executing.values():  # the leader is lost, or does not need the answers
+                task.cancel()
             heartbeats.cancel()
             self._leases.stop()
         return None
+
+    async def _answer(self, handler: Handler, number: int, message: messages.Message) -> None:
+        answer = {"type": "answer", "id": number}
+        try:
+            try:
+                data = messages.encode({**answer, "answer": await handler(decode_request(message))})
+            except HostRefused as refusal:
+                data = messages.encode({**answer, "refused": refusal})
+        except (ValueError, messages.ProtocolError) as error:
+            data = messages.encode({**answer, "error": str(error)[:1000]})
+        await messages.send_bytes(self._writer, data)
 
     async def _send_heartbeats(self) -> None:
         while True:

@@ -198,10 +198,9 @@ class RoleServer(RoleCoordinator):
         rendezvous.clients.update({"register-role": self._register, "lookup-role": self._lookup})
 
     async def begin(self, timeout: float) -> None:
-        all_ready = self._changes.until(lambda: len(self._arrived) >= self._joint)
-        ready = self._events.interrupt(asyncio.wait_for(all_ready, min(timeout, _REGISTERED_WITHIN)))
-        with contextlib.suppress(asyncio.TimeoutError, Interrupted):
-            await self._reporter.while_waiting(ready, lambda: "the other roles")
+        all_ready = self._changes.until(lambda: len(self._arrived) >= self._joint, min(timeout, _REGISTERED_WITHIN))
+        with contextlib.suppress(Interrupted):
+            await self._reporter.while_waiting(self._events.interrupt(all_ready), lambda: "the other roles")
 
     async def await_others(self, result: JobResult, timeout: float) -> JobResult:
         if result.code:
@@ -217,9 +216,7 @@ class RoleServer(RoleCoordinator):
             return interruption.event.result
 
     async def _others_succeeded(self, result: JobResult, timeout: float) -> JobResult:
-        try:
-            await asyncio.wait_for(self._changes.until(lambda: self._awaited <= self._arrived), timeout)
-        except asyncio.TimeoutError:
+        if not await self._changes.until(lambda: self._awaited <= self._arrived, timeout):
             missing = ", ".join(sorted(self._awaited - self._arrived))
             return JobResult(1, f"replica 0 of role {missing} has not arrived in {timeout:g} s (--host-timeout)")
         await self._changes.until(lambda: self._awaited <= self._succeeded)
@@ -232,8 +229,7 @@ class RoleServer(RoleCoordinator):
             message = {"type": "restart", **_explained(result, self._roles.options.role, self._adopted)}
         for peer in list(self._links.values()):
             await peer.send(message)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._changes.until(lambda: not self._links), timeout if result.code else 0.0)
+        await self._changes.until(lambda: not self._links, timeout if result.code else 0.0)
 
     def _greeting(self, peer: Peer) -> _Greeting:
         if peer.is_client:
@@ -248,10 +244,8 @@ class RoleServer(RoleCoordinator):
 
     async def _lookup(self, peer: Peer) -> None:
         role = self._greeting(peer).role
-        try:
-            await asyncio.wait_for(self._changes.until(lambda: role in self._addresses), _LOOKUP_DELAY)
-        except asyncio.TimeoutError:
-            raise LaterError(f"replica 0 of role {role!r} has not registered its address yet") from None
+        if not await self._changes.until(lambda: role in self._addresses, _LOOKUP_DELAY):
+            raise LaterError(f"replica 0 of role {role!r} has not registered its address yet")
         host, port = self._addresses[role]
         await peer.send({"type": "found", "host": host, "port": port})
 
