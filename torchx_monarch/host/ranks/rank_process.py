@@ -56,32 +56,6 @@ def watch_child(pid: int, on_end: Callable[[int], None]) -> None:
         loop.add_reader(pidfd, ended, pidfd)
 
 
-class StacksFile:
-    """A file without a name through which a rank, and the children that it forks, give their stacks to the host.
-
-    They share its content and its position, which the host sets to the start before each request, so that the file does
-    not grow. It lies in memory where Python has ``memfd_create``, which a Python for any glibc has not.
-
-    Attributes:
-        descriptor: the host's descriptor; -1 once it is closed, and there are no more stacks of the rank.
-        lock: held by a request, from the first signal to the last read.
-    """
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        if hasattr(os, "memfd_create"):
-            self.descriptor = os.memfd_create("stacks")
-        else:
-            with tempfile.TemporaryFile(buffering=0) as file:
-                self.descriptor = os.dup(file.fileno())
-
-    def close(self) -> None:
-        """Close the host's descriptor."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-
-
 class RankProcess:
     """Control the process of one rank. Its output pipes exist before the process.
 
@@ -90,6 +64,10 @@ class RankProcess:
         returncode: exact exit code, negative for a signal, once ``ended`` is set; None before.
         ended_at: time of the end, in seconds since the epoch; 0 before.
         cleared: set when the process group has no process left.
+        stacks: a file without a name through which the rank, and the children that it forks, give their stacks to the
+            host; closed when the rank is. They share its position, which the host sets to the start before each
+            request, so that it does not grow.
+        stacks_lock: held by a request for stacks, from the first signal to the last read.
 
     Raises:
         OSError: the pipes or the file cannot be made.
@@ -101,9 +79,14 @@ class RankProcess:
         self.ended = asyncio.Event()
         self.ended_at = 0.0
         self.cleared = asyncio.Event()
+        self.stacks_lock = asyncio.Lock()
         self._tasks: list[asyncio.Task[Any]] = []  # asyncio keeps only weak references to tasks
         with contextlib.ExitStack() as unfinished:
-            self.stacks = StacksFile()
+            # In memory where Python has ``memfd_create``, which a Python for any glibc has not.
+            if hasattr(os, "memfd_create"):
+                self.stacks = os.fdopen(os.memfd_create("stacks"), "r+b", 0)
+            else:
+                self.stacks = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
             unfinished.callback(self.stacks.close)
             stdout, out = os.pipe()
             for end in (stdout, out):
@@ -117,7 +100,7 @@ class RankProcess:
     @property
     def given(self) -> tuple[int, ...]:
         """What the zygote gives to the process: the other ends of stdout and stderr, and the file for stacks."""
-        return (*self._write_ends, self.stacks.descriptor)
+        return (*self._write_ends, self.stacks.fileno())
 
     def begin(self, pid: int) -> None:
         """Watch the process, which runs now, as a child of this one that leads a process group."""

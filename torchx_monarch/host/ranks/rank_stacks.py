@@ -114,13 +114,13 @@ class _Taker:
         self._rank = rank.rank
         self._replica = replica
         self._pid = rank.process.pid
-        self._file = rank.process.stacks
+        self._file, self._lock = rank.process.stacks, rank.process.stacks_lock
         self._until = until
         self._limit = limit
 
     async def take(self, marker: str) -> list[ProcessStacks]:
         try:
-            await asyncio.wait_for(self._file.lock.acquire(), self._until - time.monotonic())
+            await asyncio.wait_for(self._lock.acquire(), self._until - time.monotonic())
         except asyncio.TimeoutError:
             return [self._result(self._pid, "", problem="another request for its stacks has not ended")]
         try:
@@ -129,7 +129,7 @@ class _Taker:
                 if (status := process_status.status(pid)) is not None:
                     found.append(await self._stacks_of(pid, one_line(status.name) or "?"))
         finally:
-            self._file.lock.release()
+            self._lock.release()
         return [stacks for stacks in found if stacks is not None]
 
     def _result(self, pid: int, child: str, threads: tuple[ThreadStack, ...] = (), problem: str = "") -> ProcessStacks:
@@ -138,25 +138,25 @@ class _Taker:
     async def _stacks_of(self, pid: int, child: str) -> ProcessStacks | None:
         """Take the stacks of one process; None if it is gone."""
         status, identity = process_status.status(pid), processes.identity(pid)
-        if status is None or self._file.descriptor < 0:
+        if status is None or self._file.closed:
             return None
         if status.state in _STATES or identity is None:
             return self._result(pid, child, problem=_STATES.get(status.state, _STATES["Z"]))
         # Without a handler the signal would end the process. A program that is executed has neither handler nor file.
-        if not status.caught & 1 << STACKS_SIGNAL - 1 or not process_status.has_open(pid, self._file.descriptor):
+        if not status.caught & 1 << STACKS_SIGNAL - 1 or not process_status.has_open(pid, self._file.fileno()):
             why = "not a fork of the rank" if child else "not a Python program, or not started yet"
             return self._result(pid, child, problem=f"no stacks: {why}; it is {_doing(status)}")
         before = process_status.blocking(pid, STACKS_SIGNAL)
         if before.issuperset(process_status.threads(pid)):
             return self._result(pid, child, problem="blocks the signal that asks for stacks")
-        os.lseek(self._file.descriptor, 0, os.SEEK_SET)
+        self._file.seek(0)
         if not processes.send(identity, STACKS_SIGNAL):
             return None
         pause = 0.001
         while not self._has_answered(pid, before):
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.02)
-            if self._file.descriptor < 0 or (status := process_status.status(pid)) is None:
+            if self._file.closed or (status := process_status.status(pid)) is None:
                 return None
             if time.monotonic() > self._until:
                 return self._result(pid, child, self._read(), f"has not answered; it is {_doing(status, pid)}")
@@ -168,13 +168,13 @@ class _Taker:
         if status is None or status.pending & 1 << STACKS_SIGNAL - 1:
             return False
         # Between the arrival of the signal and the start of its handler it is neither pending nor blocked.
-        if self._file.descriptor < 0 or not os.lseek(self._file.descriptor, 0, os.SEEK_CUR):
+        if self._file.closed or not self._file.tell():
             return False
         return process_status.blocking(pid, STACKS_SIGNAL) <= before
 
     def _read(self) -> tuple[ThreadStack, ...]:
-        size = min(os.lseek(self._file.descriptor, 0, os.SEEK_CUR), self._limit)
-        return parse_faulthandler(os.pread(self._file.descriptor, size, 0).decode(errors="replace"), OWN_FILES)
+        size = min(self._file.tell(), self._limit)
+        return parse_faulthandler(os.pread(self._file.fileno(), size, 0).decode(errors="replace"), OWN_FILES)
 
 
 def _doing(status: process_status.KernelStatus, pid: int = 0) -> str:
