@@ -3,7 +3,7 @@
 
 Under torchrun a thread of the launcher serves these timers. The server needs torch, which the host must not import, so
 here it is a process of its own: the program's interpreter runs this file by path, as ``python -u timers.py PARENT_PID
-FIFO RUN_ID``, and has the standard library alone. The process ends when its parent or its stdin ends. It writes JSON
+FIFO RUN_ID``, and has the standard library alone. The process ends with its parent. It writes JSON
 objects to stdout, one a line: ``{"op": "ready"}`` when the named pipe exists, ``{"op": "expired", "pid", "scope",
 "signal"}`` before it signals a process, or ``{"op": "error", "text"}``. As under torchrun, it runs only when the role's
 environment has ``TORCHELASTIC_ENABLE_FILE_TIMER=1``.
@@ -62,7 +62,7 @@ class TimerServer:
         self._partial = b""
         self.process = subprocess.Popen(
             [*python, __file__, str(os.getpid()), path, run_id],
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
@@ -91,8 +91,6 @@ class TimerServer:
         asyncio.get_running_loop().remove_reader(self._answers)
         self.process.kill()
         self.process.wait()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
         self._answers.close()
         with contextlib.suppress(OSError):
             os.unlink(self.path)
@@ -120,7 +118,7 @@ class TimerServer:
 
 
 def main(parent: int, path: str, run_id: str) -> None:
-    """Serve timers on a named pipe until stdin ends, or the host, the parent."""
+    """Serve timers on a named pipe until the host, the parent, ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -132,17 +130,16 @@ def main(parent: int, path: str, run_id: str) -> None:
         os.write(answers, json.dumps(message).encode() + b"\n")
 
     try:
-        server = _start(path, run_id, answer)
+        _start(path, run_id, answer)
     except Exception as error:
         answer(op="error", text=f"{type(error).__name__}: {error}")
         os._exit(1)
     answer(op="ready")
-    sys.stdin.buffer.read()
-    server.stop()
-    os._exit(0)
+    while True:
+        signal.pause()
 
 
-def _start(path: str, run_id: str, answer: Callable[..., None]) -> Any:
+def _start(path: str, run_id: str, answer: Callable[..., None]) -> None:
     """Start torch's server with the settings of ``LocalElasticAgent._setup_local_watchdog`` of torch 2.13."""
     from torch.distributed.elastic.timer.file_based_local_timer import FileTimerServer
 
@@ -155,9 +152,7 @@ def _start(path: str, run_id: str, answer: Callable[..., None]) -> Any:
         if name == "timer expired" and request.signal > 0:
             answer(op="expired", pid=request.worker_pid, scope=request.scope_id, signal=int(request.signal))
 
-    server = Server(file_path=path, run_id=run_id, max_interval=0.1, daemon=True, log_event=log)
-    server.start()
-    return server
+    Server(file_path=path, run_id=run_id, max_interval=0.1, daemon=True, log_event=log).start()
 
 
 if __name__ == "__main__":
