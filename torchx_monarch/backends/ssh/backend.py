@@ -216,8 +216,10 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
                 continue
             has_ended = has_ended or is_past
             lines = [TimedLine(*line) for line in answer]
-            if not has_ended and lines and not set("\r\n") & set(lines[-1].text):
-                del lines[-1]  # the beginning of a line, which is shown when it is whole, or a progress bar
+            last = lines[-1].text if lines else ""
+            # The beginning of a line is shown when it is whole, or a progress bar that ends in a whole character.
+            if not has_ended and last and (not set("\r\n") & set(last) or last.endswith("\N{REPLACEMENT CHARACTER}")):
+                del lines[-1]
             for line in lines:
                 yield line
                 start = line.end
