@@ -123,6 +123,8 @@ def test_exec_shows_the_last_state_of_a_progress_bar(capsys: pytest.CaptureFixtu
     for rank, text in ((0, "[d0]:\r 10%"), (1, "[d1]:x\n[d1]:\r 1%"), (0, "\r 20%"), (0, "\r 30%\n[d0]:end\n")):
         collector._show(output(rank, f"[d{rank}]:", text))
     assert capsys.readouterr().out == "[1] x\n[0]  30%\n[0] end\n"
+    for text in ("[d2]:\r 40%", "\r     \r"):  # tqdm's leave=False
+        collector._show(output(2, "[d2]:", text))
     assert collector._streams["stdout"].rest() == "[1]  1%\n"
 
 

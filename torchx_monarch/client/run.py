@@ -207,6 +207,8 @@ class _RankLines:
                 if not line.endswith("\n"):
                     self._bars[rank] = f"{head}\r{state}", prefix, stamp
                     continue
+                if "\r" in line[start:].rstrip("\r\n") and not state.strip():
+                    continue  # the bar has removed itself, as tqdm's with leave=False
                 line = head + state
             shown.append(line if begun else self._line(LogLine(line[start:], mark, rank, line[:stamp].rstrip())))
             (self._unfinished.discard if line.endswith("\n") else self._unfinished.add)(rank)
