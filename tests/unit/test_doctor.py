@@ -114,13 +114,14 @@ def test_a_state_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.M
         ("is UP", "old down 4", SlurmOpts(partition="old"), {"slurmctld": "ok", "partition": "fail"}),
         ("is UP", "", SlurmOpts(partition="none"), {"slurmctld": "ok", "partition": "fail"}),
         ("is DOWN", "main* up 4", SlurmOpts(), {"slurmctld": "fail"}),
+        ("is DOWN\nSlurmctld(backup) at b is UP", "main* up 4", None, {"slurmctld": "ok"}),
     ],
 )
 def test_slurm(
     ping: str, sinfo: str, options: SlurmOpts | None, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(words: list[str], timeout: float) -> str:
-        answer = f"Slurmctld(primary) at head {ping}" if words[0] == "scontrol" else sinfo
+        answer = f"Slurmctld(primary) at up1 {ping}" if words[0] == "scontrol" else sinfo
         return "slurm 24.05" if "--version" in words else answer
 
     monkeypatch.setattr(commands, "run", run)

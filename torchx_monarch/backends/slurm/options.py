@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -97,7 +98,7 @@ def check_slurm(options: SlurmOpts | None) -> Iterator[CheckResult]:
         answer = commands.run(["scontrol", "ping"], _TIMEOUT)
     except BackendError as error:
         answer = str(error)
-    up = " UP" in answer.upper()
+    up = re.search(r"\b(is|are) (DOWN/)?UP\b", answer) is not None  # a host may be named up1, and one of two be down
     answer = answer.strip().replace("\n", ", ")
     yield check("slurmctld", f"{version}: {answer}", fail="" if up else "start it, or see SLURM_CONF and the network")
     if not up or options is None:
