@@ -113,11 +113,10 @@ class Detached:
         return json.loads(fresh(code, **more))
 
 
-def fresh(code: str, **more: Any) -> str:
+def fresh(code: str, wrapper: Sequence[str] = (), **more: Any) -> str:
     """Run code that has ``runner`` and ``handle`` in a fresh process; what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", _PREAMBLE + code], capture_output=True, text=True, timeout=100, check=False, **more
-    )
+    command = [*wrapper, sys.executable, "-c", _PREAMBLE + code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **more)
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
 

@@ -129,13 +129,20 @@ def test_a_program_that_cannot_be_started(apps: Detached, tmp_path: Path, entryp
 
 
 def test_a_working_folder_that_may_not_be_entered(apps: Detached, tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may enter any folder")
-    (tmp_path / "closed").mkdir(mode=0)
-    app_id = apps.run(Role("r", image=str(tmp_path / "closed"), entrypoint="/bin/true"))
-    assert apps.wait(app_id).msg == (
-        f"replica r/0 could not be started: the working directory {tmp_path}/closed cannot be entered: "
-        "Permission denied."
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    # Root enters any folder by these rights.
+    without_rights = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
+    handle = apps.fresh(
+        f"""
+from torchx.specs import AppDef, Role
+role = Role("r", image={str(closed)!r}, entrypoint="/bin/true")
+print(json.dumps(runner.run(AppDef("app", [role]), "monarch_local")))
+""",
+        wrapper=without_rights,
+    )
+    assert apps.wait(handle.rpartition("/")[2]).msg == (
+        f"replica r/0 could not be started: the working directory {closed} cannot be entered: Permission denied."
     )
 
 
