@@ -7,6 +7,7 @@ The ranks have an environment of their own, in which the only packages that are 
 from __future__ import annotations
 
 import re
+import socket
 import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -195,6 +196,21 @@ def test_ranks_import_for_themselves_what_they_cannot_share(
     text = f"import pack\nimport other\nimport last\n{AHEAD}\nprint(ahead(pack, other, last), flush=True)"
     for _ in range(2):
         assert run(text) == {"['pack']"}
+
+
+def test_what_a_rejected_import_has_taken_is_free_for_the_ranks(
+    output: Callable[..., list[str]], live: Live, tmp_path: Path
+) -> None:
+    """The port is that of one rank: the other fails to bind it, unless it comes after the end of the first."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    bind = f"server = socket.create_server(('127.0.0.1', {port}))\n    bound = True\nexcept OSError:\n    bound = False"
+    install(tmp_path, "other.py", f"import socket\ntry:\n    {bind}")
+    text = f"import pack\nimport other\n{AHEAD}\nprint(ahead(pack, other), other.bound, flush=True)"
+    for _ in range(2):
+        assert "['pack'] True" in output(text)
+    [host] = next(event["hosts"] for event in live.events() if event["kind"] == "ranks")
+    assert host["unshared"].startswith("prog.py:2 import other: it keeps socket:[")
 
 
 def test_ranks_with_interpreters_of_their_own_execute_all_imports(folder: Path, python: str, tmp_path: Path) -> None:

@@ -52,6 +52,10 @@ def test_ranks_that_took_long_to_their_group_are_a_hint(seconds: float, hints: i
     snapshot = app(State.SUCCEEDED)
     shown = summary_of(HANDLE, snapshot, reduce(snapshot), 90.0, 200.0, [ended]).lines()
     assert len([line for line in shown if line.startswith("  hint:   ranks took 2.5 s or more until")]) == hints
+    why = "train.py:7 import wandb: it runs a thread (x)"
+    started: Event = {"time": 99, "kind": "ranks", "message": "", "hosts": [{"replica": 0, "unshared": why}]}
+    shown = summary_of(HANDLE, snapshot, reduce(snapshot), 90.0, 200.0, [started, ended]).lines()
+    assert sum(line.endswith(f"formed; they share its imports before {why}") for line in shown) == hints
 
 
 def test_a_failed_app_names_the_rank_and_its_log(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import os
 import runpy
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,10 +28,10 @@ NOTHING = {"op": "import", "mode": "exec", "target": "", "modules": []}
 
 
 @contextlib.contextmanager
-def started(*modules: str) -> Iterator[Zygote]:
+def started(*modules: str, say: Callable[[str], None] = print) -> Iterator[Zygote]:
     command = parse(["torchrun", "x.py"], {})
     assert command is not None
-    zygote = Zygote(ZygoteProcess(RunSpec(command, dict(os.environ), modules), 1), None, print)
+    zygote = Zygote(ZygoteProcess(RunSpec(command, dict(os.environ), modules), 1), None, say)
     try:
         yield zygote
     finally:
@@ -60,6 +60,32 @@ def test_a_zygote_that_ends_is_named_with_the_signal(number: signal.Signals) -> 
             with pytest.raises(ZygoteError, match=rf"^the zygote \(pid {zygote.pid}\) was killed by signal {number}"):
                 await zygote.ask(NOTHING)
             assert zygote.ended and not zygote.ready
+
+    asyncio.run(main())
+
+
+def test_a_zygote_ends_as_the_copy_that_goes_on_after_a_rejected_import() -> None:
+    async def main() -> None:
+        with started("json") as zygote:
+            command = parse(["torchrun", "x.py"], {})
+            assert command is not None
+            zygote.lead(RunSpec(command, {}, ["json"], leading=((3, "import nosuch"),)), 1)
+            why = "x.py:3 import nosuch: ModuleNotFoundError: No module named 'nosuch'"
+            assert (await zygote.imports())["unshared"] == why
+            os.kill(int(Path(f"/proc/{zygote.pid}/task/{zygote.pid}/children").read_text()), signal.SIGKILL)
+            with pytest.raises(ZygoteError, match="was killed by signal 9"):
+                await zygote.ask(NOTHING)
+
+    asyncio.run(main())
+
+
+def test_a_module_that_cannot_be_imported_ahead_is_named() -> None:
+    async def main() -> None:
+        said = asyncio.get_running_loop().create_future()
+        with started("nosuch", "json", say=said.set_result) as zygote:
+            assert (await zygote.imports())["unsafe"] == ""
+            why = "ModuleNotFoundError: No module named 'nosuch'; name an installed module, or none"
+            assert await asyncio.wait_for(said, WITHIN) == f"the ranks' imports: preload=nosuch: {why}"
 
     asyncio.run(main())
 

@@ -152,6 +152,7 @@ class Attempts:
                 "first_rank": world.first_rank(replica),
                 "pids": answer.pids,
                 "imported": answer.imported,
+                "unshared": answer.unshared,
             }
             for replica, answer in sorted(launched.items())
         ]

@@ -88,6 +88,8 @@ class Launched:
     pids: tuple[int, ...]
     imported: tuple[float, ...] = ()
     """When the import of which the ranks are forks began and ended, by the host's clock; empty if there was none."""
+    unshared: str = ""
+    """The first leading statement that the ranks cannot share, and why; empty if they share all."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -180,7 +180,8 @@ class Workload(abc.ABC):
             case OpenStore():
                 return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
             case LaunchRanks():
-                return Launched(tuple(await pool.launch(request.world)), pool.imported)
+                pids = tuple(await pool.launch(request.world))
+                return Launched(pids, pool.starter.imported, pool.starter.unshared)
             case WatchRanks():
                 await pool.watch()
                 return pool.exits()

@@ -254,6 +254,7 @@ class _Host:
     first_rank: int = 0
     pids: tuple[int | None, ...] = ()
     imported: tuple[Seconds, ...] = ()
+    unshared: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,11 +269,14 @@ class _Exit:
     grouped: Seconds | None = None
 
 
-def seconds_to_group(happened: Iterable[Event]) -> float:
-    """Return how long the fastest rank of the last attempt took to its first process group; 0 if that is not known."""
-    ends = [event for event in happened if event["kind"] == "attempt_end"]
-    exits = _decoded(ends[-1].get("exits"), _Exit) if ends else ()
-    return min((end.grouped - end.started for end in exits if end.grouped is not None), default=0.0)
+def seconds_to_group(happened: Iterable[Event]) -> tuple[float, str]:
+    """Return how long the fastest rank of the last attempt took to its first process group, 0 if that is not known, and
+    the first import that its ranks did not share, with the reason."""
+    last = {event["kind"]: event for event in happened}
+    hosts = _decoded(last.get("ranks", {}).get("hosts"), _Host)
+    exits = _decoded(last.get("attempt_end", {}).get("exits"), _Exit)
+    seconds = min((end.grouped - end.started for end in exits if end.grouped is not None), default=0.0)
+    return seconds, next((host.unshared for host in hosts if host.unshared), "")
 
 
 def _decoded(values: object, kind: type[T]) -> Iterator[T]:

@@ -153,7 +153,7 @@ def summary_of(
         cause=with_hang(status.message, happened) if status.state is State.CANCELLED else status.message,
         log=_folder(app),
         ran=f"{_shape(app)}, {facts}" if app.roles else facts,
-        hint=_hint(seconds_to_group(happened)) if status.state is State.SUCCEEDED else "",
+        hint=_hint(*seconds_to_group(happened)) if status.state is State.SUCCEEDED else "",
         next=(f"torchx log {handle}", f"torchx monarch report {handle} -o job.html"),
     )
     if status.state is not State.FAILED:
@@ -171,14 +171,17 @@ def summary_of(
     )
 
 
-def _hint(seconds: float) -> str:
+def _hint(seconds: float, unshared: str) -> str:
     """Return what would start the ranks of a job sooner that took some time to their first process group."""
     if seconds < _SLOW_START:
         return ""
-    return (
-        f"ranks took {seconds:.1f} s or more until their process group had formed; with -cfg preload=auto, what a "
-        "program imports in its first statements is imported once per host, and what it imports later by each rank"
+    shared = (
+        f"they share its imports before {one_line(unshared)}"
+        if unshared
+        else "with -cfg preload=auto, what a program imports in its first statements is imported once per host, and "
+        "what it imports later by each rank"
     )
+    return f"ranks took {seconds:.1f} s or more until their process group had formed; {shared}"
 
 
 def _shape(app: AppSnapshot) -> str:

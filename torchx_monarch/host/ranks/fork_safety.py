@@ -26,7 +26,7 @@ class Resources:
         self._fork = fork
         self._threads = set(os.listdir("/proc/self/task"))
         self._descriptors = _descriptors()
-        self._children = _children()
+        self._children = children()
         self._shared = _shared_memory()
 
     def tracer(self) -> str:
@@ -145,7 +145,8 @@ def _descriptors() -> dict[str, str]:
     return {number: path for number, path in found.items() if path not in ("/dev/null", "/dev/urandom", "/dev/random")}
 
 
-def _children() -> set[str]:
+def children() -> set[str]:
+    """Return the pids of the children of this process."""
     return set(_read(f"/proc/self/task/{os.getpid()}/children").split())
 
 

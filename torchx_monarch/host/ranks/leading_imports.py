@@ -4,8 +4,8 @@
 ``zygote_main`` runs this file: it imports the standard library alone. The statements are executed as the program would
 execute them: in its folder, with its environment but for the variables of a rank, in their order. A statement must not
 be shared by ranks if it reads such a variable, imports the user's own modules, or has an effect that a fork does not
-get, or must not share (``fork_safety``). A copy of this process is forked before each statement; if the statement must
-not be shared, that copy goes on as the zygote, and the ranks execute the statement and those after it themselves.
+get, or must not share (``fork_safety``). A copy of this process is forked before each import; if the import must not
+be shared, that copy goes on as the zygote, and the ranks execute the statement and those after it themselves.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import importlib.machinery
 import os
 import signal
 import site
-import socket
 import sys
 import sysconfig
 import tempfile
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 _OF_A_RANK = frozenset(
     (
@@ -46,8 +45,17 @@ _HARMLESS = {*_RANK_ZERO, "fsspec.config", "tqdm.utils", "preloaded_modules.py"}
 TQDM_."""
 
 
-_GO_ON, _END = b"-", b"+"
-"""What a process writes to its copy: that the import must not be shared, or that the copy is not needed."""
+_REASON_BYTES = 1000
+"""Bytes of a reason at most, of which a pipe takes 4096 at once (PIPE_BUF)."""
+
+_WAITER = """
+import os, sys
+code = os.waitstatus_to_exitcode(os.waitpid(int(sys.argv[1]), 0)[1])
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+"""A program that ends as its child does."""
 
 
 class _MustNotBeShared(BaseException):
@@ -60,11 +68,13 @@ class LeadingImports:
     Attributes:
         environ: the environment before the first statement.
         output: what the statements have written to stdout and to stderr; each rank writes it when it begins.
+        unshared: the first statement that ranks cannot share, where it is, and why; empty if they share all.
     """
 
     def __init__(self, order: dict[str, Any], path0: str) -> None:
         self.environ = dict(os.environ)
         self.output = (b"", b"")
+        self.unshared = ""
         self._statements: list[tuple[int, str]] = order["statements"]
         self._path = order["path"]
         self._has_path0 = bool(path0)
@@ -74,14 +84,13 @@ class LeadingImports:
         self._files: dict[str, tuple[int, int]] = {}
 
     def execute(
-        self, fork: Callable[[], int], safety: dict[str, Any], channel: socket.socket, hide: Callable[[set[str]], None]
+        self, fork: Callable[[], int], safety: dict[str, Any], hide: Callable[[set[str]], None]
     ) -> Callable[[], None]:
         """Execute the statements.
 
         Args:
             fork: forks this process; the fork ends when this process does.
             safety: the names of ``fork_safety``.
-            channel: the socket of the orders, which this process leaves to a copy that goes on in its place.
             hide: hides modules from the program until it imports them.
 
         Returns:
@@ -90,15 +99,16 @@ class LeadingImports:
         before, main, generators = set(sys.modules), types.ModuleType("__main__"), safety["Generators"]()
         vars(main).update(__builtins__=sys.modules["builtins"], __file__=self._path)
         sys.modules["__main__"] = main
+        why = ""
         with _Output() as output, self._watched() as problem:
             for line, text in self._statements:
                 is_import = text.startswith(("import ", "from "))
                 if not is_import or text.split()[1].partition(".")[0] in sys.stdlib_module_names:
-                    if self._execute(line, text, main):
+                    if why := self._execute(line, text, main):
                         break
                     continue
                 printed, known = output.sizes(), set(sys.modules)
-                copy, writer = _fork_copy(fork)
+                copy, writer, why = _fork_copy(fork)
                 if not copy:
                     output.truncate(printed)
                     break
@@ -107,15 +117,16 @@ class LeadingImports:
                 why = why or resources.what_is_new("it") or generators.seeded_by("it")
                 if not why and output.sizes() != printed and not sys.modules.keys().isdisjoint(_RANK_ZERO):
                     why = "it prints on rank 0 alone"
-                os.write(writer, _GO_ON if why else _END)
-                os.close(writer)
                 if why:
-                    channel.close()
+                    os.write(writer, why.encode(errors="replace")[:_REASON_BYTES])
+                    _leave_to(copy, safety["children"]())
+                os.kill(copy, signal.SIGKILL)
                 os.waitpid(copy, 0)
-                if why:
-                    os._exit(0)
+                os.close(writer)
                 if not line:  # the program has no such statement
                     hide({name for name in sys.modules.keys() - known if name not in sys.stdlib_module_names})
+            if why and line:
+                self.unshared = f"{os.path.basename(self._path)}:{line} {text}: {why}"
             self.output = output.read()
         new = set(sys.modules) - before
         self._packages = {name.partition(".")[0] for name in new}
@@ -201,22 +212,35 @@ class LeadingImports:
         )
 
 
-def _fork_copy(fork: Callable[[], int]) -> tuple[int, int]:
-    """Fork a copy of this process that waits for one byte: on _GO_ON it goes on, else it ends.
+def _fork_copy(fork: Callable[[], int]) -> tuple[int, int, str]:
+    """Fork a copy of this process that waits for the reason to go on in its place.
 
-    Return the pid of the copy and the pipe for the byte, or 0 in a copy that goes on.
+    Return the pid of the copy and the pipe for the reason; in a copy that goes on 0, and the reason.
     """
     reader, writer = os.pipe()
-    if copy := fork():
-        os.close(reader)
-        return copy, writer
-    os.close(writer)
-    # Not until the end of the pipe, which a process that the import has forked may hold open.
-    goes_on = os.read(reader, 1) == _GO_ON
+    copy = fork()
+    if not copy:
+        os.close(writer)
+        # Not until the end of the pipe, which a process that the import has forked may hold open.
+        if not (why := os.read(reader, _REASON_BYTES)):
+            os._exit(1)
     os.close(reader)
-    if not goes_on:
-        os._exit(0)
-    return 0, -1
+    return (copy, writer, "") if copy else (0, -1, why.decode(errors="replace"))
+
+
+def _leave_to(copy: int, children: set[str]) -> NoReturn:
+    """Have a copy go on in place of this process, which gives back what an import has taken: ports, locks, memory.
+
+    The host knows this process by its pid: it becomes a small one that ends as the copy does.
+    """
+    for child in children - {str(copy)}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(child), signal.SIGKILL)
+    for number in os.listdir("/proc/self/fd"):
+        if int(number) > 2:
+            with contextlib.suppress(OSError):  # that of the listing itself
+                os.close(int(number))
+    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", _WAITER, str(copy), *sys.orig_argv[-1:]])
 
 
 def _renew_rank_zero() -> None:

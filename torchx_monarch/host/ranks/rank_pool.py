@@ -64,7 +64,7 @@ class RankPool:
         self.run = logs.run
         self._replica = logs.replica
         self._logs = logs
-        self._starter = starter
+        self.starter = starter
         self._recorders = recorders
         self._breakpoints = breakpoints
         self._attach_socket = attach_socket
@@ -85,11 +85,11 @@ class RankPool:
             self._say(f"--node-rank={node_rank} is not used: this is the host of replica {self._replica}")
         await self._recorders.start()
         await self._breakpoints.start()
-        return await self._starter.prepare(nproc)
+        return await self.starter.prepare(nproc)
 
     def start_timers(self, path: str, run_id: str) -> None:
         """Start the timer server of the ranks; see ``TimerServer`` for the arguments."""
-        env = interpreter_environment(self.run.environ, self._starter.count)
+        env = interpreter_environment(self.run.environ, self.starter.count)
         try:
             self._timers = TimerServer(self.run.python(), path, run_id, env, self._say)
         except OSError as error:
@@ -100,14 +100,14 @@ class RankPool:
         if self._timers is not None:
             self._timers.close()
             self._timers = None
-        self._starter.store.release()
+        self.starter.store.release()
 
     def retire(self) -> None:
         """Close the pool, and the store of its ranks, at the end of its run."""
         self.close()
         self._ranks = []
         self._is_retired = True
-        self._starter.store.end()
+        self.starter.store.end()
 
     # -- an attempt ----------------------------------------------------------------------------------------------------
 
@@ -117,21 +117,16 @@ class RankPool:
             endpoint = await MasterEndpoint.create(self.run.command.options, bind, advertised, hosts)
             if endpoint.unused and self.attempt < 0:
                 self._say(f"{endpoint.unused} is not used: the ranks meet at {advertised}, replica 0's")
-            port, served = await self._starter.open_store(endpoint)
+            port, served = await self.starter.open_store(endpoint)
         except EndpointError as error:
             raise LaunchError(str(error)) from None
         if self._is_retired:  # the run has ended meanwhile
-            self._starter.store.end()
+            self.starter.store.end()
         return endpoint.address, port, served
-
-    @property
-    def imported(self) -> tuple[float, ...]:
-        """When the import of which the ranks are forks began and ended (see ``RankStarter``)."""
-        return self._starter.imported
 
     async def launch(self, world: World) -> list[int]:
         """Start the program of each rank of an attempt; return the process ids, in the order of local ranks."""
-        store = self._starter.store
+        store = self.starter.store
         if store.current is not None and store.current.port != world.master_port:
             store.end()  # the ranks meet on another host
         try:
@@ -140,14 +135,14 @@ class RankPool:
         except TimerError as error:
             raise LaunchError(f"torch's timer server does not run: {error}") from None
         stops = self._stops
-        await self._starter.renew_importer()
+        await self.starter.renew_importer()
         if stops != self._stops:  # the attempt has ended while the modules were imported
             raise LaunchError("the ranks were stopped before they were started")
         try:
             with contextlib.ExitStack() as unstarted:
-                ranks = [self._assign(world, local_rank, unstarted) for local_rank in range(self._starter.count)]
+                ranks = [self._assign(world, local_rank, unstarted) for local_rank in range(self.starter.count)]
                 if ranks:
-                    await self._starter.start([(rank.process, self._describe(world, rank)) for rank in ranks])
+                    await self.starter.start([(rank.process, self._describe(world, rank)) for rank in ranks])
                 unstarted.pop_all()
         except OSError as error:
             reason = f"cannot write the ranks' logs: {error.strerror}: {error.filename}{open_files.hint(error)}"
@@ -268,7 +263,7 @@ class RankPool:
     def _assign(self, world: World, local_rank: int, unstarted: contextlib.ExitStack) -> Rank:
         """Return a rank with its log files; ``unstarted`` discards its process on exit."""
         rank = world.first_rank(self._replica) + local_rank
-        process = self._starter.new_process()
+        process = self.starter.new_process()
         unstarted.callback(process.discard)
         directory = self._logs.attach(process.stdout, process.stderr, world.log_attempt, rank, local_rank)
         return Rank(process, rank, local_rank, directory, world.attempt)
@@ -308,7 +303,7 @@ class RankPool:
             if ranks is self._ranks:  # otherwise a new attempt has started
                 # Ranks of other hosts may still be shutting down and need the store.
                 timers = [self._timers.process.pid] if self._timers is not None else []
-                await end_orphans(self._marker, [*timers, *self._starter.pids])
+                await end_orphans(self._marker, [*timers, *self.starter.pids])
             for rank in ranks:
                 await rank.process.drain()
 

@@ -29,6 +29,7 @@ class RankStarter:
         store: the TCPStore, which is a fork of the zygote.
         count: number of ranks on this host; 0 before ``prepare``.
         imported: when the import of the modules began and ended, in seconds since the epoch; empty without one.
+        unshared: the first leading statement that the ranks cannot share, and why; empty if they share all.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class RankStarter:
         self.store = MasterStore(say)
         self.count = 0
         self.imported: tuple[float, ...] = ()
+        self.unshared = ""
         self._run = run
         self._zygotes = zygotes
         self._say = say
@@ -146,7 +148,7 @@ class RankStarter:
         while self._run.preload and not self._is_lost:
             zygote = self._zygotes.fitting(self._run, self.count)
             try:
-                unsafe = (await zygote.imports())["unsafe"]
+                answer = await zygote.imports()
             except ZygoteError as error:
                 if self._run.leading:
                     self._zygotes.discard(zygote)
@@ -156,10 +158,10 @@ class RankStarter:
                 self._is_lost = True
                 self._say(f"{error} while it imported {', '.join(self._run.preload)}; the ranks import for themselves")
                 break
-            if unsafe and self._forks:
+            if answer["unsafe"] and self._forks:
                 self._forks = False
-                self._say(f"the ranks are not forks of one interpreter: {unsafe}")
-            self.imported = zygote.imported
+                self._say(f"the ranks are not forks of one interpreter: {answer['unsafe']}")
+            self.imported, self.unshared = zygote.imported, answer.get("unshared", "")
             return zygote
         return None
 

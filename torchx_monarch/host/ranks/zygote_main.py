@@ -10,7 +10,7 @@ alone. ``FD`` is one end of a socket pair on which the host sends orders as JSON
                                            ``serves_store``, whether torch has been imported
 ``{"op": "lead", "statements": [...]}``    execute the leading statements of the program at ``path``, in the folder
                                            ``cwd`` unless it is null, with ``env`` added, as far as ranks can share
-                                           what these do
+                                           what these do; answer ``unshared``, the first that they cannot share
 ``{"op": "check", "path0": P}``            answer ``current``, whether these would import the same files now in a
                                            program that puts the folder P first in ``sys.path``
 ``{"op": "count", "device": D}``           answer how many ranks torchrun would start for ``--nproc-per-node D``
@@ -96,9 +96,13 @@ def _import(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
     gc.disable()
     preloaded = program["preloaded"] = program["run_sibling_file"]("preloaded_modules.py")["PreloadedModules"]()
     for name in order["modules"]:
-        # The program may import it later, and fail with a traceback of its own code, or never need it.
-        with contextlib.suppress(Exception), preloaded.importing(name):
-            importlib.import_module(name)
+        try:
+            with preloaded.importing(name):
+                importlib.import_module(name)
+        except Exception as error:
+            # The program may import it later, and fail with a traceback of its own code, or never need it.
+            if name != "torch":  # the default
+                print(f"preload={name}: {type(error).__name__}: {error}; name an installed module, or none", flush=True)
         unsafe = unsafe or what_is_new(name)
     if path0 is not None:
         sys.path.remove(path0)
@@ -108,7 +112,7 @@ def _import(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
     return {"unsafe": unsafe, "serves_store": "torch" in sys.modules}
 
 
-def _lead(order: dict[str, Any], program: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
+def _lead(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
     """Execute the leading statements of a program; return the answer to the order."""
     if program["unsafe"]:
         return {}  # each rank executes an interpreter of its own
@@ -127,9 +131,9 @@ def _lead(order: dict[str, Any], program: dict[str, Any], channel: socket.socket
     preloaded.hide()
     leading = run_sibling_file("leading_imports.py")["LeadingImports"](order, sys.path[0] if is_set else "")
     program["leading"] = leading
-    _renewals.append(leading.execute(fork, run_sibling_file("fork_safety.py"), channel, preloaded.hide_again))
+    _renewals.append(leading.execute(fork, run_sibling_file("fork_safety.py"), preloaded.hide_again))
     gc.freeze()
-    return {}
+    return {"unshared": leading.unshared}
 
 
 def _fork() -> int:
@@ -435,7 +439,7 @@ def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, 
             if op == "import":
                 answer = _import(order, program)
             elif op == "lead":
-                answer = _lead(order, program, channel)
+                answer = _lead(order, program)
             elif op == "check":
                 answer["current"] = "leading" not in program or program["leading"].is_current(order["path0"])
             elif op == "count":
