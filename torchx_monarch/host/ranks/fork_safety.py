@@ -46,7 +46,9 @@ class Resources:
             return f"{module} runs a thread ({named[0]})"
         if now._threads > self._threads:
             # numpy's OpenBLAS, for one, ends its threads before every fork and starts them again when it needs them.
-            self._fork_once()
+            if (copy := self._fork()) == 0:
+                os._exit(0)
+            os.waitpid(copy, 0)
             now._threads &= set(os.listdir("/proc/self/task"))
         for thread in now._threads - self._threads:
             # jemalloc, which pyarrow has, goes on without its thread in a fork (background_thread_postfork_child).
@@ -59,12 +61,6 @@ class Resources:
         for path in now._shared - self._shared:
             return f"{module} makes memory that processes share ({path})"  # a lock of multiprocessing, for one
         return ""
-
-    def _fork_once(self) -> None:
-        child = self._fork()
-        if child == 0:
-            os._exit(0)
-        os.waitpid(child, 0)
 
 
 class Generators:

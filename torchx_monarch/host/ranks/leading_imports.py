@@ -85,7 +85,7 @@ class LeadingImports:
 
     def execute(
         self, fork: Callable[[], int], safety: dict[str, Any], hide: Callable[[set[str]], None]
-    ) -> Callable[[], None]:
+    ) -> list[Callable[[], None]]:
         """Execute the statements.
 
         Args:
@@ -94,7 +94,7 @@ class LeadingImports:
             hide: hides modules from the program until it imports them.
 
         Returns:
-            A function for forks that makes anew what they must not share.
+            Functions for forks that make anew what they must not share.
         """
         before, main, generators = set(sys.modules), types.ModuleType("__main__"), safety["Generators"]()
         vars(main).update(__builtins__=sys.modules["builtins"], __file__=self._path)
@@ -131,13 +131,7 @@ class LeadingImports:
         new = set(sys.modules) - before
         self._packages = {name.partition(".")[0] for name in new}
         self._files = self._installed.files_of(new)
-        renew_generators = generators.stop()
-
-        def renew() -> None:
-            renew_generators()
-            _renew_rank_zero()
-
-        return renew
+        return [generators.stop(), _renew_rank_zero]
 
     def _execute(self, line: int, text: str, main: types.ModuleType) -> str:
         """Execute a statement; return why it must not be shared, if that is found at once."""

@@ -9,16 +9,14 @@ imports do, so a fork that finds them executed is in the state of an interpreter
 from __future__ import annotations
 
 import ast
-import importlib.machinery
+import contextlib
 import os
+import pkgutil
 import sys
 import warnings
 from collections.abc import Collection, Iterator
 
 from torchx_monarch.host.ranks.preloaded_modules import is_read_at_import
-
-_MAX_SOURCE = 1 << 20
-"""Bytes of a program that is read; a larger one has no leading statements."""
 
 Statement = tuple[int, str]
 """The line and the text of a statement."""
@@ -57,7 +55,8 @@ def leading_statements(mode: str, target: str, folder: str, preloaded: Collectio
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ()  # the program reports it, if its interpreter finds it wrong, too
-    own = own_modules(program_folder(mode, target, folder))
+    # A folder without ``__init__.py`` does not come before an installed package.
+    own = {module.name for module in pkgutil.iter_modules([program_folder(mode, target, folder)])}
     statements, end = list[Statement](), 0
     for line, text, package in _leading(tree, own):
         statements.append((line, text))
@@ -72,22 +71,6 @@ def leading_statements(mode: str, target: str, folder: str, preloaded: Collectio
 def program_folder(mode: str, target: str, folder: str) -> str:
     """Return the folder that a Python program puts first in ``sys.path``; arguments as for ``leading_statements``."""
     return os.path.dirname(os.path.realpath(os.path.join(folder, target))) if mode == "script" else folder
-
-
-def own_modules(folder: str) -> set[str]:
-    """Return the names of the modules and packages in a folder; one without ``__init__.py`` does not come before an
-    installed package."""
-    suffixes, names = importlib.machinery.all_suffixes(), set[str]()
-    try:
-        entries = os.listdir(folder)
-    except OSError:
-        return names
-    for entry in entries:
-        name, dot, suffix = entry.partition(".")
-        inits = (os.path.join(folder, entry, f"__init__{module_suffix}") for module_suffix in suffixes)
-        if (f".{suffix}" in suffixes) if dot else any(map(os.path.exists, inits)):
-            names.add(name)
-    return names
 
 
 def source_path(mode: str, target: str, folder: str) -> str:
@@ -105,14 +88,10 @@ def source_path(mode: str, target: str, folder: str) -> str:
 
 
 def _read(path: str) -> bytes:
-    if not path.endswith(".py") or not os.path.isfile(path):
-        return b""
-    try:
-        with open(path, "rb") as file:
-            source = file.read(_MAX_SOURCE + 1)
-    except OSError:
-        return b""
-    return source if len(source) <= _MAX_SOURCE else b""
+    if path.endswith(".py") and os.path.isfile(path):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            return file.read()
+    return b""
 
 
 def _leading(tree: ast.Module, own: Collection[str]) -> Iterator[tuple[int, str, str]]:
@@ -133,25 +112,22 @@ def _leading(tree: ast.Module, own: Collection[str]) -> Iterator[tuple[int, str,
                 pass
             case ast.Assign(targets=[ast.Name()], value=value) if _is_constant(value):
                 pass
-            case ast.Assign(
-                targets=[ast.Subscript(value=environ, slice=ast.Constant(value=str(name)))],
-                value=ast.Constant(value=str()),
-            ) if _is_environ(environ) and not is_read_at_import(name):
-                yield node.lineno, ast.unparse(node), ""
-            case ast.Expr(
-                value=ast.Call(
-                    func=ast.Attribute(value=environ, attr="setdefault"),
-                    args=[ast.Constant(value=str(name)), ast.Constant(value=str())],
-                    keywords=[],
+            case (
+                ast.Assign(
+                    targets=[ast.Subscript(value=environ, slice=ast.Constant(value=str(name)))],
+                    value=ast.Constant(value=str()),
                 )
-            ) if _is_environ(environ) and not is_read_at_import(name):
+                | ast.Expr(
+                    value=ast.Call(
+                        func=ast.Attribute(value=environ, attr="setdefault"),
+                        args=[ast.Constant(value=str(name)), ast.Constant(value=str())],
+                        keywords=[],
+                    )
+                )
+            ) if ast.unparse(environ) == "os.environ" and not is_read_at_import(name):
                 yield node.lineno, ast.unparse(node), ""
             case _:
                 return
-
-
-def _is_environ(node: ast.expr) -> bool:
-    return ast.unparse(node) == "os.environ"
 
 
 def _is_constant(node: ast.expr) -> bool:

@@ -131,7 +131,7 @@ def _lead(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
     preloaded.hide()
     leading = run_sibling_file("leading_imports.py")["LeadingImports"](order, sys.path[0] if is_set else "")
     program["leading"] = leading
-    _renewals.append(leading.execute(fork, run_sibling_file("fork_safety.py"), preloaded.hide_again))
+    _renewals.extend(leading.execute(fork, run_sibling_file("fork_safety.py"), preloaded.hide_again))
     gc.freeze()
     return {"unshared": leading.unshared}
 
