@@ -55,7 +55,7 @@ def test_ranks_that_took_long_to_their_group_are_a_hint(seconds: float, hints: i
     why = "train.py:7 import wandb: it runs a thread (x)"
     started: Event = {"time": 99, "kind": "ranks", "message": "", "hosts": [{"replica": 0, "unshared": why}]}
     shown = summary_of(HANDLE, snapshot, reduce(snapshot), 90.0, 200.0, [started, ended]).lines()
-    assert sum(line.endswith(f"formed; they share its imports before {why}") for line in shown) == hints
+    assert sum(line.endswith(f"formed; the first import that they do not share: {why}") for line in shown) == hints
 
 
 def test_a_failed_app_names_the_rank_and_its_log(tmp_path: Path) -> None:

@@ -84,8 +84,8 @@ def test_a_module_that_cannot_be_imported_ahead_is_named() -> None:
         said = asyncio.get_running_loop().create_future()
         with started("nosuch", "json", say=said.set_result) as zygote:
             assert (await zygote.imports())["unsafe"] == ""
-            why = "ModuleNotFoundError: No module named 'nosuch'; name an installed module, or none"
-            assert await asyncio.wait_for(said, WITHIN) == f"the ranks' imports: preload=nosuch: {why}"
+            why = "ModuleNotFoundError: No module named 'nosuch'; name an installed module, or preload=torch"
+            assert await asyncio.wait_for(said, WITHIN) == f"the ranks' imports: preload=torch+nosuch: {why}"
 
     asyncio.run(main())
 

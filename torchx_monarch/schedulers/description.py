@@ -176,7 +176,7 @@ def _hint(seconds: float, unshared: str) -> str:
     if seconds < _SLOW_START:
         return ""
     shared = (
-        f"they share its imports before {one_line(unshared)}"
+        f"the first import that they do not share: {one_line(unshared)}"
         if unshared
         else "with -cfg preload=auto, what a program imports in its first statements is imported once per host, and "
         "what it imports later by each rank"

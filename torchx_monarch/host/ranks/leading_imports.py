@@ -138,6 +138,8 @@ class LeadingImports:
         before = dict(vars(os.environ)["_data"])  # reading os.environ itself is watched
         try:
             exec(compile("\n" * (line - 1) + text, self._path, "exec", dont_inherit=True), vars(main))
+        except _MustNotBeShared as error:
+            return str(error)
         except BaseException as error:
             return f"{type(error).__name__}: {error}"
         now = vars(os.environ)["_data"]

@@ -102,7 +102,8 @@ def _import(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
         except Exception as error:
             # The program may import it later, and fail with a traceback of its own code, or never need it.
             if name != "torch":  # the default
-                print(f"preload={name}: {type(error).__name__}: {error}; name an installed module, or none", flush=True)
+                failure = f"{type(error).__name__}: {error}"
+                print(f"preload=torch+{name}: {failure}; name an installed module, or preload=torch", flush=True)
         unsafe = unsafe or what_is_new(name)
     if path0 is not None:
         sys.path.remove(path0)
