@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from torchx.specs import AppDef, Role
 
+import torchx_monarch
 from tests.contract.place import TORCHX
 from tests.fork_server import run_torchx
 from tests.waits import WITHIN, until
-from torchx_monarch import SPMDError, SPMDJob, serve
+from torchx_monarch import SPMDError, serve
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 
 CFG = {"preload": "none", "grace": 3}
@@ -29,23 +30,23 @@ def torchx(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def jobs() -> Iterator[list[SPMDJob]]:
+def jobs() -> Iterator[list[torchx_monarch.SPMDJob]]:
     """What is put in ends with the test."""
-    found: list[SPMDJob] = []
+    found: list[torchx_monarch.SPMDJob] = []
     yield found
     for job in found:
         job.release()
         over(job)
 
 
-def over(job: SPMDJob) -> str:
+def over(job: torchx_monarch.SPMDJob) -> str:
     """The state in which it ended."""
     until(lambda: job.status().state in ("SUCCEEDED", "FAILED", "CANCELLED"), "the end", every=0.05)
     return job.status().state
 
 
 def test_serve_leaves_the_app_as_it_is_and_holds_each_of_its_roles(
-    jobs: list[SPMDJob], script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+    jobs: list[torchx_monarch.SPMDJob], script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = script("print(sys.argv[1], rank, os.environ['WORLD_SIZE'], os.environ.get('OF_ROLE'))")
     trainer = ["--nnodes", "2", "--nproc-per-node", "1", path, "trainer"]
@@ -66,7 +67,7 @@ def test_serve_leaves_the_app_as_it_is_and_holds_each_of_its_roles(
     result = job.run_spmd()
     assert sorted(capfd.readouterr().out.splitlines()) == ["trainer 0 2 t", "trainer 1 2 t"]
     assert result.exit_codes == {0: 0, 1: 0}
-    other = SPMDJob.attach(job.handle, "evaluator")
+    other = torchx_monarch.SPMDJob.attach(job.handle, "evaluator")
     other.wait_ready(60).run_spmd()
     assert capfd.readouterr().out == "evaluator 0 1 None\n"
     assert job.status().runs == other.status().runs == 1 and job.status().hosts.keys() == {0, 1}
@@ -78,7 +79,7 @@ def test_serve_leaves_the_app_as_it_is_and_holds_each_of_its_roles(
 
 
 def test_exec_from_another_shell_when_who_took_the_hosts_is_gone(
-    jobs: list[SPMDJob], script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    jobs: list[torchx_monarch.SPMDJob], script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = script("""
         print("out", rank, flush=True)
@@ -92,7 +93,7 @@ def test_exec_from_another_shell_when_who_took_the_hosts_is_gone(
     code = f"from torchx_monarch import serve; print({serving}.handle)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     handle = done.stdout.split()[-1]
-    jobs.append(SPMDJob(handle))
+    jobs.append(torchx_monarch.SPMDJob(handle))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "caller.json"))
     done = torchx("monarch", "exec", handle, "--", "torchrun", "--nproc-per-node", "2", path, check=False)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
@@ -132,7 +133,7 @@ DEFAULT_SIGHUP = (
 
 
 def test_ctrl_c_and_signals_stop_the_run_and_not_the_allocation(
-    jobs: list[SPMDJob], script: Callable[[str], str]
+    jobs: list[torchx_monarch.SPMDJob], script: Callable[[str], str]
 ) -> None:
     path = script("""
         signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"told to stop\\n"))
@@ -163,7 +164,7 @@ def test_ctrl_c_and_signals_stop_the_run_and_not_the_allocation(
     assert over(job) == "SUCCEEDED"
 
 
-REQUESTS: dict[str, Callable[[SPMDJob], object]] = {
+REQUESTS: dict[str, Callable[[torchx_monarch.SPMDJob], object]] = {
     # Everything that needs the hosts.
     "runs": lambda job: job.runs(),
     "follow": lambda job: job.follow(),
@@ -182,14 +183,14 @@ def test_all_requests_wait_for_the_hosts_and_say_when_they_have_ended(
         assert job.runs() == []  # at once, when nothing listens yet
         first, *more = capfd.readouterr().err.splitlines()
         assert first.startswith("[monarch] waiting for the hosts ("), more
-        attached = SPMDJob.attach(job.handle)
+        attached = torchx_monarch.SPMDJob.attach(job.handle)
         for name in ("follow", "logs", "cancel_run"):
             with pytest.raises(RefusedError, match="a run is not known here; the last was none"):
                 REQUESTS[name](attached)
         assert attached.run_spmd(output="none").exit_code == 0
         assert job.run_spmd_async(output="none").result(60).run == 2
     for name, request in REQUESTS.items():
-        for one in (job, attached, SPMDJob(job.handle)):
+        for one in (job, attached, torchx_monarch.SPMDJob(job.handle)):
             with pytest.raises(AllocationError, match=rf"{job.handle} has ended \(CANCELLED\)"):
                 pytest.fail(f"{name} of a killed job: {request(one)}")
     with pytest.raises(AllocationError, match="has ended"):
@@ -197,7 +198,7 @@ def test_all_requests_wait_for_the_hosts_and_say_when_they_have_ended(
     assert job.status().state == "CANCELLED"
 
 
-def test_a_run_is_lost_with_its_hosts(jobs: list[SPMDJob], script: Callable[[str], str]) -> None:
+def test_a_run_is_lost_with_its_hosts(jobs: list[torchx_monarch.SPMDJob], script: Callable[[str], str]) -> None:
     """The whole app disappears at once: nobody is left who could tell its client."""
     path = script("print('begun', os.getpid(), os.getppid(), flush=True)\ntime.sleep(1000)")
     jobs.append(job := serve(["torchrun", path], scheduler_cfg=CFG))
@@ -218,11 +219,11 @@ def test_is_given_back_at_the_end_of_a_block(script: Callable[[str], str]) -> No
     assert over(job) == "CANCELLED"
 
 
-def test_the_component_and_what_is_refused(jobs: list[SPMDJob], tmp_path: Path) -> None:
+def test_the_component_and_what_is_refused(jobs: list[torchx_monarch.SPMDJob], tmp_path: Path) -> None:
     handle = torchx("run", "-s", "monarch_local", "-cfg", "preload=none", "monarch.hosts", "-j", "2x1").stdout.split()[
         0
     ]
-    job = SPMDJob(handle)
+    job = torchx_monarch.SPMDJob(handle)
     jobs.append(job)
     job.wait_ready(60)
     with pytest.raises(RuntimeError, match="nothing to run: this allocation has no command of its own"):

@@ -16,15 +16,7 @@ import pytest
 from torchx.specs.finder import ComponentValidationException
 
 import torchx_monarch
-from torchx_monarch import (
-    RankResult,
-    RunOptions,
-    RunResult,
-    SPMDError,
-    SPMDJob,
-    TorchXMonarchError,
-    exceptions,
-)
+from torchx_monarch import RankResult, RunOptions, RunResult, SPMDError, TorchXMonarchError, exceptions
 from torchx_monarch.client import allocation as allocation_module
 
 _PACKAGE = Path(torchx_monarch.__file__).parent
@@ -99,7 +91,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", ["run_spmd", "run_spmd_async"])
 def test_arguments_replace_single_options(method: str, asked: dict[str, Any], tmp_path: Path) -> None:
-    job = SPMDJob("monarch_local://torchx/app", workspace=str(tmp_path), sync="never")
+    job = torchx_monarch.SPMDJob("monarch_local://torchx/app", workspace=str(tmp_path), sync="never")
     options = RunOptions(env={"A": "1"}, nproc=2, output="none")
     with pytest.raises(RequestMadeError):
         getattr(job, method)(["train.py"], options=options, nproc=4, timeout=60)
@@ -125,7 +117,7 @@ def test_arguments_replace_single_options(method: str, asked: dict[str, Any], tm
 def test_invalid_options_are_reported_before_hosts_are_asked(
     options: dict[str, Any], kind: type[Exception], why: str
 ) -> None:
-    job = SPMDJob("monarch_local://torchx/app")
+    job = torchx_monarch.SPMDJob("monarch_local://torchx/app")
     for call in (RunOptions, job.run_spmd, job.run_spmd_async):
         with pytest.raises(kind, match=re.escape(why)):
             call(**options)
@@ -135,7 +127,7 @@ def test_invalid_options_are_reported_before_hosts_are_asked(
 
 
 def test_old_names_still_work_and_name_the_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = SPMDJob("monarch_local://torchx/app")
+    job = torchx_monarch.SPMDJob("monarch_local://torchx/app")
     ended: list[object] = []
     monkeypatch.setattr(job, "cancel_run", lambda *given: ended.append(given))
     with pytest.warns(DeprecationWarning, match="SPMDJob.end_run is deprecated; use SPMDJob.cancel_run") as warned:

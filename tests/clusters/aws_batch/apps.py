@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import boto3
 from torchx.specs import BindMount, Resource
 
 from tests.clusters.docker.daemon import ROOT, Daemon
@@ -61,6 +60,8 @@ class Aws:
         self._drain.start()
         self.url = self._process.stdout.readline().strip()
         assert self.url.startswith("http://"), f"moto's server does not start: {''.join(self._said)}"
+        import boto3  # a quarter of a second, which each process of pytest would take to collect the tests
+
         self._session, self._clients = boto3.session.Session(), dict[str, Any]()
 
     def stop(self) -> None:
