@@ -226,7 +226,7 @@ def test_apps_whose_roles_need_none_have_no_directory() -> None:
 )
 def test_a_nodes_shell_gives_words_and_variables_as_they_are(texts: list[str], first: int, replica: int) -> None:
     shows = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['MINE'], os.environ['PLAIN']]))"
-    one = Role("r", "image", entrypoint=sys.executable, args=["-c", shows, *texts, "=${replica_id}'"], num_replicas=9)
+    one = Role("r", "image", entrypoint=sys.executable, args=["-ISc", shows, *texts, "=${replica_id}'"], num_replicas=9)
     one.env = {"MINE": "'${replica_id}' ${replica_id}\n$$x", "PLAIN": "p"}
     words, env = request.render_command(one, "q:app", first)
     assert words[:2] == ["sh", "-c"]

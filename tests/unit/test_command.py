@@ -148,7 +148,7 @@ def test_python_flags_are_read_as_cpython_reads_them(flags: list[str], last: str
     assert command is not None
     program = ["-c", command.program.target, *command.program.args]
     ran, ran_as_read = (
-        subprocess.run([sys.executable, *argv], env={}, capture_output=True, text=True, check=True, timeout=240)
+        subprocess.run([sys.executable, "-S", *argv], env={}, capture_output=True, text=True, check=True, timeout=240)
         for argv in (words, [*command.interpreter[1:], *program])
     )
     assert ran.stdout == ran_as_read.stdout
