@@ -41,6 +41,8 @@ class TaskSpoolerPlace(BatchPlace):
         "test_a_rank_that_others_wait_for_is_the_root_cause",
         "test_actors_run_beside_ranks",
         "test_a_client_attaches_during_a_run",
+        "spare host",
+        "test_ranks_are_looked_at_and_debugged",
     )
     install = "task-spooler"
     cannot = {"preemption": "task-spooler does not preempt"}

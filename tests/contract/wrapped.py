@@ -50,7 +50,7 @@ class LocalCwdPlace(Place):
     name = "wrapped_local_cwd"
     is_registered = False
     names_hosts = False
-    nightly = left_to_others("test_a_rank_that_others_wait_for_is_the_root_cause")
+    nightly = left_to_others("test_a_rank_that_others_wait_for_is_the_root_cause", "test_actors_run_beside_ranks")
     cannot = {
         **CANNOT,
         "cancel while pending": "processes start immediately",

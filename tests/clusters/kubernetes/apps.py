@@ -46,6 +46,7 @@ class Apps(Place):
     nightly = left_to_others(
         "test_actors_run_beside_ranks",
         "test_a_client_attaches_during_a_run",
+        "spare host",
         "test_a_lost_host_is_replaced[0]",
         "test_the_job_begins_again_when_a_host_is_lost[1]",
         "test_a_preempted_job_goes_on[REPLICA]",

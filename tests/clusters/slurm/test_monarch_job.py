@@ -44,6 +44,7 @@ def client(cluster: SlurmCluster, folder: Path, text: str) -> tuple[Any, str]:
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
+@pytest.mark.nightly("7 s of processor time; monarch_local runs the same program every time")
 def test_a_program_of_monarchs_documentation(apps: Apps, cluster: SlurmCluster, tmp_path: Path) -> None:
     text = DOCUMENTED.replace("{JOB}", "MonarchJob({'trainers': 2, 'dataloaders': 1}, 'monarch_slurm')").replace(
         "{SETTLE}", ""
@@ -58,7 +59,7 @@ def test_a_program_of_monarchs_documentation(apps: Apps, cluster: SlurmCluster, 
     assert "INSECURE" not in lines
 
 
-@pytest.mark.nightly("9 s of processor time each; a program of Monarch's documentation runs every time")
+@pytest.mark.nightly("9 s of processor time each; monarch_local has both every time")
 @pytest.mark.parametrize("out_of_cluster", [False, True])
 def test_telemetry_and_the_mesh_admin_reach_the_nodes(
     apps: Apps, cluster: SlurmCluster, tmp_path: Path, out_of_cluster: bool

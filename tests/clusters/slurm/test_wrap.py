@@ -62,6 +62,8 @@ class SlurmPlace(Place):
     nightly = left_to_others(
         "test_actors_run_beside_ranks",
         "test_a_rank_that_others_wait_for_is_the_root_cause",
+        "test_a_failing_rank_is_the_root_cause",
+        "test_ranks_are_looked_at_and_debugged",
         "describe gives the original app",
     )
     cannot = {name: reason for name, reason in CANNOT.items() if not name.startswith("missing")} | {

@@ -52,7 +52,7 @@ class Apps(Place):
         "spare host",
         "test_a_lost_host_is_replaced[0]",
         "test_the_job_begins_again_when_a_host_is_lost[0]",
-        "test_a_preempted_job_goes_on[REPLICA]",
+        "preemption",
         "test_delete_leaves_nothing[1000]",
         "test_describe_gives_the_original_app[1]",
         "test_exit_code_78_asks_for_no_restart",
