@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -22,11 +22,13 @@ from tests.waits import WITHIN
 from torchx_monarch.backends.core import stored_apps
 from torchx_monarch.cli import jobs
 from torchx_monarch.cli.ps import list_allocations
-from torchx_monarch.client.attached_job import Attachment, _Client
 from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.exceptions import ClientError, UnreachableError
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.address import Address
+
+if TYPE_CHECKING:
+    from torchx_monarch.client.attached_job import Attachment
 
 _PARTS = ("authority", "certificate", "key")
 
@@ -132,10 +134,14 @@ class _Link:
 
 
 def _attached(address: str, leaf: Mapping[str, str] | None = None) -> Attachment:
+    from torchx_monarch.client.attached_job import Attachment
+
     return Attachment(cast(Connection, _Link()), Address.parse(address, "test"), [], leaf)
 
 
 def test_one_job_on_a_network_for_a_process() -> None:
+    from torchx_monarch.client.attached_job import _Client
+
     client = _Client()
     here, first, second = map(_attached, ("unix:/x", "insecure-tcp:127.0.0.1:1", "insecure-tcp:127.0.0.1:2"))
     url, _ = client.join("monarch_slurm://torchx/first", first)
