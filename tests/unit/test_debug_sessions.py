@@ -10,6 +10,7 @@ import os
 import socket
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,8 +19,9 @@ from torchx_monarch.cli import debug, exit_codes
 from torchx_monarch.cli.debug import Breakpoint
 from torchx_monarch.controller.rank_clients import DebugSessions
 from torchx_monarch.controller.rendezvous import Peer, RendezvousError
+from torchx_monarch.host.host import Streams
 from torchx_monarch.host.ranks import rank_debugger
-from torchx_monarch.host.ranks.breakpoints import Breakpoints, Streams
+from torchx_monarch.host.worker_loops import RankRelay
 from torchx_monarch.transport import connections, messages
 
 GREETING = {"type": "breakpoint", "rank": 1, "pid": 7, "file": "/x/train.py", "line": 3, "function": "f", "wait": 9.0}
@@ -92,17 +94,22 @@ def test_a_process_goes_on_if_it_is_no_rank_or_replica_0_is_not_reached(tmp_path
         asked.append(greeting)
         raise connections.ConnectError("nobody listens")
 
+    path = str(tmp_path / "attach")
+    host = mock.Mock(options=mock.Mock(debug_wait=5.0, peers="", role="r"), environ={}, attach_socket=path)
+    host.connect, host.reporter.line = connect, said.append
+
     async def run() -> None:
-        served = Breakpoints(str(tmp_path), 5.0, connect, said.append)
+        served = RankRelay(host, mock.Mock())
         await served.start()
-        reader, writer = await asyncio.open_unix_connection(served.path)
-        writer.write(b'{"file": ["a"], "line": "b", "rank": %s, "pid": 7}\n' % (b"3" if is_rank else b'"x"'))
+        reader, writer = await asyncio.open_unix_connection(path)
+        rank = b"3" if is_rank else b'"x"'
+        writer.write(b'{"type": "breakpoint", "file": ["a"], "line": "b", "rank": %s, "pid": 7}\n' % rank)
         assert await reader.read() == b""
         await close(writer)
         assert served._server is not None
         served._server.close()
         await asyncio.sleep(0.01)
-        os.unlink(served.path)
+        os.unlink(path)
 
     asyncio.run(run())
     place = {"file": "['a']", "line": 0, "function": "None"}  # of their types, whatever the program sends

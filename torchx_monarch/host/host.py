@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from torchx_monarch.command.command import Command
 from torchx_monarch.controller.host_messages import Report
 from torchx_monarch.controller.roles import Roles
-from torchx_monarch.host.ranks.breakpoints import Connect, Streams
 from torchx_monarch.host.ranks.run_spec import INTERFACE, env_number
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclasses.dataclass
@@ -44,7 +46,7 @@ class Host:
     grace: float = 0.0
     roles: Roles | None = None
     report: Callable[[Report], Coroutine[Any, Any, None]] | None = None
-    connector: Connect | None = None
+    connector: Callable[[messages.Message], Awaitable[Streams]] | None = None
 
     @property
     def name(self) -> str:
@@ -58,7 +60,7 @@ class Host:
 
     @property
     def attach_socket(self) -> str:
-        """The socket file to which ranks connect in order to attach to the hosts (see ``worker_loops``)."""
+        """The socket file to which ranks connect, to attach or to be debugged (see ``worker_loops``)."""
         return os.path.join(self.sockets, "attach")
 
     async def connect(self, greeting: messages.Message) -> Streams:

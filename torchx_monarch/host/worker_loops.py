@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The Monarch worker loops of a host, one process for each attached client; the socket at which ranks attach.
+"""The Monarch worker loops of a host, one process for each attached client; the socket at which ranks attach or wait
+for a debugger.
 
 A process of its own, because the ranks must not notice: Monarch takes the GIL and signals of the process that it runs
 in, and prints to its stdout. The process (``worker_loop_main``) ends when the host closes its stdin, or ends itself.
@@ -20,8 +21,7 @@ from torchx_monarch.controller.host_messages import WorkerLoopEnded
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Peer, RendezvousError
 from torchx_monarch.controller.roles import is_registered_address
-from torchx_monarch.host.host import Host
-from torchx_monarch.host.ranks.breakpoints import Streams, pass_on
+from torchx_monarch.host.host import Host, Streams
 from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.model.env_names import JOB_VARIABLES, MONARCH_NOISE, is_for_hosts
 from torchx_monarch.model.job_result import describe_code
@@ -29,13 +29,19 @@ from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import processes, run_dirs
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import local_addresses, messages
-from torchx_monarch.transport.connections import Address, ConnectError
+from torchx_monarch.transport.connections import Address, ConnectError, peer_pid
 
 SCHEMES = {"unix": "ipc", "tls": "tls", "insecure-tcp": "tcp"}
 """Monarch's scheme for each scheme of a rendezvous address."""
 
 _END_TIMEOUT = 5.0
 """Seconds for the process of a worker loop to end itself and all processes of actors."""
+
+_GREETING_TIMEOUT = 5.0
+"""Seconds for a rank to say what it wants."""
+
+_MAX_TEXT = 1000
+"""Characters of a file's path or a function's name."""
 
 _RETRY_EVERY = 0.1
 """Seconds until the next try to connect to another role, which may still be starting."""
@@ -161,8 +167,12 @@ class WorkerLoops:
             await process.wait()
 
 
-class AttachRelay:
-    """Serve the socket file to which the ranks of a host connect."""
+class RankRelay:
+    """Serve the socket file to which the ranks of a host connect: as clients that attach, or in a breakpoint.
+
+    This host connects to a replica 0 for a rank, and passes on the bytes of both. Whichever ends first, the other
+    connection is closed.
+    """
 
     def __init__(self, host: Host, network: HostNetwork) -> None:
         self._host = host
@@ -176,32 +186,68 @@ class AttachRelay:
         self._server = await asyncio.start_unix_server(self._serve, self._host.attach_socket)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        network, options = self._network, self._host.options
-        transport = f"{SCHEMES[network.rendezvous.scheme]}://{network.advertised}:0"
-        names = sorted({network.advertised, self._host.hostname, *local_addresses.interfaces().values()})
         try:
-            peer = Peer(await messages.receive(reader) or {}, reader, writer)
-            here = {
-                "role": options.role,
-                "transport": transport if network.rendezvous.networked else "",
-                "others": list(self._others),
-                "timeout": options.host_timeout,
-            }
-            await peer.send({"type": "here", **here})
-            role, attach = str(peer.greeting.get("role")), {"type": "attach", "names": names}
-            try:
-                from_leader, to_leader = await self._connect(role, attach)
-            except (ConnectError, RendezvousError, OSError, ValueError) as error:
-                await peer.send({"type": "refused", "reason": f"the leader is not reached: {error}"})
-                return
-            try:
-                await peer.while_connected(pass_on(from_leader, writer))
-            finally:
-                to_leader.close()
-        except messages.ProtocolError as error:
+            peer = Peer(await messages.receive(reader, _GREETING_TIMEOUT) or {}, reader, writer)
+            if peer.greeting.get("type") == "breakpoint":
+                await self._debug(peer)
+            else:
+                await self._attach(peer)
+        except (messages.ProtocolError, TimeoutError) as error:
             await messages.send(writer, {"type": "refused", "reason": str(error)})
         finally:
             writer.close()
+
+    async def _debug(self, peer: Peer) -> None:
+        """Connect a rank that waits in a breakpoint (``controller.rank_clients`` has its messages)."""
+        rank, line = peer.greeting.get("rank"), peer.greeting.get("line")
+        if type(rank) is not int:
+            return
+        greeting = {
+            "type": "breakpoint",
+            "rank": rank,
+            "pid": peer_pid(peer.writer),
+            "wait": self._host.options.debug_wait,
+            # With values of their types: the program may send what it likes.
+            "file": str(peer.greeting.get("file"))[:_MAX_TEXT],
+            "line": line if type(line) is int else 0,
+            "function": str(peer.greeting.get("function"))[:_MAX_TEXT],
+        }
+        try:
+            near, far = await self._host.connect(greeting)
+        except Exception as error:
+            why = f"replica 0 is not reached: {error}"
+            self._host.reporter.line(f"rank {rank} goes on without a debugger: {why}")
+            return
+        returning = asyncio.ensure_future(_pass_on(near, peer.writer))
+        try:
+            returning.add_done_callback(lambda _: peer.writer.close())  # which ends the other direction
+            await _pass_on(peer.reader, far)
+            await messages.send(far, {"type": "end", "reason": "has ended"})
+        finally:
+            returning.cancel()
+            far.close()
+
+    async def _attach(self, peer: Peer) -> None:
+        network, options = self._network, self._host.options
+        transport = f"{SCHEMES[network.rendezvous.scheme]}://{network.advertised}:0"
+        names = sorted({network.advertised, self._host.hostname, *local_addresses.interfaces().values()})
+        here = {
+            "role": options.role,
+            "transport": transport if network.rendezvous.networked else "",
+            "others": list(self._others),
+            "timeout": options.host_timeout,
+        }
+        await peer.send({"type": "here", **here})
+        role, attach = str(peer.greeting.get("role")), {"type": "attach", "names": names}
+        try:
+            from_leader, to_leader = await self._connect(role, attach)
+        except (ConnectError, RendezvousError, OSError, ValueError) as error:
+            await peer.send({"type": "refused", "reason": f"the leader is not reached: {error}"})
+            return
+        try:
+            await peer.while_connected(_pass_on(from_leader, peer.writer))
+        finally:
+            to_leader.close()
 
     async def _connect(self, role: str, greeting: messages.Message) -> Streams:
         if role in ("", self._host.options.role):
@@ -225,3 +271,11 @@ class AttachRelay:
             return await roles.find(role, self._network, timeout)
         expanded = local_addresses.expand_address(where, self._host.environ, is_first=False)
         return Address.parse(expanded, f"role {role}")
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Pass on the bytes of a connection to another one, until either ends."""
+    with contextlib.suppress(OSError, RuntimeError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()

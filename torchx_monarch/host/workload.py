@@ -44,7 +44,6 @@ from torchx_monarch.controller.rank_clients import DebugSessions, HostQueries
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.preflight import take_facts
-from torchx_monarch.host.ranks.breakpoints import Breakpoints
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.rank_output import RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
@@ -53,7 +52,7 @@ from torchx_monarch.host.ranks.run_spec import RunSpec, env_number
 from torchx_monarch.host.ranks.timers import ENABLED, FILE
 from torchx_monarch.host.ranks.zygote import Zygotes
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
-from torchx_monarch.host.worker_loops import AttachRelay, WorkerLoops
+from torchx_monarch.host.worker_loops import RankRelay, WorkerLoops
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.insight.sample_log import NAME, SampleLog
 from torchx_monarch.model.env_names import BATCH_JOB, CREDENTIALS
@@ -79,7 +78,6 @@ class Workload(abc.ABC):
         self._host = host
         self._zygotes = Zygotes(host.reporter.line, early)
         self._recorders: FlightRecorders | None = None
-        self._breakpoints: Breakpoints | None = None
         self._loops: WorkerLoops | None = None
 
     @abc.abstractmethod
@@ -104,9 +102,9 @@ class Workload(abc.ABC):
             self.pool.close()
 
     async def connect(self, network: HostNetwork) -> None:
-        """Prepare for worker loops, which start when a client attaches, and let ranks be such clients."""
+        """Prepare for worker loops, which start when a client attaches, and serve the ranks at a socket."""
         self._loops = WorkerLoops(self._host, network)
-        await AttachRelay(self._host, network).start()
+        await RankRelay(self._host, network).start()
 
     def session(self, rendezvous: Rendezvous, network: HostNetwork, gatherer: HostGatherer, job: JobOptions) -> Session:
         """Return the session in which the controller on replica 0 executes the runs, and serve its clients."""
@@ -139,14 +137,11 @@ class Workload(abc.ABC):
     def _new_pool(self, run: RunSpec, log_dir: str | None, run_log: RunLog | None = None) -> None:
         host = self._host
         self._recorders = self._recorders or FlightRecorders(host.sockets)
-        self._breakpoints = self._breakpoints or Breakpoints(
-            host.sockets, host.options.debug_wait, host.connect, host.reporter.line
-        )
         outputs = (host.stdout, host.stderr, run_log, host.options.timestamps)
         logs = RankLogs(host.options.replica, host.hostname, log_dir, run, *outputs)
         started = run.with_leading() if host.options.leads else run
         starter = RankStarter(started, self._zygotes, host.reporter.line, self._report_first_output)
-        self.pool = RankPool(logs, starter, self._recorders, self._breakpoints, host.attach_socket, host.reporter.line)
+        self.pool = RankPool(logs, starter, self._recorders, host.attach_socket, host.reporter.line)
 
     def _report_first_output(self) -> None:
         if self._host.options.replica == 0 and not self.listens:  # that of a run on a live allocation is not reported

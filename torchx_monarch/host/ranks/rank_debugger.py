@@ -77,6 +77,7 @@ def _wait(frame: FrameType, host: str, rank: int, own_files: Collection[str]) ->
     global _expired
     code = frame.f_code
     place = {
+        "type": "breakpoint",
         "rank": rank,
         "file": code.co_filename,
         "line": frame.f_lineno,

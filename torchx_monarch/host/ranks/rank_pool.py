@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchx_monarch.host.ranks.breakpoints import Breakpoints
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.master_store import EndpointError, MasterEndpoint
 from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
@@ -56,7 +55,6 @@ class RankPool:
         logs: RankLogs,
         starter: RankStarter,
         recorders: FlightRecorders,
-        breakpoints: Breakpoints,
         attach_socket: str,
         say: Callable[[str], None],
     ) -> None:
@@ -66,7 +64,6 @@ class RankPool:
         self._logs = logs
         self.starter = starter
         self._recorders = recorders
-        self._breakpoints = breakpoints
         self._attach_socket = attach_socket
         self._say = say
         self._timers: TimerServer | None = None
@@ -84,7 +81,6 @@ class RankPool:
         if (node_rank := self.run.command.options.node_rank) not in (0, self._replica):
             self._say(f"--node-rank={node_rank} is not used: this is the host of replica {self._replica}")
         await self._recorders.start()
-        await self._breakpoints.start()
         return await self.starter.prepare(nproc)
 
     def start_timers(self, path: str, run_id: str) -> None:
@@ -292,7 +288,7 @@ class RankPool:
                 **env,
             },
             "recorder": self._recorders.path,
-            "breakpoints": self._breakpoints.path,
+            "breakpoints": self._attach_socket,
         }
 
     async def _clear_up(self, ranks: Sequence[Rank]) -> None:
