@@ -35,8 +35,7 @@ class MasterEndpoint:
     """The endpoint at which the ranks of an attempt meet.
 
     Attributes:
-        address: MASTER_ADDR.
-        port: MASTER_PORT; 0 for any free port.
+        port: 0 for any free port.
         bind: local address that the store listens on; empty for all.
         option: the user's option that names the address; empty without one.
         unused: the user's option whose address is not used because of several machines; empty otherwise.
@@ -54,10 +53,7 @@ class MasterEndpoint:
 
         The user's port is always used. The user's address (``--master-addr`` or the endpoint of a static rendezvous,
         else ``--local-addr``) is used on one machine only; ranks of several machines meet on replica 0's machine, at
-        the address that the other hosts have dialled.
-
-        Raises:
-            EndpointError: the user's address cannot be resolved.
+        the address that the other hosts have dialled. Raises ``EndpointError`` if the user's cannot be resolved.
         """
         named, is_local = options.static_endpoint, _is_loopback(advertised)
         if named is not None:
@@ -109,9 +105,6 @@ class MasterStore:
         opened before its number is published, so that no other process can take it, and early connections wait.
         Without a store a socket that never listens reserves the port; both it and the program's own store set
         SO_REUSEADDR, so that the store can still bind the port. Returns whether a store is served, too.
-
-        Raises:
-            EndpointError: the endpoint cannot be opened.
         """
         self.end()
         until = time.monotonic() + _PORT_TIMEOUT
@@ -150,12 +143,9 @@ class StoreProcess:
     The process runs until it is closed or the host ends: it reads a pipe of which only the host has the write end.
 
     Attributes:
-        pid: id of the process, a child of the host; 0 before ``begin``.
+        pid: 0 before ``begin``.
         given: the read end of the pipe, and the socket of the port, which a zygote gives to the process; closed by
             ``begin`` and ``close``.
-
-    Raises:
-        OSError: the port cannot be opened on the address.
     """
 
     def __init__(self, address: str, port: int, say: Callable[[str], None]) -> None:

@@ -26,8 +26,7 @@ class OutOfMemory:
         self._root = root
         self._cgroups = _own_cgroups(root)
         counters = [cgroup / name for cgroup in self._cgroups for name in _COUNTERS]
-        self._own_counter = next((path for path in counters if _count(path) is not None), None)
-        self._counter = self._own_counter or root / "proc/vmstat"
+        self._counter = next((path for path in counters if _count(path) is not None), root / "proc/vmstat")
         self._kills_before = _count(self._counter) or 0
 
     def evidence(self) -> str:
@@ -38,7 +37,7 @@ class OutOfMemory:
         number, limit, where = (_count(self._counter) or 0) - self._kills_before, 0, "this machine"
         if number <= 0:
             return ""
-        if self._own_counter is not None:
+        if self._counter.name != "vmstat":
             where = "its cgroup"
             # The lowest limit of the cgroup and its parents.
             limits = [_number(cgroup / name) for cgroup in self._cgroups for name in _LIMITS]

@@ -45,11 +45,8 @@ def stop_at(
 ) -> None:
     """Stop in pdb at a frame of the program, once a debugger is attached; do nothing if none is.
 
-    Args:
-        host: socket file of the host; empty for pdb on the stdin and stdout of this process.
-        own_files: the files whose frames are below the program's on the stack.
-        header: text that is shown first; None for none.
-        more: further arguments of ``pdb.set_trace``.
+    Without a socket file of the host it is pdb on the stdin and stdout of this process. ``more`` are further arguments
+    of ``pdb.set_trace``.
     """
     debugger: pdb.Pdb | None = _attached(frame, host, rank, own_files) if host else pdb.Pdb()
     if debugger is None:
@@ -76,17 +73,11 @@ def _attached(frame: FrameType, host: str, rank: int, own_files: Collection[str]
 def _wait(frame: FrameType, host: str, rank: int, own_files: Collection[str]) -> _Debugger | None:
     global _expired
     code = frame.f_code
-    place = {
-        "type": "breakpoint",
-        "rank": rank,
-        "file": code.co_filename,
-        "line": frame.f_lineno,
-        "function": code.co_name,
-    }
+    place = {"rank": rank, "file": code.co_filename, "line": frame.f_lineno, "function": code.co_name}
     link = socket.socket(socket.AF_UNIX)
     try:
         link.connect(host)
-        _send(link, **place)
+        _send(link, type="breakpoint", **place)
         with link.makefile("rb", 0) as file:  # without a buffer: what follows the line is for the terminal
             answer = json.loads(file.readline() or "{}")  # until replica 0 answers, or the connection ends
         if answer.get("type") != "attach":
@@ -109,11 +100,7 @@ def _wait(frame: FrameType, host: str, rank: int, own_files: Collection[str]) ->
 
 class _Terminal:
     """A terminal whose other end is that of a connection to a client. It is not the controlling terminal, whose end
-    would end this process: the signals of its keys are sent here.
-
-    Attributes:
-        output: text file that writes to it, and drops what cannot be written.
-        is_hung_up: whether its other end has been closed.
+    would end this process: the signals of its keys are sent here. It is hung up once its other end is closed.
     """
 
     def __init__(self, link: socket.socket, client: Mapping[str, Any]) -> None:
@@ -224,11 +211,7 @@ class _Terminal:
 
 
 class _Debugger(pdb.Pdb):
-    """pdb on a terminal that may go away.
-
-    Attributes:
-        ended: whether the program goes on without it.
-    """
+    """pdb on a terminal that may go away; the program goes on without it when it has ``ended``."""
 
     def __init__(self, terminal: _Terminal, own_files: Collection[str]) -> None:
         super().__init__(stdout=terminal.output)

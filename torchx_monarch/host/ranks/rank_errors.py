@@ -117,13 +117,10 @@ def _cause_of_unwritten(error: BaseException) -> BaseException:
 
 
 def _joined(error: BaseException) -> bool | None:
-    """Return whether this process had been in a process group when ``init_process_group`` failed.
+    """Return whether this process had been in a process group when ``init_process_group`` failed; None if it did not.
 
     The default group's init method and the exception hook reveal earlier groups: ``destroy_process_group`` does not
     reset these two.
-
-    Returns:
-        None if the exception was not raised in ``init_process_group``.
     """
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     seen: set[int] = set()

@@ -33,7 +33,6 @@ _LINES = re.compile(rb"[^\n]*\n|[^\n]+")
 _DRAW_AFTER = 0.1
 """Seconds after which an unfinished progress bar is shown: tqdm's default interval between two updates."""
 
-
 _LAST = 1024
 """Bytes at the end of the output that are kept for ``OutputPipe.last_line``."""
 
@@ -84,15 +83,10 @@ class OutputPipe:
         sinks: Sequence[FilteredFile | RunLogSink] = (),
         stamped: bool = False,
     ) -> None:
-        """Set the destinations, before ``release``.
+        """Set the destinations, before ``release``: a log file, which is appended to, and the host's output.
 
-        Args:
-            path: the rank's log file, which is appended to; None for no file.
-            console: output of the host, for lines with the prefix, and the time if ``stamped``; None for none.
-            sinks: further destinations for the lines of ``console``; closed at the end.
-
-        Raises:
-            OSError: the file cannot be opened, or belongs to another user.
+        ``sinks`` get what ``console`` gets, and are closed at the end. OSError says that the file cannot be opened, or
+        belongs to another user.
         """
         if path is not None:
             self._file = safe_files.open_log(path)
@@ -221,9 +215,6 @@ class FilteredFile:
     Follows ``DefaultLogsSpecs`` and ``PContext`` of torch 2.13 (``torch/distributed/elastic/multiprocessing/api.py``):
     one file for all ranks of an attempt on a host, for the streams that ``--tee`` shows, with the prefix that they have
     there. The empty text is in every line.
-
-    Raises:
-        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: str, texts: Sequence[str], prefix: bytes) -> None:
@@ -270,14 +261,7 @@ class RankLogs:
     stamped: bool = False
 
     def attach(self, stdout: OutputPipe, stderr: OutputPipe, attempt: int, rank: int, local_rank: int) -> Path | None:
-        """Set the destinations of a rank's output.
-
-        Returns:
-            The folder of the rank's logs and error file; None for no files.
-
-        Raises:
-            OSError: a log file cannot be opened.
-        """
+        """Set the destinations of a rank's output; return the folder of its logs and error file, None for no files."""
         options, directory = self.run.command.options, None
         if self.log_dir is not None:
             directory = Path(self.log_dir, f"attempt_{attempt}", str(rank))

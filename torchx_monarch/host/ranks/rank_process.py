@@ -60,17 +60,14 @@ class RankProcess:
     """Control the process of one rank. Its output pipes exist before the process.
 
     Attributes:
-        pid: process id; 0 before ``begin``.
-        returncode: exact exit code, negative for a signal, once ``ended`` is set; None before.
-        ended_at: time of the end, in seconds since the epoch; 0 before.
+        pid: 0 before ``begin``.
+        returncode: negative for a signal; None before ``ended`` is set.
+        ended_at: seconds since the epoch; 0 before.
         cleared: set when the process group has no process left.
         stacks: a file without a name through which the rank, and the children that it forks, give their stacks to the
             host; closed when the rank is. They share its position, which the host sets to the start before each
             request, so that it does not grow.
         stacks_lock: held by a request for stacks, from the first signal to the last read.
-
-    Raises:
-        OSError: the pipes or the file cannot be made.
     """
 
     def __init__(self, on_first_output: Callable[[], None]) -> None:
@@ -175,13 +172,10 @@ class RankProcess:
 
 @dataclasses.dataclass
 class Rank:
-    """One rank of an attempt.
+    """One rank of an attempt; ``directory`` is that of its logs and error file, None for no files.
 
-    Attributes:
-        directory: folder of its logs and error file; None for no files.
-        started: when its process was started, in seconds since the epoch.
-        stopped_at: when it was decided to stop the rank, in seconds since the epoch; None if it was not.
-        is_signalled: whether it has got a signal to stop.
+    Times are seconds since the epoch. ``stopped_at`` is when it was decided to stop the rank, which may be some time
+    before ``is_signalled``.
     """
 
     process: RankProcess

@@ -63,9 +63,8 @@ _SEND_TIMEOUT = 5
 def watch(path: str) -> Callable[[int], None]:
     """Connect to the host, by its socket file, when the program forms a process group.
 
-    Returns:
-        A function that reports to the host that the program has failed, with an exit code, and sends a dump of each
-        recorder; without a process group it does nothing.
+    The result reports to the host that the program has failed, with an exit code, and sends a dump of each recorder;
+    without a process group it does nothing.
     """
     connections: list[socket.socket] = []
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")

@@ -167,15 +167,14 @@ def device_use(families: Mapping[int, Collection[int]]) -> dict[int, tuple[Devic
 
     Empty without nvidia-ml-py or NVIDIA's driver.
     """
-    try:
-        return _use(_nvml(), families) if _nvml() is not None else {}
-    except Exception:  # of a driver that has been unloaded, or forbids it: ranks run all the same
-        return {}
+    with contextlib.suppress(Exception):  # of a driver that has been unloaded, or forbids it: ranks run all the same
+        return _use(_nvml(), families)
+    return {}
 
 
 def _use(nvml: Any, families: Mapping[int, Collection[int]]) -> dict[int, tuple[DeviceUse, ...]]:
     found: dict[int, list[DeviceUse]] = {}
-    for index in range(nvml.nvmlDeviceGetCount()):
+    for index in range(nvml.nvmlDeviceGetCount() if nvml is not None else 0):
         device = nvml.nvmlDeviceGetHandleByIndex(index)
         used = {
             process.pid: process.usedGpuMemory or 0 for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)

@@ -46,9 +46,6 @@ class TimerServer:
     Attributes:
         path: path of the named pipe on which ranks send their timers.
         expired: the scopes of timers that have expired, by the pids of the processes that were signalled.
-
-    Raises:
-        OSError: the process cannot be started.
     """
 
     def __init__(
@@ -73,11 +70,7 @@ class TimerServer:
         asyncio.get_running_loop().add_reader(self._answers, self._readable)
 
     async def ready(self) -> None:
-        """Wait until ranks can set timers; forget the expired timers of the previous attempt.
-
-        Raises:
-            TimerError: the server has failed, has ended, or is not ready within ``_READY_TIMEOUT`` seconds.
-        """
+        """Wait until ranks can set timers; forget the expired timers of the previous attempt. Raises ``TimerError``."""
         self.expired.clear()
         try:
             await asyncio.wait_for(self._ready.wait(), _READY_TIMEOUT)
