@@ -54,12 +54,12 @@ def _ssh(stack: ExitStack) -> dict[str, str]:
 
 def _docker(stack: ExitStack) -> dict[str, str]:
     """Start a daemon."""
-    from tests.clusters.docker.daemon import Daemon, missing
+    from tests.clusters.docker.daemon import Daemon, missing, mount_words
 
     _require(missing())
     daemon = Daemon()
     stack.callback(daemon.stop)
-    return {"DOCKER_HOST": daemon.host, "IMAGE": daemon.image, "MOUNTS": daemon.mount_words()}
+    return {"DOCKER_HOST": daemon.host, "IMAGE": daemon.image, "MOUNTS": mount_words(daemon.mounts())}
 
 
 def _kubernetes(stack: ExitStack) -> dict[str, str]:
@@ -78,14 +78,14 @@ def _aws_batch(stack: ExitStack) -> dict[str, str]:
     """Start moto's AWS with the daemon that runs its jobs; the queue is for ``-cfg queue="$QUEUE"``."""
     from tests.clusters.aws_batch.apps import CREDENTIALS, with_docker
     from tests.clusters.aws_batch.server import QUEUES
-    from tests.clusters.docker.daemon import Daemon, missing
+    from tests.clusters.docker.daemon import Daemon, missing, mount_words
 
     _require(missing())
     daemon = Daemon()
     stack.callback(daemon.stop)
     aws = with_docker(daemon)
     stack.callback(aws.stop)
-    image = {"DOCKER_HOST": daemon.host, "IMAGE": "tests:latest", "MOUNTS": daemon.mount_words()}
+    image = {"DOCKER_HOST": daemon.host, "IMAGE": "tests:latest", "MOUNTS": mount_words(daemon.mounts())}
     return {"AWS_ENDPOINT_URL": aws.url, **CREDENTIALS, "QUEUE": QUEUES[0], **image}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torchx.specs import BindMount, Resource
 
-from tests.clusters.docker.daemon import ROOT, Daemon
+from tests.clusters.docker.daemon import ROOT, Daemon, mount_words
 from tests.contract.place import Place, left_to_others
 from tests.network.namespaces import entered
 from torchx_monarch.client.connection import Target
@@ -171,11 +171,7 @@ class Apps(Place):
 
     def component_words(self) -> Sequence[str]:
         """Return the options of ``monarch.spmd``: the image, and this machine's folders."""
-        mounts = [
-            f"type=bind,src={each.src_path},dst={each.dst_path}{',readonly' if each.read_only else ''}"
-            for each in self.mounts
-        ]
-        return ("--memMB", "6000", "--image", self.image, "--mounts", ",".join(mounts))
+        return ("--memMB", "6000", "--image", self.image, "--mounts", mount_words(self.mounts))
 
     @contextlib.contextmanager
     def pending(self) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchx.specs import Resource
 
-from tests.clusters.docker.daemon import Daemon
+from tests.clusters.docker.daemon import Daemon, mount_words
 from tests.contract.place import Place, left_to_others
 from tests.network.namespaces import entered
 from torchx_monarch.schedulers import monarch_docker
@@ -65,8 +65,7 @@ class Apps(Place):
 
     def component_words(self) -> Sequence[str]:
         """Return options of ``monarch.spmd``: memory for a torch that is built for GPUs, and this machine's folders."""
-        mounts = self.daemon.mount_words(self.folder)
-        return ("--memMB", "6000", "--image", self.daemon.image, "--mounts", mounts)
+        return ("--memMB", "6000", "--image", self.daemon.image, "--mounts", mount_words(self.mounts))
 
     def is_read(self, *request: Any) -> bool:
         """Return whether a request of the client's changes nothing."""

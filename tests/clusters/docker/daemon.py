@@ -43,6 +43,14 @@ def missing() -> str:
     return packages.unavailable("a Docker daemon of our own", namespaces, _PROGRAMS, _PACKAGES)
 
 
+def mount_words(mounts: Sequence[BindMount]) -> str:
+    """Return mounts as a component's ``--mounts`` has them."""
+    return ",".join(
+        f"type=bind,src={mount.src_path},dst={mount.dst_path}{',readonly' if mount.read_only else ''}"
+        for mount in mounts
+    )
+
+
 class Daemon:
     """Starts with the object.
 
@@ -141,13 +149,6 @@ class Daemon:
         outer = [path for path in paths if not any(other in path.parents for other in paths)]
         mounts = [BindMount(str(path), str(path), read_only=True) for path in sorted(outer)]
         return [*mounts, *(BindMount(str(path), str(path)) for path in more)]
-
-    def mount_words(self, *more: Path) -> str:
-        """The same as a component's ``--mounts`` has it."""
-        return ",".join(
-            f"type=bind,src={each.src_path},dst={each.dst_path}{',readonly' if each.read_only else ''}"
-            for each in self.mounts(*more)
-        )
 
     @property
     def first(self) -> int:

@@ -13,7 +13,7 @@ import pytest
 from torchx.specs import AppState, RetryPolicy
 
 from tests.clusters.docker.apps import NAME, Apps
-from tests.clusters.docker.daemon import Daemon
+from tests.clusters.docker.daemon import Daemon, mount_words
 from tests.contract.place import TORCHX
 from tests.waits import until
 
@@ -62,7 +62,8 @@ def test_an_image_without_what_is_needed(apps: Apps, daemon: Daemon, path: str, 
 def test_a_daemon_that_goes_away(leaves_nothing: None, tmp_path: Path) -> None:
     daemon = Daemon()
     env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", "DOCKER_HOST": daemon.host, "PYTHONUNBUFFERED": "1"}
-    role = ["utils.sh", "--image", daemon.image, "--cpu", "1", "--memMB", "256", "--mounts", daemon.mount_words()]
+    mounts = mount_words(daemon.mounts())
+    role = ["utils.sh", "--image", daemon.image, "--cpu", "1", "--memMB", "256", "--mounts", mounts]
     words = ["run", "-s", NAME, "--workspace", "", "--wait", *role, "sh", "-c", "echo up; sleep 1000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path, "env": env}
     try:
