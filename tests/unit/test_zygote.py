@@ -213,7 +213,7 @@ def test_a_zygote_that_was_started_early_is_used_if_it_fits(
             assert (zygote.pid == early.process.pid) == fits
             assert (early.process.poll() is None) == fits
         finally:
-            zygotes.discard(zygote)
+            zygote.close()
 
     umask = os.umask(0o022)
     try:

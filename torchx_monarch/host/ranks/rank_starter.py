@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -114,7 +115,10 @@ class RankStarter:
         more = [await self._cpus(local_rank) for local_rank in range(len(ranks))]
         for _ in range(_TRIES):
             importer = await self.importer()
-            zygote = importer if importer is not None and self._forks else self._zygotes.bare(self._run, self.count)
+            if importer is not None and self._forks:
+                zygote = importer
+            else:
+                zygote = self._zygotes.fitting(dataclasses.replace(self._run, modules=(), leading=()), self.count)
             python = [] if zygote is importer else self._run.python()
             described = [
                 (process, {**rank, **near, "python": [] if rank["mode"] == "exec" else python})
@@ -151,7 +155,7 @@ class RankStarter:
                 answer = await zygote.imports()
             except ZygoteError as error:
                 if self._run.leading:
-                    self._zygotes.discard(zygote)
+                    zygote.close()
                     self._run = self._run.without_leading()
                     self._say(f"{error} while it executed the first imports of the program; the ranks execute them")
                     continue
@@ -171,7 +175,7 @@ class RankStarter:
         if zygote is not None and zygote.is_led:
             with contextlib.suppress(ZygoteError):  # its next order says so
                 if not await zygote.is_current(self._run.program_folder()):
-                    self._zygotes.discard(zygote)
+                    zygote.close()
                     await self.importer()
 
     async def _cpus(self, local_rank: int) -> dict[str, Any]:

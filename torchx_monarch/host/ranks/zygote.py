@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
 import resource
@@ -255,7 +254,9 @@ class Zygotes:
         Raises:
             LaunchError: it cannot be started.
         """
-        found = self.find(run, count)
+        signature = run.signature(count)
+        running = (zygote for zygote in self._zygotes if zygote.signature == signature and not zygote.ended)
+        found = next(running, None)
         if found is None and run.leading:
             found = self.fitting(run.without_leading(), count)
             found.lead(run, count)
@@ -279,24 +280,6 @@ class Zygotes:
         if early is not None:
             early.end()
         return ZygoteProcess(run, count, self._limits[1])
-
-    def find(self, run: RunSpec, count: int) -> Zygote | None:
-        """Return the running zygote for a run (see ``fitting``); None if there is none."""
-        signature = run.signature(count)
-        return next((zygote for zygote in self._zygotes if zygote.signature == signature and not zygote.ended), None)
-
-    def discard(self, zygote: Zygote) -> None:
-        """End a zygote of which no more ranks are to be forks."""
-        zygote.close()
-        self._zygotes = [other for other in self._zygotes if other is not zygote]
-
-    def bare(self, run: RunSpec, count: int) -> Zygote:
-        """Return a zygote without modules, for ranks with interpreters of their own.
-
-        Raises:
-            LaunchError: it cannot be started.
-        """
-        return self.fitting(dataclasses.replace(run, modules=(), leading=()), count)
 
 
 class _Output:
