@@ -21,8 +21,8 @@ from typing import Any
 from words import spread
 
 from torchx_monarch.backends.core import stored_apps
-from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.connection import Target
+from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.serve import serve
 from torchx_monarch.client.workspace_sync import sync_workspace
 
@@ -55,7 +55,7 @@ def port_of(handle: str) -> str:
     return next(iter(kept.values())).rpartition(":")[2]
 
 
-def in_new_process(job: Allocation, target: Target, root: Path) -> float:
+def in_new_process(job: SPMDJob, target: Target, root: Path) -> float:
     """Seconds that the sync takes in a process that knows nothing of the ones before but what lies on the disk."""
     code = (
         "import sys, time\n"
@@ -91,7 +91,7 @@ def main() -> None:
         command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "train.py"]
         taken = serve(command, args.scheduler, cfg, idle_timeout=600)
         address = f"{args.host}:{port_of(taken.handle)}" if args.host else ""
-        with Allocation(taken.handle, address=address, workspace=str(root), sync="always") as job:
+        with SPMDJob(taken.handle, address=address, workspace=str(root), sync="always") as job:
             job.wait_ready(warm=True)
             target = Target.from_handle(taken.handle, address=address)
             print(

@@ -25,6 +25,7 @@ from torchx.schedulers.api import Stream
 from torchx.specs import AppDef, AppState, InvalidRunConfigException, RetryPolicy, Role
 from torchx.specs.finder import ComponentValidationException
 
+import torchx_monarch
 from tests.contract.place import TORCHX, Place
 from tests.local.terminal import Terminal
 from tests.waits import WITHIN, until
@@ -32,7 +33,6 @@ from torchx_monarch.backends.core import stored_apps, torchx_api
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.cli.debug import list_breakpoints
-from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_queries import ask_samples, ask_stacks
 from torchx_monarch.command.rewrite import hold
@@ -350,7 +350,7 @@ class Contract:
         place.until(lambda: place.status(handle).state is AppState.RUNNING, "the hosts", handle)
         where = place.client(handle)
         with place.reached(handle) as address:
-            job = Allocation(handle, address=address, runner=place.runner)
+            job = torchx_monarch.SPMDJob(handle, address=address, runner=place.runner)
             place.until(lambda: job.status().ready, "the hosts", handle)
             run = job.run_spmd_async(output="none")
             assert _attach(place, handle, *where) == 2

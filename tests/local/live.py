@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torchx_monarch
 from tests.local.hosts import Hosts
 from tests.waits import WITHIN, until
-from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.connection import Target
 from torchx_monarch.client.result import RunResult
 
@@ -39,7 +39,7 @@ class Live(Hosts):
     ) -> None:
         words = ["python", "-m", "torchx_monarch.hosts", "--idle-timeout", str(idle_timeout), "--", *command]
         super().__init__(folder, words, replicas, options, **more)
-        self.job = Allocation("monarch_local://torchx/app", address=f"unix:{folder}/r.sock")
+        self.job = torchx_monarch.SPMDJob("monarch_local://torchx/app", address=f"unix:{folder}/r.sock")
 
     def ready(self) -> Live:
         """Start them all and wait until runs can begin."""

@@ -19,12 +19,12 @@ import pytest
 from torchx.runner import Runner
 from torchx.specs import AppState
 
+import torchx_monarch
 from tests.local.detached import lives
 from tests.local.hosts import Hosts
 from tests.local.live import Live
 from tests.local.terminal import Terminal
 from tests.waits import WITHIN, until
-from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.exceptions import RefusedError
 from torchx_monarch.system import processes
@@ -225,7 +225,7 @@ def test_an_spmd_job_is_a_job_of_monarchs(tmp_path: Path, runner: Runner) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     killed, other = done.stdout.split()
     assert runner.status(killed).state is AppState.CANCELLED
-    assert Allocation(other).status().ready
+    assert torchx_monarch.SPMDJob(other).status().ready
 
 
 def test_a_client_with_another_monarch_is_told(live: Callable[..., Live], tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
+import torchx_monarch
 from tests.local.live import Live
 from tests.ports import free_port
 from tests.waits import until
 from torchx_monarch.client import hosts as client_hosts
-from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.run_options import RunOptions, run_message
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
@@ -239,7 +239,7 @@ def test_a_run_outlives_its_client_and_is_found_again(
     request = run_message(client_hosts.Hosts(hosts.job.handle), None, RunOptions())
     with Connection.open(hosts.target, request) as link:
         assert link.receive() == {"type": "accepted", "run": 1}
-    other = Allocation.attach(hosts.job.handle, address=str(hosts.target.address))
+    other = torchx_monarch.SPMDJob.attach(hosts.job.handle, address=str(hosts.target.address))
     handle = other.follow(output="store", check=False)
     lines = other.logs(rank=0, follow=True)
     assert next(lines) == "begun 0"
@@ -457,16 +457,16 @@ def test_ended_before_torch_is_imported(live: Callable[..., Live], script: Calla
 
 
 def test_not_there(folder: Path) -> None:
-    job = Allocation("monarch_local://torchx/nosuch")
+    job = torchx_monarch.SPMDJob("monarch_local://torchx/nosuch")
     with pytest.raises(UnreachableError, match="monarch_local://torchx/nosuch is not known in "):
-        Allocation.attach(job.handle)
+        torchx_monarch.SPMDJob.attach(job.handle)
     with pytest.raises(AllocationError, match="monarch_local://torchx/nosuch does not exist"):
         job.run_spmd()
     with pytest.raises(AllocationError, match="does not exist"):
         job.wait_ready(5)
     with pytest.raises(UnreachableError, match="'nowhere' is not of the form|nowhere"):
-        Allocation("monarch_local://torchx/nosuch", address="nowhere").runs()
+        torchx_monarch.SPMDJob("monarch_local://torchx/nosuch", address="nowhere").runs()
     assert job.status().state == "UNKNOWN"
-    late = Allocation(job.handle, address=f"unix:{folder}/nosuch.sock", start_timeout=0.0)
+    late = torchx_monarch.SPMDJob(job.handle, address=f"unix:{folder}/nosuch.sock", start_timeout=0.0)
     with pytest.raises(AllocationError, match=r"is not ready after 0 s: waiting for an answer at .*: .*No such file"):
         late.run_spmd()

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+import torchx_monarch
 from tests.local.hosts import Hosts
 from tests.network.conftest import PORT
 from tests.network.namespaces import Network, requires_namespaces
 from tests.network.relay import Relay
 from tests.waits import until
 from torchx_monarch.client import hosts as client_hosts
-from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.connection import Target, ask
 from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.transport import credentials
@@ -38,12 +38,11 @@ class Dialled(client_hosts.Hosts):
         """Do nothing: no scheduler knows whether they have ended."""
 
 
-class Client(Allocation):
-    """The job of such hosts."""
-
-    def __init__(self, target: Target) -> None:
-        super().__init__("monarch_slurm://torchx/app")
-        self._role_hosts = self.dialled = Dialled(target)
+def client_of(target: Target) -> torchx_monarch.SPMDJob:
+    """Return the job of such hosts."""
+    job = torchx_monarch.SPMDJob("monarch_slurm://torchx/app")
+    job._role_hosts = Dialled(target)
+    return job
 
 
 def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
@@ -59,9 +58,9 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
     hosts = networked(machines, command, options=("--grace", "5", "--preload", "")).start()
     text = (folder / "client").read_text()
     there = Target(Address("tls", machines.address(0), PORT), "trainer", text)
-    client = Client(there)
+    client = client_of(there)
     with machines.entered(2):  # neither host's machine
-        until(lambda: (status := client.dialled.ask_status()) and status.ready, "the mesh")
+        until(lambda: (status := client._role_hosts.ask_status()) and status.ready, "the mesh")
         for length in (0, 100_000):  # a request may be longer than a line
             result = client.run_spmd(output="store", env={"LONG": length * "x"})
             said = {rank: one.stdout for rank, one in result.output.items()}
@@ -77,7 +76,7 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
     # As with `ssh -L 9999:NODE:PORT`: what is dialled is this machine.
     with Relay(PORT, f"/run/netns/{machines.namespace(0)}") as tunnel:
         local = Target(Address("tls", "127.0.0.1", tunnel.port), "trainer", text)
-        assert [run["state"] for run in Client(local).runs()] == ["succeeded"] * 2
+        assert [run["state"] for run in client_of(local).runs()] == ["succeeded"] * 2
     with machines.entered(2):
         ask(there, {"type": "stop"})
     assert hosts.wait() == [0, 0], hosts.err()

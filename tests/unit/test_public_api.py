@@ -17,7 +17,6 @@ from torchx.specs.finder import ComponentValidationException
 
 import torchx_monarch
 from torchx_monarch import RankResult, RunOptions, RunResult, SPMDError, TorchXMonarchError, exceptions
-from torchx_monarch.client import allocation as allocation_module
 
 _PACKAGE = Path(torchx_monarch.__file__).parent
 
@@ -85,7 +84,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found.update(script_args=script_args, **dataclasses.asdict(options))
         raise RequestMadeError
 
-    monkeypatch.setattr(allocation_module, "run_message", run_message)
+    monkeypatch.setattr("torchx_monarch.client.job.run_message", run_message)
     return found
 
 

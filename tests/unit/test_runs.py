@@ -16,10 +16,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
+import torchx_monarch
 from tests.unit.test_foreground import ImpatientTerminal, ctrl_c_raises
 from tests.waits import until
 from torchx_monarch.cli import ps
-from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.connection import Target
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.result import RankOutput, RankResult, RunResult
@@ -207,7 +207,7 @@ def test_followed_lines_go_on_after_a_break_and_name_the_end_of_the_hosts() -> N
     accepted = {"type": "accepted", "run": 1}
     second = {**OUTPUT, "text": "two\n"}
     lost = LostHosts(BreakingLink(accepted, OUTPUT), BreakingLink(accepted, OUTPUT, second))
-    job = Allocation.__new__(Allocation)
+    job = torchx_monarch.SPMDJob.__new__(torchx_monarch.SPMDJob)
     job._role_hosts = cast(Hosts, lost)
     lines = job.logs(0, follow=True)
     assert [next(lines), next(lines)] == ["[default0]:out", "two"]

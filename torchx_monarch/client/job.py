@@ -1,25 +1,39 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A live allocation, or a batch job, as a Monarch job."""
+"""A live allocation: its hosts, its runs, and the Monarch job that it is."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torchx.runner import Runner
 
-from torchx_monarch.client.allocation import Allocation
 from torchx_monarch.client.attached_job import CACHE, AttachedJob
-from torchx_monarch.client.hosts import ENDED, Hosts
+from torchx_monarch.client.hosts import ENDED, START_TIMEOUT, AllocationStatus, Hosts
+from torchx_monarch.client.result import RunInfo, RunResult
+from torchx_monarch.client.run import Collector, Records, RunHandle, collect_with_interrupts
+from torchx_monarch.client.run_options import Output, RunOptions, RunOptionsDict, run_message
+from torchx_monarch.client.runs import ask_runs
+from torchx_monarch.client.workspace_sync import SyncMode, check_when
+from torchx_monarch.exceptions import SPMDError, UnreachableError
+from torchx_monarch.model.spelling import did_you_mean
+from torchx_monarch.system.line_output import LineReader
 
 # After the base class, which prepares this import.
 from monarch.job import JobState, JobTrait, job_load  # isort: skip
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
 _WORKERS = "workers"
 """The name of the first mesh in each job of ``monarch.job.spmd``."""
 
 
-class SPMDJob(Allocation, AttachedJob):  # type: ignore[misc]  # its handle is never None
+class SPMDJob(AttachedJob):
     """Represent a live allocation: the hosts of one role, which wait for runs, and are a Monarch host mesh.
 
     ``serve`` takes new hosts and returns an ``SPMDJob``; ``SPMDJob.attach`` returns one for hosts that were taken
@@ -40,8 +54,109 @@ class SPMDJob(Allocation, AttachedJob):  # type: ignore[misc]  # its handle is n
     does, or with the hosts. ``dump``, ``job_load``, ``enable_admin``, ``enable_telemetry``, ``remote_mount`` and
     ``gather_mount`` are Monarch's. A cached state of another job is ignored, and its hosts are left alone.
 
-    Attributes and arguments are those of ``client.allocation.Allocation``.
+    Attributes:
+        handle: the app's TorchX handle.
+        role: name of the role; empty for the first role.
+        workspace: absolute path of the folder with the code; None if the hosts use the code that they have.
+        sync: when the hosts get a copy of the workspace.
+
+    Args:
+        handle: the app's TorchX handle, ``SCHEDULER://SESSION/APP``, as ``torchx run`` prints it.
+        role: name of the role; empty for the first role.
+        address: ``HOST:PORT`` at which this machine reaches replica 0, such as the local end of a tunnel; empty to ask
+            the scheduler.
+        runner: the TorchX runner; None to create one when it is needed.
+        workspace: folder with the code. Each run uses its state at the start of the run. None to use the code that the
+            hosts have.
+        sync: when the hosts get a copy of the workspace; see ``client.workspace_sync.SyncMode``.
+        start_timeout: seconds that a method waits for hosts that have not started; None for no limit.
+
+    Raises:
+        ValueError: ``sync`` is not a value of ``client.workspace_sync.SyncMode``.
     """
+
+    handle: str
+
+    def __init__(
+        self,
+        handle: str,
+        role: str = "",
+        address: str = "",
+        runner: Runner | None = None,
+        workspace: str | None = None,
+        sync: SyncMode = "auto",
+        start_timeout: float | None = START_TIMEOUT,
+    ) -> None:
+        check_when(sync)
+        super().__init__(start_timeout)
+        self.handle = handle
+        self.role = role
+        self.workspace = os.path.abspath(os.path.expanduser(workspace)) if workspace else None
+        self.sync: SyncMode = sync
+        self._role_hosts = Hosts(handle, role, address, runner, start_timeout)
+
+    @classmethod
+    def attach(
+        cls,
+        handle: str,
+        role: str = "",
+        address: str = "",
+        *,
+        runner: Runner | None = None,
+        workspace: str | None = None,
+        sync: SyncMode = "auto",
+        start_timeout: float | None = START_TIMEOUT,
+    ) -> Self:
+        """Return the job with this handle, from any process of a user on a machine that can reach its hosts.
+
+        The job may be a batch job: ``state`` gives its hosts, too, and ``run_spmd`` is refused. The arguments are
+        those of the class.
+
+        Raises:
+            UnreachableError: this machine cannot reach the job, and waiting does not help: it has no certificate
+                for the app, or the app has no such role.
+        """
+        job = cls(handle, role, address, runner, workspace, sync, start_timeout)
+        try:
+            job._role_hosts.target  # noqa: B018
+        except UnreachableError as error:
+            if error.final:
+                raise
+        return job
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.handle}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    # -- the allocation ------------------------------------------------------------------------------------------------
+
+    def status(self) -> AllocationStatus:
+        """Return the state of the allocation, from its hosts or, if they cannot be reached, from its scheduler."""
+        return self._role_hosts.status()
+
+    def wait_ready(
+        self,
+        timeout: float | None = START_TIMEOUT,
+        on_progress: Callable[[str], None] | None = None,
+        warm: bool = False,
+    ) -> Self:
+        """Wait until a run can start immediately.
+
+        Args:
+            timeout: seconds; None for no limit.
+            on_progress: called with a line each time the reason for waiting changes; None for no progress lines.
+            warm: whether to wait until ranks find torch imported.
+
+        Returns:
+            This allocation.
+        """
+        self._role_hosts.wait(timeout, on_progress, warm)
+        return self
 
     def kill(self) -> None:
         """Release the hosts and end their runs and actors, by cancelling the app. Does nothing if the app has ended.
@@ -49,12 +164,165 @@ class SPMDJob(Allocation, AttachedJob):  # type: ignore[misc]  # its handle is n
         Raises:
             RuntimeError: a mount stays busy (see ``AttachedJob.kill``).
         """
-        AttachedJob.kill(self)
-        Allocation.release(self)
+        super().kill()
+        self._role_hosts.release()
 
     def release(self) -> None:
         """Release the hosts, as ``kill`` does."""
         self.kill()
+
+    # -- runs ----------------------------------------------------------------------------------------------------------
+
+    def run_spmd(
+        self,
+        script_args: str | Sequence[str] | None = None,
+        *,
+        options: RunOptions | None = None,
+        **changes: Unpack[RunOptionsDict],
+    ) -> RunResult:
+        """Execute a command on all hosts, and wait for its end.
+
+        Ctrl-C stops the run and keeps the hosts; a second Ctrl-C kills the run. Both raise ``KeyboardInterrupt`` when
+        the run has ended. A third Ctrl-C raises it immediately and leaves the run alone.
+
+        Args:
+            script_args: what to run, as a list of words or as a string that is split as a shell splits it. One of:
+                a script and its arguments, or ``-m``, a module and its arguments, which replace the program of the
+                allocation's command and keep its torchrun options; a whole torchrun or Python command; or None for the
+                allocation's command unchanged.
+            options: the options of the run; None for the defaults of ``RunOptions``.
+            **changes: fields of ``RunOptions`` that replace those of ``options``: ``env``, ``nproc``, ``timeout``,
+                ``output``, ``cwd``, ``workspace``, ``sync``, ``queue``, ``check``, ``on_phase``.
+
+        Returns:
+            The result of the run, with the exit code of each rank.
+
+        Raises:
+            SPMDError: the run failed or was stopped, and ``check`` is True.
+            CodeError: the workspace could not be sent to the hosts.
+            KeyboardInterrupt: the user pressed Ctrl-C.
+            ValueError: ``script_args`` is empty or has an unclosed quotation, or an option is invalid.
+            TypeError: ``RunOptions`` has no such option.
+        """
+        options = self._options(options, changes)
+        records = Records.request(self._role_hosts, run_message(self._role_hosts, script_args, options))
+        try:
+            collector = Collector(options.output, options.on_phase)
+            result = collect_with_interrupts(self._role_hosts, records, collector)
+        finally:
+            records.close()
+        if options.check and result.exit_code != 0:
+            raise SPMDError(result)
+        return result
+
+    def run_spmd_async(
+        self,
+        script_args: str | Sequence[str] | None = None,
+        *,
+        options: RunOptions | None = None,
+        **changes: Unpack[RunOptionsDict],
+    ) -> RunHandle:
+        """Start a run on all hosts, and return a handle to it without waiting for its end.
+
+        The arguments are those of ``run_spmd``. The run continues if this process ends; ``follow`` finds it again.
+
+        Returns:
+            A handle like ``concurrent.futures.Future``. With ``check``, its ``result`` raises ``SPMDError`` if the run
+            failed.
+
+        Raises:
+            CodeError: the workspace could not be sent to the hosts.
+            ValueError: an argument is invalid, as for ``run_spmd``.
+            TypeError: ``RunOptions`` has no such option.
+        """
+        options = self._options(options, changes)
+        records = Records.request(self._role_hosts, run_message(self._role_hosts, script_args, options))
+        return RunHandle(self._role_hosts, records, Collector(options.output, options.on_phase), options.check)
+
+    def _options(self, options: RunOptions | None, changes: RunOptionsDict) -> RunOptions:
+        """Return the options of a run; what they leave open comes from this job."""
+        known = [field.name for field in dataclasses.fields(RunOptions)]
+        for name in changes:
+            if name not in known:
+                raise TypeError(f"a run has no option {name}.{did_you_mean(name, known)}")
+        options = dataclasses.replace(options or RunOptions(), **changes)
+        if options.cwd:
+            return options
+        return dataclasses.replace(
+            options, workspace=options.workspace or self.workspace, sync=options.sync or self.sync
+        )
+
+    def follow(self, run: int | None = None, *, output: Output = "stream", check: bool = True) -> RunHandle:
+        """Follow a run that any process has started: receive its output from the beginning, and its result.
+
+        Args:
+            run: number of the run; None for the current run or, if no run is active, the last one.
+            output: where the output of the ranks goes; see ``Output``.
+            check: whether the handle's ``result`` raises ``SPMDError`` if the run failed.
+
+        Raises:
+            ValueError: ``output`` has a value that does not exist.
+        """
+        collector = Collector(output)
+        return RunHandle(
+            self._role_hosts, Records.request(self._role_hosts, {"type": "follow", "run": run}), collector, check
+        )
+
+    def runs(self) -> list[RunInfo]:
+        """List the runs that the hosts know, the ended ones first, then the current one and the queue."""
+        return ask_runs(self._role_hosts)
+
+    def cancel_run(self, run: int | None = None, kill: bool = False) -> None:
+        """Stop a run, and keep the hosts. Does not wait for the end of the run.
+
+        Args:
+            run: number of the run; None for the current run.
+            kill: whether to send the ranks SIGKILL immediately, instead of SIGTERM and SIGKILL after the grace period.
+        """
+        self._role_hosts.ask({"type": "end-run", "run": run, "kill": kill})
+
+    def end_run(self, run: int | None = None, kill: bool = False) -> None:
+        """Stop a run. Deprecated: use ``cancel_run``."""
+        warnings.warn("SPMDJob.end_run is deprecated; use SPMDJob.cancel_run", DeprecationWarning, stacklevel=2)
+        self.cancel_run(run, kill)
+
+    def logs(self, rank: int | None = None, follow: bool = False, run: int | None = None) -> Iterator[str]:
+        """Yield the lines that the ranks of a run printed on stdout and stderr, in the order of their arrival.
+
+        Args:
+            rank: global rank whose lines to yield; None for all ranks.
+            follow: whether to wait for new lines until the run ends. Otherwise yield the lines printed so far.
+            run: number of the run; None for the current run or, if no run is active, the last one.
+
+        Raises:
+            UnreachableError: with ``follow``, a connection broke and was not restored, as when the hosts have ended.
+        """
+        greeting = {"type": "follow", "run": run, "rank": rank, "wait": follow}
+        readers: dict[tuple[int, str], LineReader] = {}
+        with contextlib.closing(self._records(greeting)) as records:
+            for record in records:
+                if record["type"] == "output":
+                    reader = readers.setdefault((record["rank"], record["stream"]), LineReader())
+                    for line in reader.feed(record["text"].encode(errors="surrogateescape")):
+                        yield line.decode(errors="replace").removesuffix("\n")
+        for reader in readers.values():
+            if rest := reader.rest():
+                yield rest.decode(errors="replace")
+
+    def _records(self, greeting: dict[str, Any]) -> Generator[dict[str, Any]]:
+        """Yield the records of a run up to its result; those so far if the greeting does not wait for more."""
+        if greeting["wait"]:
+            records = Records.request(self._role_hosts, greeting)
+            try:
+                yield from records
+            finally:
+                records.close()
+            return
+        with self._role_hosts.open(greeting) as link:
+            while (record := link.receive(None)) is not None and record["type"] != "result":
+                yield record
+
+    # -- the Monarch job -----------------------------------------------------------------------------------------------
 
     def state(self, cached_path: str | None = CACHE) -> JobState:
         """Return the host meshes of the job (see ``JobTrait.state``); ``workers`` is that of the first role."""
