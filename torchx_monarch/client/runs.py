@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,10 +60,9 @@ class StoredRecords:
         with open(fd, "rb") as file:
             while line := file.readline(_MAX_LINE):
                 record = _record(line)
-                kind = record.get("type", "")
-                if record and (kind not in _CHECKED or _decoded(record, kind, _CHECKED[kind]) is not None):
+                if _is_sound(record):
                     yield record
-                    if kind == "result":
+                    if record["type"] == "result":
                         return
         yield {
             "type": "result",
@@ -146,6 +146,9 @@ class _BegunRecord:
     submitted: Seconds = 0.0
 
 
+_Stream = enum.Enum("_Stream", {"STDOUT": "stdout", "STDERR": "stderr"})
+
+
 @dataclasses.dataclass
 class _ResultRecord:
     run: int
@@ -158,11 +161,17 @@ class _ResultRecord:
     started: Seconds = 0.0
 
 
-_CHECKED: dict[str, type[Any]] = {
+_RECORDS: dict[str, type[Any]] = {
+    "phase": dataclasses.make_dataclass("_Phase", [("text", str)]),
+    "output": dataclasses.make_dataclass(
+        "_Output",
+        [("rank", int), ("stream", _Stream), ("text", str), ("prefix", str, ""), ("stamped", bool, False)],
+    ),
     "exit": dataclasses.make_dataclass("_Exit", [("exit", RankExit)]),
+    "attempts": dataclasses.make_dataclass("_Attempts", [("count", int)]),
     "result": _ResultRecord,
 }
-"""Records that are left out if another version of this package has written them with other fields."""
+"""The fields on which ``Collector`` relies, by the type of the record."""
 
 
 def _first_and_last(path: Path) -> tuple[_BegunRecord | None, _ResultRecord | None]:
@@ -209,3 +218,8 @@ def _decoded(record: dict[str, Any], kind: str, cls: type[T]) -> T | None:
     with contextlib.suppress(codec.DecodeError):
         return codec.decode(cls, record) if record.get("type") == kind else None
     return None
+
+
+def _is_sound(record: dict[str, Any]) -> bool:
+    """Return whether a record has a type that ``Collector`` knows, and the fields of this type."""
+    return any(_decoded(record, kind, cls) is not None for kind, cls in _RECORDS.items())
