@@ -12,8 +12,8 @@ Clients send these greetings to replica 0, one per connection, in addition to th
 =============  =====================================================================================================
 
 The answer to ``look`` has a further field ``live``, and ``stop`` releases the hosts. A run continues when its client
-disconnects. Its records are ``phase``, ``output`` (of one rank), ``exit`` (one per rank of the last attempt), and
-finally ``result``.
+disconnects. Its records are ``run``, ``phase``, ``output`` (of one rank), ``attempts``, ``exit`` (one per rank of the
+last attempt), and finally ``result``.
 """
 
 from __future__ import annotations
