@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from torchx_monarch.controller.host_events import (
+    Changes,
     HostEvents,
     HostLost,
     HostPreempted,
@@ -40,6 +41,22 @@ def test_an_event_interrupts_every_wait_until_it_is_settled() -> None:
         events.settle_all(lambda event: event is LOST)
         assert events.pending == []
         assert await events.interrupt(asyncio.sleep(0, "done")) == "done"
+
+    asyncio.run(main())
+
+
+def test_a_condition_that_held_was_met_even_if_it_lapses_at_once() -> None:
+    async def main() -> None:
+        changes, present = Changes(), [False]
+        waiting = asyncio.ensure_future(changes.until(lambda: present[0], 300))
+        for _ in range(3):  # it waits
+            await asyncio.sleep(0)
+        present[0] = True
+        changes.note()
+        for _ in range(2):  # it is awake, and has not returned before Python 3.12
+            await asyncio.sleep(0)
+        present[0] = False
+        assert await waiting
 
     asyncio.run(main())
 

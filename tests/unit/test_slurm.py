@@ -435,6 +435,8 @@ def test_steps_that_end_as_slurm_queues_the_job_again_do_not_end_the_job(
     assert batch_step._conclude() == 3
     record = load_record(job)
     assert record is not None and (record.state, record.outside, record.retries) == (State.FAILED, True, 0)
+    (event,) = map(json.loads, Path(job.events).read_text().splitlines())
+    assert event["kind"] == "stop"
 
 
 def test_a_job_that_is_queued_again_after_a_failure_runs(

@@ -19,10 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
-
-from torchx.runner import Runner, get_runner
-from torchx.specs import is_terminal
+from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.client.hosts import Hosts, say
@@ -36,6 +33,9 @@ from torchx_monarch.transport.address import Address
 monarch_api.prepare_import()
 
 from monarch.job import JobTrait  # noqa: E402
+
+if TYPE_CHECKING:
+    from torchx.runner import Runner
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -95,6 +95,8 @@ class AttachedJob(JobTrait):  # type: ignore[misc]
     # -- private hooks of Monarch 0.7's JobTrait -----------------------------------------------------------------------
 
     def _is_running(self) -> bool:
+        from torchx.specs import is_terminal  # not for this_job(), in ranks
+
         status = self._runner.status(self.handle) if self.handle else None
         return status is not None and not is_terminal(status.state)
 
@@ -131,6 +133,8 @@ class AttachedJob(JobTrait):  # type: ignore[misc]
 
     @functools.cached_property
     def _runner(self) -> Runner:
+        from torchx.runner import get_runner
+
         return get_runner()
 
     def _roles(self) -> list[str]:

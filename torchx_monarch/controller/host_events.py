@@ -8,7 +8,6 @@ controller's state, until the transition that it causes has been made, and any p
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import signal
 from collections.abc import Awaitable, Callable
@@ -96,13 +95,15 @@ class Changes:
     async def until(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until a condition, which is evaluated at each change, holds; return whether it does in time."""
 
-        async def wait() -> None:
+        async def wait() -> bool:
             while not condition():
                 await self._changed.wait()
+            return True
 
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(wait(), timeout)
-        return condition()
+        try:
+            return await asyncio.wait_for(wait(), timeout)
+        except asyncio.TimeoutError:
+            return condition()
 
 
 class HostEvents:

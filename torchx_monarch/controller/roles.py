@@ -3,13 +3,14 @@
 
 Replica 0 of the first role is the server. Replica 0 of every other role registers with it, for one or both reasons:
 
-- The backend tells hosts only the address of the first role (AWS Batch). The registration then contains the address on
-  which this replica 0 listens, and other hosts look it up. An entry lasts as long as its connection.
+- The backend tells hosts only the address of the first role (AWS Batch, wrapped schedulers). The registration then
+  contains the address on which this replica 0 listens, and other hosts look it up. An entry lasts as long as its
+  connection.
 - The backend lets each role end by itself, and all are to restart together (``RetryPolicy.APPLICATION`` with retries;
-  always on AWS Batch). When a role fails or its replica 0 is lost, the first role makes all others end as well, and the
+  always on these two). When a role fails or its replica 0 is lost, the first role makes all others end as well, and the
   backend restarts them. Replica 0 of the first role ends last, and puts off hosts that are restarted before then, so no
-  role starts while ranks of an earlier start are running. On AWS Batch it also waits for the success of the other
-  roles, except sidecars.
+  role starts while ranks of an earlier start are running. On these it also waits for the success of the other roles,
+  except sidecars.
 
 =========================  =======================================================================================
 any host to the server     ``lookup-role`` (greeting; with role and start)
@@ -244,7 +245,8 @@ class RoleServer(RoleCoordinator):
 
     async def _lookup(self, peer: Peer) -> None:
         role = self._greeting(peer).role
-        if not await self._changes.until(lambda: role in self._addresses, _LOOKUP_DELAY):
+        await self._changes.until(lambda: role in self._addresses, _LOOKUP_DELAY)
+        if role not in self._addresses:
             raise LaterError(f"replica 0 of role {role!r} has not registered its address yet")
         host, port = self._addresses[role]
         await peer.send({"type": "found", "host": host, "port": port})

@@ -187,7 +187,9 @@ class RankRelay:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            peer = Peer(await messages.receive(reader, _GREETING_TIMEOUT) or {}, reader, writer)
+            if (greeting := await messages.receive(reader, _GREETING_TIMEOUT)) is None:
+                return
+            peer = Peer(greeting, reader, writer)
             if peer.greeting.get("type") == "breakpoint":
                 await self._debug(peer)
             else:
@@ -242,7 +244,7 @@ class RankRelay:
         try:
             from_leader, to_leader = await self._connect(role, attach)
         except (ConnectError, RendezvousError, OSError, ValueError) as error:
-            await peer.send({"type": "refused", "reason": f"the leader is not reached: {error}"})
+            await peer.send({"type": "refused", "reason": f"replica 0 is not reached: {error}"})
             return
         try:
             await peer.while_connected(_pass_on(from_leader, peer.writer))

@@ -19,8 +19,6 @@ authentication code under a key that the backend creates for each job and gives 
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import math
 import os
@@ -176,11 +174,16 @@ def signed(text: str, key: str) -> str:
 
 def verified(lines: Iterable[str], key: str) -> list[str]:
     """Return the texts of the log lines that were signed with the key, in order; none if the key is empty."""
+    import hmac
+
     found = [match for line in lines if (match := _SIGNED_LINE.fullmatch(line))] if key else []
     return [match[2] for match in found if hmac.compare_digest(match[1], _authentication_code(match[2], key))]
 
 
 def _authentication_code(text: str, key: str) -> str:
+    import hashlib  # here: a supervisor imports this module, and signs nothing
+    import hmac
+
     return hmac.new(key.encode(), text.encode(errors="backslashreplace"), hashlib.sha256).hexdigest()
 
 

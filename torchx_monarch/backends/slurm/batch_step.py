@@ -255,7 +255,7 @@ class BatchStep:
             reason = "told to stop by Slurm (see the job's state there)"
             return self._finish(State.FAILED, reason, 128 + signal.SIGTERM)
         # When a node is lost, Slurm queues the job again and ends its steps, perhaps before SIGTERM comes here.
-        self._record.outside = state not in ([], ["RUNNING"])
+        self._record.outside = state not in ([], ["RUNNING"], ["SIGNALING"], ["RESIZING"])
         cause, message = status.cause, status.message
         code = shell_code(cause.exit_code or 1) if cause else 1
         if not self._record.outside and self._may_retry(cause) and not no_retry_reason(code, status.error):
@@ -280,7 +280,10 @@ class BatchStep:
 
     def _finish(self, state: State, message: str, code: int) -> int:
         self._record.state, self._record.msg, self._record.ended = state, message, time.time()
-        self._event("ended", f"{state}: {message}" if message else str(state))
+        if self._record.outside and not self._is_stopping:  # Slurm queues the job again, or says how it has ended
+            self._event("stop", f"Slurm ends the steps: {message}")
+        else:
+            self._event("ended", f"{state}: {message}" if message else str(state))
         self._write(is_last=True)
         return code
 

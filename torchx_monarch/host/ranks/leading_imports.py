@@ -50,12 +50,14 @@ _REASON_BYTES = 1000
 
 _WAITER = """
 import os, sys
+os.write(int(sys.argv[2]), os.fsencode(sys.argv[3]))
+os.close(int(sys.argv[2]))
 code = os.waitstatus_to_exitcode(os.waitpid(int(sys.argv[1]), 0)[1])
 if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
-"""A program that ends as its child does."""
+"""A program that has a copy of the process that it was go on, for a reason, and ends as the copy does."""
 
 
 class _MustNotBeShared(BaseException):
@@ -118,8 +120,7 @@ class LeadingImports:
                 if not why and output.sizes() != printed and not sys.modules.keys().isdisjoint(_RANK_ZERO):
                     why = "it prints on rank 0 alone"
                 if why:
-                    os.write(writer, why.encode(errors="replace")[:_REASON_BYTES])
-                    _leave_to(copy, safety["children"]())
+                    _leave_to(copy, writer, why, safety["children"]())
                 os.kill(copy, signal.SIGKILL)
                 os.waitpid(copy, 0)
                 os.close(writer)
@@ -224,8 +225,8 @@ def _fork_copy(fork: Callable[[], int]) -> tuple[int, int, str]:
     return (copy, writer, "") if copy else (0, -1, why.decode(errors="replace"))
 
 
-def _leave_to(copy: int, children: set[str]) -> NoReturn:
-    """Have a copy go on in place of this process, which gives back what an import has taken: ports, locks, memory.
+def _leave_to(copy: int, writer: int, why: str, children: set[str]) -> NoReturn:
+    """Have a copy go on once this process has given back what an import has taken: ports, locks, memory.
 
     The host knows this process by its pid: it becomes a small one that ends as the copy does.
     """
@@ -235,8 +236,10 @@ def _leave_to(copy: int, children: set[str]) -> NoReturn:
     for number in os.listdir("/proc/self/fd"):
         if int(number) > 2:
             with contextlib.suppress(OSError):  # that of the listing itself
-                os.close(int(number))
-    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", _WAITER, str(copy), *sys.orig_argv[-1:]])
+                os.set_inheritable(int(number), int(number) == writer)  # threads of the import may still use it
+    reason = why.encode(errors="replace").replace(b"\0", b" ")[:_REASON_BYTES]
+    words: list[str | bytes] = ["-I", "-S", "-c", _WAITER, str(copy), str(writer), reason, *sys.orig_argv[-1:]]
+    os.execv(sys.executable, [sys.executable, *words])
 
 
 def _renew_rank_zero() -> None:

@@ -267,7 +267,8 @@ class Zygotes:
             reason = f"cannot start the Python interpreter {python!r}: {error.strerror}{open_files.hint(error)}"
             raise LaunchError(reason) from None
         others = [other for other in self._zygotes if other is not zygote]
-        dropped = [other for other in others if other.ended or other in others[: len(others) + 1 - _MAX_ZYGOTES]]
+        live = [other for other in others if not other.ended]
+        dropped = [other for other in others if other.ended or other in live[: len(live) + 1 - _MAX_ZYGOTES]]
         for other in dropped:
             other.close()
         self._zygotes = [*(other for other in others if other not in dropped), zygote]
