@@ -56,7 +56,7 @@ class Notes(Reporter):
         super().__init__(Console(2), None, "trainer")
         self.notes: list[tuple[str, str]] = []
 
-    def note(self, kind: str, text: str, **fields: object) -> None:
+    def report(self, kind: str, text: str, **fields: object) -> None:
         self.notes.append((kind, text))
 
 

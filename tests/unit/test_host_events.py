@@ -52,7 +52,7 @@ def test_a_condition_that_held_was_met_even_if_it_lapses_at_once() -> None:
         for _ in range(3):  # it waits
             await asyncio.sleep(0)
         present[0] = True
-        changes.note()
+        changes.notify()
         for _ in range(2):  # it is awake, and has not returned before Python 3.12
             await asyncio.sleep(0)
         present[0] = False

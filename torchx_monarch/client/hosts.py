@@ -239,7 +239,7 @@ class Hosts:
         ``on_progress`` is called with a line each time the reason for waiting changes.
         """
 
-        def look(target: Target) -> None:
+        def check(target: Target) -> None:
             status = self._look(target)
             if status.message:
                 scheduler = self.handle.partition("://")[0]
@@ -251,7 +251,7 @@ class Hosts:
                 raise _NotReady("the import of torch")
             self._were_ready = True
 
-        self.wait_for(look, timeout, on_progress)
+        self.wait_for(check, timeout, on_progress)
 
     def wait_for(
         self, operation: Callable[[Target], T], timeout: float | None, on_progress: Callable[[str], None] | None

@@ -241,10 +241,10 @@ class SPMDJob(AttachedJob):
 
     def _options(self, options: RunOptions | None, changes: RunOptionsDict) -> RunOptions:
         """Return the options of a run; what they leave open comes from this job."""
-        known = [field.name for field in dataclasses.fields(RunOptions)]
+        names = [field.name for field in dataclasses.fields(RunOptions)]
         for name in changes:
-            if name not in known:
-                raise TypeError(f"a run has no option {name}.{did_you_mean(name, known)}")
+            if name not in names:
+                raise TypeError(f"a run has no option {name}.{did_you_mean(name, names)}")
         options = dataclasses.replace(options or RunOptions(), **changes)
         if options.cwd:
             return options

@@ -192,13 +192,13 @@ class _Pass:
                 rules = rules.below(self._root, folder)
             self.rules[folder] = rules.digest
             paths = [(f"{folder}/{entry.name}" if folder else entry.name, entry) for entry in inside]
-            kept = [(path, entry, below) for path, entry in paths if (below := self._rules_below(path, entry, rules))]
-            for path, entry, below in kept:
+            taken = [(path, entry, below) for path, entry in paths if (below := self._rules_below(path, entry, rules))]
+            for path, entry, below in taken:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append((path, below))
                 else:
                     self._add(path, entry)
-            if folder and not kept:
+            if folder and not taken:
                 self._entries[folder] = Entry(FOLDER, "", 0)
             if len(self._entries) + len(self._found) > MAX_ENTRIES:
                 raise ScanError(

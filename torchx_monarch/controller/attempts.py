@@ -183,7 +183,7 @@ class Attempts:
                 if first := root_cause(self.exits.values()):
                     hanging.cancel()
                     if first.is_early:
-                        await self._note_early_failures(answers)
+                        await self._add_early_failures(answers)
                     await self._stop_others(world_size)
                     # Ranks that had failed before the stop have reported their exits by now.
                     cause = root_cause(self.exits.values())
@@ -194,15 +194,15 @@ class Attempts:
             growth.cancel()
         return None
 
-    async def _note_early_failures(self, answers: AsyncIterator[tuple[int, Exits]]) -> None:
-        """Note the ranks of other hosts that fail at the same time as the first one."""
+    async def _add_early_failures(self, answers: AsyncIterator[tuple[int, Exits]]) -> None:
+        """Add the ranks of other hosts that fail at the same time as the first one."""
 
-        async def note() -> None:
+        async def add() -> None:
             async for _, exited in answers:
                 self._add_exits(exited)
 
         with contextlib.suppress(asyncio.TimeoutError, Interrupted, HostRefused):  # an event stays pending
-            await asyncio.wait_for(note(), EARLY_FAILURES_WITHIN)
+            await asyncio.wait_for(add(), EARLY_FAILURES_WITHIN)
 
     async def _end_hang(self, hang: Hang, world: World) -> RankExit:
         """Stop ranks that hang; return the exit of the first of those for which the others wait, as the root cause."""
@@ -213,7 +213,7 @@ class Attempts:
         exited = self.exits.get(rank) or self._unknown_exit(rank, world, now)
         cause = dataclasses.replace(exited, code=1, time=now, stopped_at=None, error=None, hang=hang.describe())
         self.exits[rank] = cause
-        self._reporter.note("failure", cause.describe(), rank=rank, failed_at=now)
+        self._reporter.report("failure", cause.describe(), rank=rank, failed_at=now)
         return cause
 
     def _unknown_exit(self, rank: int, world: World, now: float) -> RankExit:
@@ -260,7 +260,7 @@ class Attempts:
         try:
             await asyncio.wait([stopping], timeout=_NOTED_WITHIN)
             if cause := root_cause(self.exits.values()):
-                self._reporter.note(
+                self._reporter.report(
                     "failure",
                     describe_failure(self.exits.values(), cause, world_size),
                     rank=cause.rank,

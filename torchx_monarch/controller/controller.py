@@ -197,7 +197,7 @@ class Controller:
         self._events.settle_all(lambda pending: pending is event)
         wanted = isinstance(event, StopRequested) and event.result.stopped
         more = {"host": event.host} if isinstance(event, HostExcluded) else {}
-        self._reporter.note("stop" if wanted else event.KIND, event.result.reason, replica=event.replica, **more)
+        self._reporter.report("stop" if wanted else event.KIND, event.result.reason, replica=event.replica, **more)
         left = await self._dismiss_host(event)
         # The controller runs on replica 0, so an event of replica 0 ends the job.
         goes_on = (left or isinstance(event, (HostJoined, HostExcluded))) and event.replica != 0
@@ -208,7 +208,7 @@ class Controller:
             # One new mesh is the answer to all of these.
             for lost in self._events.settle_all(lambda pending: isinstance(pending, (HostLost, HostJoined))):
                 if isinstance(lost, HostLost):
-                    self._reporter.note(lost.KIND, lost.result.reason, replica=lost.replica)
+                    self._reporter.report(lost.KIND, lost.result.reason, replica=lost.replica)
         if not goes_on:
             return event.result
         if shortage := self._gatherer.shortage(self._replacements_left > 0):
@@ -241,5 +241,5 @@ class Controller:
         if replaced and (too_few or not self._sizes.can_lose):
             self._replacements_left -= 1
             text = f"replica {event.replica} is to be replaced, {self._replacements_left} replacements left"
-            self._reporter.note("replacement", text, replica=event.replica)
+            self._reporter.report("replacement", text, replica=event.replica)
         return self._sizes.last_call if replaced or too_few else 0.0

@@ -94,14 +94,14 @@ class HostRegistry:
         self.registered[host.replica] = host
         (self._failed.add if host.error else self._failed.discard)(host.replica)
         self._seen.add(host.replica)
-        self._changes.note()
+        self._changes.notify()
 
     def remove(self, replica: int) -> bool:
         """Forget a host; return whether it was registered. From here on its replacement may register."""
         removed = self.registered.pop(replica, None) is not None
         self._failed.discard(replica)
         if removed:
-            self._changes.note()
+            self._changes.notify()
         return removed
 
     @property
@@ -109,8 +109,8 @@ class HostRegistry:
         """Whether an attempt has been formed."""
         return bool(self.members)
 
-    def note_refused(self, replica: int) -> int:
-        """Note a host that cannot start; return the number of replicas whose host could not."""
+    def add_refused(self, replica: int) -> int:
+        """Add a host that cannot start; return the number of replicas whose host could not."""
         self._seen.add(replica)
         self._refused.add(replica)
         return len(self._refused)
@@ -211,7 +211,7 @@ class HostGatherer:
             message = f"{message}; it stays, because {why}"
         elif host in self._registry.able:
             return HostExcluded(host.replica, JobResult(1, message, replica=host.replica), host=name)
-        self._reporter.note(HostExcluded.KIND, message, replica=host.replica, host=name)
+        self._reporter.report(HostExcluded.KIND, message, replica=host.replica, host=name)
         return None
 
     def _report_spares(self) -> None:
@@ -222,7 +222,7 @@ class HostGatherer:
         if self._sizes.spares and frozenset(host.replica for host in spares) != self._reported_spares:
             self._reported_spares = frozenset(host.replica for host in spares)
             text = f"spare: {', '.join(host.name for host in spares)}" if spares else "no spare host is left"
-            self._reporter.note(
+            self._reporter.report(
                 "spares", text, replicas=sorted(self._reported_spares), hosts=[host.hostname for host in spares]
             )
 
@@ -284,13 +284,13 @@ class HostGatherer:
                     text = f"{new.name} takes the place of host {old.replica} ({old.hostname})"
                     more = {"replica": new.replica, "replaces": old.replica, "host": new.hostname}
                     if old in self._registry.able:  # it was excluded, and that was counted as a restart before
-                        self._reporter.note("spare_used", text, **more)
+                        self._reporter.report("spare_used", text, **more)
                     else:
                         self._reporter.restarted(text, **more)
             return
         changes = [f"replica {listed(some)} {verb}" for some, verb in ((came, "came"), (went, "went")) if some]
         text = f"size changed from {len(before)} to {len(now)} hosts: {', '.join(changes)}"
-        self._reporter.note("resize", text, before=len(before), now=len(now))
+        self._reporter.report("resize", text, before=len(before), now=len(now))
 
 
 def listed(replicas: Iterable[int]) -> str:

@@ -84,7 +84,7 @@ class HangWatch:
         if reported is not None and hang is None:
             text = f"hang over: {rank_ranges(reported.ranks)} made the others wait for "
             waited = now - self._found_at + reported.seconds
-            self._reporter.note("hang_end", f"{text}{waited:.0f} s", attempt=attempt, waited=round(waited, 3))
+            self._reporter.report("hang_end", f"{text}{waited:.0f} s", attempt=attempt, waited=round(waited, 3))
         # Keep the one that was reported, with the time that its ranks had waited then.
         self._reported = reported if hang is not None and hang.same_as(reported) else hang
 
@@ -107,7 +107,7 @@ class HangWatch:
     async def _report(self, hang: Hang, attempt: int) -> None:
         answers, _ = await self._hosts.collect(TakeStacks(None, False, save_as="while ranks hang"), _TIMEOUT)
         place = describe_places(hang.ranks, list(itertools.chain.from_iterable(answers.values())))
-        self._reporter.note(
+        self._reporter.report(
             "hang",
             f"hang: {hang.describe()}{f'; {place}' if place else ''}",
             attempt=attempt,

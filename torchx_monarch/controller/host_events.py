@@ -87,7 +87,7 @@ class Changes:
     def __init__(self) -> None:
         self._changed = asyncio.Event()
 
-    def note(self) -> None:
+    def notify(self) -> None:
         """Have the conditions evaluated again."""
         self._changed.set()
         self._changed = asyncio.Event()
@@ -115,7 +115,7 @@ class HostEvents:
 
     def post(self, event: HostEvent) -> None:
         self.pending.append(event)
-        self._changes.note()
+        self._changes.notify()
 
     def settle_all(self, settled: Callable[[HostEvent], bool]) -> list[HostEvent]:
         """Remove the events to which a condition applies; return them. Only the controller calls this."""

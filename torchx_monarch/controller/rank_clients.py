@@ -113,7 +113,7 @@ class DebugSessions:
     """Serve the greetings of ranks and clients (see ``Rendezvous.clients``).
 
     Args:
-        report: reports an event with its rank (``Reporter.note``).
+        report: reports an event with its rank (``Reporter.report``).
         rest: returns a context within which ranks that wait for others are no hang.
     """
 

@@ -308,7 +308,7 @@ class Rendezvous:
             raise LaterError("its start before this one knows how the job has ended: it belongs to the next job")
         if host.error and self._fewest < self._replicas and self.hosts.formed:
             raise RendezvousError(host.error)  # the job goes on without it
-        if host.error and host.replica and self._spares and self.hosts.note_refused(host.replica) <= self._spares:
+        if host.error and host.replica and self._spares and self.hosts.add_refused(host.replica) <= self._spares:
             raise RendezvousError(host.error)
         return host
 

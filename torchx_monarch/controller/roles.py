@@ -262,7 +262,7 @@ class RoleServer(RoleCoordinator):
             self._addresses[other.role] = address
         if other.joint:
             self._links[other.role] = peer
-        self._changes.note()
+        self._changes.notify()
         try:
             await peer.send({"type": "registered"})
             succeeded = other.joint and await self._follow(other.role, peer)
@@ -275,7 +275,7 @@ class RoleServer(RoleCoordinator):
                 del self._addresses[other.role]
             if other.joint:
                 del self._links[other.role]
-            self._changes.note()
+            self._changes.notify()
 
     async def _follow(self, role: str, peer: Peer) -> bool:
         """Wait for the end of another role; return whether it has succeeded."""
@@ -283,7 +283,7 @@ class RoleServer(RoleCoordinator):
             if await peer.receive(_READY_TIMEOUT) is None:
                 return False  # the other role ended before it was ready
             self._arrived.add(role)
-            self._changes.note()
+            self._changes.notify()
             message = await peer.receive()
             ended = None if message is None else decode(JobResult, message)
         except TimeoutError:

@@ -203,7 +203,7 @@ class RunQueue(Session):
             result = JobResult(TIMED_OUT, reason, stopped=True)
             self._timer = asyncio.get_running_loop().call_later(run.request.timeout, self.end_run, run, result)
         self._reporter.echo = lambda text: run.run_log.append({"type": "phase", "text": text})
-        self._reporter.note("run", f"run {run.number}: {run.request.shown}", run=run.number)
+        self._reporter.report("run", f"run {run.number}: {run.request.shown}", run=run.number)
         return None
 
     async def begin(self, hosts: list[Registration]) -> tuple[JobOptions, list[Registration]]:
@@ -235,7 +235,7 @@ class RunQueue(Session):
             self._reporter.line(f"some output of run {run.number} may be missing: {error or 'it did not come in time'}")
         self._reporter.echo = None
         exits = [{"type": "exit", "exit": vars(attempts.exits[rank])} for rank in sorted(attempts.exits)]
-        self._reporter.note("run_end", f"run {run.number} {word}: {result.reason}", run=run.number, code=result.code)
+        self._reporter.report("run_end", f"run {run.number} {word}: {result.reason}", run=run.number, code=result.code)
         self._end(run, result, [{"type": "attempts", "count": attempts.number + 1}, *exits])
 
     async def close(self, result: JobResult) -> None:

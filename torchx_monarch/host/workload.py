@@ -114,7 +114,7 @@ class Workload(abc.ABC):
         rendezvous.clients.update(stacks=queries.stacks, samples=queries.samples)
         hang_watch = HangWatch(hosts)
         debug_command = f"torchx monarch debug {host.options.app} --role {host.options.role}"
-        rendezvous.clients.update(DebugSessions(debug_command, reporter.note, hang_watch.rest).clients)
+        rendezvous.clients.update(DebugSessions(debug_command, reporter.report, hang_watch.rest).clients)
         host.connector = rendezvous.connect
 
         def new_attempts() -> Attempts:

@@ -89,7 +89,7 @@ class Reporter:
         self.line(f"{text} ({seconds:.2f} s)")
         self._event(kind, text, seconds, fields)
 
-    def note(self, kind: str, text: str, **fields: object) -> None:
+    def report(self, kind: str, text: str, **fields: object) -> None:
         """Report an event between two phases. The duration of the next phase counts from here."""
         self._last = time.monotonic()
         self.line(text)
@@ -101,7 +101,7 @@ class Reporter:
 
     def restarted(self, text: str, **fields: object) -> None:
         """Report a restart of the ranks and count it where the backend reads the number."""
-        self.note("rank_restart", text, **fields)
+        self.report("rank_restart", text, **fields)
         self.rank_restarts += 1
         # Now and not at the end: a host that is killed writes no result.
         _write(self._termination_log, HostResult(rank_restarts=self.rank_restarts).to_text())

@@ -109,7 +109,7 @@ class LeadingImports:
                     if why := self._execute(line, text, main):
                         break
                     continue
-                printed, known = output.sizes(), set(sys.modules)
+                printed, imported = output.sizes(), set(sys.modules)
                 copy, writer, why = _fork_copy(fork)
                 if not copy:
                     output.truncate(printed)
@@ -125,7 +125,7 @@ class LeadingImports:
                 os.waitpid(copy, 0)
                 os.close(writer)
                 if not line:  # the program has no such statement
-                    hide({name for name in sys.modules.keys() - known if name not in sys.stdlib_module_names})
+                    hide({name for name in sys.modules.keys() - imported if name not in sys.stdlib_module_names})
             if why and line:
                 self.unshared = f"{os.path.basename(self._path)}:{line} {text}: {why}"
             self.output = output.read()
