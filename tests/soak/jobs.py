@@ -108,7 +108,8 @@ class Job:
         """Its id; empty while, or when, it is not submitted."""
         if not self._app_id:
             prefix = f"soak{self.plan.number}-"
-            self._app_id = next((name for name in state_files.app_ids() if name.startswith(prefix)), "")
+            names = [name for name in state_files.app_ids() if name.startswith(prefix)]
+            self._app_id = next(filter(self.scheduler.exists, names), "")  # a folder may still be made
         return self._app_id
 
     @property
