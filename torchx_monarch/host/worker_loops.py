@@ -242,14 +242,14 @@ class RankRelay:
         await peer.send({"type": "here", **here})
         role, attach = str(peer.greeting.get("role")), {"type": "attach", "names": names}
         try:
-            from_leader, to_leader = await self._connect(role, attach)
+            near, far = await self._connect(role, attach)
         except (ConnectError, RendezvousError, OSError, ValueError) as error:
             await peer.send({"type": "refused", "reason": f"replica 0 is not reached: {error}"})
             return
         try:
-            await peer.while_connected(_pass_on(from_leader, peer.writer))
+            await peer.while_connected(_pass_on(near, peer.writer))
         finally:
-            to_leader.close()
+            far.close()
 
     async def _connect(self, role: str, greeting: messages.Message) -> Streams:
         if role in ("", self._host.options.role):

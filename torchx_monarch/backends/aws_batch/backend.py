@@ -119,7 +119,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
     def _find(self, app_id: str) -> Mapping[str, Any] | None:
         """Return Batch's description of an app's job, or of its definition if Batch has forgotten the job.
 
-        Jobs that this scheduler did not submit are no apps: whoever may list a queue may name those of others.
+        A job that another scheduler has submitted to the queue is not found.
         """
         queue, _, name = app_id.rpartition(":")
         if not queue or not name:

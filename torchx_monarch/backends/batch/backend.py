@@ -277,7 +277,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             with contextlib.suppress(state_files.DamagedFileError, OSError):
                 app = self.read(app_id, folder, queued, brief=True)
                 if app is not None and not any(replica.is_alive for replica in app.replicas):
-                    shutil.rmtree(folder.root)
+                    _remove_folder(folder)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -405,12 +405,20 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
     def remove(self, app: BatchSnapshot) -> None:
         if any(replica.is_alive for replica in app.replicas):
             self.cancel(app.jobs)
-        while os.path.lexists(app.folder.root):
-            try:
-                shutil.rmtree(app.folder.root)
-            except OSError as error:  # the job's last process may have added, renamed or removed a file meanwhile
-                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
-                    raise RemoveError(app.app_id, app.folder.root, error) from None
+        try:
+            _remove_folder(app.folder)
+        except OSError as error:
+            raise RemoveError(app.app_id, app.folder.root, error) from None
+
+
+def _remove_folder(folder: JobFolder) -> None:
+    """Remove an app's folder, to which the job's last process, or another process that removes it, may write."""
+    while os.path.lexists(folder.root):
+        try:
+            shutil.rmtree(folder.root)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise
 
 
 def batch_role(role: Role, spec: RoleSpec) -> BatchRole:

@@ -267,11 +267,11 @@ class Zygotes:
             reason = f"cannot start the Python interpreter {python!r}: {error.strerror}{open_files.hint(error)}"
             raise LaunchError(reason) from None
         others = [other for other in self._zygotes if other is not zygote]
-        live = [other for other in others if not other.ended]
-        dropped = [other for other in others if other.ended or other in live[: len(live) + 1 - _MAX_ZYGOTES]]
-        for other in dropped:
-            other.close()
-        self._zygotes = [*(other for other in others if other not in dropped), zygote]
+        newest = [other for other in others if not other.ended][1 - _MAX_ZYGOTES :]
+        for other in others:
+            if other not in newest:
+                other.close()
+        self._zygotes = [*newest, zygote]
         return zygote
 
     def _start(self, run: RunSpec, count: int) -> ZygoteProcess:
