@@ -115,6 +115,7 @@ _EXAMPLES = {
     "delete": "torchx monarch delete train-x1y2z3",
     "debug": "torchx monarch debug last --rank 1",
     "stacks": "torchx monarch stacks last --native",
+    "profile": "torchx monarch profile last --rank 3 --seconds 10",
     "trace": "torchx monarch trace last -o job.json",
     "report": "torchx monarch report last -o job.html",
     "top": "torchx monarch top last --by-host",

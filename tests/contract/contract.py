@@ -318,6 +318,8 @@ class Contract:
             assert [(one.rank, one.state, one.rss_bytes > 0) for one in samples] == [
                 (rank, "running", True) for rank in (0, 1)
             ]
+            how = ["--rank", "1", "--seconds", "1", "--idle", "-o", "-"]
+            assert "read_data (" in place.torchx("monarch", "profile", handle, *words, *how)
             place.tell("go")
             place.until(lambda: [one.rank for one in list_breakpoints(hosts)] == [1], "the breakpoint", handle)
             command = [*TORCHX, "monarch", "debug", handle, *words]

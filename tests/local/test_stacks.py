@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -14,7 +16,7 @@ import pytest
 from tests.local.hosts import NO_PRELOAD, Hosts, torchrun
 from tests.local.live import Live
 from tests.waits import until
-from torchx_monarch.client.rank_queries import ask_stacks
+from torchx_monarch.client.rank_queries import ask_profiles, ask_stacks
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.host.ranks.rank_main import STACKS_SIGNAL
 from torchx_monarch.insight.stacks import ProcessStacks
@@ -39,6 +41,12 @@ def stacks_of(hosts: Hosts, native: bool = False) -> dict[int, ProcessStacks]:
     stacks, missing = ask_stacks(hosts.client, native=native)
     assert not missing
     return {one.rank: one for one in stacks if not one.child}
+
+
+def samplers(hosts: Hosts) -> list[psutil.Process]:
+    """The processes of py-spy that the hosts have started."""
+    children = psutil.Process(hosts.processes[0].pid).children()
+    return [child for child in children if "py-spy" in child.name()]
 
 
 def functions(stacks: ProcessStacks, thread: int = 0) -> list[str]:
@@ -229,6 +237,49 @@ def test_native_stacks_name_c_functions(folder: Path, script: Callable[[str], st
         else:
             assert any("sleep" in name for name in functions(stacks)) and functions(stacks)[-1] == "<module>"
     hosts.stop()
+
+
+def test_a_profile_shows_where_a_rank_spends_its_time(folder: Path, script: Callable[[str], str]) -> None:
+    path = script(f"""
+        {READY}
+        def computes():
+            ready()
+            while True:
+                sum(range(1000))
+        def waits():
+            ready()
+            time.sleep(1000)
+        [computes, waits, computes][rank]()
+    """)
+    hosts = Hosts(folder, torchrun(path, nproc=3)).start()
+    wait_for(hosts, "ready", 3)
+    profiles, missing = ask_profiles(hosts.client, [0, 1], 1)
+    assert not missing and [profile.rank for profile in profiles] == [0, 1]
+    [stack, *_] = profiles[0].samples
+    assert stack.startswith("<module> (") and f";computes ({path}:" in stack, profiles[0]
+    assert "--idle" in profiles[1].problem and not profiles[1].samples
+    profiles, _ = ask_profiles(hosts.client, [1], 1, idle=True)
+    assert any(f";waits ({path}:" in stack for stack in profiles[0].samples)
+    assert ask_profiles(hosts.client, [7], 1) == ([], {})
+    with pytest.raises(RefusedError, match="seconds=1000000000.0 is not between 1 and 600"):
+        ask_profiles(hosts.client, [], 1e9)
+    hosts.stop()
+
+
+def test_a_profile_ends_with_its_rank(folder: Path, script: Callable[[str], str]) -> None:
+    path = script(f"{READY}\nready()\nwhile not os.path.exists(os.environ['SEEN']): sum(range(1000))\n")
+    seen = folder / "seen"
+    hosts = Hosts(folder, torchrun(path), environ={"SEEN": str(seen)}).start()
+    wait_for(hosts, "ready", 2)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_profiles, hosts.client, (), 600)
+        until(lambda: len(samplers(hosts)) == 2, "py-spy")
+        started = samplers(hosts)
+        seen.touch()
+        assert hosts.wait() == [0], hosts.err()
+        with contextlib.suppress(UnreachableError):
+            asked.result()
+    assert not any(sampler.is_running() for sampler in started)
 
 
 def test_a_rank_without_stacks_is_stopped_all_the_same(folder: Path, script: Callable[[str], str]) -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Arguments that several sub-commands have: those that name a live allocation, and ``--since``."""
+"""Arguments that several sub-commands have: those that name a live allocation, ``--rank`` and ``--since``."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import time
 from datetime import datetime, timezone
@@ -11,6 +12,7 @@ from datetime import datetime, timezone
 from torchx_monarch.cli import handles
 from torchx_monarch.cli.handles import LAST
 from torchx_monarch.client.hosts import START_TIMEOUT, Hosts
+from torchx_monarch.insight.rank_sample import parse_ranks
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -35,6 +37,15 @@ def hosts_of(args: argparse.Namespace, start_timeout: float = START_TIMEOUT) -> 
     if not args.address:
         handles.check_local(args.handle)
     return Hosts(args.handle, args.role, args.address, start_timeout=start_timeout)
+
+
+def rank_list(text: str) -> tuple[range, ...]:
+    """Parse ``--rank``, a list of ranks and ranges of ranks: ``0,3-5``."""
+    with contextlib.suppress(ValueError):
+        ranks = parse_ranks(text)
+        if ranks and all(ranks):
+            return ranks
+    raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks, such as 0,3-5")
 
 
 def since(text: str) -> datetime:

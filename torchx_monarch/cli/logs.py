@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import heapq
 import queue
 import sys
@@ -18,13 +17,12 @@ from typing import Generic, TypeVar
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.cli.allocation_arguments import since
+from torchx_monarch.cli.allocation_arguments import rank_list, since
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import add_json, print_record
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import LastStates, LogLine, is_coloured, is_terminal, stamp
-from torchx_monarch.insight.rank_sample import parse_ranks
 from torchx_monarch.schedulers.job_status import most_ranks
 from torchx_monarch.schedulers.log_display import parser_of
 from torchx_monarch.schedulers.monarch import MonarchScheduler
@@ -55,22 +53,13 @@ K = TypeVar("K")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser)
-    parser.add_argument("--rank", type=_ranks, metavar="RANKS", help="only these global ranks: 0,3-5")
+    parser.add_argument("--rank", type=rank_list, metavar="RANKS", help="only these global ranks: 0,3-5")
     parser.add_argument("--role", help="only this role of the app")
     parser.add_argument("--since", type=since, metavar="WHEN", help="only lines since then: 90s, 10m, 2h, or a time")
     parser.add_argument("-n", "--tail", type=_count, metavar="LINES", help="only the last lines of all that remain")
     parser.add_argument("--timestamps", action="store_true", help="begin each line with its time")
     parser.add_argument("-f", "--follow", action="store_true", help="wait for more lines until the job has ended")
     add_json(parser)
-
-
-def _ranks(text: str) -> tuple[range, ...]:
-    """Parse a list of ranks and ranges of ranks, ``0,3-5``; raise ArgumentTypeError if it is none."""
-    with contextlib.suppress(ValueError):
-        ranks = parse_ranks(text)
-        if ranks and all(ranks):
-            return ranks
-    raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks, such as 0,3-5")
 
 
 def _count(text: str) -> int:

@@ -6,11 +6,12 @@ All functions raise as ``Hosts`` does; replica 0 refuses if its hosts are not to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.insight.profile import RankProfile
 from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.codec import decode
@@ -41,6 +42,18 @@ def ask_stacks(
     With ``native`` py-spy reads the stacks as well, with the functions of C libraries.
     """
     return _ask(hosts, {"type": "stacks", "rank": rank, "native": native}, ProcessStacks, _STACKS_TIMEOUT)
+
+
+def ask_profiles(
+    hosts: Hosts, ranks: Collection[int], seconds: float, idle: bool = False
+) -> tuple[list[RankProfile], dict[str, str]]:
+    """Return profiles of ranks, of all if none is given, in their order, and why a host has not answered, by replica.
+
+    With ``idle`` threads that wait are sampled as well.
+    """
+    greeting = {"type": "profile", "ranks": sorted(ranks), "seconds": seconds, "idle": idle}
+    profiles, missing = _ask(hosts, greeting, RankProfile, seconds + _STACKS_TIMEOUT)
+    return sorted(profiles, key=lambda profile: profile.rank), missing
 
 
 def _ask(hosts: Hosts, greeting: Mapping[str, object], kind: type[T], timeout: float) -> tuple[list[T], dict[str, str]]:

@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Generic, TypeAlias, TypeVar, get_args
 
 from torchx_monarch.insight.hangs import RankCollectives
+from torchx_monarch.insight.profile import RankProfile
 from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.codec import DecodeError, decode
@@ -124,6 +125,15 @@ class TakeStacks(Request[list[ProcessStacks]]):
     native: bool
     save_as: str = ""
     """Title under which they are also written into the folder of the attempt; empty for not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileRanks(Request[list[RankProfile]]):
+    """Profile the ranks of the host, those of the global ``ranks`` alone unless it is empty (see ``rank_profiles``)."""
+
+    ranks: tuple[int, ...]
+    seconds: float
+    idle: bool
 
 
 @dataclasses.dataclass(frozen=True)

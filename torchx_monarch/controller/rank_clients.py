@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What clients ask of ranks through replica 0: stacks and samples, and to debug a rank that waits in a breakpoint.
+"""What clients ask of ranks through replica 0: stacks, profiles, samples; and to debug a rank in a breakpoint.
 
 The greeting ``stacks`` of a client has the fields ``rank``, the only global rank that is asked (null for all), and
-``native``; the greeting ``samples`` has none. The answer is a message of the greeting's type for each host, with a list
-in the field of that name: of ``insight.stacks.ProcessStacks`` or ``insight.rank_sample.RankSample``. The last message
-is of type ``end``, and its ``missing`` has the hosts that have not answered: an object from replica to reason.
+``native``; the greeting ``profile`` has those of ``ProfileRanks``; the greeting ``samples`` has none. The answer is a
+message of the greeting's type for each host, with a list in the field of that name: of ``ProcessStacks``,
+``RankProfile`` or ``RankSample`` of the package insight. The last message is of type ``end``, and its ``missing`` has
+the hosts that have not answered: an object from replica to reason.
 
 For each rank in a breakpoint, its host has a connection to replica 0, and passes it on to the rank; replica 0 passes
 messages on between it and that of a client. Whichever ends first, the other one is closed.
@@ -34,10 +35,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torchx_monarch.controller.host_messages import Request, SampleRanks, TakeStacks
+from torchx_monarch.controller.host_messages import ProfileRanks, Request, SampleRanks, TakeStacks
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Peer, RendezvousError, Serve
+from torchx_monarch.insight.profile import MAX_SECONDS
 from torchx_monarch.insight.sample_log import SampleLog
+from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.system.untrusted_text import one_line
 from torchx_monarch.transport import messages
 
@@ -45,7 +48,7 @@ _TIMEOUT = 8.0
 """Seconds for the answers of all hosts."""
 
 _NATIVE_TIMEOUT = 30.0
-"""The same where py-spy reads the stacks."""
+"""The same where py-spy reads the stacks, in addition to the time of a profile."""
 
 _SAMPLE_EVERY = 5.0
 """Seconds between two samples."""
@@ -68,6 +71,16 @@ class HostQueries:
         if rank is not None and type(rank) is not int:
             raise RendezvousError(f"rank={rank!r:.20} is no number")
         await self._answer("stacks", TakeStacks(rank, native), _NATIVE_TIMEOUT if native else _TIMEOUT, peer)
+
+    async def profile(self, peer: Peer) -> None:
+        words = {name: peer.greeting.get(name) for name in ("ranks", "seconds", "idle")}
+        try:
+            request = decode(ProfileRanks, words)
+        except DecodeError as error:
+            raise RendezvousError(str(error)) from None
+        if not 0 < request.seconds <= MAX_SECONDS:
+            raise RendezvousError(f"seconds={request.seconds!r:.20} is not between 1 and {MAX_SECONDS:g}")
+        await self._answer("profile", request, request.seconds + _NATIVE_TIMEOUT, peer)
 
     async def samples(self, peer: Peer) -> None:
         await self._answer("samples", SampleRanks(), _TIMEOUT, peer)

@@ -27,6 +27,7 @@ from torchx_monarch.controller.host_messages import (
     Launched,
     LaunchRanks,
     OpenStore,
+    ProfileRanks,
     ReadCollectives,
     Request,
     RunWorkerLoop,
@@ -59,7 +60,7 @@ from torchx_monarch.model.env_names import BATCH_JOB, CREDENTIALS
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import safe_files
 
-_QUERIES = (TakeStacks, ReadCollectives, SampleRanks, TakeFacts, RunWorkerLoop, GetWorkerLoop)
+_QUERIES = (TakeStacks, ProfileRanks, ReadCollectives, SampleRanks, TakeFacts, RunWorkerLoop, GetWorkerLoop)
 
 
 class Workload(abc.ABC):
@@ -111,7 +112,7 @@ class Workload(abc.ABC):
         host, reporter = self._host, self._host.reporter
         hosts = JobHosts(job, rendezvous.requests, rendezvous.events, reporter, self.handle)
         queries = HostQueries(hosts)
-        rendezvous.clients.update(stacks=queries.stacks, samples=queries.samples)
+        rendezvous.clients.update(stacks=queries.stacks, profile=queries.profile, samples=queries.samples)
         hang_watch = HangWatch(hosts)
         debug_command = f"torchx monarch debug {host.options.app} --role {host.options.role}"
         rendezvous.clients.update(DebugSessions(debug_command, reporter.report, hang_watch.rest).clients)
@@ -185,6 +186,8 @@ class Workload(abc.ABC):
                 return pool.exits()
             case TakeStacks():
                 return await pool.stacks(request.rank, request.native, request.save_as)
+            case ProfileRanks():
+                return await pool.profile(request.ranks, request.seconds, request.idle)
             case ReadCollectives():
                 ranks = await pool.collectives()
                 longest = max((rank.longest_wait for rank in ranks), default=0.0)

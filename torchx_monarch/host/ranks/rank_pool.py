@@ -9,7 +9,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
@@ -17,12 +17,14 @@ from torchx_monarch.host.ranks.master_store import EndpointError, MasterEndpoint
 from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
 from torchx_monarch.host.ranks.rank_output import RankLogs
 from torchx_monarch.host.ranks.rank_process import Rank, end_orphans
+from torchx_monarch.host.ranks.rank_profiles import profile
 from torchx_monarch.host.ranks.rank_samples import RankSampler, prepare_progress, read_progress
 from torchx_monarch.host.ranks.rank_stacks import RankStacks
 from torchx_monarch.host.ranks.rank_starter import RankStarter
 from torchx_monarch.host.ranks.run_spec import INTERFACE, interpreter_environment, rank_environment
 from torchx_monarch.host.ranks.timers import FILE, TimerError, TimerServer
 from torchx_monarch.insight.hangs import RankCollectives
+from torchx_monarch.insight.profile import RankProfile
 from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.env_names import THIS_JOB
@@ -208,6 +210,11 @@ class RankPool:
         if save_as and ranks and ranks[0].directory is not None:
             self._stacks.add(ranks[0].directory.parent, taken, save_as)
         return taken
+
+    async def profile(self, ranks: Collection[int], seconds: float, idle: bool) -> list[RankProfile]:
+        """Return profiles of the ranks that run now, of those with these global ranks if any are given."""
+        chosen = [rank for rank in self._ranks if not ranks or rank.rank in ranks]
+        return await profile(chosen, self._stacks.replica, seconds, idle)
 
     async def collectives(self) -> list[RankCollectives]:
         """Return the state of the collectives of the ranks that run now."""

@@ -59,7 +59,7 @@ class RankStacks:
     """Take the stacks of the ranks of a host, and write them into the folders of their attempts."""
 
     def __init__(self, replica: int, hostname: str, marker: str) -> None:
-        self._replica = replica
+        self.replica = replica
         self._host = f"host {replica} ({hostname})"
         self._marker = marker
         self._writing: asyncio.Task[None] | None = None
@@ -68,7 +68,7 @@ class RankStacks:
         """Take the stacks of ranks that run, all at once, and of the processes that they have started."""
         ranks = [rank for rank in ranks if rank.is_running]
         limit = min(_MAX_SIZE, _MAX_SIZE_OF_HOST // max(1, len(ranks)))
-        takers = [_Taker(rank, self._replica, time.monotonic() + timeout, limit) for rank in ranks]
+        takers = [_Taker(rank, self.replica, time.monotonic() + timeout, limit) for rank in ranks]
         taken = await asyncio.gather(*(taker.take(self._marker) for taker in takers))
         found = [stacks for of_rank in taken for stacks in of_rank]
         if not native:
@@ -202,10 +202,7 @@ def _with_native(stacks: ProcessStacks) -> ProcessStacks:
 
 def _read_native(pid: int) -> tuple[ThreadStack, ...]:
     """Have py-spy read the stacks of a process; raise ValueError if it is not there, may not read it, or is slow."""
-    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
-    program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
-    if program is None:
-        raise ValueError("py-spy is not installed on this host (pip install py-spy)")
+    program = py_spy_program()
     try:
         command = [program, "dump", "--pid", str(pid), "--native", "--json"]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PY_SPY_TIMEOUT)
@@ -217,3 +214,12 @@ def _read_native(pid: int) -> tuple[ThreadStack, ...]:
         said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
         raise ValueError(f"py-spy: {one_line(said[0], 200)}")
     return parse_py_spy(done.stdout.decode(errors="replace"), pid, OWN_FILES)
+
+
+def py_spy_program() -> str:
+    """Return the path of py-spy; raise ValueError if it is not there."""
+    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    if program is None:
+        raise ValueError("py-spy is not installed on this host (pip install py-spy)")
+    return program

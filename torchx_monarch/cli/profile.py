@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch profile``: write what ranks do with their time as a flame graph, for speedscope, or as text."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+
+from torchx_monarch.cli import exit_codes
+from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of, rank_list
+from torchx_monarch.cli.output import STDOUT, add_json, print_json, write_output
+from torchx_monarch.client.hosts import say
+from torchx_monarch.client.rank_queries import ask_profiles
+from torchx_monarch.insight.profile import MAX_SECONDS, collapsed, flame_graph, speedscope
+from torchx_monarch.insight.stacks import rank_ranges
+from torchx_monarch.system.untrusted_text import one_line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_handle(parser)
+    parser.add_argument("--rank", type=rank_list, metavar="RANKS", help="only these ranks: 0,3-5 (default: all)")
+    parser.add_argument("--seconds", type=_seconds, default=10.0, help="how long they are sampled (default: 10)")
+    parser.add_argument("--idle", action="store_true", help="with threads that wait, such as in a collective")
+    parser.add_argument(
+        *("-o", "--output"),
+        default="profile.svg",
+        metavar="FILE",
+        type=_output,
+        help="the file to write: .svg is a flame graph, .json for speedscope.app, .txt or - collapsed stacks "
+        "(default: profile.svg)",
+    )
+    add_json(parser)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 1 <= seconds <= MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 1 and {MAX_SECONDS:g} seconds")
+    return seconds
+
+
+def _output(path: str) -> str:
+    if path not in STDOUT and os.path.splitext(path)[1] not in (".svg", ".json", ".txt"):
+        raise argparse.ArgumentTypeError(f"{path!r} ends neither with .svg nor .json nor .txt")
+    return path
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the profile; exit with ``UNAVAILABLE`` if a host or a rank has none."""
+    ranks = set(itertools.chain.from_iterable(args.rank or ()))
+    profiles, missing = ask_profiles(hosts_of(args), ranks, args.seconds, args.idle)
+    found = [profile for profile in profiles if profile.samples]
+    for replica, why in missing.items():
+        say(f"host {replica}: {one_line(why, 300)}")
+    for profile in profiles:
+        if profile.problem:
+            say(f"rank {profile.rank} (host {profile.replica}): {one_line(profile.problem, 300)}")
+    lost = sorted(ranks - {profile.rank for profile in profiles}) if not missing else []
+    for rank in lost:
+        say(f"rank {rank} does not run")
+    if not profiles and not missing and not lost:
+        say("no rank runs")
+    if found:
+        kind = os.path.splitext(args.output)[1]
+        title = f"{args.handle}: {rank_ranges([profile.rank for profile in found])}, {args.seconds:g} s"
+        writers = {".svg": lambda: flame_graph(found, title), ".json": lambda: speedscope(found)}
+        write_output(args.output, writers.get(kind, lambda: collapsed(found))())
+        if args.output not in STDOUT:
+            counts = {str(profile.rank): sum(profile.samples.values()) for profile in found}
+            if args.json:
+                print_json({"path": os.path.abspath(args.output), "samples": counts})
+            else:
+                print(f"{args.output}: {sum(counts.values())} samples of {len(counts)} ranks")
+    if missing or lost or len(found) < max(1, len(profiles)):
+        sys.exit(exit_codes.UNAVAILABLE)
