@@ -117,6 +117,99 @@ def spmd(
     )
 
 
+def ft(
+    *script_args: str,
+    m: Optional[str] = None,
+    script: Optional[str] = None,
+    j: str = "2x1",
+    group_hosts: int = 1,
+    min_groups: int = 1,
+    lighthouse: Optional[str] = None,
+    name: str = "/",
+    image: str = torchx.IMAGE,
+    h: Optional[str] = None,
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 1024,
+    env: Optional[Dict[str, str]] = None,
+    metadata: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
+    max_restarts: int = 10,
+    max_retries: int = 0,
+    tee: str = "3",
+    log_dir: Optional[str] = None,
+) -> specs.AppDef:
+    """Run a torchft program in groups that restart one by one: ``monarch.ft -j 4x8 train.py``.
+
+    Each group is a world of its own (RANK, WORLD_SIZE); REPLICA_GROUP_ID and NUM_REPLICA_GROUPS tell a rank its group.
+    torchft's lighthouse runs beside them, at TORCHFT_LIGHTHOUSE.
+
+    Args:
+        script_args: the script and its arguments (only arguments when -m or --script names the program)
+        m: module to run instead of a script, as `python -m` does
+        script: script to run (default: the first argument that is not an option)
+        j: groups and processes per node, GROUPSxNPROC
+        group_hosts: nodes of each group
+        min_groups: the job fails when fewer groups than this can go on
+        lighthouse: address of a lighthouse of yours, http://HOST:PORT (default: one is started)
+        name: {experiment}/{run}, {experiment}/, /{run} or {run} (default run: the program's name)
+        image: container image, or directory, in which the job runs
+        h: a registered named resource of each node (takes precedence over cpu, gpu, memMB)
+        cpu: cpus per node
+        gpu: gpus per node
+        memMB: memory per node in MB
+        env: environment variables for the job (A=1,B=2)
+        metadata: metadata for the scheduler (A=1,B=2)
+        mounts: mounts (type=bind,src=/host,dst=/job[,readonly])
+        max_restarts: how often the ranks of a group are restarted on the same nodes
+        max_retries: how often each lost node is replaced
+        tee: streams shown and also written to files: 0 none, 1 stdout, 2 stderr, 3 both; or LOCAL_RANK:STREAMS,...
+        log_dir: directory on the nodes for the log files of each rank
+    """
+    launch = plan.Launch.parse(script_args, m, script)
+    resource = plan.resource(h, cpu, gpu, memMB)
+    count, shape = plan.groups(j, group_hosts, min_groups, h)
+    plan.require_counts(max_restarts=max_restarts, max_retries=max_retries)
+    run_name, tracking = launch.names(name)
+    beside = None if lighthouse else plan.lighthouse(min_groups, image)
+    address = lighthouse or plan.lighthouse_address(beside)
+    groups = [
+        specs.Role(
+            name=f"group{group}",
+            image=image,
+            entrypoint="torchrun",
+            args=[
+                *("--nnodes", shape.nnodes),
+                *("--nproc-per-node", shape.nproc),
+                *("--role", f"group{group}"),
+                *("--tee", plan.tee(tee)),
+                *(("--max-restarts", str(max_restarts)) if max_restarts else ()),
+                *(("--log-dir", log_dir) if log_dir else ()),
+                *launch.words,
+            ],
+            env={
+                "REPLICA_GROUP_ID": str(group),
+                "NUM_REPLICA_GROUPS": str(count),
+                "TORCHFT_LIGHTHOUSE": address,
+                **(env or {}),
+                **tracking,
+            },
+            num_replicas=shape.replicas,
+            max_retries=max_retries,
+            retry_policy=specs.RetryPolicy.REPLICA,
+            resource=resource,
+            mounts=plan.mounts(mounts),
+            metadata=plan.group_metadata(min_groups),
+        )
+        for group in range(count)
+    ]
+    return specs.AppDef(
+        name=plan.app_name(run_name, launch.role),
+        roles=[*groups, *filter(None, [beside])],
+        metadata=dict(metadata or {}),
+    )
+
+
 def hosts(
     j: str = "1x1",
     name: str = "hosts",

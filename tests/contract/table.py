@@ -34,6 +34,7 @@ SCENARIOS = (
     "root cause in status",
     "retries",
     "elastic role",
+    "groups restart alone",
     "environment arrives whole",
     "preemption",
     "credentials not on show",

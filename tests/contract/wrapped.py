@@ -19,6 +19,7 @@ from torchx_monarch.client.connection import Target
 from torchx_monarch.schedulers import wrap
 
 CANNOT = {
+    "groups restart alone": "TorchX's schedulers end an app with the first role that fails",
     **dict.fromkeys(
         ("lost host replaced", "spare host", "elastic role"),
         "TorchX does not tell which replica has failed, and its schedulers fail an app with any of them",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,8 @@ from torchx_monarch.command.component_arguments import (
 )
 from torchx_monarch.command.spmd import Launch, app_name
 from torchx_monarch.command.torchrun_options import OPTIONS
-from torchx_monarch.components import controller, hosts, spmd
+from torchx_monarch.components import controller, ft, hosts, spmd
+from torchx_monarch.model.role_spec import is_sidecar
 
 
 def typed(text: str) -> AppDef:
@@ -196,13 +198,13 @@ def test_a_component_option_after_the_script_is_warned_about(
 def test_torchx_finds_exactly_the_components() -> None:
     found = ModuleComponentsFinder(torchx_monarch.components, "monarch").find(None)
     errors = {component.name: component.validation_errors for component in found}
-    assert errors == {"monarch.spmd": [], "monarch.hosts": [], "monarch.controller": []}
+    assert errors == {"monarch.spmd": [], "monarch.ft": [], "monarch.hosts": [], "monarch.controller": []}
     path = inspect.getsourcefile(torchx_monarch.components)
     assert path is not None
     assert validate(path, "spmd", None) == []
 
 
-@pytest.mark.parametrize("component", [spmd, hosts, controller])
+@pytest.mark.parametrize("component", [spmd, ft, hosts, controller])
 def test_every_option_has_a_help_text(component: Callable[..., object]) -> None:
     documented = inspect.getdoc(component)
     assert documented is not None
@@ -223,6 +225,35 @@ def test_spare_nodes(text: str, nnodes: str, replicas: int, metadata: dict[str, 
     role = role_of(text)
     assert (role.args[1], role.num_replicas, role.metadata) == (nnodes, replicas, metadata)
     assert "NNODES+SPARESxNPROC" in refusal("-j 4+1 a.py")
+
+
+def test_groups_are_roles_with_a_world_of_their_own() -> None:
+    *groups, lighthouse = app("-j 3x8 --group-hosts 2 --min-groups 2 --max-retries 1 train.py --lr 1", ft).roles
+    assert [role.name for role in groups] == ["group0", "group1", "group2"]
+    second = groups[1]
+    assert second.args[:4] == ["--nnodes", "2", "--nproc-per-node", "8"] and second.args[-2:] == ["--lr", "1"]
+    assert second.args[second.args.index("--max-restarts") + 1] == "10"
+    assert (second.num_replicas, second.max_retries, second.retry_policy.value) == (2, 1, "REPLICA")
+    assert (second.env["REPLICA_GROUP_ID"], second.env["NUM_REPLICA_GROUPS"]) == ("1", "3")
+    address = second.env["TORCHFT_LIGHTHOUSE"].removeprefix("http://")
+    assert lighthouse.entrypoint == "torchft_lighthouse" and is_sidecar(lighthouse)
+    assert lighthouse.args[:4] == ["--bind", address, "--min_replicas", "2"]
+    own = app("--lighthouse http://head:29510 train.py", ft).roles
+    assert len(own) == 2 and {role.env["TORCHFT_LIGHTHOUSE"] for role in own} == {"http://head:29510"}
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("-j 2+1x8 t.py", "-j 2+1x8: use GROUPSxNPROC"),
+        ("-j 2:4x8 t.py", "-j 2:4x8: use GROUPSxNPROC"),
+        ("-j 2x8 --min-groups 3 t.py", "--min_groups 3: -j 2x8 has 2 groups; use 1 to 2"),
+        ("-j 2x8 --group-hosts 0 t.py", "--group_hosts 0: use a number above 0"),
+    ],
+)
+def test_wrong_groups_are_refused(text: str, part: str) -> None:
+    with pytest.raises(ComponentValidationException, match=re.escape(part)):
+        app(text, ft)
 
 
 def parsed(words: list[str], component: Callable[..., AppDef] = spmd) -> ComponentArguments:

@@ -20,7 +20,7 @@ from torchx.specs import AppDef, RetryPolicy, Role, macros
 
 from torchx_monarch.command.command import CommandError, parse
 from torchx_monarch.command.rewrite import WrapOptions, rank_command, rewrite
-from torchx_monarch.components import spmd
+from torchx_monarch.components import ft, spmd
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.role_spec import RoleMetadataError
 
@@ -407,3 +407,20 @@ def test_roles_that_end_together_are_told_where_the_first_one_is(
     made = rewrite(given, options)
     assert [" --application tls:@MAIN:1 " in " ".join(role.args) for role in made.app.roles] == told
     assert [spec.ends_together for spec in made.roles] == told
+
+
+def test_groups_find_the_lighthouse_on_another_machine() -> None:
+    given = ft("train.py", j="2x1")
+    port = given.roles[-1].metadata["monarch"]["lighthouse_port"]
+    local = rewrite(given, WrapOptions())
+    assert local.app.roles[-1].args == given.roles[-1].args and "--lighthouse" not in local.app.roles[0].args
+    rendezvous = {role.name: f"tls:@MONARCH_REPLICA0_{index}:{26000 + index}" for index, role in enumerate(given.roles)}
+    result = rewrite(given, WrapOptions(rendezvous=rendezvous))
+    words = result.app.roles[0].args
+    assert words[words.index("--lighthouse") + 1] == f"@MONARCH_REPLICA0_2:{port}"
+    assert result.app.roles[-1].args[:2] == ["--bind", f"0.0.0.0:{port}"]
+    assert [spec.min_groups for spec in result.roles] == [1, 1, 0] and result.roles[-1].lighthouse_port == port
+    with pytest.raises(CommandError, match="restarts the whole app alone"):
+        rewrite(given, WrapOptions(rendezvous=rendezvous, always_together=True))
+    with pytest.raises(CommandError, match="learns the address"):
+        rewrite(given, WrapOptions(rendezvous={**rendezvous, "lighthouse": "tls:@:26002"}))

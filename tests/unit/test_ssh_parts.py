@@ -39,6 +39,7 @@ from torchx_monarch.backends.ssh.request import SshRequest, parse_hosts
 from torchx_monarch.backends.ssh.snapshot import SshSnapshot, build
 from torchx_monarch.client.workspace_sync import current_workspace
 from torchx_monarch.code_sync.manifest import Tree
+from torchx_monarch.components import ft
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_ssh
@@ -179,12 +180,19 @@ def test_only_hosts_get_the_credentials(runner: Runner) -> None:
     ]
     request = rendered(runner, AppDef("app", roles), hosts=["a", "b"])
     environments = [
-        request.of_replica(role, k, "name", "10.0.0.1", "secret").roles[0].replicas[0].env
+        request.of_replica(role, k, "name", ["10.0.0.1", "10.0.0.2"], "secret").roles[0].replicas[0].env
         for role, k in ((0, 0), (0, 1), (1, 0))
     ]
     assert [env.get("MONARCH_CREDENTIALS") for env in environments] == ["secret", "secret", None]
-    assert {env["MONARCH_REPLICA0_1"] for env in environments} == {"10.0.0.1"}
+    assert {env["MONARCH_REPLICA0_1"] for env in environments} == {"10.0.0.2"}
     assert "secret" not in str(request)
+
+
+def test_groups_have_machines_of_their_own(runner: Runner) -> None:
+    request = rendered(runner, ft("train.py", j="2x1", group_hosts=2), hosts=["a", "b", "c", "d"])
+    assert request.machines == [["a", "b"], ["c", "d"], ["a"]]
+    with pytest.raises(UserError, match="group1 needs 2 of its own, and .*`hosts` are 3"):
+        rendered(runner, ft("train.py", j="2x1", group_hosts=2), hosts=["a", "b", "c"])
 
 
 # -- workspaces

@@ -112,6 +112,32 @@ def test_the_state_of_an_app(given: AppSnapshot, state: State, outcome: State | 
     assert (status.state, status.outcome and status.outcome.state, status.is_stop_due) == (state, outcome, stop)
 
 
+def groups(*states: State, least: int = 2) -> AppSnapshot:
+    """An app of groups with one host each, and a lighthouse."""
+    found = [role(state, name=f"group{index}", min_groups=least) for index, state in enumerate(states)]
+    return app(*found, role(R, name="lighthouse", sidecar=True, lighthouse_port=29510))
+
+
+@pytest.mark.parametrize(
+    ("given", "state", "outcome"),
+    [
+        (groups(R, F, R), R, None),
+        (groups(R, F, R, least=3), R, F),
+        (groups(R, F, F), R, F),
+        (groups(R, F, S), R, None),
+        (groups(S, F, S), R, S),  # the lighthouse is ended now
+        (groups(F, F, F, least=1), R, F),
+        (app(*groups(R, F, R).roles[:3], role(F, name="lighthouse", sidecar=True)), R, F),
+    ],
+)
+def test_a_group_may_be_lost_while_enough_others_go_on(given: AppSnapshot, state: State, outcome: State | None) -> None:
+    status = reduce(given)
+    assert (status.state, status.outcome and status.outcome.state) == (state, outcome)
+    if outcome is None:
+        lost = "2 of 3 groups go on, without group1: replica group1/0 exited with code 3"
+        assert status.message == f"{lost}; lighthouse: http://127.0.0.1:29510"
+
+
 class _Stops:
     """A backend with one app, which records its stops."""
 

@@ -24,13 +24,17 @@ from torchx_monarch.command.shell import SimpleCommand, command_string, escape, 
 from torchx_monarch.command.torchrun_options import UNEXPANDED
 from torchx_monarch.model.host_spec import HostSpec, show_seconds
 from torchx_monarch.model.role_spec import (
+    LIGHTHOUSE_PORT,
+    LOOPBACK,
     MAX_REPLICAS,
+    MIN_GROUPS,
+    SPARES,
     RoleMetadataError,
     RoleSpec,
     WorkloadKind,
     is_sidecar,
     mark_sidecar,
-    read_spares,
+    read_number,
 )
 
 _NPROC = "PET_NPROC_PER_NODE"
@@ -141,11 +145,32 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     rewritten = copy.deepcopy(app)
     commands = [_find_rank_command(role) for role in app.roles]
     coordination = _Coordination.from_app(app, commands, options)
-    specs = [_wrap(role, found, options, coordination) for role, found in zip(rewritten.roles, commands, strict=True)]
+    lighthouse = _publish_lighthouse(rewritten, options)
+    pairs = zip(rewritten.roles, commands, strict=True)
+    specs = [_wrap(role, found, options, coordination, lighthouse) for role, found in pairs]
     return Rewritten(rewritten, tuple(specs))
 
 
-def _wrap(role: Role, found: _RankCommand | None, options: WrapOptions, coordination: _Coordination) -> RoleSpec:
+def _publish_lighthouse(app: AppDef, options: WrapOptions) -> str:
+    """Have torchft's lighthouse listen for other machines, if hosts run on several; return its address for them.
+
+    The component has it listen on the loopback interface, and gives groups that address (``monarch.ft``).
+    """
+    if options.always_together and any(read_number(role, MIN_GROUPS) for role in app.roles):
+        raise CommandError("this scheduler restarts the whole app alone, and groups are restarted one by one")
+    for role in app.roles:
+        if (port := read_number(role, LIGHTHOUSE_PORT)) and role.name in options.rendezvous:
+            host = options.rendezvous[role.name].partition(":")[2].rpartition(":")[0]
+            if host == "@":
+                raise CommandError(f"on this scheduler no role learns the address of the role {role.name!r}")
+            role.args = [f"0.0.0.0:{port}" if word == f"{LOOPBACK}:{port}" else word for word in role.args]
+            return f"{host}:{port}"
+    return ""
+
+
+def _wrap(
+    role: Role, found: _RankCommand | None, options: WrapOptions, coordination: _Coordination, lighthouse: str
+) -> RoleSpec:
     """Put the host process before the rank command of a role, in place; return what the backend must know of it."""
     # Python writes to a pipe in blocks; who follows a log expects lines.
     role.env.setdefault("PYTHONUNBUFFERED", "1")
@@ -177,6 +202,7 @@ def _wrap(role: Role, found: _RankCommand | None, options: WrapOptions, coordina
         "peers": coordination.meshes if found.command.kind == "actors" else "",
         "role_registry": coordination.registry.get(role.name, ""),
         "application": options.application if coordination.peer_roles else "",
+        "lighthouse": lighthouse if read_number(role, MIN_GROUPS) else "",
     }
     words = host.to_argv(escape, {name: text for name, text in placeholders.items() if text})
     _insert(role, found, [options.python, "-m", HOST_MODULE, *words, "--"])
@@ -191,7 +217,7 @@ def _wrap(role: Role, found: _RankCommand | None, options: WrapOptions, coordina
 
 
 def _count_spares(role: Role, found: _RankCommand | None, spares: int) -> int:
-    given = read_spares(role)
+    given = read_number(role, SPARES)
     has_spares = found is not None and found.command.kind != "actors"
     if given and not has_spares:
         raise RoleMetadataError(f"role {role.name!r} has spare hosts, and it runs no ranks that could move to them")

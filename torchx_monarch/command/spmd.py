@@ -7,6 +7,7 @@ Invalid options raise TorchX's ComponentValidationException, which its CLI print
 from __future__ import annotations
 
 import contextlib
+import random
 import re
 import string
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from torchx_monarch.command.command import PROCESS_COUNTS, is_process_count
 from torchx_monarch.command.component_arguments import unprotected
 from torchx_monarch.command.meshes import check_mesh_name
 from torchx_monarch.command.torchrun_options import Streams, node_range
-from torchx_monarch.model.role_spec import METADATA_KEY, SPARES
+from torchx_monarch.model.role_spec import LIGHTHOUSE_PORT, LOOPBACK, METADATA_KEY, MIN_GROUPS, SIDECAR, SPARES
 
 DEBUG_ENV = {
     "CUDA_LAUNCH_BLOCKING": "1",
@@ -32,6 +33,11 @@ DEBUG_ENV = {
     "TORCH_SHOW_CPP_STACKTRACES": "1",
 }
 """Environment variables that ``--debug`` sets, as for TorchX's dist.torchrun."""
+
+_LIGHTHOUSE_PORTS = range(30000, 32000)
+"""Below Linux's default range of ephemeral ports, and beside those of rendezvous."""
+
+_LIGHTHOUSE_RETRIES = 100
 
 _SPARES = re.compile(r"([^x+]+)\+(\d+)(x.*)?")
 """NNODES+SPARES[xNPROC]."""
@@ -174,6 +180,50 @@ def hosts(j: str, h: str | None) -> Shape:
     if shape.min_replicas != shape.replicas:
         _refuse(f"-j {j}: hosts that wait are all there or none; use NNODESxNPROC, such as 2x8.")
     return shape
+
+
+def groups(j: str, group_hosts: int, min_groups: int, h: str | None) -> tuple[int, Shape]:
+    """Parse ``-j GROUPSxNPROC`` of ``monarch.ft``; return the number of groups and the shape of each."""
+    shape = Shape.parse(j, None, None, h)
+    count = shape.replicas
+    if shape.min_replicas != count or shape.spares is not None:
+        _refuse(f"-j {j}: use GROUPSxNPROC, such as 4x8.")
+    if group_hosts < 1:
+        _refuse(f"--group_hosts {group_hosts}: use a number above 0.")
+    if not 1 <= min_groups <= count:
+        _refuse(f"--min_groups {min_groups}: -j {j} has {count} groups; use 1 to {count}.")
+    return count, Shape(str(group_hosts), shape.nproc)
+
+
+def group_metadata(min_groups: int) -> dict[str, Any]:
+    """Return the metadata of the role of a group."""
+    return {METADATA_KEY: {MIN_GROUPS: min_groups}}
+
+
+def lighthouse(min_groups: int, image: str) -> specs.Role:
+    """Return the role of torchft's lighthouse, which listens on the loopback interface at a drawn port.
+
+    Hosts of several machines have it listen for all of them (``rewrite``). The times are those of torchft's README.
+    """
+    port = random.choice(_LIGHTHOUSE_PORTS)
+    return specs.Role(
+        name="lighthouse",
+        image=image,
+        entrypoint="torchft_lighthouse",
+        args=[
+            *("--bind", f"{LOOPBACK}:{port}", "--min_replicas", str(min_groups)),
+            *("--quorum_tick_ms", "100", "--join_timeout_ms", "10000"),
+        ],
+        max_retries=_LIGHTHOUSE_RETRIES,
+        retry_policy=specs.RetryPolicy.REPLICA,
+        resource=specs.resource(cpu=1, gpu=0, memMB=1024),
+        metadata={METADATA_KEY: {SIDECAR: True, LIGHTHOUSE_PORT: port}},
+    )
+
+
+def lighthouse_address(role: specs.Role) -> str:
+    """Return the address of a ``lighthouse`` on one machine."""
+    return f"http://{LOOPBACK}:{role.metadata[METADATA_KEY][LIGHTHOUSE_PORT]}"
 
 
 def app_name(run_name: str, role: str) -> str:

@@ -83,8 +83,8 @@ class Host:
     def settle_addresses(self, run_dir: str, command: Command | None) -> tuple[Address, str]:
         """Return where replica 0 listens, and by which name or address the other hosts dial this one.
 
-        It sets ``roles``, and ``INTERFACE`` for the ranks. The hosts of one machine meet in ``run_dir``. ``ValueError``
-        says which of the two is not valid, and why.
+        It sets ``roles``, and ``INTERFACE`` and TORCHFT_LIGHTHOUSE for the ranks. The hosts of one machine meet in
+        ``run_dir``. ``ValueError`` says which of the two is not valid, and why.
         """
         options, environ, is_first = self.options, self.environ, self.options.replica == 0
         given = options.rendezvous or environ.get("MONARCH_RENDEZVOUS") or f"unix:{run_dir}/r.sock"
@@ -93,6 +93,9 @@ class Host:
         if roles.server is not None and roles.looks_up:
             # The route to the first role's replica 0 is also the route to the other hosts.
             given, is_first = given.replace("@", roles.server.host), False
+        if options.lighthouse:
+            where = local_addresses.expand_address(f"http:{options.lighthouse}", environ, is_first=False)
+            environ["TORCHFT_LIGHTHOUSE"] = where.replace(":", "://", 1)
         rendezvous = Address.parse(local_addresses.expand_address(given, environ, is_first), source)
         if not rendezvous.networked:
             return rendezvous, "127.0.0.1"

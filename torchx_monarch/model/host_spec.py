@@ -191,6 +191,9 @@ class HostSpec:
         parse=_names,
         show=",".join,
     )
+    lighthouse: str = _flag(
+        "", "HOST:PORT of torchft's lighthouse, which ranks find in TORCHFT_LIGHTHOUSE; @NAME as for --rendezvous"
+    )
     ports: tuple[int, int] | None = _flag(
         None,
         "LOW-HIGH: the ports that Monarch may listen on (default: any)",

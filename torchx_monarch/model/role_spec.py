@@ -17,41 +17,45 @@ MAX_REPLICAS = 1 << 16
 
 
 METADATA_KEY = "monarch"
-"""The key of a role's metadata under which are a sidecar mark and a number of spare hosts."""
+"""The key of a role's metadata under which are the settings that a ``Role`` has no field for."""
 
-_SIDECAR, SPARES = "sidecar", "spares"
+SIDECAR, SPARES, MIN_GROUPS, LIGHTHOUSE_PORT = "sidecar", "spares", "min_groups", "lighthouse_port"
+
+
+LOOPBACK = "127.0.0.1"
+"""Where a lighthouse listens whose port is in the metadata of its role, unless hosts are on several machines."""
 
 
 class RoleMetadataError(ValueError):
-    """Raised when the sidecar mark of a role is not a boolean, or it cannot have its number of spare hosts."""
+    """Raised when a setting in the metadata of a role has a wrong value, or the role cannot have it."""
 
 
 def mark_sidecar(role: Any) -> None:
     """Mark a role as a sidecar, in place; keep a mark that the user has set."""
     ours = role.metadata.get(METADATA_KEY)
-    role.metadata[METADATA_KEY] = {_SIDECAR: True, **(ours if isinstance(ours, Mapping) else {})}
+    role.metadata[METADATA_KEY] = {SIDECAR: True, **(ours if isinstance(ours, Mapping) else {})}
 
 
 def is_sidecar(role: Any) -> bool:
     """Return whether a role is marked as a sidecar."""
     ours = role.metadata.get(METADATA_KEY, {})
-    marked = ours.get(_SIDECAR, False) if isinstance(ours, Mapping) else ours
+    marked = ours.get(SIDECAR, False) if isinstance(ours, Mapping) else ours
     if not isinstance(marked, bool):
         raise RoleMetadataError(
-            f"role {role.name!r}: its metadata {METADATA_KEY!r} is {ours!r}; allowed is {{{_SIDECAR!r}: True}} or "
-            f"{{{_SIDECAR!r}: False}}, which says whether the role is ended when all others have succeeded"
+            f"role {role.name!r}: its metadata {METADATA_KEY!r} is {ours!r}; allowed is {{{SIDECAR!r}: True}} or "
+            f"{{{SIDECAR!r}: False}}, which says whether the role is ended when all others have succeeded"
         )
     return marked
 
 
-def read_spares(role: Any) -> int | None:
-    """Return the number of spare hosts that a role's metadata asks for; None if it does not say."""
+def read_number(role: Any, name: str) -> int | None:
+    """Return a number in a role's metadata, such as that of its spare hosts; None if it is not there."""
     ours = role.metadata.get(METADATA_KEY)
-    spares = ours.get(SPARES) if isinstance(ours, Mapping) else None
-    if spares is not None and (not isinstance(spares, int) or isinstance(spares, bool) or spares < 0):
-        wrong = f"the spares of its metadata {METADATA_KEY!r} are {spares!r}; use 0 or more"
+    number = ours.get(name) if isinstance(ours, Mapping) else None
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+        wrong = f"{name!r} of its metadata {METADATA_KEY!r} is {number!r}; use 0 or more"
         raise RoleMetadataError(f"role {role.name!r}: {wrong}")
-    return spares
+    return number
 
 
 class RetryPolicy(str, enum.Enum):
@@ -92,6 +96,8 @@ class RoleSpec:
         ends_together: whether its hosts end and restart with those of the other roles (``controller.roles``).
         spares: how many replicas are spare hosts, which run ranks only in the place of others.
         stamped: whether its hosts write the time before each line.
+        min_groups: how many roles with this number must be able to go on; 0 if the app needs the role itself.
+        lighthouse_port: the port of torchft's lighthouse, if that is what the role runs; 0 if not.
     """
 
     name: str
@@ -105,6 +111,8 @@ class RoleSpec:
     ends_together: bool = False
     spares: int = 0
     stamped: bool = False
+    min_groups: int = 0
+    lighthouse_port: int = 0
 
     @classmethod
     def from_role(cls, role: Any, **attributes: Any) -> RoleSpec:
@@ -116,12 +124,14 @@ class RoleSpec:
             sidecar=is_sidecar(role),
             max_retries=role.max_retries,
             retry_policy=RetryPolicy(str(role.retry_policy.value)),
+            min_groups=read_number(role, MIN_GROUPS) or 0,
+            lighthouse_port=read_number(role, LIGHTHOUSE_PORT) or 0,
             **attributes,
         )
 
     def alone(self) -> RoleSpec:
         """Return the spec for a supervisor of one replica: what its failure means is decided over all replicas."""
-        return replace(self, replicas=1, min_replicas=None, sidecar=False)
+        return replace(self, replicas=1, min_replicas=None, sidecar=False, min_groups=0)
 
     @property
     def runs_hosts(self) -> bool:

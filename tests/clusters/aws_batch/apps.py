@@ -119,6 +119,7 @@ class Apps(Place):
         "spare host": "a job of AWS Batch ends when it loses a node",
         "retries": "moto starts no job again",
         "elastic role": "moto fails a job when one of its nodes fails",
+        "groups restart alone": "AWS Batch restarts a job as a whole",
         "preemption": "moto takes no instance away",
         "credentials not on show": "containers of moto get no secrets",
         "test_a_failing_rank_is_the_root_cause": "moto knows no exit code but that of node 0",

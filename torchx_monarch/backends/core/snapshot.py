@@ -163,6 +163,11 @@ class RoleSnapshot:
         )
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the backend's own controller says that the role has failed."""
+        return self.finished is State.FAILED and not self.has_succeeded
+
+    @property
     def is_open(self) -> bool:
         """Whether the backend's controller may still run replicas: not if all have ended and only its status lags."""
         return self.is_active and not all(replica.state in (State.SUCCEEDED, State.FAILED) for replica in self.replicas)

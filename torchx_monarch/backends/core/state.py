@@ -6,7 +6,8 @@
   (``model.role_spec``): they are ended when all other roles have succeeded.
 - A role has failed when one of its replicas has failed for good, with no retries left. A role with ``min_replicas``
   tolerates failed replicas, other than replica 0, while enough others run or have succeeded.
-- An app has failed when a role has failed. A sidecar's failure counts until all other roles have succeeded.
+- A group, a role with ``min_groups``, may fail while as many groups as that number have not.
+- An app has failed when another role has failed. A sidecar's failure counts until all other roles have succeeded.
 - The state is terminal only when nothing of the app runs or may still start. When the outcome is decided before that,
   the rest has ``SETTLE`` seconds to end by itself, and is stopped then by the app's owner: a process of this package
   that supervises it, or else the process that has submitted it (``core.apps``).
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.model.host_result import HostResult
-from torchx_monarch.model.role_spec import RetryPolicy
+from torchx_monarch.model.role_spec import LOOPBACK, RetryPolicy
 from torchx_monarch.model.state import State
 
 SETTLE = 5.0
@@ -90,13 +91,16 @@ def reduce(app: AppSnapshot) -> AppStatus:
 
 def _from_replicas(app: AppSnapshot) -> AppStatus:
     """Decide the state of an app from its replicas, whatever the backend's own controller says of the app."""
+    lost = _tolerated_groups(app)
+    needed = replace(app, roles=[role for role in app.roles if role not in lost])
     failures = sorted(
-        (failure for role in app.roles for failure in role.failures), key=lambda failure: failure.distance
+        (failure for role in needed.roles for failure in role.failures), key=lambda failure: failure.distance
     )
-    outcome = next(filter(None, (rule(app, failures) for rule in _RULES)), None)
+    outcome = next(filter(None, (rule(needed, failures) for rule in _RULES)), None)
     if outcome is None:
         running = any(replica.state is State.RUNNING for replica in app.replicas)
-        return AppStatus(State.RUNNING if running else State.PENDING, _with_notes(_waiting(app), app))
+        notes = "; ".join(filter(None, (_waiting(needed), _lost_groups(app, lost), _lighthouse(app))))
+        return AppStatus(State.RUNNING if running else State.PENDING, _with_notes(notes, app))
     left = any(replica.is_alive and not replica.is_stopping for replica in app.replicas)
     left = left or any(role.is_open for role in app.roles)
     is_cancelled = app.ending is not None and app.ending.state is State.CANCELLED
@@ -111,6 +115,34 @@ def _from_replicas(app: AppSnapshot) -> AppStatus:
         is_stop_due=is_stop_due,
         decided=outcome.time if outcome.state is State.SUCCEEDED else 0.0,
     )
+
+
+def _tolerated_groups(app: AppSnapshot) -> list[RoleSnapshot]:
+    """Return the groups that cannot go on, if enough others can; else none."""
+    groups = [role for role in app.roles if role.spec.min_groups]
+    lost = [role for role in groups if not role.has_succeeded and (role.failures or role.stuck or role.has_failed)]
+    return lost if lost and len(groups) - len(lost) >= groups[0].spec.min_groups else []
+
+
+def _lost_groups(app: AppSnapshot, lost: Sequence[RoleSnapshot]) -> str:
+    """Describe the groups without which the app goes on; empty if there are none."""
+    if not lost:
+        return ""
+    reason = next((failure.failure for role in lost for failure in role.failures if failure.failure), "")
+    groups = sum(role.spec.min_groups > 0 for role in app.roles)
+    names = ", ".join(role.spec.name for role in lost)
+    return f"{groups - len(lost)} of {groups} groups go on, without {names}{f': {reason}' if reason else ''}"
+
+
+def _lighthouse(app: AppSnapshot) -> str:
+    """Return where the dashboard of torchft's lighthouse is; empty if none runs."""
+    for role in app.roles:
+        for replica in role.replicas if role.spec.lighthouse_port else ():
+            if replica.state is State.RUNNING:
+                on_network = any(other.spec.rendezvous for other in app.roles)
+                host = (replica.address or replica.hostname) if on_network else LOOPBACK
+                return f"lighthouse: http://{host}:{role.spec.lighthouse_port}"
+    return ""
 
 
 def _is_idle(app: AppSnapshot) -> bool:
@@ -146,7 +178,7 @@ def _replica_failed(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Ou
 
 def _role_failed(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
     for role in app.roles:
-        if role.finished is State.FAILED and not role.has_succeeded:
+        if role.has_failed:
             return Outcome(State.FAILED, f"role {role.spec.name} failed: {role.reason}")
     return None
 

@@ -115,7 +115,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         connections: Mapping[str, MachineConnection],
     ) -> None:
         answers, _ = at_once(lambda name: connections[name].ask("hello"), connections, needs_all=True)
-        first = answers[request.machines[0][0]]["address"]  # all roles begin there
+        first = [answers[machines[0]]["address"] for machines in request.machines]
         # Roles with the same workspace run the same code: it is read and sent once.
         hashes: list[str] = []
         roles = list(zip(request.workspaces, request.machines, strict=True))

@@ -19,6 +19,7 @@ from torchx_monarch.backends.ssh import workspace
 from torchx_monarch.backends.ssh.in_job.wire import Layout
 from torchx_monarch.backends.ssh.native import ssh_arguments
 from torchx_monarch.model.env_names import CREDENTIALS, RANK0_HOST, replica0_variable
+from torchx_monarch.model.role_spec import RoleSpec
 
 
 @dataclass
@@ -27,7 +28,7 @@ class SshOpts(NetworkOpts):
 
     hosts: list[str] = field(default_factory=list)
     """The machines, as ssh names them: `alice@a;b;10.0.0.3:2222`, IPv6 addresses in brackets; or `@FILE`, a file with a
-    machine on each line. Replica K of each role runs on the K-th of them."""
+    machine on each line. Replica K of each role runs on the K-th of them; groups have machines of their own."""
 
     python: str = "python3"
     """The Python interpreter on the machines, in whose environment torchx-monarch is installed."""
@@ -64,17 +65,17 @@ class SshRequest:
         """Where the app runs."""
         return Layout(self.machines, self.python, self.setup)
 
-    def of_replica(self, role: int, k: int, name: str, first: str, credentials: str) -> LocalRequest:
+    def of_replica(self, role: int, k: int, name: str, first: Sequence[str], credentials: str) -> LocalRequest:
         """Return the request for the machine of one replica.
 
         Args:
             name: the id of its folder there.
-            first: the address of the first machine, which has replica 0 of each role.
+            first: for each role the address of the machine that has its replica 0.
         """
         spec = self.roles[role].spec
         replica = self.roles[role].replicas[k]
-        env = {RANK0_HOST: first, **replica.env}
-        env |= {replica0_variable(index): first for index in range(len(self.roles))}
+        env = {RANK0_HOST: first[0], **replica.env}
+        env |= {replica0_variable(index): host for index, host in enumerate(first)}
         if spec.runs_hosts and credentials:
             env[CREDENTIALS] = credentials
         roles = [RoleRequest(spec.alone(), [replace(replica, env=env)], first=k)]
@@ -105,20 +106,15 @@ def parse_hosts(hosts: Sequence[str] | None) -> list[str]:
 def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest:
     """Return the request that runs an app."""
     hosts = parse_hosts(options.hosts)
-    most = max(app.roles, key=lambda role: role.num_replicas)
     if not hosts:
         raise UserError("name the machines: -cfg hosts='alice@a;b;10.0.0.3:2222', or hosts=@FILE with one on each line")
-    if most.num_replicas > len(hosts):
-        raise UserError(
-            f"role {most.name} has {most.num_replicas} replicas, and the machines of run option `hosts` are "
-            f"{len(hosts)}; each replica of a role needs a machine of its own"
-        )
+    machines = _machines_of_roles(app, submitted.roles, hosts)
     app_id = f"{new_app_id(app.name)}@{hosts[0]}"
     workspaces = [workspace.projects(role) for role in app.roles]
     return SshRequest(
         app_id=app_id,
         name=app.name,
-        machines=[hosts[: role.num_replicas] for role in app.roles],
+        machines=machines,
         roles=[
             render_role(role, spec, app_id, root="." if folders else "")
             for role, spec, folders in zip(app.roles, submitted.roles, workspaces, strict=True)
@@ -130,3 +126,23 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest
         grace=float(options.grace),
         lease=float(options.lease),
     )
+
+
+def _machines_of_roles(app: AppDef, specs: Sequence[RoleSpec], hosts: list[str]) -> list[list[str]]:
+    """Return the machines of each role's replicas: roles share machines, but for groups, which are lost one by one."""
+    machines, taken = [], 0
+    for role, spec in zip(app.roles, specs, strict=True):
+        begin = taken if spec.min_groups else 0
+        if begin + role.num_replicas > len(hosts):
+            which = (
+                f"group {role.name} needs {role.num_replicas} of its own"
+                if begin
+                else (f"role {role.name} has {role.num_replicas} replicas")
+            )
+            raise UserError(
+                f"{which}, and the machines of run option `hosts` are {len(hosts)}; each replica of a role, and each "
+                "group, needs a machine of its own"
+            )
+        machines.append(hosts[begin : begin + role.num_replicas])
+        taken += role.num_replicas if spec.min_groups else 0
+    return machines
