@@ -13,8 +13,7 @@ import sys
 if __name__ == "__main__":
     print(
         "torchx_monarch.hosts: this role is an allocation that waits for runs, and the scheduler that started it does "
-        "not know how. Submit it with one of torchx-monarch's: monarch_local, monarch_docker, monarch_slurm, "
-        "monarch_ssh, monarch_aws_batch.",
+        "not know how. Submit it with -s monarch_slurm or another monarch_* scheduler (`torchx runopts` lists them).",
         file=sys.stderr,
     )
     sys.exit(os.EX_CONFIG)

@@ -44,14 +44,23 @@ SCENARIOS = (
     "containers: pyxis",
 )
 
-BACKENDS = ("local", "docker", "slurm", "ssh", "kubernetes", "aws_batch")
-"""The columns: the folders of tests/clusters, and tests/local/test_contract.py."""
+BACKENDS = ("local", "docker", "slurm", "ssh", "sge", "pbs", "lsf", "htcondor", "kubernetes", "aws_batch")
+"""The columns: the folders of tests/clusters, unless ``_ELSEWHERE`` has the path."""
+
+_STAND_INS = "tests/clusters/batch"
+_ELSEWHERE = {
+    "local": "tests/local/test_contract.py",
+    "pbs": _STAND_INS,
+    "lsf": _STAND_INS,
+    "htcondor": _STAND_INS,
+}
 
 WIRES = {
     "real": "real",
     "api-server": "API server",
     "moto+docker": "moto",
     "stub": "stub",
+    "stand-in": "stand-in",
     "fake": "fake wire",
 }
 """How the table names a test's ``wire``. Where tests of one cell differ, the first of these counts."""
@@ -77,7 +86,7 @@ def column(backend: str) -> dict[str, str]:
             for name, wire in () if isinstance(value, type) else marks(value):
                 wires[name].add(WIRES[wire])
             place = getattr(value, "kind", None)
-            if place is None or not place.is_registered:  # others run on a cluster of a backend and are none of it
+            if place is None or place.name != f"monarch_{backend}":  # another one on the same cluster
                 continue
             for test in (getattr(value, each) for each in dir(value) if each.startswith("test_")):
                 for name, wire in marks(test):
@@ -95,7 +104,7 @@ def column(backend: str) -> dict[str, str]:
 
 def _modules(backend: str) -> Iterator[Any]:
     """Yield the test modules of a backend's scenarios."""
-    path = Path("tests/local/test_contract.py") if backend == "local" else Path("tests/clusters", backend)
+    path = Path(_ELSEWHERE.get(backend, f"tests/clusters/{backend}"))
     for file in sorted((_ROOT / path).glob("test_*.py")) or [_ROOT / path]:
         yield importlib.import_module(".".join(file.relative_to(_ROOT).with_suffix("").parts))
 

@@ -30,8 +30,11 @@ VERSION = SETUP["metadata"]["version"]
 OURS = {
     "monarch_aws_batch",
     "monarch_docker",
+    "monarch_htcondor",
     "monarch_kubernetes",
     "monarch_local",
+    "monarch_lsf",
+    "monarch_pbs",
     "monarch_sge",
     "monarch_slurm",
     "monarch_ssh",

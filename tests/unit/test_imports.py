@@ -34,6 +34,9 @@ _SUBMIT_SIDE = (
     "from torchx_monarch.schedulers import monarch_kubernetes; monarch_kubernetes('')",
     "from torchx_monarch.schedulers import monarch_slurm; monarch_slurm('torchx')",
     "from torchx_monarch.schedulers import monarch_aws_batch; monarch_aws_batch('torchx')",
+    "from torchx_monarch.schedulers import monarch_pbs; monarch_pbs('torchx')",
+    "from torchx_monarch.schedulers import monarch_lsf; monarch_lsf('torchx')",
+    "from torchx_monarch.schedulers import monarch_htcondor; monarch_htcondor('torchx')",
     "from torchx_monarch.schedulers import monarch_sge; monarch_sge('torchx')",
     "from torchx_monarch.schedulers import monarch_ssh; monarch_ssh('torchx')",
     "from torchx.schedulers.slurm_scheduler import create_scheduler as inner\n"

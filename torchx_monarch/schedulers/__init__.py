@@ -47,6 +47,9 @@ _BACKENDS = {
         "kubernetes",
     ),
     "monarch_slurm": _Entry("slurm.backend", "SlurmBackend"),
+    "monarch_pbs": _Entry("batch.pbs", "PbsBackend"),
+    "monarch_lsf": _Entry("batch.lsf", "LsfBackend"),
+    "monarch_htcondor": _Entry("batch.htcondor", "HTCondorBackend"),
     "monarch_sge": _Entry("batch.sge", "SgeBackend"),
     "monarch_ssh": _Entry("ssh.backend", "SshBackend"),
     "monarch_aws_batch": _Entry(
@@ -94,11 +97,15 @@ def create(name: str, session_name: str, **kwargs: object) -> Scheduler[dict[str
 
 
 # Monarch hosts on this machine, as containers of a Docker daemon, as pods of a Kubernetes cluster, on the nodes of a
-# Slurm job, as tasks of Grid Engine's array jobs, on machines reached over ssh, as the nodes of a job of AWS Batch.
+# Slurm job, as jobs of PBS, LSF, HTCondor and Grid Engine, on machines reached over ssh, as the nodes of a job of AWS
+# Batch.
 monarch_local = partial(create, "monarch_local")
 monarch_docker = partial(create, "monarch_docker")
 monarch_kubernetes = partial(create, "monarch_kubernetes")
 monarch_slurm = partial(create, "monarch_slurm")
+monarch_pbs = partial(create, "monarch_pbs")
+monarch_lsf = partial(create, "monarch_lsf")
+monarch_htcondor = partial(create, "monarch_htcondor")
 monarch_sge = partial(create, "monarch_sge")
 monarch_ssh = partial(create, "monarch_ssh")
 monarch_aws_batch = partial(create, "monarch_aws_batch")

@@ -63,7 +63,7 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
 
     retry_on: str = ""
     """Exit codes after which ranks are restarted, within torchrun's `--max-restarts`: numbers and names of signals,
-    separated by `+` (`1+134+SIGKILL`); empty for any. On monarch_local, monarch_slurm, monarch_sge, monarch_ssh and
+    separated by `+` (`1+134+SIGKILL`); empty for any. On monarch_local, batch systems, monarch_ssh and
     monarch_docker this also applies to restarts of hosts within `max_retries`. Exit code 78 always prevents a
     restart."""
 

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The contract of all backends on monarch_pbs, monarch_lsf and monarch_htcondor, with stand-ins for their commands."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from tests.clusters.batch import commands
+from tests.contract.contract import Contract
+from tests.contract.place import BatchPlace, left_to_others
+from tests.waits import WITHIN
+from torchx_monarch import schedulers
+
+_EVERY_TIME = (
+    "test_cancel_while_pending",
+    "test_cancel_while_running",
+    "test_a_failing_command_is_restarted_and_its_log_followed",
+    "test_a_failing_rank_is_the_root_cause",
+    "test_ranks_meet_and_have_their_environment",
+    "test_bad_options_are_named",
+    "test_doctor_finds_no_fault",
+    "test_a_missing_tool_is_named",
+)
+"""What the commands take part in. The rest of the base is tested with examples/task_spooler.py, too."""
+
+_REST = [name for name in vars(Contract) if name.startswith("test_") and name not in _EVERY_TIME]
+
+
+class _StandInPlace(BatchPlace):
+    """The stand-ins of one system.
+
+    Attributes:
+        held: ``submit_args`` that hold a job.
+        waits_for: what ``status`` says of it.
+    """
+
+    wire = "stand-in"
+    nightly = left_to_others(*_REST)
+    request_function = "torchx_monarch.backends.batch.commands:run"
+    held: ClassVar[str]
+    waits_for: ClassVar[str]
+
+    def is_read(self, *request: object) -> bool:
+        """Return whether a command only answers."""
+        command = request[0]
+        assert isinstance(command, list)
+        return command[0] in ("qstat", "bjobs", "condor_q")
+
+    @contextlib.contextmanager
+    def pending(self) -> Iterator[str]:
+        """Submit a job that is held, and see that its status says so."""
+        handle = self.run(self.role("true", replicas=2), submit_args=self.held)
+        assert self.waits_for in self.torchx("monarch", "status", handle)
+        yield handle
+
+    def shown(self) -> str:
+        return "".join(path.read_text() for path in Path(os.environ["BATCH_FOLDER"]).glob("*.json"))
+
+    def left(self, handle: str) -> Sequence[object]:
+        return [*super().left(handle), *Path(os.environ["BATCH_FOLDER"]).glob("*.json")]
+
+
+class _PbsPlace(_StandInPlace):
+    name, factory, install = "monarch_pbs", staticmethod(schedulers.monarch_pbs), "openpbs-client"
+    cannot: ClassVar = {"preemption": "the stand-in does not preempt"}
+    held, waits_for = "-h", "Job held by root"
+
+
+class _LsfPlace(_StandInPlace):
+    name, factory, install = "monarch_lsf", staticmethod(schedulers.monarch_lsf), "profile.lsf"
+    cannot: ClassVar = {"preemption": "the stand-in does not preempt"}
+    held, waits_for = "-H", "Job was suspended by the user while pending"
+
+
+class _HTCondorPlace(_StandInPlace):
+    name, factory, install = "monarch_htcondor", staticmethod(schedulers.monarch_htcondor), "htcondor"
+    held, waits_for = "hold=True", "submitted on hold at user's request"
+
+    def preempt(self, handle: str, replica: int) -> None:
+        jobs = self.backend.snapshot(handle.rpartition("/")[2]).jobs  # type: ignore[union-attr]
+        command = ["condor_vacate_job", f"{jobs[0]}.{replica}"]
+        subprocess.run(command, check=True, capture_output=True, timeout=WITHIN)
+
+
+class _StandInContract(Contract):
+    @pytest.fixture(autouse=True)
+    def queue(self, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Put the commands on the PATH, with a queue of their own."""
+        (tmp_path / "queue").mkdir()
+        commands.install(tmp_path / "bin")
+        monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+        monkeypatch.setenv("BATCH_FOLDER", str(tmp_path / "queue"))
+
+
+class TestPbs(_StandInContract):
+    kind = _PbsPlace
+
+
+class TestLsf(_StandInContract):
+    kind = _LsfPlace
+
+
+class TestHTCondor(_StandInContract):
+    kind = _HTCondorPlace

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What PBS, LSF and HTCondor are told, and what their answers mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from torchx_monarch.backends.batch.backend import BatchOpts, Job
+from torchx_monarch.backends.batch.htcondor import HTCondorBackend, HTCondorOpts
+from torchx_monarch.backends.batch.lsf import LsfBackend
+from torchx_monarch.backends.batch.pbs import PbsBackend, PbsOpts
+from torchx_monarch.backends.batch.snapshot import QueuedJob
+from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.model.state import State
+
+JOB = Job("m-x-0", ["/a b/python", "it's", '"$HOME"'], 2, 4, 8, 1000, "/jobs/x/job.log", ["-A", "proj"])
+
+QSTAT = """
+pbs: 
+                                                                             Req'd  Req'd   Elap
+Job ID              Username        Queue           Jobname         SessID   NDS  TSK   Memory Time  S Time
+------------------- --------------- --------------- --------------- -------- ---- ----- ------ ----- - -----
+7.pbs               me              workq           m-x-0-0             4711    1     4 1000mb 04:00 R 00:01
+   Job run at Fri Nov 27 at 05:00 on (node1:ncpus=4)
+8.pbs               me              workq           m-x-0-1               --    1     4 1000mb 04:00 Q   -- 
+   Not Running: Insufficient amount of resource: ngpus (R: 8 A: 0 T: 8)
+9.pbs               me              workq           m-x-0-2               --    1    99 1000mb 04:00 Q   -- 
+   Can Never Run: Insufficient amount of resource: ncpus (R: 99 A: 4 T: 4)
+10.pbs              me              workq           m-x-0-3               --    1     4 1000mb 04:00 H   -- 
+    -- 
+"""  # noqa: W291
+
+BJOBS = {
+    "COMMAND": "bjobs",
+    "JOBS": 3,
+    "RECORDS": [
+        {"JOBID": "7", "JOBINDEX": "1", "STAT": "RUN", "PEND_REASON": ""},
+        {"JOBID": "7", "JOBINDEX": "2", "STAT": "PEND", "PEND_REASON": "Not enough GPUs:\n 4 hosts;"},
+        {"JOBID": "7", "JOBINDEX": "3", "STAT": "SSUSP", "PEND_REASON": ""},
+    ],
+}
+
+CONDOR_Q = [
+    {"ClusterId": 7, "ProcId": 0, "JobStatus": 2},
+    {"ClusterId": 7, "ProcId": 1, "JobStatus": 1, "LastRejMatchReason": "no match found"},
+    {"ClusterId": 7, "ProcId": 2, "JobStatus": 5, "HoldReasonCode": 1, "HoldReason": "via condor_hold (by user me)"},
+    {"ClusterId": 7, "ProcId": 3, "JobStatus": 5, "HoldReasonCode": 6, "HoldReason": "Failed to execute"},
+    {"ClusterId": 7, "ProcId": 4, "JobStatus": 4},
+]
+
+RUNNING, WAITING = QueuedJob(), QueuedJob(State.PENDING)
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, backend: type, text: str) -> None:
+    monkeypatch.setattr(backend, "run", lambda self, command: text)
+
+
+def test_pbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = PbsOpts(queue="workq")
+    assert PbsBackend().submit_command(JOB, options) == [
+        *("qsub", "-V", "-N", "m-x-0", "-l", "select=1:ncpus=4:mem=1000mb:ngpus=8"),
+        *("-j", "oe", "-o", "/jobs/x/job.log", "-q", "workq", "-A", "proj", "--", *JOB.words),
+    ]
+    answers(monkeypatch, PbsBackend, QSTAT)
+    assert PbsBackend().queued() == {
+        "7": RUNNING,
+        "8": WAITING._replace(reason="Not Running: Insufficient amount of resource: ngpus (R: 8 A: 0 T: 8)"),
+        "9": QueuedJob(
+            State.PENDING, "Can Never Run: Insufficient amount of resource: ncpus (R: 99 A: 4 T: 4)", is_stuck=True
+        ),
+        "10": WAITING,
+    }
+
+
+def test_lsf(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LsfBackend().submit_command(JOB, BatchOpts(queue="normal")) == [
+        *("bsub", "-J", "m-x-0[1-2]", "-o", "/jobs/x/job.log", "-q", "normal", "-n", "4", "-R", "span[hosts=1]"),
+        *("-R", "rusage[mem=1000MB]", "-gpu", "num=8", "-A", "proj"),
+        "'/a b/python' 'it'\"'\"'s' '\"$HOME\"'",
+    ]
+    answers(monkeypatch, LsfBackend, json.dumps(BJOBS))
+    waiting = WAITING._replace(reason="Not enough GPUs: 4 hosts;")
+    assert LsfBackend().queued() == {"7.1": RUNNING, "7.2": waiting, "7.3": RUNNING}
+    answers(monkeypatch, LsfBackend, "No unfinished job found\n")
+    assert LsfBackend().queued() == {}
+
+
+@pytest.mark.parametrize("message", ["No unfinished job found", "LSF is down"])
+def test_lsf_has_a_code_for_an_empty_queue(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
+    def run(self: LsfBackend, command: Sequence[str]) -> str:
+        raise BackendError(f"bjobs refuses: {message}")
+
+    monkeypatch.setattr(LsfBackend, "run", run)
+    if message == "LSF is down":
+        with pytest.raises(BackendError, match=message):
+            LsfBackend().queued()
+    else:
+        assert LsfBackend().queued() == {}
+
+
+def test_htcondor(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = HTCondorBackend().submit_command(JOB._replace(submit_args=["hold=True"]), HTCondorOpts())
+    assert command[:2] == ["condor_submit", "-terse"] and command[-3:] == ["hold=True", "-queue", "2"]
+    settings = dict(word.split("=", 1) for word in command[2:-2])
+    assert settings["executable"] == "/a b/python"
+    assert settings["arguments"] == '"\'it\'\'s\' ""$(DOLLAR)HOME"""'
+    amounts = {name: value for name, value in settings.items() if name.startswith("request_")}
+    assert amounts == {"request_cpus": "4", "request_memory": "1000", "request_gpus": "8"}
+    answers(monkeypatch, HTCondorBackend, json.dumps(CONDOR_Q))
+    assert HTCondorBackend().queued() == {
+        "7.0": RUNNING,
+        "7.1": WAITING._replace(reason="no match found"),
+        "7.2": WAITING._replace(reason="via condor_hold (by user me)"),
+        "7.3": QueuedJob(State.PENDING, "Failed to execute", is_stuck=True),
+    }
+    answers(monkeypatch, HTCondorBackend, "\n")
+    assert HTCondorBackend().queued() == {}
