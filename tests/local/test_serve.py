@@ -20,7 +20,11 @@ from tests.contract.place import TORCHX
 from tests.fork_server import run_torchx
 from tests.waits import WITHIN, until
 from torchx_monarch import SPMDError, serve
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.cli.ps import list_allocations
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
+from torchx_monarch.model.state import State
+from torchx_monarch.schedulers.job_status import LiveState
 
 CFG = {"preload": "none", "grace": 3}
 
@@ -76,6 +80,24 @@ def test_serve_leaves_the_app_as_it_is_and_holds_each_of_its_roles(
     assert "torchx_monarch.hosts" in described and 'torchx_monarch.host"' not in described
     job.release()
     assert over(job) == "CANCELLED"
+
+
+def test_an_allocation_that_does_not_answer_is_listed(
+    jobs: list[torchx_monarch.SPMDJob], script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchx_monarch.cli.jobs.PATIENCE", 0.5)
+    job = serve(["torchrun", script("")], scheduler_cfg=CFG)
+    jobs.append(job)
+    job.wait_ready(60)
+    record = json.loads(Path(state_files.app_paths(job.handle.rpartition("/")[2]).status).read_text())
+    host = record["roles"][0]["replicas"][0]["pid"]
+    os.kill(host, signal.SIGSTOP)
+    try:
+        assert list(list_allocations()) == [(job.handle, "trainer", State.RUNNING)]
+    finally:
+        os.kill(host, signal.SIGCONT)
+    [(_, _, answer)] = list_allocations()
+    assert isinstance(answer, LiveState)
 
 
 def test_exec_from_another_shell_when_who_took_the_hosts_is_gone(

@@ -9,9 +9,11 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli.allocation_arguments import since
 from torchx_monarch.cli.handles import used_schedulers
 from torchx_monarch.cli.jobs import opened
@@ -23,6 +25,8 @@ from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.job_status import JobStatus, build
 from torchx_monarch.system.untrusted_text import one_line
+
+T = TypeVar("T")
 
 _MIN_WIDTH = 12
 """The fewest characters of a name or an id that are shown."""
@@ -57,7 +61,7 @@ def _states(text: str) -> set[str]:
 
 def run(args: argparse.Namespace) -> None:
     """Print a table of jobs, the newest first."""
-    found = _jobs(args.scheduler) if args.scheduler else _jobs_of_all(used_schedulers())
+    found = _jobs(args.scheduler) if args.scheduler else ask_all(used_schedulers(), _jobs)
     found = [
         job
         for job in sorted(found, key=lambda job: job.submitted or 0.0, reverse=True)
@@ -72,8 +76,8 @@ def run(args: argparse.Namespace) -> None:
             say(f"{len(found) - args.limit} older jobs are not shown; --limit 0 lists all")
 
 
-def _jobs(name: str) -> list[JobStatus]:
-    """Return the jobs of a scheduler."""
+def list_apps(name: str) -> list[tuple[AppSnapshot, AppStatus]]:
+    """Return the apps of a scheduler, with the run options of ``.torchxconfig``, the newest first."""
     from torchx.runner import config
     from torchx.specs import CfgVal
 
@@ -81,19 +85,21 @@ def _jobs(name: str) -> list[JobStatus]:
     with opened(name) as scheduler:
         logging.getLogger("torchx.runner.config").setLevel(logging.WARNING)  # it names each file that it reads
         config.apply(scheduler=name, cfg=cfg)
-        now = time.time()
-        return [
-            build(f"{name}://torchx/{app.app_id}", app, status, now=now) for app, status in scheduler.apps.list(cfg)
-        ]
+        return list(scheduler.apps.list(cfg))
 
 
-def _jobs_of_all(names: Sequence[str]) -> list[JobStatus]:
-    """Return the jobs of several schedulers, which are asked at the same time; say in one line if one does not tell."""
-    answers: dict[str, list[JobStatus] | Exception] = {}
+def _jobs(name: str) -> list[JobStatus]:
+    now = time.time()
+    return [build(f"{name}://torchx/{app.app_id}", app, status, now=now) for app, status in list_apps(name)]
+
+
+def ask_all(names: Sequence[str], read: Callable[[str], list[T]]) -> list[T]:
+    """Return what is read of several schedulers at the same time; say in one line if one of them does not answer."""
+    answers: dict[str, list[T] | Exception] = {}
 
     def ask(name: str) -> None:
         try:
-            answers[name] = _jobs(name)
+            answers[name] = read(name)
         except Exception as error:
             answers[name] = error
 
@@ -101,7 +107,7 @@ def _jobs_of_all(names: Sequence[str]) -> list[JobStatus]:
     deadline = time.monotonic() + _PATIENCE
     for thread in threads:
         thread.start()
-    found: list[JobStatus] = []
+    found: list[T] = []
     for name, thread in zip(names, threads, strict=True):
         thread.join(max(0.0, deadline - time.monotonic()))
         answer: Any = answers.get(name, TimeoutError(f"no answer within {_PATIENCE:.0f} s"))

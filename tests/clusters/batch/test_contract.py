@@ -98,6 +98,11 @@ class _StandInContract(Contract):
         monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
         monkeypatch.setenv("BATCH_FOLDER", str(tmp_path / "queue"))
 
+    def test_an_allocation_in_the_queue_is_listed(self, place: _StandInPlace) -> None:
+        held = ("--workspace", "", "-cfg", f"submit_args='{place.held}'")
+        handle = place.adopt(place.torchx("run", "-s", place.name, *held, "monarch.hosts", "-j", "2x1").split()[-1])
+        assert place.torchx("monarch", "ps").split()[-3:] == [handle, "hosts", "queued"]
+
 
 class TestPbs(_StandInContract):
     kind = _PbsPlace
