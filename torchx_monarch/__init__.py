@@ -12,6 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torchx_monarch.backends.core.errors import BackendError as BackendError
     from torchx_monarch.backends.core.errors import UserError as UserError
+    from torchx_monarch.client.function import run as run
     from torchx_monarch.client.hosts import AllocationStatus as AllocationStatus
     from torchx_monarch.client.job import SPMDJob as SPMDJob
     from torchx_monarch.client.monarch_job import MonarchJob as MonarchJob
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torchx_monarch.exceptions import ClientError as ClientError
     from torchx_monarch.exceptions import CodeError as CodeError
     from torchx_monarch.exceptions import RefusedError as RefusedError
+    from torchx_monarch.exceptions import ResultError as ResultError
     from torchx_monarch.exceptions import SPMDError as SPMDError
     from torchx_monarch.exceptions import TorchXMonarchError as TorchXMonarchError
     from torchx_monarch.exceptions import UnreachableError as UnreachableError
@@ -52,6 +54,7 @@ _PUBLIC = {
     "RankOutput": "client.result",
     "RankResult": "client.result",
     "RefusedError": "exceptions",
+    "ResultError": "exceptions",
     "RunHandle": "client.run",
     "RunInfo": "client.result",
     "RunOptions": "client.run_options",
@@ -66,6 +69,7 @@ _PUBLIC = {
     "UserError": "backends.core.errors",
     "WorkspaceError": "schedulers.monarch",
     "progress": "insight.step_progress",
+    "run": "client.function",
     "serve": "client.serve",
     "this_job": "client.this_job",
 }

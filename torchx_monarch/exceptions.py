@@ -8,6 +8,7 @@
     ├── ClientError             also RuntimeError
     ├── CodeError               also RuntimeError
     ├── RefusedError            also RuntimeError
+    ├── ResultError             also RuntimeError
     ├── SPMDError               also RuntimeError
     ├── UnreachableError        also RuntimeError
     ├── BackendError            also RuntimeError and TorchX's ComponentValidationException
@@ -27,6 +28,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torchx_monarch.client.result import RankResult, RunResult
 
 
@@ -89,3 +92,22 @@ class SPMDError(TorchXMonarchError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[SPMDError], tuple[RunResult]]:
         return type(self), (self.result,)
+
+
+class ResultError(TorchXMonarchError, RuntimeError):
+    """Raised when a function has returned in all ranks, and the value of some could not be brought to the client.
+
+    Attributes:
+        result: the result of the run.
+        values: the values of the other ranks, by rank.
+        missing: the reason for each rank without a value.
+    """
+
+    def __init__(self, result: RunResult, values: Mapping[int, object], missing: Mapping[int, str]) -> None:
+        self.result, self.values, self.missing = result, values, missing
+        rank, reason = next(iter(missing.items()))
+        more = f" ({len(missing) - 1} more in .missing)" if len(missing) > 1 else ""
+        super().__init__(f"run {result.run} has no value of rank {rank}: {reason}{more}")
+
+    def __reduce__(self) -> tuple[type[ResultError], tuple[RunResult, Mapping[int, object], Mapping[int, str]]]:
+        return type(self), (self.result, self.values, self.missing)

@@ -37,7 +37,7 @@ from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_queries import ask_samples, ask_stacks
 from torchx_monarch.command.rewrite import hold
 from torchx_monarch.components import ft
-from torchx_monarch.exceptions import RefusedError, UnreachableError
+from torchx_monarch.exceptions import RefusedError, SPMDError, UnreachableError
 from torchx_monarch.model.role_spec import mark_sidecar
 from torchx_monarch.schedulers.description import summary_of
 from torchx_monarch.transport.credentials import ClientCredentials
@@ -371,6 +371,28 @@ class Contract:
         place.tell("go")
         place.wait(handle, AppState.SUCCEEDED)
         assert "actors of rank 0 on 2 hosts" in place.log(handle)
+
+    @pytest.mark.scenario("function on hosts that stay")
+    def test_a_function_returns_a_value_from_each_rank(self, place: Place) -> None:
+        held = hold(AppDef("app", [place.torchrun(_program(place, "raise SystemExit('not this')"))]))
+        handle = place.run(*held.roles)
+        place.until(lambda: place.status(handle).state is AppState.RUNNING, "the hosts", handle)
+
+        def train(lr: float, *, epochs: int) -> tuple[int, float, bytes]:
+            rank = int(os.environ["RANK"])
+            if lr < 0 and rank == 3:
+                raise ArithmeticError(lr)
+            return rank, lr * epochs, bytes(100_000)
+
+        with place.reached(handle) as address:
+            job = torchx_monarch.SPMDJob(handle, address=address, runner=place.runner)
+            place.until(lambda: job.status().ready, "the hosts", handle)
+            assert job.run(train, 0.5, epochs=3) == [(rank, 1.5, bytes(100_000)) for rank in range(4)]
+            with pytest.raises(ArithmeticError) as raised:
+                job.run(train, -1, epochs=3)
+            cause = raised.value.__cause__
+            assert isinstance(cause, SPMDError) and cause.result.cause == 3 and raised.value.args == (-1,)
+        place.runner.cancel(handle)
 
     @pytest.mark.scenario("attach during a run")
     def test_a_client_attaches_during_a_run(self, place: Place) -> None:

@@ -26,6 +26,7 @@ SCENARIOS = (
     "actors beside ranks",
     "attach to a batch job",
     "attach during a run",
+    "function on hosts that stay",
     "status and log long after, elsewhere",
     "describe gives the original app",
     "list once each",

@@ -8,11 +8,12 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchx.runner import Runner
 
 from torchx_monarch.client.attached_job import CACHE, AttachedJob
+from torchx_monarch.client.function import decode_values, encode_call, program
 from torchx_monarch.client.hosts import ENDED, START_TIMEOUT, AllocationStatus, Hosts
 from torchx_monarch.client.result import RunInfo, RunResult
 from torchx_monarch.client.run import Collector, Records, RunHandle, collect_with_interrupts
@@ -28,6 +29,8 @@ from monarch.job import JobState, JobTrait, job_load  # isort: skip
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+T = TypeVar("T")
 
 _WORKERS = "workers"
 """The name of the first mesh in each job of ``monarch.job.spmd``."""
@@ -192,7 +195,7 @@ class SPMDJob(AttachedJob):
                 allocation's command unchanged.
             options: the options of the run; None for the defaults of ``RunOptions``.
             **changes: fields of ``RunOptions`` that replace those of ``options``: ``env``, ``nproc``, ``timeout``,
-                ``output``, ``cwd``, ``workspace``, ``sync``, ``queue``, ``check``, ``on_phase``.
+                ``output``, ``cwd``, ``workspace``, ``sync``, ``queue``, ``results``, ``check``, ``on_phase``.
 
         Returns:
             The result of the run, with the exit code of each rank.
@@ -205,12 +208,8 @@ class SPMDJob(AttachedJob):
             TypeError: ``RunOptions`` has no such option.
         """
         options = self._options(options, changes)
-        records = Records.request(self._role_hosts, run_message(self._role_hosts, script_args, options))
-        try:
-            collector = Collector(options.output, options.on_phase)
-            result = collect_with_interrupts(self._role_hosts, records, collector)
-        finally:
-            records.close()
+        message = run_message(self._role_hosts, script_args, options)
+        result = self._wait(message, Collector(options.output, options.on_phase))
         if options.check and result.exit_code != 0:
             raise SPMDError(result)
         return result
@@ -238,6 +237,38 @@ class SPMDJob(AttachedJob):
         options = self._options(options, changes)
         records = Records.request(self._role_hosts, run_message(self._role_hosts, script_args, options))
         return RunHandle(self._role_hosts, records, Collector(options.output, options.on_phase), options.check)
+
+    def run(
+        self, function: Callable[..., T], /, *args: Any, options: RunOptions | None = None, **kwargs: Any
+    ) -> list[T]:
+        """Call a function in each rank, and return what each of them returned::
+
+            losses = job.run(train, 0.1, epochs=3)
+
+        The ranks are those of ``run_spmd``, with the torchrun options of the allocation's command. See
+        ``torchx_monarch.run`` for the function, and for what is raised.
+
+        Args:
+            function: the function.
+            *args: its arguments, for all ranks alike.
+            options: the options of the run; None for the defaults of ``RunOptions``. ``check`` has no effect.
+            **kwargs: its keyword arguments. For one that is named ``options``, use ``functools.partial``.
+
+        Returns:
+            What each rank returned, by rank.
+        """
+        options = self._options(options, {})
+        encoded = encode_call(function, args, kwargs, options.results)
+        message = {**run_message(self._role_hosts, program(function), options), "function": encoded}
+        collector = Collector(options.output, options.on_phase)
+        return decode_values(self._wait(message, collector), collector.values, options.results)
+
+    def _wait(self, message: dict[str, Any], collector: Collector) -> RunResult:
+        records = Records.request(self._role_hosts, message)
+        try:
+            return collect_with_interrupts(self._role_hosts, records, collector)
+        finally:
+            records.close()
 
     def _options(self, options: RunOptions | None, changes: RunOptionsDict) -> RunOptions:
         """Return the options of a run; what they leave open comes from this job."""

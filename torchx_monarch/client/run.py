@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import re
@@ -20,6 +21,7 @@ from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.result import RankOutput, RunResult, rank_result
 from torchx_monarch.client.run_options import Output, check_output
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
+from torchx_monarch.function import MAX_VALUE_BYTES
 from torchx_monarch.insight.log_lines import STAMP_LENGTH, LogLine, is_coloured, is_terminal, last_state
 from torchx_monarch.model.codec import decode
 from torchx_monarch.model.job_result import RankExit
@@ -129,7 +131,11 @@ class Records:
 
 
 class Collector:
-    """Process the records of a run: show or store its output, and build its result."""
+    """Process the records of a run: show or store its output, and build its result.
+
+    Attributes:
+        values: what ranks have written for a function that they ran (``torchx_monarch.function``), by rank.
+    """
 
     def __init__(self, output: Output, on_phase: Callable[[str], None] | None = None) -> None:
         check_output(output)
@@ -137,6 +143,8 @@ class Collector:
         self._on_phase = on_phase
         self._exits: dict[int, RankExit] = {}
         self._attempts = 0
+        self.values: dict[int, bytes] = {}
+        self._parts: dict[int, bytearray] = {}
         self._texts: dict[int, dict[str, list[str]]] = {}
         self._streams = {"stdout": _RankLines(sys.stdout), "stderr": _RankLines(sys.stderr)}
 
@@ -146,6 +154,8 @@ class Collector:
             kind = record["type"]
             if kind == "output":
                 self._show(record)
+            elif kind == "value":
+                self._add_value(record["rank"], base64.b64decode(record["part"]), record["last"])
             elif kind == "phase" and self._on_phase is not None:
                 self._on_phase(record["text"])
             elif kind == "exit":
@@ -168,6 +178,13 @@ class Collector:
                     **{name: record[name] for name in _OF_RESULT},
                 )
         raise UnreachableError(f"run {records.run} is looked at no longer")
+
+    def _add_value(self, rank: int, part: bytes, is_last: bool) -> None:
+        content = self._parts.setdefault(rank, bytearray())
+        if len(content) < MAX_VALUE_BYTES + 100:  # a host sends no more
+            content += part
+        if is_last:
+            self.values[rank] = bytes(self._parts.pop(rank))
 
     def _show(self, record: dict[str, Any]) -> None:
         rank, stream, text = record["rank"], record["stream"], record["text"]

@@ -9,10 +9,11 @@ import shlex
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.workspace_sync import SyncMode, check_when, sync_workspace
+from torchx_monarch.function import Encoding
 from torchx_monarch.system.processes import user_name
 
 Output = Literal["stream", "store", "none"] | Callable[[int, str, str], None]
@@ -36,6 +37,7 @@ class RunOptionsDict(TypedDict, total=False):
     workspace: str | None
     sync: SyncMode | None
     queue: bool
+    results: Encoding
     check: bool
     on_phase: Callable[[str], None] | None
 
@@ -58,11 +60,13 @@ class RunOptions:
         workspace: folder with the code for this run; None for the job's workspace.
         sync: when the hosts get a copy of the workspace for this run, see ``SyncMode``; None for the job's setting.
         queue: whether to wait for the end of earlier runs. Otherwise the hosts refuse the run if another one is active.
+        results: how what a function returns travels here; see ``torchx_monarch.function.Encoding``. Not for programs.
         check: whether a failed run raises ``SPMDError``. Otherwise the failure is in the result.
         on_phase: called with each progress line of the run, such as its start and its attempts; None to drop them.
 
     Raises:
-        ValueError: both ``cwd`` and ``workspace`` are given, or ``output`` or ``sync`` has a value that does not exist.
+        ValueError: both ``cwd`` and ``workspace`` are given, or ``output``, ``results`` or ``sync`` has a value that
+            does not exist.
     """
 
     env: Mapping[str, str] | None = None
@@ -73,6 +77,7 @@ class RunOptions:
     workspace: str | None = None
     sync: SyncMode | None = None
     queue: bool = False
+    results: Encoding = "pickle"
     check: bool = True
     on_phase: Callable[[str], None] | None = None
 
@@ -80,6 +85,8 @@ class RunOptions:
         check_output(self.output)
         if self.sync is not None:
             check_when(self.sync)
+        if self.results not in get_args(Encoding):
+            raise ValueError(f"results={self.results!r} is none of {', '.join(get_args(Encoding))}")
         if self.cwd and self.workspace:
             raise ValueError(
                 f"give cwd={self.cwd!r}, a folder that the hosts have, or workspace={self.workspace!r}, not both"

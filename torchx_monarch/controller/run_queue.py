@@ -12,8 +12,8 @@ Clients send these greetings to replica 0, one per connection, in addition to th
 =============  =====================================================================================================
 
 The answer to ``look`` has a further field ``live``, and ``stop`` releases the hosts. A run continues when its client
-disconnects. Its records are ``run``, ``phase``, ``output`` (of one rank), ``attempts``, ``exit`` (one per rank of the
-last attempt), and finally ``result``.
+disconnects. Its records are ``run``, ``phase``, ``output`` (of one rank), ``value`` (a part of what a function returned
+in one rank), ``attempts``, ``exit`` (one per rank of the last attempt), and finally ``result``.
 """
 
 from __future__ import annotations
@@ -261,6 +261,7 @@ class RunQueue(Session):
 
     def _end(self, run: Run, result: JobResult, records: list[dict[str, Any]]) -> None:
         run.result, run.ended = result, time.time()
+        run.request = dataclasses.replace(run.request, function="")  # megabytes, for each run that is remembered
         for record in (*records, run.last_record or {}):
             _append(run.run_log, record)
         run.run_log.close()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import functools
@@ -31,6 +32,7 @@ from torchx_monarch.controller.host_messages import (
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run_queue import RunQueue
+from torchx_monarch.function import MAX_VALUE_BYTES, VALUE
 from torchx_monarch.host.code_distribution import HostCode, probe
 from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.run_spec import RunSpec
@@ -39,9 +41,14 @@ from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.insight.sample_log import SampleLog
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.world import LaunchError
+from torchx_monarch.system import safe_files
 
 _MESSAGE = 30_000
 """Bytes of records in one message to replica 0. A message has at most 64 kB, and JSON may double the size."""
+
+
+_VALUE_PART = 18_000
+"""Bytes of a value in one record: 24 kB as base64."""
 
 
 class LiveRuns(Workload):
@@ -59,6 +66,7 @@ class LiveRuns(Workload):
         self._run_log: RunLog | None = None
         self._forwarding: asyncio.Task[None] | None = None
         self._code: HostCode | None = None
+        self._function_file = ""  # of the present run; empty if its program is no function
 
     def parse(self) -> Command:
         options = self._host.options
@@ -115,10 +123,15 @@ class LiveRuns(Workload):
             await self._fetch(request.code)
             cwd = await self._host_code().checkout(request.code, request.workspace)
         environ = {**host.environ, **request.env}
-        command = self._command_of(request, cwd, environ)
         folder = os.path.join(host.log_dir, f"run_{begin.number}")
+        self._function_file = os.path.join(folder, "function") if request.function else ""
+        if self._function_file:
+            request = dataclasses.replace(request, program=(*(request.program or ()), self._function_file))
+        command = self._command_of(request, cwd, environ)
         run_id = command.options.rdzv_id if command.options.rdzv_id != "none" else f"{host.options.app}-{begin.number}"
         self._open_run_log(folder, begin.token)
+        if self._function_file:
+            safe_files.replace_file(self._function_file, base64.b64decode(request.function))
         if self._run_queue is not None:  # on the leader, whose lines the clients see
             for line in unused_options(command.options, in_run=True):
                 host.reporter.line(line)
@@ -175,8 +188,27 @@ class LiveRuns(Workload):
             return
         await self.pool.stop(signal.SIGKILL, 0.0)
         self.pool.retire()
+        if self._function_file:
+            await self._send_values(os.path.dirname(self._function_file))
         await self._host_code().release()
         await self._close_run_log()
+
+    async def _send_values(self, folder: str) -> None:
+        """Add what a function has returned in each rank to the run log, and remove its files."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._function_file)
+        for rank in sorted(safe_files.numbered(folder, VALUE)):
+            path = os.path.join(folder, f"{VALUE}{rank}")
+            try:
+                content = await asyncio.to_thread(safe_files.read_file, path, limit=MAX_VALUE_BYTES + 100)
+                os.unlink(path)
+            except OSError as error:  # the rank has made something else of it
+                content = f"none\na value that its host cannot read: {error.strerror}".encode()
+            for start in range(0, len(content), _VALUE_PART):
+                part = base64.b64encode(content[start : start + _VALUE_PART]).decode()
+                is_last = start + _VALUE_PART >= len(content)
+                if self._run_log is not None:
+                    self._run_log.append({"type": "value", "rank": rank, "part": part, "last": is_last})
 
     # -- its output ----------------------------------------------------------------------------------------------------
 

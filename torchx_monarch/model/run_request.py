@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
 import os
 import shlex
@@ -31,6 +33,7 @@ class RunRequest:
         workspace: names the client's folder of which the code is a copy; runs of other workspaces use other copies.
         timeout: seconds from its start after which the run is ended; None for no limit.
         queue: whether the run may wait for earlier runs.
+        function: what the program ``torchx_monarch.function`` calls, as base64 of a pickle; empty for other programs.
         by, shown: the user who requests the run, and the command as text, for messages.
     """
 
@@ -44,6 +47,7 @@ class RunRequest:
     workspace: str = ""
     timeout: float | None = None
     queue: bool = False
+    function: str = ""
     by: str = ""
     shown: str = ""
 
@@ -63,6 +67,13 @@ class RunRequest:
             raise ValueError("command or program of the run has no words")
         if self.command is not None and self.program is not None:
             raise ValueError("a run has a command or a program, not both")
+        if self.function:
+            if self.program is None:
+                raise ValueError("function of the run is for a program that calls it")
+            try:
+                base64.b64decode(self.function, validate=True)
+            except binascii.Error as error:
+                raise ValueError(f"function of the run is no base64: {error}") from None
         if bad := [name for name, value in self.env.items() if not name or "=" in name or "\0" in name + value]:
             raise ValueError(f"env of the run has {bad[0]!r:.60}, which is no variable")
         if reserved := sorted(name for name in self.env if is_for_hosts(name) or name == "MONARCH_JOB"):

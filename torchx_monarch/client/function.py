@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run a function on all ranks, and return what each of them returned (``torchx_monarch.function`` is their part)."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torchx_monarch.client.run_options import RunOptions
+from torchx_monarch.client.serve import serve
+from torchx_monarch.exceptions import ResultError, SPMDError
+from torchx_monarch.function import MAX_CALL_BYTES, MODULE, Encoding
+from torchx_monarch.system.untrusted_text import one_line
+
+if TYPE_CHECKING:
+    from torchx.runner import Runner
+
+    from torchx_monarch.client.result import RunResult
+
+T = TypeVar("T")
+
+_IDLE_TIMEOUT = 120.0
+"""Seconds after which hosts end whose client is gone."""
+
+
+def run(
+    function: Callable[..., T],
+    /,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    scheduler: str = "monarch_local",
+    scheduler_cfg: Mapping[str, Any] | None = None,
+    nnodes: int = 1,
+    nproc: int | str = 1,
+    max_restarts: int = 0,
+    options: RunOptions | None = None,
+    start_timeout: float | None = None,
+    runner: Runner | None = None,
+) -> list[T]:
+    """Take hosts, call a function in each rank on them, release the hosts, and return what each rank returned::
+
+        losses = torchx_monarch.run(train, 0.1, kwargs={"epochs": 3}, scheduler="monarch_slurm", nnodes=2, nproc=8)
+
+    Each rank is a process with the environment of ``torchrun``, in which ``torch.distributed.init_process_group()``
+    works. ``SPMDJob.run`` does the same on hosts that stay.
+
+    Args:
+        function: the function. Those of ``__main__`` and notebooks travel by value; any other is imported by the ranks,
+            from the current folder (``RunOptions.workspace``) or an installed package.
+        *args: its arguments, for all ranks alike.
+        kwargs: its keyword arguments.
+        scheduler: name of a ``monarch_*`` scheduler.
+        scheduler_cfg: run options of the scheduler; None for its defaults.
+        nnodes: number of hosts.
+        nproc: ranks per host: a number, ``auto``, ``gpu``, ``cpu`` or ``xpu``.
+        max_restarts: how often all ranks start again after a failure.
+        options: options of the run; None for the defaults of ``RunOptions``. ``results="json"`` unpickles nothing here.
+        start_timeout: seconds to wait for the hosts; None for no limit.
+        runner: the TorchX runner; None to create one.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        Exception: what the function raised in the rank that is the root cause, with its type. Its ``__cause__`` is the
+            ``SPMDError`` that has the rank and its traceback.
+        SPMDError: the run failed without such an exception.
+        ResultError: the function returned, but a value could not be brought here.
+        TypeError: the function or an argument cannot be pickled.
+        ValueError: these are too large, or an argument of ``serve`` has an invalid value.
+        KeyboardInterrupt: the user pressed Ctrl-C; the hosts are released.
+    """
+    options = options or RunOptions()
+    encode_call(function, args, kwargs or {}, options.results)  # bad arguments are reported before hosts are taken
+    words = ["--nnodes", str(nnodes), "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
+    command = ["torchrun", *words, "-m", MODULE, _name(function)]
+    with serve(
+        command, scheduler, scheduler_cfg, idle_timeout=_IDLE_TIMEOUT, start_timeout=start_timeout, runner=runner
+    ) as job:
+        return job.run(function, *args, options=options, **(kwargs or {}))
+
+
+def program(function: Callable[..., object]) -> list[str]:
+    """Return the words of the program that calls a function; the host adds the path of the file with it."""
+    return ["-m", MODULE, _name(function)]
+
+
+def encode_call(
+    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], encoding: Encoding
+) -> str:
+    """Return a function with its arguments as base64 of a pickle, for ``RunRequest.function``.
+
+    Raises:
+        TypeError: ``function`` is none, or something cannot be pickled.
+        ValueError: the pickle is too large.
+    """
+    import cloudpickle
+
+    if not callable(function):
+        raise TypeError(f"function={function!r:.200} cannot be called: give a function and, after it, its arguments")
+    try:
+        data: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs), encoding))
+    except Exception as error:  # whatever a method of an argument raises
+        raise TypeError(_unpicklable(function, args, kwargs, error)) from error
+    if len(data) > MAX_CALL_BYTES:
+        raise ValueError(
+            f"{_name(function)} and its arguments are {len(data) / (1 << 20):.1f} MiB as a pickle; the limit is "
+            f"{MAX_CALL_BYTES >> 20} MiB. Pass the path of a file instead of the data"
+        )
+    return base64.b64encode(data).decode()
+
+
+def _unpicklable(
+    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], error: Exception
+) -> str:
+    """Describe what of a call cannot be pickled: the first part that fails alone."""
+    import cloudpickle
+
+    parts = [(f"argument {number}", value) for number, value in enumerate(args)]
+    for name, value in [*parts, *((f"argument {name}", value) for name, value in kwargs.items())]:
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return f"{name} of {_name(function)}, a {type(value).__name__}, cannot be pickled: {error}"
+    return f"{_name(function)} cannot be pickled, with the values that it uses from outside: {error}"
+
+
+def _name(function: Callable[..., object]) -> str:
+    named = getattr(function, "func", function)  # functools.partial
+    return str(getattr(named, "__name__", type(named).__name__))
+
+
+def decode_values(result: RunResult, values: Mapping[int, bytes], encoding: Encoding) -> list[Any]:
+    """Return the values of all ranks of a run, by rank; raise as ``run`` does.
+
+    Args:
+        values: the content of the rank's files (``torchx_monarch.function``) as the hosts sent them, by rank.
+    """
+    if result.exit_code:
+        failure = SPMDError(result)
+        error = None if result.cause is None else _exception(values.get(result.cause, b""), encoding)
+        if error is None:
+            raise failure
+        raise error from failure
+    decoded, missing = dict[int, Any](), dict[int, str]()
+    for rank in sorted(result.ranks):
+        try:
+            decoded[rank] = _decode(values.get(rank, b""), encoding)
+        except Exception as error:  # unpickling calls what the data names
+            missing[rank] = str(error) if isinstance(error, _NoValueError) else f"its value cannot be read: {error!r}"
+    if missing:
+        raise ResultError(result, decoded, missing)
+    return [decoded[rank] for rank in sorted(decoded)]
+
+
+class _NoValueError(Exception):
+    """Raised when a rank has sent no value; the message gives the reason."""
+
+
+def _decode(content: bytes, encoding: Encoding) -> Any:
+    kind, _, data = content.partition(b"\n")
+    if kind == b"none":
+        raise _NoValueError(f"it returned {one_line(data[:1000].decode(errors='replace'))}")
+    if kind != encoding.encode():
+        raise _NoValueError("it ended before the function returned, or its value was lost on the way")
+    return json.loads(data) if encoding == "json" else pickle.loads(data)
+
+
+def _exception(content: bytes, encoding: Encoding) -> Exception | None:
+    """Return the exception of a rank; None if it sent none that can be unpickled here."""
+    kind, _, data = content.partition(b"\n")
+    if kind != b"exception" or encoding == "json":
+        return None
+    try:
+        error = pickle.loads(data)
+    except Exception:  # its class is not known here, or cannot be made of its ``args``
+        return None
+    return error if isinstance(error, Exception) else None

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Call a function in each rank of a run, and leave what it returns in a file: ``python -m torchx_monarch.function``.
+
+The arguments are the name of the function, for listings, and the path of a file with a pickle of the function, its
+arguments and its encoding of results. ``client.function`` makes the pickle; the host (``host.live_runs``) writes it to
+that file, and sends to the client what ranks write beside it: ``value_N`` for rank N, a line with the kind of the
+value, and its data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import sys
+from typing import Literal
+
+MODULE = "torchx_monarch.function"
+
+Encoding = Literal["pickle", "json"]
+"""How the values of ranks travel to the client. ``pickle``: any value that cloudpickle can pickle, and exceptions;
+``json``: values that JSON has, of which the client unpickles nothing."""
+
+MAX_CALL_BYTES = 4 << 20
+"""Maximum size of a function with its arguments, as a pickle. As base64 it is part of a message to each host
+(``transport.messages.MAX_MESSAGE``)."""
+
+MAX_VALUE_BYTES = 16 << 20
+"""Maximum size of what a rank returns, as a pickle or JSON. All of it passes through replica 0."""
+
+VALUE = "value_"
+"""The name of the file with a rank's value, without the rank."""
+
+
+def encode_value(value: object, encoding: Encoding) -> bytes:
+    """Return the content of a rank's file: the encoded value, or of kind ``none`` the reason why there is none."""
+    import cloudpickle
+
+    what = f"a {type(value).__name__} that cannot be sent as {'JSON' if encoding == 'json' else 'a pickle'}"
+    try:
+        data: bytes = json.dumps(value).encode() if encoding == "json" else cloudpickle.dumps(value)
+    except Exception as error:  # whatever a method of the value raises
+        return f"none\n{what}: {error}".encode(errors="replace")
+    if len(data) > MAX_VALUE_BYTES:
+        limit = f"the limit is {MAX_VALUE_BYTES >> 20} MiB. Save it to a file, and return the path"
+        return f"none\na {type(value).__name__} of {len(data) / (1 << 20):.1f} MiB; {limit}".encode()
+    return f"{encoding}\n".encode() + data
+
+
+def main(path: str) -> None:
+    """Call the function in the file ``path``, and write its value or its exception beside the file."""
+    value_path = os.path.join(os.path.dirname(path), f"{VALUE}{os.environ.get('RANK', '0')}")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(value_path)  # of an earlier attempt
+    with open(path, "rb") as file:
+        data = file.read()
+    try:
+        function, args, kwargs, encoding = pickle.loads(data)
+        encoded = encode_value(function(*args, **kwargs), encoding)
+    except Exception as error:
+        content = encode_value(error, "pickle")
+        if content.startswith(b"pickle\n"):
+            _write(value_path, b"exception\n" + content.partition(b"\n")[2])
+        raise
+    _write(value_path, encoded)
+
+
+def _write(path: str, content: bytes) -> None:
+    with open(f"{path}.tmp", "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(content)
+    os.replace(f"{path}.tmp", path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[-1])
