@@ -56,7 +56,11 @@ def main(path: str) -> None:
     with open(path, "rb") as file:
         data = file.read()
     try:
-        function, args, kwargs, encoding = pickle.loads(data)
+        # Two pickles: the second needs the modules of the first's folder, that of the script that made it.
+        folder, call = pickle.loads(data)
+        if folder:
+            sys.path.insert(0, os.path.abspath(folder))
+        function, args, kwargs, encoding = pickle.loads(call)
         encoded = encode_value(function(*args, **kwargs), encoding)
     except Exception as error:
         content = encode_value(error, "pickle")

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torchx.runner import Runner
+from torchx.specs import AppState
 
 import torchx_monarch
 from tests.local.live import Live
@@ -231,10 +233,14 @@ for lr in (0.5, -1):
 """
 
 
-@pytest.mark.usefixtures("runner")
-def test_a_script_runs_its_own_function(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def scale(number): return 2 * number")
-    (tmp_path / "prog.py").write_text(PROGRAM)
-    command = [sys.executable, "prog.py"]
+def test_a_script_runs_its_own_function(runner: Runner, tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "own.py").write_text("def scale(number): return 2 * number")
+    (tmp_path / "src" / "prog.py").write_text(PROGRAM)
+    command = [sys.executable, "src/prog.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout.splitlines() == ["[6.0, 6.0, 6.0, 6.0]", "ArithmeticError('negative')"], done.stderr
+    for app in (apps := runner.list("monarch_local")):
+        runner.wait(app.app_handle, wait_interval=0.1)
+    states = [runner.status(app.app_handle) for app in apps]
+    assert {status and status.state for status in states} == {AppState.SUCCEEDED, AppState.CANCELLED}

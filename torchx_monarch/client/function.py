@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -74,13 +76,19 @@ def run(
         KeyboardInterrupt: the user pressed Ctrl-C; the hosts are released.
     """
     options = options or RunOptions()
-    encode_call(function, args, kwargs or {}, options.results)  # bad arguments are reported before hosts are taken
+    encode_call(function, args, kwargs or {}, options)  # bad arguments are reported before hosts are taken
     words = ["--nnodes", str(nnodes), "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
     command = ["torchrun", *words, "-m", MODULE, _name(function)]
-    with serve(
+    job = serve(
         command, scheduler, scheduler_cfg, idle_timeout=_IDLE_TIMEOUT, start_timeout=start_timeout, runner=runner
-    ) as job:
-        return job.run(function, *args, options=options, **(kwargs or {}))
+    )
+    try:
+        values = job.run(function, *args, options=options, **(kwargs or {}))
+        job.stop()
+    except BaseException:
+        job.release()
+        raise
+    return values
 
 
 def program(function: Callable[..., object]) -> list[str]:
@@ -89,7 +97,7 @@ def program(function: Callable[..., object]) -> list[str]:
 
 
 def encode_call(
-    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], encoding: Encoding
+    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], options: RunOptions
 ) -> str:
     """Return a function with its arguments as base64 of a pickle, for ``RunRequest.function``.
 
@@ -102,9 +110,10 @@ def encode_call(
     if not callable(function):
         raise TypeError(f"function={function!r:.200} cannot be called: give a function and, after it, its arguments")
     try:
-        data: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs), encoding))
+        call = cloudpickle.dumps((function, tuple(args), dict(kwargs), options.results))
     except Exception as error:  # whatever a method of an argument raises
         raise TypeError(_unpicklable(function, args, kwargs, error)) from error
+    data = pickle.dumps((_script_folder(options.workspace), call))
     if len(data) > MAX_CALL_BYTES:
         raise ValueError(
             f"{_name(function)} and its arguments are {len(data) / (1 << 20):.1f} MiB as a pickle; the limit is "
@@ -126,6 +135,17 @@ def _unpicklable(
         except Exception:
             return f"{name} of {_name(function)}, a {type(value).__name__}, cannot be pickled: {error}"
     return f"{_name(function)} cannot be pickled, with the values that it uses from outside: {error}"
+
+
+def _script_folder(workspace: str | None) -> str:
+    """Return the folder, relative to the workspace, from which the script of this process imports its modules.
+
+    Empty if it is the workspace, from which ranks import anyway, or not in it.
+    """
+    if not workspace:
+        return ""
+    folder = os.path.relpath(os.path.realpath(sys.path[0]), os.path.realpath(os.path.expanduser(workspace)))
+    return "" if folder == os.curdir or folder.split(os.sep)[0] == os.pardir else folder
 
 
 def _name(function: Callable[..., object]) -> str:

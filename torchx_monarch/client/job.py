@@ -174,6 +174,13 @@ class SPMDJob(AttachedJob):
         """Release the hosts, as ``kill`` does."""
         self.kill()
 
+    def stop(self) -> None:
+        """Have the hosts end by themselves, and their runs and actors with them; the app is then SUCCEEDED.
+
+        Does not wait for their end. ``torchx monarch stop`` does the same.
+        """
+        self._role_hosts.ask({"type": "stop"}, wait=False)
+
     # -- runs ----------------------------------------------------------------------------------------------------------
 
     def run_spmd(
@@ -258,7 +265,7 @@ class SPMDJob(AttachedJob):
             What each rank returned, by rank.
         """
         options = self._options(options, {})
-        encoded = encode_call(function, args, kwargs, options.results)
+        encoded = encode_call(function, args, kwargs, options)
         message = {**run_message(self._role_hosts, program(function), options), "function": encoded}
         collector = Collector(options.output, options.on_phase)
         return decode_values(self._wait(message, collector), collector.values, options.results)
