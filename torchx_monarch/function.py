@@ -56,8 +56,10 @@ def main(path: str) -> None:
     with open(path, "rb") as file:
         data = file.read()
     try:
-        # Two pickles: the second needs the modules of the first's folder, that of the script that made it.
-        folder, call = pickle.loads(data)
+        # Two pickles: the second has code of a Python version, and needs the modules of its script's folder.
+        version, folder, call = pickle.loads(data)
+        if version != sys.version_info[:2]:
+            raise RuntimeError(f"Python {version[0]}.{version[1]} has sent this function: use it for the ranks, too")
         if folder:
             sys.path.insert(0, os.path.abspath(folder))
         function, args, kwargs, encoding = pickle.loads(call)

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_values_are_those_of_the_last_attempt(live: Callable[..., Live], tmp_pat
     assert hosts.end() == [0]
 
 
-def test_the_root_causes_exception_is_raised(live: Callable[..., Live]) -> None:
+def test_the_root_causes_exception_is_raised(live: Callable[..., Live], monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = live("torchrun", "--nproc-per-node", "3", "train.py")
 
     class DivergedError(ValueError):
@@ -108,6 +109,9 @@ def test_the_root_causes_exception_is_raised(live: Callable[..., Live]) -> None:
     with pytest.raises(ModuleNotFoundError, match="nosuch"):
         hosts.job.run(print, _Executes("import nosuch"), options=RunOptions(nproc=1, output="none"))
     assert hosts.job.run(lambda: None) == [None] * 3
+    monkeypatch.setattr("torchx_monarch.client.function.sys", SimpleNamespace(version_info=(3, 9), path=sys.path))
+    with pytest.raises(RuntimeError, match="Python 3.9 has sent this function: use it for the ranks, too"):
+        hosts.job.run(lambda: None, options=QUIET)
     assert hosts.end() == [0]
 
 
@@ -184,6 +188,9 @@ def test_hostile_ranks_get_no_further_than_their_value(live: Callable[..., Live]
     assert hosts.end() == [0]
 
 
+def train(lr): ...  # type: ignore[no-untyped-def]
+
+
 def test_bad_calls_are_refused_before_hosts_are_asked() -> None:
     job = torchx_monarch.SPMDJob("monarch_local://torchx/app")
     lock = threading.Lock()
@@ -202,6 +209,14 @@ def test_bad_calls_are_refused_before_hosts_are_asked() -> None:
         job.run(print, file=lock)
     with pytest.raises(TypeError, match="argument file of print, a lock, cannot be pickled"):
         torchx_monarch.run(print, kwargs={"file": lock})
+    with pytest.raises(TypeError, match=r"^train\(lr\): missing a required argument: 'lr'$"):
+        job.run(train)
+    with pytest.raises(TypeError, match=r"argument 'env'. An option of the run: options=RunOptions\(env=...\)"):
+        job.run(train, 0.1, env={})
+    with pytest.raises(TypeError, match="run has no option nprocs. Did you mean nproc"):
+        torchx_monarch.run(train, 0.1, nprocs=4)
+    with pytest.raises(TypeError, match=r"run has no option epochs. For an argument of train: kwargs={'epochs': ...}"):
+        torchx_monarch.run(train, 0.1, epochs=4)
     with pytest.raises(ValueError, match="results='yaml' is none of pickle, json"):
         RunOptions(results="yaml")  # type: ignore[arg-type]
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
+import inspect
 import json
 import os
 import pickle
@@ -15,6 +17,7 @@ from torchx_monarch.client.run_options import RunOptions
 from torchx_monarch.client.serve import serve
 from torchx_monarch.exceptions import ResultError, SPMDError
 from torchx_monarch.function import MAX_CALL_BYTES, MODULE, Encoding
+from torchx_monarch.model.spelling import did_you_mean
 from torchx_monarch.system.untrusted_text import one_line
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ def run(
     options: RunOptions | None = None,
     start_timeout: float | None = None,
     runner: Runner | None = None,
+    **others: object,
 ) -> list[T]:
     """Take hosts, call a function in each rank on them, release the hosts, and return what each rank returned::
 
@@ -62,6 +66,7 @@ def run(
         options: options of the run; None for the defaults of ``RunOptions``. ``results="json"`` unpickles nothing here.
         start_timeout: seconds to wait for the hosts; None for no limit.
         runner: the TorchX runner; None to create one.
+        **others: none, so that a misspelt option is not an argument of the function: these are in ``kwargs``.
 
     Returns:
         What each rank returned, by rank.
@@ -71,10 +76,14 @@ def run(
             ``SPMDError`` that has the rank and its traceback.
         SPMDError: the run failed without such an exception.
         ResultError: the function returned, but a value could not be brought here.
-        TypeError: the function or an argument cannot be pickled.
+        TypeError: the function cannot be called so, it or an argument cannot be pickled, or an option is unknown.
         ValueError: these are too large, or an argument of ``serve`` has an invalid value.
         KeyboardInterrupt: the user pressed Ctrl-C; the hosts are released.
     """
+    for name in others:
+        names = ["kwargs", "scheduler", "scheduler_cfg", "nnodes", "nproc", "max_restarts", "options", "start_timeout"]
+        hint = did_you_mean(name, names) or f" For an argument of {_name(function)}: kwargs={{{name!r}: ...}}"
+        raise TypeError(f"run has no option {name}.{hint}")
     options = options or RunOptions()
     encode_call(function, args, kwargs or {}, options)  # bad arguments are reported before hosts are taken
     words = ["--nnodes", str(nnodes), "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
@@ -102,24 +111,38 @@ def encode_call(
     """Return a function with its arguments as base64 of a pickle, for ``RunRequest.function``.
 
     Raises:
-        TypeError: ``function`` is none, or something cannot be pickled.
+        TypeError: ``function`` is none, does not take the arguments, or something cannot be pickled.
         ValueError: the pickle is too large.
     """
     import cloudpickle
 
     if not callable(function):
         raise TypeError(f"function={function!r:.200} cannot be called: give a function and, after it, its arguments")
+    _check_arguments(function, args, kwargs)
     try:
         call = cloudpickle.dumps((function, tuple(args), dict(kwargs), options.results))
     except Exception as error:  # whatever a method of an argument raises
         raise TypeError(_unpicklable(function, args, kwargs, error)) from error
-    data = pickle.dumps((_script_folder(options.workspace), call))
+    data = pickle.dumps((sys.version_info[:2], _script_folder(options.workspace), call))
     if len(data) > MAX_CALL_BYTES:
         raise ValueError(
             f"{_name(function)} and its arguments are {len(data) / (1 << 20):.1f} MiB as a pickle; the limit is "
             f"{MAX_CALL_BYTES >> 20} MiB. Pass the path of a file instead of the data"
         )
     return base64.b64encode(data).decode()
+
+
+def _check_arguments(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a built-in function has none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        fields = [field.name for field in dataclasses.fields(RunOptions) if field.name in kwargs]
+        hint = f". An option of the run: options=RunOptions({fields[0]}=...)" if fields else ""
+        raise TypeError(f"{_name(function)}{signature}: {error}{hint}") from None
 
 
 def _unpicklable(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import dataclasses
 import os
 import shlex
@@ -72,7 +71,7 @@ class RunRequest:
                 raise ValueError("function of the run is for a program that calls it")
             try:
                 base64.b64decode(self.function, validate=True)
-            except binascii.Error as error:
+            except ValueError as error:
                 raise ValueError(f"function of the run is no base64: {error}") from None
         if bad := [name for name, value in self.env.items() if not name or "=" in name or "\0" in name + value]:
             raise ValueError(f"env of the run has {bad[0]!r:.60}, which is no variable")
