@@ -133,6 +133,7 @@ class MinimalPlace(Place):
                     "two hosts, digits",
                     "actors beside ranks",
                     "stacks of running ranks",
+                    "function on hosts that stay",
                     "root cause in status",
                     "retries",
                 ),
