@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,10 @@ def test_each_rank_returns_a_value_on_each_of_two_hosts(live: Callable[..., Live
     assert hosts.job.run(train, 0.25, epochs=2) == expected
     options = RunOptions(env={"LR": "7"}, nproc=1, results="json")
     assert hosts.job.run(lambda: {"lr": os.environ["LR"]}, options=options) == [{"lr": "7"}, {"lr": "7"}]
+    queued = RunOptions(queue=True, nproc=1)
+    with ThreadPoolExecutor() as threads:
+        runs = [threads.submit(hosts.job.run, lambda number=number: number, options=queued) for number in range(3)]
+    assert [run.result() for run in runs] == [[0, 0], [1, 1], [2, 2]]
     first = hosts.job.runs()[0]
     assert first["state"] == "succeeded" and first["command"].startswith("-m torchx_monarch.function train")
     for replica in (0, 1):

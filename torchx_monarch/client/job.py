@@ -267,7 +267,7 @@ class SPMDJob(AttachedJob):
         options = self._options(options, {})
         encoded = encode_call(function, args, kwargs, options)
         message = {**run_message(self._role_hosts, program(function), options), "function": encoded}
-        collector = Collector(options.output, options.on_phase)
+        collector = Collector(options.output, options.on_phase, takes_values=True)
         return decode_values(self._wait(message, collector), collector.values, options.results)
 
     def _wait(self, message: dict[str, Any], collector: Collector) -> RunResult:

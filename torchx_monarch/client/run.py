@@ -135,12 +135,18 @@ class Collector:
 
     Attributes:
         values: what ranks have written for a function that they ran (``torchx_monarch.function``), by rank.
+
+    Args:
+        takes_values: whether to collect these; other clients that follow the run have no use for them.
     """
 
-    def __init__(self, output: Output, on_phase: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, output: Output, on_phase: Callable[[str], None] | None = None, takes_values: bool = False
+    ) -> None:
         check_output(output)
         self._output = output
         self._on_phase = on_phase
+        self._takes_values = takes_values
         self._exits: dict[int, RankExit] = {}
         self._attempts = 0
         self.values: dict[int, bytes] = {}
@@ -154,7 +160,7 @@ class Collector:
             kind = record["type"]
             if kind == "output":
                 self._show(record)
-            elif kind == "value":
+            elif kind == "value" and self._takes_values:
                 self._add_value(record["rank"], base64.b64decode(record["part"]), record["last"])
             elif kind == "phase" and self._on_phase is not None:
                 self._on_phase(record["text"])
