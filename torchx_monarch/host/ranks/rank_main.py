@@ -43,6 +43,9 @@ OWN_FILES = tuple(
 )
 """The files whose frames are below the program's on the stack."""
 
+_FUNCTION_FILE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "function.py")
+"""The program ``torchx_monarch.function``, which calls a function of the user's."""
+
 
 def show_stacks() -> None:
     """Have a crash print the Python stack, and ``STACKS_SIGNAL`` write those of all threads.
@@ -233,9 +236,17 @@ def _program_began(trace: types.TracebackType | None) -> bool:
 
 
 def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Return a traceback from the program on, or from the function on that our module calls."""
     while trace is not None and trace.tb_frame.f_code.co_filename in OWN_FILES:
         trace = trace.tb_next
-    return trace
+    inner = trace
+    while inner is not None and inner.tb_frame.f_globals.get("__name__") == "runpy":
+        inner = inner.tb_next
+    if inner is None or inner.tb_frame.f_code.co_filename != _FUNCTION_FILE:
+        return trace
+    while inner is not None and inner.tb_frame.f_code.co_filename == _FUNCTION_FILE:
+        inner = inner.tb_next
+    return inner or trace
 
 
 def _without_own_frames_for(hook: Callable[..., object] | None) -> Callable[..., None]:
