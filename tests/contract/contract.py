@@ -467,6 +467,24 @@ class Contract:
                 until(lambda: reader.status(handle).is_terminal(), "the end", WITHIN)
         _read(place, handle, AppState.SUCCEEDED if place.ends_rest else AppState.RUNNING)
 
+    @pytest.mark.scenario("command at the end")
+    @pytest.mark.parametrize("code", [0, 3])
+    def test_a_command_is_told_of_the_end(self, place: Place, code: int) -> None:
+        program = _program(place, f"sys.exit({code})")
+        roles = [place.torchrun(program, nproc=1, replicas=1), place.role("true", name="side")]
+        end = place.folder / "end.json"  # in a container there is no such folder, but the last words are shown
+        handle = place.run(*roles, name="told", on_end=f"tee {end} >&2; exit 5")
+        state = AppState.FAILED if code else AppState.SUCCEEDED
+        place.wait(handle, state)
+
+        def said() -> str:
+            return (
+                f"{place.status(handle).msg} {place.log(handle, replicas=1)} {end.read_text() if end.exists() else ''}"
+            )
+
+        place.until(lambda: f'"state": "{state.name}"' in said(), "the command", handle)
+        assert place.status(handle).state is state
+
     @pytest.mark.scenario("groups restart alone")
     @pytest.mark.parametrize("min_groups", [2, 3])
     def test_a_group_restarts_alone_and_may_be_lost(self, place: Place, min_groups: int) -> None:

@@ -36,6 +36,7 @@ SCENARIOS = (
     "retries",
     "elastic role",
     "groups restart alone",
+    "command at the end",
     "environment arrives whole",
     "preemption",
     "credentials not on show",

@@ -135,6 +135,7 @@ class MinimalPlace(Place):
                     "stacks of running ranks",
                     "function on hosts that stay",
                     "root cause in status",
+                    "command at the end",
                     "retries",
                 ),
                 *("environment arrives whole", "credentials not on show", "log follow, since, until"),

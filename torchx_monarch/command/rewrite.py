@@ -54,6 +54,7 @@ class WrapOptions:
             backends.
         always_together: whether, on those backends, the failure of one role ends all roles whatever their retry policy,
             and the end of the first role ends all. The first role then waits for the other roles that are not sidecars.
+        supervised: whether a supervisor runs the command for the end of the job, and not replica 0.
     """
 
     python: str = "python"
@@ -61,6 +62,7 @@ class WrapOptions:
     rendezvous: Mapping[str, str] = field(default_factory=dict)
     application: str = ""
     always_together: bool = False
+    supervised: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,11 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     coordination = _Coordination.from_app(app, commands, options)
     lighthouse = _publish_lighthouse(rewritten, options)
     pairs = zip(rewritten.roles, commands, strict=True)
-    specs = [_wrap(role, found, options, coordination, lighthouse) for role, found in pairs]
+    specs = [
+        _wrap(role, found, options, coordination, lighthouse, index == 0) for index, (role, found) in enumerate(pairs)
+    ]
+    if specs:
+        specs[0] = replace(specs[0], on_end=options.spec.on_end)
     return Rewritten(rewritten, tuple(specs))
 
 
@@ -169,7 +175,12 @@ def _publish_lighthouse(app: AppDef, options: WrapOptions) -> str:
 
 
 def _wrap(
-    role: Role, found: _RankCommand | None, options: WrapOptions, coordination: _Coordination, lighthouse: str
+    role: Role,
+    found: _RankCommand | None,
+    options: WrapOptions,
+    coordination: _Coordination,
+    lighthouse: str,
+    is_first: bool,
 ) -> RoleSpec:
     """Put the host process before the rank command of a role, in place; return what the backend must know of it."""
     # Python writes to a pipe in blocks; who follows a log expects lines.
@@ -193,6 +204,7 @@ def _wrap(
         replacements=max(0, role.max_retries) if is_replaced else 0,
         peer_roles=coordination.peer_roles,
         await_role=coordination.awaited,
+        on_end="" if options.supervised or not is_first else options.spec.on_end,
     )
     # TorchX or the backend fills in what these hold: an app's id, or the name of a host in it.
     placeholders = {

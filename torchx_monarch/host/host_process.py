@@ -31,12 +31,14 @@ from torchx_monarch.host.no_restart_marker import NoRestartMarker
 from torchx_monarch.host.ranks.rank_process import reap_orphans
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.host.workload import BatchRun, Workload
+from torchx_monarch.insight.job_end import JobEnd
 from torchx_monarch.insight.progress import Reporter, write_result
 from torchx_monarch.model.env_names import CREDENTIALS, TRACE_ENDPOINTS
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.state import State
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import error_files, open_files, processes, run_dirs, safe_files
 from torchx_monarch.system.console import Console, WriterThread
@@ -77,6 +79,7 @@ class HostProcess:
         self._no_restart_marker = NoRestartMarker(environ)
         self._traces: TraceExport | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._started = time.time()
 
     def main(self) -> NoReturn:
         """Run the replica and exit with the exit code of the job's result."""
@@ -93,7 +96,8 @@ class HostProcess:
         self._spawn(reap_orphans())
         if stored := self._no_restart_marker.begin():
             host.reporter.line(f"host {host.options.replica}: not started again: {stored.no_retry_reason}")
-            self._write_and_exit(stored, exit_code=0)  # dockerd restarts after any other code
+            write_result(stored, host.environ, host.reporter)
+            self._exit(stored, exit_code=0)  # dockerd restarts after any other code
         host.reporter.begin_result()
         try:
             result = await self._job()
@@ -111,11 +115,20 @@ class HostProcess:
         await self._stop_ranks(signal.SIGTERM)
         why = why_no_other_start(result, host.options.retry_on)
         restarts = host.reporter.rank_restarts
-        self._write_and_exit(HostResult.from_job_result(result, rank_restarts=restarts, no_retry_reason=why))
+        written = HostResult.from_job_result(result, rank_restarts=restarts, no_retry_reason=why)
+        write_result(written, host.environ, host.reporter)
+        if host.options.on_end and host.options.replica == 0:
+            state = State.CANCELLED if result.stopped else State.FAILED if result.code else State.SUCCEEDED
+            end = JobEnd(
+                *(host.options.app, host.options.app, state, result.reason, result.code),
+                *(self._started, time.time(), restarts),
+            )
+            if failure := end.run(host.options.on_end, host.environ):
+                host.reporter.report("on_end", failure)
+        self._exit(written)
 
-    def _write_and_exit(self, result: HostResult, *, exit_code: int | None = None) -> NoReturn:
+    def _exit(self, result: HostResult, *, exit_code: int | None = None) -> NoReturn:
         host = self._host
-        write_result(result, host.environ, host.reporter)
         if self._error_file:
             error_files.remove_reserve(self._error_file)
         if not self._no_restart_marker.end(result):

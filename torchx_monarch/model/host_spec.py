@@ -158,6 +158,7 @@ class HostSpec:
         parse=lambda text: text == "1",
         show=lambda value: str(int(value)),
     )
+    on_end: str = _flag("", "shell command that replica 0 runs at its end, with the result as JSON on stdin")
     retry_on: tuple[int, ...] = _flag(
         (),
         "exit codes and signals after which ranks are started again, separated by commas (default: any)",

@@ -97,6 +97,7 @@ class RoleSpec:
         spares: how many replicas are spare hosts, which run ranks only in the place of others.
         stamped: whether its hosts write the time before each line.
         min_groups: how many roles with this number must be able to go on; 0 if the app needs the role itself.
+        on_end: the command to run when the job has ended, of the first role; empty for none.
         lighthouse_port: the port of torchft's lighthouse, if that is what the role runs; 0 if not.
     """
 
@@ -113,6 +114,7 @@ class RoleSpec:
     stamped: bool = False
     min_groups: int = 0
     lighthouse_port: int = 0
+    on_end: str = ""
 
     @classmethod
     def from_role(cls, role: Any, **attributes: Any) -> RoleSpec:

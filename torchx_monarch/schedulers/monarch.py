@@ -156,9 +156,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         given = {field.name for field in dataclasses.fields(MonarchOpts if network is None else NetworkOpts)}
         shared = given & {field.name for field in dataclasses.fields(HostSpec)} - parsed.keys()
         spec = HostSpec(**{name: getattr(options, name) for name in shared}, **parsed)
+        supervised = self.inner.capabilities.supervises
         if network is None:
             application = _FIRST_SOCKET if self.inner.capabilities.separates_roles else ""
-            return WrapOptions(python, spec, application=application)
+            return WrapOptions(python, spec, application=application, supervised=supervised)
         port = network.rendezvous_port or random.choice(_PORTS_DRAWN)
         highest = 65536 - max(1, len(app.roles))  # each role takes the port after that of the role before
         if not 0 < port <= highest:
@@ -171,9 +172,9 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         }
         capabilities = self.inner.capabilities
         if not capabilities.separates_roles:
-            return WrapOptions(python, spec, rendezvous)
+            return WrapOptions(python, spec, rendezvous, supervised=supervised)
         main = rendezvous[app.roles[0].name] if app.roles else ""
-        return WrapOptions(python, spec, rendezvous, main, capabilities.restarts_apps_only)
+        return WrapOptions(python, spec, rendezvous, main, capabilities.restarts_apps_only, supervised)
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any, Cfg]) -> str:
         """Submit the result of a dry run, including changes made to its request since, and return the app's id."""

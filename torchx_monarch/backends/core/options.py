@@ -82,6 +82,10 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     exclude_window: int = 3600
     """Seconds within which the failures of a host count."""
 
+    on_end: str = ""
+    """A shell command that is run once when the job has ended, also without its submitter, and gets the end as JSON on
+    stdin: `curl -d @- https://example.org`. It has 30 seconds; its failure is an event of the job and no more."""
+
     timestamps: bool = False
     """Write the time (UTC, with milliseconds) before each line of the log; off by default. The log files of single
     ranks stay as the ranks have written them."""

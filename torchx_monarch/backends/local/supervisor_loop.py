@@ -33,6 +33,7 @@ from torchx_monarch.backends.local import folder, status
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.insight import events
+from torchx_monarch.insight.job_end import JobEnd
 from torchx_monarch.model import backoff, job_result
 from torchx_monarch.model.env_names import RANK0_HOST
 from torchx_monarch.model.role_spec import RetryPolicy, WorkloadKind
@@ -389,11 +390,14 @@ class SupervisorLoop:
             self.at(time.monotonic() + pause, self._finish)
             return
         state, message = self._outcome.state, self._outcome.message
+        exit_code = 0 if state is State.SUCCEEDED else None
         if state is State.FAILED:
             # The first replica to fail may only have lost another one, whose failure was reported later.
             status_now = reduce(self._snapshot(errors=True))
             message = status_now.cause.failure if status_now.cause else message
             self._record.error = status_now.error or None
+            if status_now.cause and status_now.cause.exit_code is not None:
+                exit_code = job_result.shell_code(status_now.cause.exit_code)
         notes = [message] if message else []
         if left := processes.kill_descendants(self._request.job):
             notes.append(f"these processes could not be killed: {', '.join(map(str, left))}")
@@ -419,4 +423,21 @@ class SupervisorLoop:
                 status.save_last(self._paths, self._record)
             except OSError as e:
                 print(f"the final status {asdict(self._record)} could not be written: {e}", file=sys.stderr)
+            self._run_on_end(exit_code)
         self._done = True
+
+    def _run_on_end(self, exit_code: int | None) -> None:
+        """Run the user's command for the end of the job, unless another supervisor does: that of replica 0."""
+        record, first = self._record, self._request.roles[0]
+        if not first.spec.on_end or first.first:
+            return
+        assert record.ended is not None
+        end = JobEnd(
+            *(record.app_id, record.name, record.state, record.msg, exit_code),
+            *(record.started, record.ended, record.restarts),
+        )
+        if failure := end.run(first.spec.on_end, os.environ):
+            self._event("on_end", failure)
+            record.msg = "; ".join(filter(None, (record.msg, failure)))
+            with contextlib.suppress(OSError):
+                state_files.write_json(self._paths.status, asdict(record))

@@ -285,6 +285,17 @@ class BatchStep:
         else:
             self._event("ended", f"{state}: {message}" if message else str(state))
         self._write(is_last=True)
+        if self._request.on_end and not (self._record.outside and not self._is_stopping):
+            from torchx_monarch.insight.job_end import JobEnd  # imported late: its imports would delay the steps
+
+            end = JobEnd(
+                *(self._record.job_id, self._request.name, state, message, code),
+                *(self._record.started, self._record.ended, self._record.retries),
+            )
+            if failure := end.run(self._request.on_end, os.environ):
+                self._event("on_end", failure)
+                self._record.msg = "; ".join(filter(None, (message, failure)))
+                self._write()
         return code
 
     def _write(self, *, is_last: bool = False) -> None:

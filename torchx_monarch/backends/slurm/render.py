@@ -59,7 +59,7 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
     for role, spec in zip(app.roles, submitted.roles, strict=True):
         if options.retry == "requeue" and spec.retry_policy is RetryPolicy.APPLICATION:
             spec = replace(spec, max_retries=0)
-        roles.append(_role(role, spec, nomem, _gres(role, app, options), options, path))
+        roles.append(_role(role, replace(spec, on_end=""), nomem, _gres(role, app, options), options, path))
     request = SlurmRequest(
         name=app.name,
         folder=path,
@@ -69,6 +69,7 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
         lease=float(options.lease),
         requeue=requeue,
         retries=max(whole, default=0) if options.retry == "requeue" else 0,
+        on_end=options.on_end,
     )
     request.commands.append(_sbatch(request, _job_options(app, options, path, requeue)))
     return request

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run the user's command for the end of a job (``-cfg on_end``), with what is known of the job on its stdin."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from torchx_monarch.model.state import State
+from torchx_monarch.system.untrusted_text import one_line
+
+_TIMEOUT = 30.0
+"""Seconds that the command has."""
+
+_MAX_INPUT = 1 << 16
+"""Characters of the message that are passed on; a pipe that is not read holds as many bytes."""
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job has ended; the fields mean what they do in the JSON of ``torchx monarch status``.
+
+    Attributes:
+        id: the app's id, which ``torchx monarch`` takes as a handle.
+    """
+
+    id: str
+    name: str
+    state: State
+    message: str
+    exit_code: int | None
+    started: float | None
+    ended: float
+    restarts: int
+
+    def run(self, command: str, environ: Mapping[str, str]) -> str:
+        """Run a shell command, which gets this as JSON on stdin; return what is to be said of its failure, if any."""
+        failure = self._run(command, environ)
+        return f"the command of -cfg on_end has failed: {failure}" if failure else ""
+
+    def _run(self, command: str, environ: Mapping[str, str]) -> str:
+        text = json.dumps({**asdict(self), "state": str(self.state), "message": self.message[:_MAX_INPUT]})
+        try:
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=environ,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"it cannot be started: {error.strerror}"
+        with process:
+            try:
+                _, said = process.communicate(text.encode(errors="backslashreplace"), _TIMEOUT)
+            except subprocess.TimeoutExpired:
+                return f"it has not ended within {_TIMEOUT:g} s, and was killed"
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # also what the command has left in the background
+                    os.killpg(process.pid, signal.SIGKILL)
+        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        return (
+            f"exit code {process.returncode}{f': {one_line(last, 200)}' if last else ''}" if process.returncode else ""
+        )
