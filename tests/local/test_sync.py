@@ -17,6 +17,7 @@ from tests.waits import until
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.workspace_sync import sync_workspace
+from torchx_monarch.code_sync.manifest import pack
 from torchx_monarch.code_sync.scan import StatCache, scan
 from torchx_monarch.exceptions import CodeError
 
@@ -167,6 +168,24 @@ def test_a_folder_that_all_hosts_see_is_used_itself(
         hosts.run(cwd="/", workspace=str(root))
     with pytest.raises(ValueError, match="none of auto, always, never"):
         hosts.run(sync="sometimes")
+
+
+def test_hosts_get_files_while_others_are_still_sent(hosts: Live, root: Path, folder: Path) -> None:
+    tree = scan(str(root), StatCache())
+    first, *rest = tree.contents
+    encoded = tree.encode()
+    with Connection.open(hosts.target, {"type": "sync"}) as link:
+        link.send_bytes(b'{"type":"tree","tree":"%s"}\n' % tree.hash.encode())
+        link.receive()
+        link.send_bytes(len(encoded).to_bytes(4, "big") + encoded + bytes(4))
+        link.receive()
+        for digests in ([first], rest):
+            for piece in pack(tree.files(str(root), digests)):
+                link.send_bytes(len(piece).to_bytes(4, "big") + piece)
+            until(lambda: len(list(folder.glob(f"**/code/{first}"))) == 2, "the first file on both hosts")
+        link.send_bytes(bytes(4))
+        assert link.receive() == {"type": "done"}
+    assert sync_workspace(hosts.target, str(root), "always").sent == 0
 
 
 def test_what_goes_wrong_is_said_and_leaves_the_hosts_as_they_were(hosts: Live, root: Path, folder: Path) -> None:

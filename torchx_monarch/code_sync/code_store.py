@@ -92,9 +92,8 @@ class CodeStore(ContentStore):
     # -- receive a tree ------------------------------------------------------------------------------------------------
 
     def find_tree(self, tree_hash: str) -> Tree | None:
-        """Return a tree; None unless the store has it with all of its contents."""
-        with self._lock:
-            return self._trees.get(tree_hash)
+        """Return a tree; None unless the store has it with all of its contents. It waits for no other method."""
+        return self._trees.get(tree_hash)
 
     def expect(self, tree: Tree) -> list[str]:
         """Prepare to receive the contents of a tree that the store lacks; return their digests, as ``receive`` does."""
@@ -139,6 +138,15 @@ class CodeStore(ContentStore):
             raise StoreError(f"the code {brief(tree_hash)} is not on this host (any more): it must be sent again")
         return tree
 
+    def sendable(self, tree_hash: str) -> Tree:
+        """Return a tree that is here or arrives; raise ``StoreError`` if there is none of this hash."""
+        incoming = self._incoming
+        return incoming if incoming is not None and incoming.hash == tree_hash else self.tree(tree_hash)
+
+    def holds(self, digest: str) -> bool:
+        """Return whether a content is stored."""
+        return digest in self._contents
+
     def pieces(self, tree: Tree, digests: list[str]) -> Iterator[bytes]:
         """Yield some contents of a tree, in pieces for ``take``."""
         with self._as_store_error("read"):
@@ -174,7 +182,8 @@ class CodeStore(ContentStore):
             self._folders.remove(folder)
             self._folders.append(folder)
             folder.users += 1
-            self._trees[tree_hash] = self._trees.pop(tree_hash)
+            others = {other_hash: other for other_hash, other in self._trees.items() if other_hash != tree_hash}
+            self._trees = {**others, tree_hash: tree}
             self._prune()
             return folder.path
 

@@ -214,7 +214,7 @@ def _checked(digest: str, size: int, path: str) -> Iterator[bytes]:
 
 
 class Unpacker:
-    """Unpack what ``pack`` has made, piece by piece, and check the digest of each content.
+    """Unpack what calls of ``pack`` have made, piece by piece, and check the digest of each content.
 
     Attributes:
         missing: the number of contents that are not complete.
@@ -238,15 +238,16 @@ class Unpacker:
     def feed(self, piece: bytes) -> None:
         """Unpack the next piece."""
         while piece:
+            if self._unpacker.eof:
+                self._unpacker = zlib.decompressobj()
             try:
                 data = self._unpacker.decompress(piece, PIECE)
             except zlib.error as error:
                 raise PackError(f"the contents cannot be unpacked: {error}") from None
-            piece = self._unpacker.unconsumed_tail
-            if not data:
-                return
-            self._data = memoryview(data)
-            self._receiving.send(None)
+            piece = self._unpacker.unconsumed_tail or self._unpacker.unused_data
+            if data:
+                self._data = memoryview(data)
+                self._receiving.send(None)
 
     def close(self) -> None:
         """Delete the content that is not complete yet, if there is one."""

@@ -6,12 +6,13 @@ After a ``sync`` handshake the client sends requests, one JSON line each; the le
 =========  =============================================================================================================
 ``probe``  whether every host sees the file ``path`` with the text ``text``: the answer is ``shared``
 ``tree``   the hash ``tree`` of a workspace, and ``base``, the hash of another: the answer is ``have`` and ``base``,
-           whether the leader has the first and the second. If not the first, the client sends it (below). Then the
-           leader has every host get what it lacks; the answer is ``done``
+           whether the leader has the first and the second. If not the first, the client sends it (below). The leader
+           has every host get what it lacks, while it receives the tree itself; the answer is ``done``
 =========  =============================================================================================================
 
 A host that lacks a tree opens a connection of its own to the leader, with the greeting ``code`` and the same fields
-``tree`` and ``base``, so that a slow one delays neither requests nor the other hosts; the leader sends it the tree.
+``tree`` and ``base``, so that a slow one delays neither requests nor the other hosts; the leader sends it the tree, and
+contents as it has them itself.
 
 A tree is sent in frames (``Tree.encode``), as a difference from the base if the receiver has that. The receiver answers
 ``missing``, a hexadecimal number: bit N is set if it lacks entry N of ``Tree.contents``. These contents follow in
@@ -23,6 +24,8 @@ last. The length ``_FAILED`` and a JSON line with a ``reason`` may take the plac
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -40,6 +43,12 @@ FRAME = 1 << 19
 """Most bytes in a frame."""
 
 _FAILED = 0xFFFFFFFF
+
+_END = bytes(4)
+"""The empty frame."""
+
+_ARRIVAL_INTERVAL = 0.1
+"""Seconds between two looks whether the leader has more contents for another host."""
 
 _SILENCE = 60.0
 """Seconds that the other side may be silent during a transfer; it may be reading a large file from a slow disk."""
@@ -83,37 +92,47 @@ class HostCode:
         return self._store.find_tree(tree_hash) is not None
 
     async def fetch(self, tree_hash: str, connect: Connect) -> None:
-        """Get a tree from the leader, unless it is on this host."""
-        if self.has(tree_hash):
-            return
-        try:
-            reader, writer = await connect({"type": "code", "tree": tree_hash, "base": self._newest})
-        except ConnectError as error:
-            raise SyncError(f"the code {tree_hash:.12} is not on this host: {error}") from None
-        try:
-            await self.receive(tree_hash, reader, writer)
-        finally:
-            writer.close()
-
-    async def receive(self, tree_hash: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Get a tree from the leader, unless it is on this host, or is just received."""
         async with self._receiving:
-            text = bytearray()
-            await _receive_frames(reader, lambda frame: text.extend(frame[: MAX_TREE + 1 - len(text)]))
-            missing = await _in_thread(self._expect, bytes(text), tree_hash)
-            await messages.send(writer, {"type": "missing", "missing": missing})
-            await _receive_frames(reader, self._store.take)
-            self._newest = await _in_thread(self._store.complete)
+            if self.has(tree_hash):
+                return
+            try:
+                reader, writer = await connect({"type": "code", "tree": tree_hash, "base": self._newest})
+            except ConnectError as error:
+                raise SyncError(f"the code {tree_hash:.12} is not on this host: {error}") from None
+            with contextlib.closing(writer):
+                await self._receive_tree(tree_hash, reader, writer)
+                # The leader itself may wait for a large file. If its machine is lost, the kernel breaks the connection.
+                await self._receive_contents(reader, None)
+
+    async def _receive_tree(self, tree_hash: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        text = bytearray()
+        await _receive_frames(reader, lambda frame: text.extend(frame[: MAX_TREE + 1 - len(text)]))
+        missing = await _in_thread(self._expect, bytes(text), tree_hash)
+        await messages.send(writer, {"type": "missing", "missing": missing})
+
+    async def _receive_contents(self, reader: asyncio.StreamReader, silence: float | None) -> None:
+        await _receive_frames(reader, self._store.take, silence)
+        self._newest = await _in_thread(self._store.complete)
 
     async def serve_host(self, peer: Peer) -> None:
-        """Send a tree to another host, after its greeting ``code``."""
+        """Send a tree to another host, after its greeting ``code``, and contents as soon as they are on this one."""
         try:
-            tree = self._store.tree(str(peer.greeting.get("tree")))
+            tree = self._store.sendable(str(peer.greeting.get("tree")))
             encoded = await asyncio.to_thread(tree.encode, self._store.find_tree(str(peer.greeting.get("base"))))
             await _send(peer.writer, (encoded[at : at + FRAME] for at in range(0, len(encoded), FRAME)))
+            await messages.send_bytes(peer.writer, _END)
             answer = await peer.receive(_SILENCE)
             bits = int(str((answer or {}).get("missing")), 16)
             missing = [digest for number, digest in enumerate(tree.contents) if bits >> number & 1]
-            await _send(peer.writer, self._store.pieces(tree, missing))
+            while missing:
+                while not self._store.holds(missing[0]) and self._receiving.locked():
+                    await asyncio.sleep(_ARRIVAL_INTERVAL)
+                # They arrive in this order, too. Without the first, the transfer has failed, and so does this one.
+                present = list(itertools.takewhile(self._store.holds, missing)) or missing
+                await _send(peer.writer, self._store.pieces(tree, present))
+                del missing[: len(present)]
+            await messages.send_bytes(peer.writer, _END)
         except (StoreError, ValueError) as error:
             peer.writer.write(_FAILED.to_bytes(4, "big"))
             await peer.send({"type": "failed", "reason": str(error)[:8000]})
@@ -142,10 +161,14 @@ class HostCode:
             return {"type": "have", "have": True, "base": False}
         await peer.send({"type": "have", "have": False, "base": self.has(str(message.get("base")))})
         try:
-            await self.receive(tree_hash, peer.reader, peer.writer)
+            async with self._receiving:
+                await self._receive_tree(tree_hash, peer.reader, peer.writer)
+                fetching = asyncio.ensure_future(run_queue.hosts.broadcast(FetchCode(tree_hash)))
+                fetching.add_done_callback(lambda done: done.cancelled() or done.exception())
+                await self._receive_contents(peer.reader, _SILENCE)
         except SyncError as error:
             raise SyncError(f"{self._host}: {error}") from None
-        await run_queue.hosts.broadcast(FetchCode(tree_hash))
+        await fetching
         return {"type": "done"}
 
     def _expect(self, text: bytes, tree_hash: str) -> str:
@@ -171,16 +194,18 @@ async def probe(path: str, text: str) -> bool:
     return await asyncio.to_thread(sees_text)
 
 
-async def _receive_frames(reader: asyncio.StreamReader, take: Callable[[bytes], object]) -> None:
+async def _receive_frames(
+    reader: asyncio.StreamReader, take: Callable[[bytes], object], silence: float | None = _SILENCE
+) -> None:
     """Take the frames up to the empty one, in a thread; after a failure read on, as the sender reads only then."""
     failure: SyncError | None = None
     try:
-        while size := int.from_bytes(await asyncio.wait_for(reader.readexactly(4), _SILENCE), "big"):
+        while size := int.from_bytes(await asyncio.wait_for(reader.readexactly(4), silence), "big"):
             if size == _FAILED:
                 raise SyncError(str(((await messages.receive(reader, _SILENCE)) or {}).get("reason")))
             if size > FRAME:
                 raise SyncError(f"a frame of {size} bytes; at most {FRAME} are allowed")
-            frame = await asyncio.wait_for(reader.readexactly(size), _SILENCE)
+            frame = await asyncio.wait_for(reader.readexactly(size), silence)
             if failure is None:
                 try:
                     await _in_thread(take, frame)
@@ -195,11 +220,10 @@ async def _receive_frames(reader: asyncio.StreamReader, take: Callable[[bytes], 
 
 
 async def _send(writer: asyncio.StreamWriter, pieces: Iterator[bytes]) -> None:
-    """Send pieces as frames, and the empty one. Each is produced in a thread, so as not to block the event loop."""
+    """Send pieces as frames. Each is produced in a thread, so as not to block the event loop."""
     while piece := await asyncio.to_thread(next, pieces, b""):
         if not await messages.send_bytes(writer, len(piece).to_bytes(4, "big") + piece):
             return
-    await messages.send_bytes(writer, bytes(4))
 
 
 async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
