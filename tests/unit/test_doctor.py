@@ -206,11 +206,8 @@ def test_a_group_that_raises_or_hangs_is_a_failed_check() -> None:
         groups = doctor.run_groups({"slow": hangs, "broken": raises}, 0.2)
     finally:
         release.set()
-    assert {name: [(each.what, each.level) for each in results] for name, results in groups.items()} == {
-        "slow": [("first", "ok"), ("slow", "fail")],
-        "broken": [("second", "ok"), ("broken", "fail")],
-    }
-    assert "no answer in 0.2 s" in groups["slow"][1].advice and groups["broken"][1].advice == "torchx is too old"
+    assert groups["slow"][0] == [check("first", "1")] and groups["slow"][1].startswith("no answer in 0.2 s")
+    assert groups["broken"] == ([check("second", "2")], "torchx is too old")
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import AppStatus
@@ -23,6 +23,7 @@ from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import is_terminal
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.model.state import State
+from torchx_monarch.schedulers.doctor import run_groups
 from torchx_monarch.schedulers.job_status import JobStatus, build
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -95,27 +96,11 @@ def _jobs(name: str) -> list[JobStatus]:
 
 def ask_all(names: Sequence[str], read: Callable[[str], list[T]]) -> list[T]:
     """Return what is read of several schedulers at the same time; say in one line if one of them does not answer."""
-    answers: dict[str, list[T] | Exception] = {}
-
-    def ask(name: str) -> None:
-        try:
-            answers[name] = read(name)
-        except Exception as error:
-            answers[name] = error
-
-    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in names]
-    deadline = time.monotonic() + _PATIENCE
-    for thread in threads:
-        thread.start()
-    found: list[T] = []
-    for name, thread in zip(names, threads, strict=True):
-        thread.join(max(0.0, deadline - time.monotonic()))
-        answer: Any = answers.get(name, TimeoutError(f"no answer within {_PATIENCE:.0f} s"))
-        if isinstance(answer, list):
-            found += answer
-        else:
-            say(f"{name} is left out: {one_line(str(answer).partition(chr(10))[0], 160)}")
-    return found
+    answers = run_groups({name: functools.partial(read, name) for name in names}, _PATIENCE)
+    for name, (_, failure) in answers.items():
+        if failure:
+            say(f"{name} is left out: {one_line(failure, 160)}")
+    return [found for answer, _ in answers.values() for found in answer]
 
 
 def _print(jobs: Sequence[JobStatus]) -> None:

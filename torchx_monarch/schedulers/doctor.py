@@ -9,7 +9,9 @@ import itertools
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from torchx.runner import config
 from torchx.schedulers import get_scheduler_factories
@@ -22,6 +24,8 @@ from torchx_monarch.model.spelling import did_you_mean
 from torchx_monarch.schedulers import EXTRAS, registered
 from torchx_monarch.schedulers.install_checks import check_extra, check_installation
 from torchx_monarch.schedulers.monarch import MonarchScheduler
+
+T = TypeVar("T")
 
 _TIMEOUT = 20.0
 """Seconds for the checks of a group, such as a scheduler's: a cluster that cannot be reached answers late."""
@@ -40,40 +44,39 @@ def diagnose(scheduler: str, cfg: str) -> list[CheckResult]:
         "configuration": check_configuration,
         **{name: functools.partial(check_scheduler, name, cfg if scheduler else None) for name in names},
     }
-    found = run_groups(groups, _TIMEOUT)
+    found = {}
+    for name, (results, failure) in run_groups(groups, _TIMEOUT).items():
+        found[name] = [*results, *([check(name, "", fail=failure)] if failure else [])]
     if not scheduler:
         found.update({name: _usable(name, found[name]) for name in names})
     return list(itertools.chain.from_iterable(found.values()))
 
 
-def run_groups(
-    groups: Mapping[str, Callable[[], Iterable[CheckResult]]], timeout: float
-) -> dict[str, list[CheckResult]]:
-    """Run groups of checks at the same time; return the results of each.
+def run_groups(groups: Mapping[str, Callable[[], Iterable[T]]], timeout: float) -> dict[str, tuple[list[T], str]]:
+    """Run functions at the same time; return what each has returned, and why not all of it; empty if all.
 
-    A group that raises an exception, or does not end within ``timeout`` seconds, adds a failed check of its name.
+    A function that does not end within ``timeout`` seconds is not waited for, also at the end of this process.
     """
-    found: dict[str, list[CheckResult]] = {name: [] for name in groups}
+    found: dict[str, list[T]] = {name: [] for name in groups}
+    failures: dict[str, str] = {}
 
     def run(name: str) -> None:
         try:
             for result in groups[name]():
                 found[name].append(result)
         except (Exception, SystemExit) as error:
-            found[name].append(check(name, "", fail=_one_line(error)))
+            failures[name] = _one_line(error)
 
     # Not a pool: the interpreter would wait for its threads at its end, and a network file system may hang for minutes.
     threads = {name: threading.Thread(target=run, args=[name], daemon=True) for name in groups}
     for thread in threads.values():
         thread.start()
-    results: dict[str, list[CheckResult]] = {}
+    until = time.monotonic() + timeout
     for name, thread in threads.items():
-        thread.join(timeout)
-        results[name] = [*found[name]]
+        thread.join(max(0.0, until - time.monotonic()))
         if thread.is_alive():
-            late = f"no answer in {timeout:g} s: see the network, the daemon, the disk"
-            results[name].append(check(name, "", fail=late))
-    return results
+            failures[name] = f"no answer in {timeout:g} s: see the network, the daemon, the disk"
+    return {name: ([*found[name]], failures.get(name, "")) for name in groups}
 
 
 def check_configuration() -> Iterable[CheckResult]:
