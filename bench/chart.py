@@ -138,13 +138,13 @@ def pictures(measured: dict[str, Any]) -> dict[str, str]:
         Group(
             f"{nproc} ranks",
             [
-                Bar(label, one["pss"] + one["ranks_pss"], one["variant"] == "ours")
+                Bar(label, measurement["pss"] + measurement["ranks_pss"], measurement["variant"] == "ours")
                 for label, variant in (("torchrun", "torchrun"), ("monarch_local", "ours"))
-                for one in measured["idle"]
-                if one["nproc"] == nproc and one["variant"] == variant
+                for measurement in measured["idle"]
+                if measurement["nproc"] == nproc and measurement["variant"] == variant
             ],
         )
-        for nproc in sorted({one["nproc"] for one in measured["idle"]})
+        for nproc in sorted({measurement["nproc"] for measurement in measured["idle"]})
     ]
     how = f"import torch, one Gloo group, one all-reduce, exit; medians of {rounds} rounds; {where}"
     return {

@@ -132,7 +132,7 @@ def idle(ours: bool, hosts: int) -> tuple[float, float]:
         assert len(found) == hosts
         times = [process.cpu_times() for process in found]
         memory = [process.memory_full_info().pss / 1e6 for process in found]
-        return sum(memory) / hosts, sum(one.user + one.system for one in times) / hosts
+        return sum(memory) / hosts, sum(time.user + time.system for time in times) / hosts
 
 
 def recovery() -> float:

@@ -140,7 +140,7 @@ def long_line(megabytes: int, rounds: int) -> None:
     for _ in range(rounds):
         for end, costs in found.items():
             costs.append(cost(megabytes, end))
-    seconds = {end: statistics.median(one for one, _ in costs) for end, costs in found.items()}
+    seconds = {end: statistics.median(spent for spent, _ in costs) for end, costs in found.items()}
     for end, name in (("\\n", "short lines"), ("", "one line")):
         peak = max(memory for _, memory in found[end])
         print(f"{name:12} {megabytes} MB: {seconds[end]:6.2f} s of CPU, at most {peak} MB of memory")

@@ -240,7 +240,9 @@ def main() -> None:
                     sys.exit(f"bench/rendezvous.py: {error}")
     print(report(samples))
     if args.json:
-        everything = {str(number): [dataclasses.asdict(one) for one in taken] for number, taken in samples.items()}
+        everything = {
+            str(number): [dataclasses.asdict(measurement) for measurement in taken] for number, taken in samples.items()
+        }
         args.json.write_text(json.dumps({"certificate": mint, "hosts": everything}, indent=1))
 
 

@@ -51,7 +51,7 @@ class Job:
         self.ranks, self.per_host = ranks, per_host
         self.samples = [self._sample(rank, NOW) for rank in range(ranks)]
         self.before = [self._sample(rank, NOW - 2) for rank in range(ranks)]
-        self.collectives = [RankCollectives(one.rank, NOW, one.groups) for one in self.samples]
+        self.collectives = [RankCollectives(sample.rank, NOW, sample.groups) for sample in self.samples]
         self.stacks = [self._stacks(rank) for rank in range(ranks)]
 
     def by_host(self, all_of_them: Sequence[object]) -> list[tuple[object, ...]]:
@@ -151,11 +151,11 @@ def measure(ranks: int, per_host: int, rounds: int) -> dict[str, float]:
 
         found[f"{name}: replica 0 reads"] = 1000 * seconds(read, rounds)
 
-    light = [dataclasses.replace(one, groups=()) for one in job.samples]
+    light = [dataclasses.replace(sample, groups=()) for sample in job.samples]
     told("recorded samples", SampleRanks, list(job.by_host(light)))
     told("samples", SampleRanks, list(job.by_host(job.samples)))
     told("stacks", TakeStacks, list(job.by_host(job.stacks)))
-    told("collectives", ReadCollectives, [CollectivesRead(5.0, each) for each in job.by_host(job.collectives)])  # type: ignore[arg-type]
+    told("collectives", ReadCollectives, [CollectivesRead(5.0, of_host) for of_host in job.by_host(job.collectives)])  # type: ignore[arg-type]
     told("looks for a hang", ReadCollectives, [CollectivesRead(5.0, ())] * (ranks // per_host))
 
     def diagnose() -> None:

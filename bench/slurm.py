@@ -167,10 +167,10 @@ class Bench:
 def report(samples: dict[str, list[Sample]], ask: bool) -> str:
     rows = [["", "submitted", "running", "x bare", *(["RUNNING"] if ask else [])]]
     for variant, taken in samples.items():
-        medians = [statistics.median(one.running for one in each) for each in (taken, samples["bare"])]
-        row = [variant, spread([one.submitted for one in taken]), spread([one.running for one in taken])]
+        medians = [statistics.median(timing.running for timing in measured) for measured in (taken, samples["bare"])]
+        row = [variant, spread([timing.submitted for timing in taken]), spread([timing.running for timing in taken])]
         row.append(f"{medians[0] / medians[1]:.2f}")
-        rows.append([*row, *([spread([one.state or 0.0 for one in taken])] if ask else [])])
+        rows.append([*row, *([spread([timing.state or 0.0 for timing in taken])] if ask else [])])
     return "\n".join("  ".join(cell.ljust(18) for cell in row).rstrip() for row in rows)
 
 

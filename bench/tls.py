@@ -122,11 +122,13 @@ def main() -> None:
                     samples[variant].append(sample)
         for variant, taken in samples.items():
             hosts = statistics.median(sample.hosts for sample in taken)
-            times = spread([one.user_code for one in taken]), spread([one.total for one in taken])
+            times = spread([timing.user_code for timing in taken]), spread([timing.total for timing in taken])
             print(f"{2 * nproc:>5}  {variant}  {hosts:>5.2f}  {times[0]:>19}  {times[1]:>19}")
         pairs = zip(samples["tls"], samples["ipc"], strict=True)
         print(f"difference: {spread([tls.user_code - ipc.user_code for tls, ipc in pairs])}", flush=True)
-        everything[nproc] = {variant: [dataclasses.asdict(one) for one in taken] for variant, taken in samples.items()}
+        everything[nproc] = {
+            variant: [dataclasses.asdict(timing) for timing in taken] for variant, taken in samples.items()
+        }
     if args.json:
         args.json.write_text(json.dumps(everything, indent=1))
 

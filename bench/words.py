@@ -9,5 +9,5 @@ from collections.abc import Sequence
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
     """The median, with the least and the greatest."""
-    middle, least, greatest = (f"{one:.{digits}f}" for one in (statistics.median(values), min(values), max(values)))
+    middle, least, greatest = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
     return f"{middle} ({least}-{greatest})"

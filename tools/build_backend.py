@@ -34,7 +34,7 @@ def _normalize(archive: Path, epoch: int) -> None:
         gzip.GzipFile("", "wb", fileobj=file, mtime=epoch) as packed,
         tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as written,
     ):
-        for member in sorted(found.getmembers(), key=lambda one: one.name):
+        for member in sorted(found.getmembers(), key=lambda member_info: member_info.name):
             member.mtime, member.uid, member.gid, member.uname, member.gname = epoch, 0, 0, "", ""
             member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
             member.pax_headers = {}

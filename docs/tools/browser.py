@@ -72,7 +72,7 @@ class Browser:
     def requests(self) -> list[str]:
         """The addresses that the page has requested."""
         sent = [event["params"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
-        return [str(one["request"]["url"]) for one in sent]
+        return [str(message["request"]["url"]) for message in sent]
 
     @property
     def complaints(self) -> list[Mapping[str, Any]]:

@@ -237,9 +237,9 @@ class Launchers:
             self._stdin = stdin
             launch = self._under_torchrun if under == "torchrun" else self._under_host
             port = free_port()
-            each = [[*_meeting(nodes, node, rdzv, port), *words] for node in range(nodes)]
+            commands = [[*_meeting(nodes, node, rdzv, port), *words] for node in range(nodes)]
             notes: dict[str, Any] = {}
-            codes, out, err = launch(each, during, preload, notes)
+            codes, out, err = launch(commands, during, preload, notes)
             out, err = recording.without_lines(out), recording.without_lines(err)
             return Outcome(under, codes, out, err, _tree(self._work), self._reports(), self._error(), notes)
 

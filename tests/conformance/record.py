@@ -48,7 +48,7 @@ def main(options: list[str]) -> int:
         made = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
     if ran.returncode not in (0, 1):  # 1: some have failed, and left nothing
         return ran.returncode
-    new = {one.pop("name"): one for one in made}
+    new = {case.pop("name"): case for case in made}
     against, old = recording.load_latest()
     is_first = against != recording.path().name
     if is_first and against:

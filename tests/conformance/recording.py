@@ -120,34 +120,34 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
-        return [_mapped(one, change) for one in value]
+        return [_mapped(item, change) for item in value]
     if isinstance(value, dict):
-        return {change(name): _mapped(one, change) for name, one in value.items()}
+        return {change(name): _mapped(item, change) for name, item in value.items()}
     return value
 
 
 def _packed(value: Any, places: Places) -> Any:
     """JSON of a rank as it is stored."""
     if isinstance(value, dict) and {"RANK", "WORLD_SIZE", "PATH"} <= value.keys():
-        own = {name: one for name, one in value.items() if os.environ.get(name) != one}
+        own = {name: item for name, item in value.items() if os.environ.get(name) != item}
         lacks = sorted(name for name in os.environ if name not in value)
         return {_ENVIRON: {"set": _mapped(own, places.hide), "lacks": lacks}}
     if isinstance(value, list):
-        return [_packed(one, places) for one in value]
+        return [_packed(item, places) for item in value]
     if isinstance(value, dict):
-        return {places.hide(name): _packed(one, places) for name, one in value.items()}
+        return {places.hide(name): _packed(item, places) for name, item in value.items()}
     return places.hide(value) if isinstance(value, str) else value
 
 
 def _unpacked(value: Any, places: Places) -> Any:
     if isinstance(value, dict) and value.keys() == {_ENVIRON}:
         stored = value[_ENVIRON]
-        rest = {name: one for name, one in os.environ.items() if name not in stored["lacks"]}
+        rest = {name: variable for name, variable in os.environ.items() if name not in stored["lacks"]}
         return {**rest, **_mapped(stored["set"], places.show)}
     if isinstance(value, list):
-        return [_unpacked(one, places) for one in value]
+        return [_unpacked(item, places) for item in value]
     if isinstance(value, dict):
-        return {places.show(name): _unpacked(one, places) for name, one in value.items()}
+        return {places.show(name): _unpacked(item, places) for name, item in value.items()}
     return places.show(value) if isinstance(value, str) else value
 
 

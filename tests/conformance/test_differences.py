@@ -18,7 +18,7 @@ def test_page_holds_the_list() -> None:
     assert table == render(), "run `python -m tests.conformance.differences` and put its table into the page"
 
 
-@pytest.mark.parametrize("difference", Difference, ids=lambda one: one.name)
+@pytest.mark.parametrize("difference", Difference, ids=lambda difference: difference.name)
 def test_difference_is_tested(difference: Difference) -> None:
     modules = [path for path in HERE.glob("test_*.py") if path.name != Path(__file__).name]
     assert any(f"Difference.{difference.name}" in path.read_text() for path in modules)

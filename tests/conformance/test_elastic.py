@@ -119,14 +119,14 @@ def start(
 
     def make(body: str, *options: str, nodes: int) -> Nodes:
         (tmp_path / "prog.py").write_text(START + textwrap.dedent(body))
-        one = request.param(tmp_path, ["--nnodes", f"1:{nodes}", *options, "prog.py"], nodes)
-        made.append(one)
-        one.start(0)
-        return one  # type: ignore[no-any-return]
+        launched = request.param(tmp_path, ["--nnodes", f"1:{nodes}", *options, "prog.py"], nodes)
+        made.append(launched)
+        launched.start(0)
+        return launched  # type: ignore[no-any-return]
 
     yield make
-    for one in made:
-        one.close()
+    for launched in made:
+        launched.close()
 
 
 def marks() -> list[str]:

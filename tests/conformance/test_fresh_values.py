@@ -177,14 +177,14 @@ def relations(runs: list[Outcome]) -> dict[str, str]:
     }
 
     def equal(name: str, axis: int) -> str:
-        pairs = [(one, (*one[:axis], 1, *one[axis + 1 :])) for one in seen if one[axis] == 0]
-        results = {seen[one][name] == seen[other][name] for one, other in pairs}
+        pairs = [(case, (*case[:axis], 1, *case[axis + 1 :])) for case in seen if case[axis] == 0]
+        results = {seen[case][name] == seen[other][name] for case, other in pairs}
         return "mixed" if len(results) == 2 else "equal" if results.pop() else "differ"
 
     names = set[str]().union(*seen.values())
     return {
         name: ", ".join(f"{what} {equal(name, axis)}" for axis, what in enumerate(("runs", "attempts", "ranks")))
-        if all(name in one for one in seen.values())
+        if all(name in values for values in seen.values())
         else "not in all"
         for name in names
     }

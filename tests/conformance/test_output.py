@@ -88,8 +88,8 @@ def test_filtered_lines(form: str, both: Launchers) -> None:
     assert theirs.code == ours.code == 0
     assert console(ours) == console(theirs)
     their, our = (
-        {path: sorted(data.splitlines()) for path, data in files(one).items() if "filtered" in path}
-        for one in (theirs, ours)
+        {path: sorted(data.splitlines()) for path, data in files(outcome).items() if "filtered" in path}
+        for outcome in (theirs, ours)
     )
     assert our == their != {}
 
@@ -107,7 +107,9 @@ def test_log_dir_of_a_run(both: Launchers) -> None:
     theirs, ours = both.script(
         LINES, "--log-dir", "new/logs", "-r", "3", "--rdzv-id", "id", "--master-port", "29511", preload=""
     )
-    their, our = ({path.split("/")[2] for path in one.files if path.startswith("new/logs/")} for one in (theirs, ours))
+    their, our = (
+        {path.split("/")[2] for path in outcome.files if path.startswith("new/logs/")} for outcome in (theirs, ours)
+    )
     assert our == {"id"}
     assert re.fullmatch(r"id_\w+", their.pop())
 

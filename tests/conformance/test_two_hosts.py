@@ -114,8 +114,8 @@ def test_restart_after_a_failure_on_one_host(both: Launchers) -> None:
     assert theirs.codes == ours.codes == [0, 0], ours.err.decode()
 
     def counts(outcome: Outcome) -> list[list[str]]:
-        runs = (sorted(one for one in outcome.marks() if f" {which} run" in one) for which in ("first", "second"))
-        return [[one[-1] for one in run] for run in runs]
+        runs = (sorted(mark for mark in outcome.marks() if f" {which} run" in mark) for which in ("first", "second"))
+        return [[mark[-1] for mark in run] for run in runs]
 
     # On the host that has not failed, whichever of the two torchrun has numbered first, the count stays 0.
     assert counts(theirs)[0] == ["0"] * 4

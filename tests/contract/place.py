@@ -217,7 +217,7 @@ class Place(abc.ABC):
         """Return what is known of an app, for the message of a failure."""
         status = self.status(handle)
         found = [str(status)]
-        for replica in [one for role in status.roles for one in role.replicas]:
+        for replica in [replica for role in status.roles for replica in role.replicas]:
             with contextlib.suppress(Exception):  # a replica that was removed has no log
                 found += [f"== {replica.role}/{replica.id}\n", *self.lines(handle, replica.id, replica.role)]
         return "".join(found)
@@ -244,7 +244,7 @@ class Place(abc.ABC):
     def listed(self) -> list[tuple[str, AppState]]:
         """Return handle and state of all apps that a Runner lists that has not submitted them."""
         with Runner("torchx", self.schedulers) as runner:
-            return [(one.app_handle, one.state) for one in runner.list(self.name, cfg=self.list_cfg)]
+            return [(entry.app_handle, entry.state) for entry in runner.list(self.name, cfg=self.list_cfg)]
 
     def facts(self, handle: str) -> object:
         """Return what reading must not change: by default this machine's state folder and this test's processes."""

@@ -129,7 +129,9 @@ raise SystemExit(3)
     assert hosts.wait(300) == [3], hosts.err()
     [dump] = (hosts.logs(0) / "attempt_0" / "flight_recorder").iterdir()
     assert dump.name == "nccl_rank_0"
-    assert [(one.group, one.number, one.sizes) for one in recorder_dump.read(dump)] == [("0", 1, "[7]")]
+    assert [(collective.group, collective.number, collective.sizes) for collective in recorder_dump.read(dump)] == [
+        ("0", 1, "[7]")
+    ]
 
 
 HANGS = {

@@ -111,7 +111,7 @@ def test_all_begin_again_when_one_role_has_failed_and_none_before_the_others_are
     assert len(first) == 7, first  # the one that failed did not say so
     assert "FAILED: reader/1 failed: rank 1 (local rank 0 on " in trainer.err(), trainer.err()
     assert "ValueError: boom; the application begins again, while retries are left" in trainer.err()
-    assert all(each.err().count("FAILED") == 1 for each in (trainer, reader))
+    assert all(hosts.err().count("FAILED") == 1 for hosts in (trainer, reader))
 
 
 def test_a_lost_replica_0_is_a_failure_of_its_role(folder: Path, roles: Callable[..., tuple[Hosts, Hosts]]) -> None:
@@ -141,9 +141,9 @@ def test_retries_are_spent_together_and_the_cause_is_told_from_what_followed(
     trainer.start()
     reader.start()
     assert (trainer.wait(), reader.wait()) == ([7, 7], [7, 7]), trainer.err() + reader.err()
-    assert [begins(each) for each in starts(folder)] == [ALL, ALL]
-    said = {each: json.loads((each.logs(0) / "error.json").read_text())["message"] for each in (trainer, reader)}
-    assert [said[each]["extraInfo"]["consequence"] for each in (trainer, reader)] == [True, False]
+    assert [begins(start) for start in starts(folder)] == [ALL, ALL]
+    said = {hosts: json.loads((hosts.logs(0) / "error.json").read_text())["message"] for hosts in (trainer, reader)}
+    assert [said[hosts]["extraInfo"]["consequence"] for hosts in (trainer, reader)] == [True, False]
     assert said[trainer]["message"].startswith("reader/0 failed: rank 0 ")
 
 

@@ -68,8 +68,8 @@ def test_a_request_that_comes_back_is_sent_again(folder: Path, start: Start) -> 
     wanted, ready = worker_loop.new_service_id(), f"{worker_loop.new_service_id()}@ipc://{folder}/ready"
     start(_WORKER, f"{wanted}@ipc://{folder}/wanted")
     start(_WORKER, ready)
-    for each in ("worker", "wanted", "ready"):
-        until((folder / each).exists, f"the worker loop {each}")
+    for name in ("worker", "wanted", "ready"):
+        until((folder / name).exists, f"the worker loop {name}")
     client = start(_CLIENT, "60", f"{wanted}@ipc://{folder}/worker", ready)
     until(lambda: (folder / "err3").read_text().count("undeliverable_message") > 1, "the returned requests")
     # The other worker loop lives on: Monarch would send to its successor what it has not acknowledged.

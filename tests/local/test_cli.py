@@ -242,11 +242,11 @@ def test_a_status_says_what_the_ranks_do(work: Path) -> None:
     events = folder(handle) / "events.jsonl"
     until(lambda: '"output"' in (events.read_text() if events.exists() else ""), "the first output")
     ranks = json.loads(torchx("monarch", "status", "--json", handle).stdout)["activity"]
-    assert [(one["rank"], one["state"], one["last_line"]) for one in ranks] == [
+    assert [(view["rank"], view["state"], view["last_line"]) for view in ranks] == [
         (0, "running", "now"),
         (1, "running", "now"),
     ]
-    assert all(one["cpu"] is not None and one["progress"]["metrics"] == {"loss": 0.5} for one in ranks)
+    assert all(view["cpu"] is not None and view["progress"]["metrics"] == {"loss": 0.5} for view in ranks)
     shown = torchx("monarch", "status", handle).stdout
     assert re.search(r"  progress +step \d+ of 1000, .* left, loss 0\.5\n", shown)
     assert re.search(r"  each rank +CPU .* cores, memory .* GiB\n", shown)

@@ -44,9 +44,9 @@ def ended(folder: Path) -> Iterator[list[Hosts]]:
     started: list[Hosts] = []
     yield started
     for hosts in started:
-        for one in hosts.processes.values():
-            one.kill()
-            one.wait()
+        for process in hosts.processes.values():
+            process.kill()
+            process.wait()
 
 
 def test_a_rank_of_another_host_is_debugged_on_this_terminal(folder: Path, script: Script, ended: list[Hosts]) -> None:
@@ -68,7 +68,7 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(folder: Path, scrip
         {STREAMS}
     """)
     where = f"tls:127.0.0.1:{free_port()}"
-    for_hosts, for_client = (each.to_text() for each in credentials.create())
+    for_hosts, for_client = (created.to_text() for created in credentials.create())
     stored = stored_apps.StoredCredentials(for_client, {"trainer": where})
     stored_apps.credentials("monarch_slurm").store("app", stored)
     environ = {"MONARCH_RENDEZVOUS": where, env_names.CREDENTIALS: for_hosts}

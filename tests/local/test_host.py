@@ -276,8 +276,14 @@ def test_no_tcp_port_is_opened_but_the_store_of_rank_0(folder: Path, script: Cal
     until(lambda: len(hosts.rank_pids()) == 2, "the ranks")
     port = hosts.out().split()[2]
     host = psutil.Process(hosts.processes[0].pid)
-    connections = [each for one in [host, *host.children(recursive=True)] for each in one.net_connections("tcp")]
-    assert [each.laddr for each in connections if each.status == psutil.CONN_LISTEN] == [("127.0.0.1", int(port))]
+    connections = [
+        connection
+        for process in [host, *host.children(recursive=True)]
+        for connection in process.net_connections("tcp")
+    ]
+    assert [connection.laddr for connection in connections if connection.status == psutil.CONN_LISTEN] == [
+        ("127.0.0.1", int(port))
+    ]
     hosts.processes[0].terminate()
     assert hosts.wait() == [143]
 

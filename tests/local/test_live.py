@@ -382,7 +382,7 @@ WAYS = {
 
 
 def _used(process: psutil.Process) -> tuple[int, int, int]:
-    children = [each for each in process.children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+    children = [child for child in process.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
     return len(children), process.num_fds(), process.num_threads()
 
 

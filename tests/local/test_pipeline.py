@@ -39,11 +39,11 @@ def test_the_pipeline_finds_the_best_setting(tmp_path: Path, example: ModuleType
     assert done.stdout.count("SUCCEEDED  monarch_local://torchx/") == 4  # the list at the end
 
     tracker = example.open_tracker(str(tmp_path / "tracker.conf"))
-    (data,) = (one for one in tracker.run_ids() if "/split-" in one)
+    (data,) = (run_id for run_id in tracker.run_ids() if "/split-" in run_id)
     assert [Path(tracker.artifacts(data)["folds"].path).name, tracker.metadata(data)["images"]] == ["folds.npz", 1797]
-    fits = [one for one in tracker.run_ids(parent_run_id=data) if "/fit-" in one]
+    fits = [run_id for run_id in tracker.run_ids(parent_run_id=data) if "/fit-" in run_id]
     # Both ranks of each have found out what their parent is, and have said how they did.
-    assert [{"accuracy_0", "accuracy_1", "alpha"} == set(tracker.metadata(one)) for one in fits] == [True, True]
+    assert [{"accuracy_0", "accuracy_1", "alpha"} == set(tracker.metadata(run_id)) for run_id in fits] == [True, True]
 
 
 def test_a_job_that_takes_too_long_is_cancelled(

@@ -66,26 +66,26 @@ def phases_add_up(job: Job) -> None:
     check(job.trace)
     shown = job.trace["traceEvents"]
     whole = job.happened[-1]["time"] - job.happened[0]["time"] + job.happened[0]["seconds"]
-    of_phases = [one for one in shown if one.get("cat") == "phase"]
-    assert sum(one["dur"] for one in of_phases) / 1e6 == pytest.approx(whole, rel=0.02)
-    assert {"queue", "hosts", "ranks", "first output", "stopping"} <= {one["name"] for one in of_phases}
-    assert [one["name"] for one in shown if one.get("cat") == "attempt"] == ["attempt 1", "attempt 2"]
-    codes = [one["args"]["exit_code"] for one in shown if one.get("cat") == "rank"]
-    assert sum(one["name"] == "process group formed" for one in shown) == len(codes)
+    of_phases = [event for event in shown if event.get("cat") == "phase"]
+    assert sum(event["dur"] for event in of_phases) / 1e6 == pytest.approx(whole, rel=0.02)
+    assert {"queue", "hosts", "ranks", "first output", "stopping"} <= {event["name"] for event in of_phases}
+    assert [event["name"] for event in shown if event.get("cat") == "attempt"] == ["attempt 1", "attempt 2"]
+    codes = [event["args"]["exit_code"] for event in shown if event.get("cat") == "rank"]
+    assert sum(event["name"] == "process group formed" for event in shown) == len(codes)
     assert len(codes) == 4 and codes.count(1) == 2
-    assert sum(one.get("cat") == "import" for one in shown) == 1  # once for each host
-    assert any(one["name"] == "gloo:all_reduce" for one in shown)
+    assert sum(event.get("cat") == "import" for event in shown) == 1  # once for each host
+    assert any(event["name"] == "gloo:all_reduce" for event in shown)
 
 
 def lost_time_is_that_of_the_outage(job: Job) -> None:
     """From the failure until the ranks of the next attempt run, and from the last failure to the end."""
     lost = lost_seconds(build(job.happened, ["prog"], end=job.happened[-1]["time"]), "prog")
-    failed = [one["failed_at"] for one in job.happened if one["kind"] == "failure"]
+    failed = [event["failed_at"] for event in job.happened if event["kind"] == "failure"]
     assert len(failed) == 2
     assert all(float((job.work / f"failed_{attempt}").read_text()) <= failed[attempt] for attempt in (0, 1))
     submitted = job.happened[0]
-    first, second = (one["time"] for one in job.happened if one["kind"] == "ranks")
-    output, ended = (one["time"] for kind in ("output", "result") for one in job.happened if one["kind"] == kind)
+    first, second = (event["time"] for event in job.happened if event["kind"] == "ranks")
+    output, ended = (event["time"] for kind in ("output", "result") for event in job.happened if event["kind"] == kind)
     # A failure counts from the last event before it was known.
     outages = second - max(failed[0], output), ended - max(failed[1], second)
     assert lost["restart"] == pytest.approx(sum(outages), abs=1e-3)

@@ -170,7 +170,7 @@ def test_nothing_of_an_attempt_lives_on_in_the_next(folder: Path, script: Callab
                 sys.exit(1)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(1000)
-        print("alive", [one.name for one in notes.iterdir() if lives(one.name)])
+        print("alive", [path.name for path in notes.iterdir() if lives(path.name)])
     """)
     hosts = Hosts(folder, torchrun(path, restarts=1), options=("--grace", "1", "--preload", "")).start()
     assert hosts.wait() == [0], hosts.err()

@@ -51,7 +51,7 @@ def wait_for(hosts: Hosts, holds: Callable[[dict[int, RankSample]], bool]) -> di
         except (RefusedError, UnreachableError):
             continue  # replica 0 does not listen yet, or the hosts are not together
         assert not missing
-        samples = {one.rank: one for one in found}
+        samples = {sample.rank: sample for sample in found}
     return samples
 
 
@@ -83,7 +83,7 @@ def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> Non
         samples = asyncio.run(main())
         assert [path for path, on_loop in opened if on_loop or "/task/" in path] == []
         assert [path for path, _ in opened].count("/proc/1/stat") == 1
-        assert [one.state for one in samples] == ["running", "running"]
+        assert [sample.state for sample in samples] == ["running", "running"]
     finally:
         is_over = True
 
@@ -99,23 +99,25 @@ def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) 
             and found[2].state == "stopped"
             and not found[2].groups  # a stopped process does not answer; it may have been asked before
             and all(found[rank].groups and len(found[rank].groups[0].recent) == 6 for rank in (0, 1))
-            and all(one.last_line for one in found.values())
+            and all(sample.last_line for sample in found.values())
         ),
     )
-    assert [(one.rank, one.local_rank, one.replica, one.attempt) for one in samples.values()] == [
+    assert [(sample.rank, sample.local_rank, sample.replica, sample.attempt) for sample in samples.values()] == [
         (0, 0, 0, 0),
         (1, 1, 0, 0),
         (2, 0, 1, 0),
         (3, 1, 1, 0),
     ]
-    assert {rank: one.state for rank, one in samples.items()} == {
+    assert {rank: sample.state for rank, sample in samples.items()} == {
         0: "running",
         1: "running",
         2: "stopped",
         3: "running",
     }
-    assert all(one.cpu_seconds > 0 and one.rss_bytes > 1 << 20 for one in samples.values())
-    assert all(one.last_output is not None and began < one.last_output <= one.time for one in samples.values())
+    assert all(sample.cpu_seconds > 0 and sample.rss_bytes > 1 << 20 for sample in samples.values())
+    assert all(
+        sample.last_output is not None and began < sample.last_output <= sample.time for sample in samples.values()
+    )
     assert samples[0].last_line.startswith("loss \\x1b[31m0 xxx") and len(samples[0].last_line) == 200
     assert (samples[0].collectives, samples[3].collectives) == (6, 5)
     assert samples[0].groups[0].ranks == "0-3"

@@ -58,5 +58,5 @@ def test_the_loss_of_a_spare_harms_nothing_and_a_bad_host_makes_way_for_the_othe
     place.tell("end")
     ended = place.wait(handle, AppState.SUCCEEDED)
     assert ended.num_restarts == 1
-    states = [one.state for one in ended.roles[0].replicas]
+    states = [replica.state for replica in ended.roles[0].replicas]
     assert states == [AppState.SUCCEEDED, AppState.SUCCEEDED, AppState.FAILED, AppState.SUCCEEDED]

@@ -30,7 +30,7 @@ SLEEPS = f"{READY}\nready()\ntime.sleep(1000)\n"
 
 def wait_for(hosts: Hosts, text: str, count: int) -> None:
     def is_there() -> bool:
-        assert all(one.poll() is None for one in hosts.processes.values()), hosts.err()
+        assert all(process.poll() is None for process in hosts.processes.values()), hosts.err()
         return sum(hosts.out(replica).count(text) for replica in hosts.processes) >= count
 
     until(is_there, f"{count} times {text!r}")
@@ -40,7 +40,7 @@ def stacks_of(hosts: Hosts, native: bool = False) -> dict[int, ProcessStacks]:
     """The stacks of the ranks' own processes, by rank."""
     stacks, missing = ask_stacks(hosts.client, native=native)
     assert not missing
-    return {one.rank: one for one in stacks if not one.child}
+    return {process.rank: process for process in stacks if not process.child}
 
 
 def samplers(hosts: Hosts) -> list[psutil.Process]:
@@ -80,20 +80,20 @@ def test_each_rank_is_named_with_what_it_does(folder: Path, script: Callable[[st
     """)
     hosts = Hosts(folder, torchrun(path, nnodes=2), replicas=2, options=("--grace", "1")).start()
     wait_for(hosts, "ready", 4)
-    for pid in [each.pid for each in psutil.Process(hosts.processes[1].pid).children(recursive=True)]:
+    for pid in [child.pid for child in psutil.Process(hosts.processes[1].pid).children(recursive=True)]:
         if psutil.pid_exists(pid) and "rank 2" in " ".join(psutil.Process(pid).cmdline()):
             while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
                 time.sleep(0.01)
     stacks, missing = ask_stacks(hosts.client)
-    ranks = {one.rank: one for one in stacks if not one.child}
-    workers = [one for one in stacks if one.child]
+    ranks = {process.rank: process for process in stacks if not process.child}
+    workers = [process for process in stacks if process.child]
     assert not missing
     assert functions(ranks[0])[:2] == ["sleeps", "<module>"] and "holds_the_gil" in functions(ranks[1])
     assert ranks[2].problem == "stopped (SIGSTOP)" and not ranks[2].threads
     assert "loads" in functions(ranks[3])
-    assert [one.rank for one in workers] == [3] and "__getitem__" in functions(workers[0])
+    assert [worker.rank for worker in workers] == [3] and "__getitem__" in functions(workers[0])
     only, _ = ask_stacks(hosts.client, rank=0)
-    assert [one.rank for one in only] == [0]
+    assert [stacks.rank for stacks in only] == [0]
     hosts.stop()
     assert "sleeps" in (hosts.logs(0) / "attempt_0" / "stacks.txt").read_text()
     written = (hosts.logs(1) / "attempt_0" / "stacks.txt").read_text()
@@ -161,12 +161,12 @@ def test_nothing_of_it_reaches_the_programs_files(folder: Path, script: Callable
     wait_for(hosts, "ready", 4)
     for _ in range(3):
         stacks, missing = ask_stacks(hosts.client)
-        ranks = {one.rank: one for one in stacks if not one.child}
+        ranks = {process.rank: process for process in stacks if not process.child}
         assert not missing
         assert functions(ranks[0]) == ["<module>"] and not ranks[0].problem
         assert "no stacks: not a Python program" in ranks[1].problem
         assert ranks[2].problem == "blocks the signal that asks for stacks"
-        assert [(one.child, one.problem) for one in stacks if one.rank == 3 and one.child] == [
+        assert [(process.child, process.problem) for process in stacks if process.rank == 3 and process.child] == [
             ("sleep", "no stacks: not a fork of the rank; it is sleeping")
         ]
         assert functions(ranks[3]) == ["<module>"]
@@ -190,7 +190,7 @@ def test_a_program_that_is_not_python_is_not_signalled(folder: Path) -> None:
     hosts = Hosts(folder, command, options=NO_PRELOAD).start()
     wait_for(hosts, "ready", 1)
     stacks, _ = ask_stacks(hosts.client)
-    assert [one.child for one in stacks] == ["", "sleep"]
+    assert [process.child for process in stacks] == ["", "sleep"]
     assert "no stacks: not a Python program" in stacks[0].problem
     hosts.stop()
 

@@ -41,7 +41,7 @@ def script(tmp_path: Path) -> Callable[[str], str]:
 
 def store_of(hosts: Hosts, replica: int = 0) -> list[psutil.Process]:
     children = psutil.Process(hosts.processes[replica].pid).children()
-    return [one for one in children if one.name() == "tcpstore" and not has_ended(one)]
+    return [child for child in children if child.name() == "tcpstore" and not has_ended(child)]
 
 
 def ports_of(process: psutil.Process) -> set[int]:
@@ -89,12 +89,12 @@ def test_each_attempt_has_its_own(folder: Path, script: Callable[[str], str]) ->
         found = until(lambda at=attempt: meets(at), "the rank")
         assert isinstance(found, re.Match)
         # Beside it there may be the store of the next attempt.
-        [store] = [one for one in store_of(hosts) if int(found[1]) in ports_of(one)]
+        [store] = [process for process in store_of(hosts) if int(found[1]) in ports_of(process)]
         stores.append(store)
         Path(path).with_name(f"go{attempt}").touch()
     assert hosts.wait() == [0]
     assert stores[0].pid != stores[1].pid
-    assert all(has_ended(one) for one in stores)
+    assert all(has_ended(process) for process in stores)
     assert "TCPStore" not in hosts.err()  # which told of no death
 
 
@@ -117,7 +117,7 @@ def test_it_holds_nothing_of_the_rank_ignores_each_signal_to_the_job_and_dies_wi
     def held(pid: int) -> set[str]:
         return {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
 
-    assert not {one for one in held(store.pid) & held(rank) if one.startswith(("pipe:", "socket:", "/root", "/tmp"))}
+    assert not {path for path in held(store.pid) & held(rank) if path.startswith(("pipe:", "socket:", "/root", "/tmp"))}
     assert os.readlink(f"/proc/{store.pid}/fd/1") == os.devnull
     assert os.getsid(store.pid) not in (os.getsid(rank), os.getsid(hosts.processes[0].pid))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):

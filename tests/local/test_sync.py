@@ -109,8 +109,8 @@ def test_each_run_has_the_code_as_it_was_when_it_began(hosts: Live, root: Path, 
     more: dict[str, Any] = {"workspace": str(root), "sync": "always"}
     first = hosts.run(**more)
     assert said(first) == "value 1\nlate 1 1 results ['1']\n"
-    one = tree_hash(root)
-    assert first.code == one
+    first_code = tree_hash(root)
+    assert first.code == first_code
 
     # A run goes on while the code changes under it, and the next one has all of it; results stay.
     go = tmp_path / "go"
@@ -119,13 +119,13 @@ def test_each_run_has_the_code_as_it_was_when_it_began(hosts: Live, root: Path, 
     set_value(root, 2)
     (root / "data" / "set.bin").write_bytes(bytes(2000))
     brought = sync_workspace(hosts.target, str(root), "always")
-    assert brought.synced and brought.code == tree_hash(root) != one and 0 < brought.sent < 2000
+    assert brought.synced and brought.code == tree_hash(root) != first_code and 0 < brought.sent < 2000
     go.touch()
     assert said(running.result(60)) == "value 1\nlate 1 1 results ['1', '1']\n"
     second = hosts.run(**more)
     assert said(second) == "value 2\nlate 2 2 results ['1', '1', '2']\n"
     assert sync_workspace(hosts.target, str(root), "always").sent == 0
-    assert [run["code"] for run in hosts.job.runs()] == [one, one, second.code]
+    assert [run["code"] for run in hosts.job.runs()] == [first_code, first_code, second.code]
 
     # What is gone is gone, what is back need not be sent again.
     (root / "pkg" / "late.py").rename(root / "late.py")

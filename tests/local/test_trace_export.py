@@ -45,7 +45,7 @@ def test_one_trace_with_its_attempts_and_phases_and_nothing_that_is_secret(
     assert {span.parent_span_id for span in collector.spans} - {b""} <= {span.span_id for span in collector.spans}
     assert {"job", "attempt 1", "attempt 2", "submit", "queue", "ranks", "running"} <= spans.keys()
     assert spans["attempt 1"].status.code == 2 and spans["attempt 2"].status.code == 0 == root.status.code
-    types = {each.key: each.value.string_value for each in spans["attempt 1"].attributes}
+    types = {attribute.key: attribute.value.string_value for attribute in spans["attempt 1"].attributes}
     assert types["error.type"] == "exit code 1" and types["torchx.role"] == "trainer"
     for secret in (b"hunter2", path.encode(), socket.gethostname().encode()):
         assert secret not in bodies

@@ -78,7 +78,7 @@ def test_the_pipe_is_the_jobs_own_and_the_job_goes_on_without_its_server(
     mode, path = hosts.out().split()
     assert int(mode, 8) == stat.S_IFIFO | 0o600
     children = psutil.Process(hosts.processes[0].pid).children()
-    next(one for one in children if any("timers.py" in word for word in one.cmdline())).kill()
+    next(child for child in children if any("timers.py" in word for word in child.cmdline())).kill()
     until(lambda: "are not looked at any more: its process has ended" in hosts.err(), "the line")
     (tmp_path / "go").touch()
     assert hosts.wait() == [0], hosts.err()

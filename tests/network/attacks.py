@@ -109,13 +109,13 @@ def monsters() -> list[list[bytes]]:
     """Messages by hand, in pieces: too long, too deep, no text, slow."""
     limit = messages.MAX_LINE
     brackets = [b"[" * depth + b"]" * depth + b"\n" for depth in (100, 900, 30_000)]
-    nested = [b'{"version": ' + one[:-1] + b"}\n" for one in brackets]
+    nested = [b'{"version": ' + bracket[:-1] + b"}\n" for bracket in brackets]
     keys = json.dumps({"type": "register", "version": 1, "host": {"k" * 60_000: 1}}).encode() + b"\n"
     digits = b'{"version": 1' + b"0" * 5000 + b"}\n"
     return [
         [b"x" * limit, b"x" * limit, b"x" * limit, b"\n"],
         [b'{"type": "' + b"r" * (limit + 1) + b'"}\n'],
-        *([one] for one in (*brackets, *nested, keys, digits)),
+        *([line] for line in (*brackets, *nested, keys, digits)),
         [bytes(range(256)) * 100 + b"\n"],
         *([b'{"frame":' + size + b"}\n", b"x" * 1000] for size in (b"-1", b"8000000", b"99999999999999", b'"x"')),
         [b"\xff\xfe\x00\n"],

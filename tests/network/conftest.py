@@ -30,8 +30,8 @@ def network(leaves_nothing: None) -> Iterator[Callable[[int], Network]]:
 
     yield make
     with contextlib.ExitStack() as stack:  # each of them, even when one cannot be removed
-        for one in made:
-            stack.callback(one.remove)
+        for opened in made:
+            stack.callback(opened.remove)
 
 
 def host_processes(folder: Path, network: Network, command: list[str], replicas: int = 2, **rest: Any) -> Hosts:

@@ -34,10 +34,10 @@ class Relay:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in [self._server, *self._open]:
+        for opened in [self._server, *self._open]:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                opened.shutdown(socket.SHUT_RDWR)
+            opened.close()
 
     def _serve(self) -> None:
         with contextlib.suppress(OSError):

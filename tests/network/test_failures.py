@@ -108,9 +108,9 @@ def test_a_host_that_finds_nobody_says_where_it_looks(
         full.bind(("127.0.0.1", 0))
         full.listen(0)  # and takes nobody: who connects gets no answer
         for _ in range(4):
-            one = stack.enter_context(socket.socket())
-            one.setblocking(False)
-            one.connect_ex(full.getsockname())
+            bound = stack.enter_context(socket.socket())
+            bound.setblocking(False)
+            bound.connect_ex(full.getsockname())
         ports = {"port": port, "full": full.getsockname()[1]}
         secret = credentials.create()[0].to_text()
         hosts = start(1, rendezvous=rendezvous.format(**ports), MONARCH_CREDENTIALS=secret)
@@ -221,7 +221,7 @@ def test_opens_what_it_is_told_to_and_nothing_else(
             for process in (host, *host.children(recursive=True)):
                 found |= listening(process.pid)
             assert set(found.values()) <= {"127.0.0.1"}
-            assert all(low <= one <= low + 7 for one in found if one != port), found
+            assert all(low <= opened <= low + 7 for opened in found if opened != port), found
             assert len(found) == attaches + (replica == 0), "the rendezvous, and a worker loop"
     go.touch()
     assert [hosts.wait() for hosts in both] == [[0], [0]]

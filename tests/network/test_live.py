@@ -63,7 +63,7 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
         until(lambda: (status := client._role_hosts.ask_status()) and status.ready, "the mesh")
         for length in (0, 100_000):  # a request may be longer than a line
             result = client.run_spmd(output="store", env={"LONG": length * "x"})
-            said = {rank: one.stdout for rank, one in result.output.items()}
+            said = {rank: rank_output.stdout for rank, rank_output in result.output.items()}
             assert said == {rank: f"rank {rank} {length}\n" for rank in (0, 1)}
         # The other hosts do not listen.
         with pytest.raises(UnreachableError):

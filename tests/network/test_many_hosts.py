@@ -66,6 +66,6 @@ def test_many_machines_lose_one_go_on_with_its_replacement_and_end(
     until(lambda: in_attempt(1), "the second attempt", 300)
     done.touch()
     assert set(hosts.wait(300)) == {0}, hosts.err()
-    numbers = {re.search(rf"attempt 1 world {count} rank (\d+)", hosts.out(each))[1] for each in range(count)}  # type: ignore[index]
-    assert numbers == {str(each) for each in range(count)}
-    assert "attempt 2" not in "".join(hosts.out(each) for each in range(count))
+    numbers = {re.search(rf"attempt 1 world {count} rank (\d+)", hosts.out(number))[1] for number in range(count)}  # type: ignore[index]
+    assert numbers == {str(number) for number in range(count)}
+    assert "attempt 2" not in "".join(hosts.out(number) for number in range(count))

@@ -45,9 +45,9 @@ class Nodes:
     def __init__(self, folder: Path, network: Network, definition: dict[str, Any]) -> None:
         self._folder, self._network = folder, network
         self._containers = []
-        for each in definition["nodeProperties"]["nodeRangeProperties"]:
-            first, last = each["targetNodes"].split(":")
-            self._containers += [each["container"]] * (int(last) - int(first) + 1)
+        for node_range in definition["nodeProperties"]["nodeRangeProperties"]:
+            first, last = node_range["targetNodes"].split(":")
+            self._containers += [node_range["container"]] * (int(last) - int(first) + 1)
         self.processes: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
 
     def start(self, *nodes: int, attempt: int = 1, machine: int | None = None) -> None:
@@ -57,7 +57,7 @@ class Nodes:
             at = self._network.address(on)
             hosts = self._folder / f"hosts{on}"
             hosts.write_text(f"127.0.0.1 localhost\n{at} node{on}\n")
-            environ = {each["name"]: each["value"] for each in container["environment"]} | {
+            environ = {variable["name"]: variable["value"] for variable in container["environment"]} | {
                 "AWS_BATCH_JOB_NODE_INDEX": str(node),
                 "AWS_BATCH_JOB_NUM_NODES": str(len(self._containers)),
                 "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
@@ -115,8 +115,8 @@ def submitted(
         return made[-1]
 
     yield make
-    for one in made:
-        one.end()
+    for hosts in made:
+        hosts.end()
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def commands(page: Path) -> list[Command]:
             if is_command(span):
                 line = number + paragraph[: match.start()].count("\n")
                 words = f"torchx run -s monarch_local {span}" if _COMPONENT.match(span) else span
-                found += [Command(name, line, each) for each in split_words(words)]
+                found += [Command(name, line, simple) for simple in split_words(words)]
     return found
 
 

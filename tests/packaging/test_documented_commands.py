@@ -155,7 +155,7 @@ def with_cfg(words: list[str], options: dict[str, str]) -> list[str]:
     """Return the words of a ``torchx run`` with run options beside those that they give."""
     name = next((word for word in words if word in ("-cfg", "--scheduler_args")), "")
     given = words[words.index(name) + 1] if name else ""
-    named = {each.partition("=")[0] for each in given.split(",")}
+    named = {option.partition("=")[0] for option in given.split(",")}
     more = [f"{key}={value}" for key, value in options.items() if key not in named]
     text = ",".join(filter(None, [given, *more]))
     if not text:
@@ -254,7 +254,7 @@ def test_python_has_such_a_file(command: Command) -> None:
         files = [ROOT / path.with_suffix(".py"), ROOT / path / "__main__.py"]
     else:
         files = [ROOT / words[0]]
-    (file,) = [each for each in files if each.exists()]
+    (file,) = [file for file in files if file.exists()]
     for word in words[1:]:
         assert not word.startswith("--") or f'"{word.partition("=")[0]}"' in file.read_text()
 

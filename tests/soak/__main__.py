@@ -34,8 +34,8 @@ def _summary(outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         for fault in outcome.plan.faults:
             by_fault[fault.what].append(outcome)
-        for one in outcome.injections:
-            phases[one.fault.what][one.fault.moment.phase] += 1
+        for injection in outcome.injections:
+            phases[injection.fault.what][injection.fault.moment.phase] += 1
     print(f"\n{'fault':18}{'jobs':>5}" + "".join(f"{phase:>9}" for phase in _PHASES) + f"{'longest':>12}  states")
     for fault_name, some in sorted(by_fault.items()):
         states = Counter(outcome.state.name if outcome.state else "gone" for outcome in some)

@@ -36,10 +36,10 @@ def finished(folder: Path) -> bool:
     return any(ranks == set(range(world)) for (_, world), ranks in attempts.items())
 
 
-def _blame(job: Job, one: Injection) -> str | None:
+def _blame(job: Job, injection: Injection) -> str | None:
     """What a message must say of a job that ended because of this fault; None for a fault that ends no job."""
-    pid, replica, action, target = one.pid, one.replica, one.fault.action, one.fault.target
-    if one.fault.hangs:
+    pid, replica, action, target = injection.pid, injection.replica, injection.fault.action, injection.fault.target
+    if injection.fault.hangs:
         return None
     if action == "freeze":
         # The supervisor says so of a host that no other host waits for.
@@ -60,13 +60,15 @@ def _blame(job: Job, one: Injection) -> str | None:
 
 def goes_on(plan: Plan, injections: Sequence[Injection]) -> bool:
     """Whether a job into which these were injected has what it needs to succeed all the same, unless it hangs."""
-    deadly = [one for one in injections if not one.fault.harmless]
-    if any(one.fault.tells or one.fault.target == "supervisor" for one in deadly):
+    deadly = [injection for injection in injections if not injection.fault.harmless]
+    if any(injection.fault.tells or injection.fault.target == "supervisor" for injection in deadly):
         return False
-    lost = {one.replica for one in deadly if one.fault.target == "host" and one.replica > 0}
+    lost = {injection.replica for injection in deadly if injection.fault.target == "host" and injection.replica > 0}
     if len(lost) <= plan.replicas - plan.fewest:
-        deadly = [one for one in deadly if one.replica not in lost or one.fault.target == "rank"]
-    of_ranks = sum(one.fault.target == "rank" for one in deadly)
+        deadly = [
+            injection for injection in deadly if injection.replica not in lost or injection.fault.target == "rank"
+        ]
+    of_ranks = sum(injection.fault.target == "rank" for injection in deadly)
     return len(deadly) <= plan.retries or of_ranks == len(deadly) <= plan.restarts - plan.fails
 
 
@@ -77,7 +79,7 @@ def of_the_end(job: Job, injections: Sequence[Injection], state: AppState, messa
         rescued: whether it was cancelled because it hung.
     """
     plan, wrong = job.plan, []
-    told = rescued or any(one.fault.tells for one in injections)
+    told = rescued or any(injection.fault.tells for injection in injections)
     if state is AppState.SUCCEEDED and not finished(job.folder):
         wrong.append("SUCCEEDED, and not every rank has reached its end")
     if state is AppState.CANCELLED and not told:
@@ -85,12 +87,12 @@ def of_the_end(job: Job, injections: Sequence[Injection], state: AppState, messa
     if state is AppState.CANCELLED and "preempt" in message:
         wrong.append(f"a cancellation is called preemption: {message}")
     if state is AppState.FAILED:
-        deadly = [one for one in injections if not (one.fault.tells or one.fault.harmless)]
-        blames = [_blame(job, one) for one in deadly]
+        deadly = [injection for injection in injections if not (injection.fault.tells or injection.fault.harmless)]
+        blames = [_blame(job, injection) for injection in deadly]
         # The program's own failure ends a job whose restarts were used up by the faults.
-        of_ranks = sum(one.fault.target == "rank" for one in deadly)
+        of_ranks = sum(injection.fault.target == "rank" for injection in deadly)
         blames += [rf"exited with code {program.CODE}"] * (plan.fails and of_ranks >= plan.restarts)
-        if message == _NEVER_STARTED and any(one.fault.target == "submitter" for one in injections):
+        if message == _NEVER_STARTED and any(injection.fault.target == "submitter" for injection in injections):
             return wrong
         if goes_on(plan, injections):
             wrong.append(f"FAILED, and it could have gone on: {message}")
@@ -114,7 +116,7 @@ def of_the_record(job: Job, injections: Sequence[Injection], state: AppState) ->
     if job.app_id not in {app.app_id for app in scheduler.list()}:
         wrong.append("it is not listed")
     ends = [event for event in events.read(job.paths.events)[0] if event["kind"] == "ended"]
-    if not ends and any(one.fault.what == "kill supervisor" for one in injections):
+    if not ends and any(injection.fault.what == "kill supervisor" for injection in injections):
         return wrong
     if len(ends) != 1 or not ends[0]["message"].startswith(state.name):
         wrong.append(f"events of its end: {ends}")
@@ -127,8 +129,12 @@ def of_the_replicas(plan: Plan, injections: Sequence[Injection], state: AppState
         return "not one state for each replica"
     if strange := set(states.values()) - {"SUCCEEDED", "FAILED", "CANCELLED"}:
         return f"an ended app has replicas that are {', '.join(sorted(strange))}"
-    failed = {replica for replica, each in states.items() if each == "FAILED"}
-    hit = {one.replica for one in injections if one.fault.target == "host" and not one.fault.harmless}
+    failed = {replica for replica, state in states.items() if state == "FAILED"}
+    hit = {
+        injection.replica
+        for injection in injections
+        if injection.fault.target == "host" and not injection.fault.harmless
+    }
     if state is AppState.SUCCEEDED and "SUCCEEDED" not in states.values():
         return "SUCCEEDED, and no replica has"
     if state is AppState.SUCCEEDED and not failed <= hit:
@@ -144,13 +150,13 @@ def of_the_replicas(plan: Plan, injections: Sequence[Injection], state: AppState
 
 def _of_the_restarts(job: Job, injections: Sequence[Injection], state: AppState, number: int) -> list[str]:
     """What is wrong with the number of restarts that an ended app tells."""
-    plan, deadly = job.plan, [one for one in injections if not one.fault.harmless]
+    plan, deadly = job.plan, [injection for injection in injections if not injection.fault.harmless]
     failed = (job.folder / "failed").exists()
     # A failure that ends the hosts of a job ends each with an exit code of its own, and REPLICA restarts each of them.
     most = len(deadly) * (plan.replicas if plan.policy == "REPLICA" and plan.retries else 1) + failed
     if number > most:
         return [f"{number} restarts, and there was something to restart after {most} times"]
-    if any(one.fault.target == "supervisor" for one in deadly) or plan.replicas > plan.fewest:
+    if any(injection.fault.target == "supervisor" for injection in deadly) or plan.replicas > plan.fewest:
         return []  # nobody was there to count, or an attempt with other hosts is no restart
     least = len({proof["attempt"] for proof in printed.proofs(job.folder, "begin")}) - 1
     if state is AppState.SUCCEEDED and not deadly:
@@ -176,14 +182,14 @@ def of_the_logs(job: Job, injections: Sequence[Injection], followed: Sequence[st
             paths = Path(job.paths.replica_logs(ROLE, k)).glob(f"attempt_*/*/{file}")
             text = "\n".join(path.read_text() for path in sorted(paths))  # a killed rank may leave half a line
             logs.append(printed.Log(f"the ranks' {file}", k, (name,), text))
-    killed = [one.pid for one in injections if one.fault.what == "kill host"]
-    unwatched = any(one.fault.what == "kill supervisor" for one in injections)
+    killed = [injection.pid for injection in injections if injection.fault.what == "kill host"]
+    unwatched = any(injection.fault.what == "kill supervisor" for injection in injections)
     return wrong + printed.check(job.folder, *printed.host_starts(Path(job.paths.events), killed, unwatched), logs)
 
 
 def of_the_submitter(job: Job, injections: Sequence[Injection], state: AppState | None) -> list[str]:
     """What is wrong with the end of the ``torchx run`` that has submitted the job."""
-    actions = {one.fault.action for one in injections if one.fault.target == "submitter"}
+    actions = {injection.fault.action for injection in injections if injection.fault.target == "submitter"}
     if actions & {"kill", "freeze"}:
         return []
     code = job.submitter_code()

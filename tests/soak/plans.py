@@ -283,8 +283,8 @@ def draw(seed: int, number: int) -> Plan:
 def _ends_it(faults: tuple[Fault, ...], fails: bool) -> bool:
     """Whether one of these faults ends the job before its ranks could have ended."""
     phases = ("start", "run", "with", *["restart"] * fails)
-    return any((one.tells or one.deletes) and one.moment.phase in phases for one in faults) and not any(
-        one.moment.phase == "end" for one in faults
+    return any((fault.tells or fault.deletes) and fault.moment.phase in phases for fault in faults) and not any(
+        fault.moment.phase == "end" for fault in faults
     )
 
 

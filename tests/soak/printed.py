@@ -112,13 +112,13 @@ def _found(text: str) -> tuple[dict[Stream, list[int]], dict[Stream, list[tuple[
     """The numbers of the whole lines in a log, and the broken ones with their beginnings."""
     numbers: dict[Stream, list[int]] = defaultdict(list)
     broken: dict[Stream, list[tuple[int, str]]] = defaultdict(list)
-    for one in text.splitlines():
-        if one.startswith("[monarch] "):  # it names the last line of a rank that has failed
+    for text_line in text.splitlines():
+        if text_line.startswith("[monarch] "):  # it names the last line of a rank that has failed
             continue
-        if match := _LINE.search(one):
+        if match := _LINE.search(text_line):
             stream, number = Stream(match[1], int(match[2]), int(match[3])), int(match[4])
-            if one[match.start() :] == line(*stream, number):
+            if text_line[match.start() :] == line(*stream, number):
                 numbers[stream].append(number)
             else:
-                broken[stream].append((number, f"{one[:60]} ({len(one)} characters)"))
+                broken[stream].append((number, f"{text_line[:60]} ({len(text_line)} characters)"))
     return numbers, broken

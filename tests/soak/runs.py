@@ -60,7 +60,9 @@ class Outcome:
     kept: str = ""
 
     def __str__(self) -> str:
-        when = ", ".join(f"{one.fault.moment.phase} {one.at:.2f}" for one in self.injections) or "none"
+        when = (
+            ", ".join(f"{injection.fault.moment.phase} {injection.at:.2f}" for injection in self.injections) or "none"
+        )
         state = self.state.name if self.state else "gone"
         words = f"{self.plan.number:4d} {self.plan.what:33} {when:24} {self.plan.shape:44} {state:9}"
         words += f" {self.seconds:5.1f} s{' (hung)' * self.rescued}"
@@ -127,7 +129,7 @@ def _run(job: Job, outcome: Outcome) -> None:
         job.wait(10)
     job.note_run_dir()
     status, injections = job.runner.status(job.handle) if job.app_id else None, outcome.injections
-    is_removed = any(one.fault.deletes for one in injections)
+    is_removed = any(injection.fault.deletes for injection in injections)
     if status is not None:
         outcome.state, outcome.message = status.state, "" if status.msg == "<NONE>" else status.msg
         if ended:
@@ -138,7 +140,7 @@ def _run(job: Job, outcome: Outcome) -> None:
         outcome.wrong.append("it is unknown")
     if job.submitter is not None:
         outcome.wrong += expectations.of_the_submitter(job, injections, outcome.state)
-    unwatched = any(one.fault.what == "kill supervisor" for one in injections)
+    unwatched = any(injection.fault.what == "kill supervisor" for injection in injections)
     outcome.wrong += expectations.of_leftovers(job, REMOVED_WITHIN if is_removed else LEFT_WITHIN, unwatched)
     if status is None and job.app_id and os.path.exists(job.paths.root):
         outcome.wrong.append(f"it is unknown, and its folder is still there: {sorted(os.listdir(job.paths.root))}")
@@ -154,17 +156,17 @@ def _run(job: Job, outcome: Outcome) -> None:
 def _await_end(job: Job, outcome: Outcome) -> bool:
     """Wait for the end; a job that hangs is cancelled. Whether it has ended."""
     plan, injections = outcome.plan, outcome.injections
-    if any(one.fault.what == "freeze submitter" for one in injections):
+    if any(injection.fault.what == "freeze submitter" for injection in injections):
         job.kill_submitter()  # of one that is frozen there is nothing more to wait for
-    hanging = [one for one in injections if one.fault.hangs]
-    alone = all(one.fault.hangs or one.fault.harmless for one in injections)
+    hanging = [injection for injection in injections if injection.fault.hangs]
+    alone = all(injection.fault.hangs or injection.fault.harmless for injection in injections)
     until = time.monotonic() + min(plan.seconds, faults.MAX_WORK) + (HANGS_FOR if alone else HANGS_WITH_ANOTHER_FOR)
     if plan.awaits_end and not is_told(injections):
         outcome.rescued = not job.wait(until - time.monotonic())
     # A signal takes effect some time after it was sent.
-    while not outcome.rescued and any(one.process_state for one in hanging) and not job.wait(0.1):
+    while not outcome.rescued and any(injection.process_state for injection in hanging) and not job.wait(0.1):
         if time.monotonic() > until:
-            outcome.rescued = any(one.process_state == "T" for one in hanging)
+            outcome.rescued = any(injection.process_state == "T" for injection in hanging)
             break
     if outcome.rescued:
         job.scheduler.cancel(job.app_id)
@@ -173,8 +175,8 @@ def _await_end(job: Job, outcome: Outcome) -> bool:
 
 def is_told(injections: Sequence[faults.Injection]) -> bool:
     """Whether a job was certainly told to end: a submitter that is gone at once may not have told it."""
-    gone = any(one.fault.what in ("kill submitter", "freeze submitter") for one in injections)
-    ends = [one.fault for one in injections if one.fault.tells or one.fault.deletes]
+    gone = any(injection.fault.what in ("kill submitter", "freeze submitter") for injection in injections)
+    ends = [injection.fault for injection in injections if injection.fault.tells or injection.fault.deletes]
     return any(fault.target != "submitter" or not gone for fault in ends)
 
 

@@ -47,7 +47,7 @@ def role(name: str = "trainer", replicas: int = 2, **more: Any) -> Role:
 def containers(made: BatchJob) -> list[dict[str, Any]]:
     if "containerProperties" in made.definition:
         return [made.definition["containerProperties"]]
-    return [each["container"] for each in made.definition["nodeProperties"]["nodeRangeProperties"]]
+    return [node_range["container"] for node_range in made.definition["nodeProperties"]["nodeRangeProperties"]]
 
 
 def complaints(made: BatchJob) -> list[str]:
@@ -84,33 +84,37 @@ def test_requests_are_as_aws_wants_them(replicas: int) -> None:
     assert made.definition["retryStrategy"]["attempts"] == 4
     tags = made.submit["tags"]
     assert tags["a" * 128] == "b" * 256 and tags["ü _"] == "1_" and "aws:x" not in tags
-    (one,) = containers(made)
-    assert one["instanceType"] == "p4d.24xlarge"
-    assert {"type": "GPU", "value": "8"} in one["resourceRequirements"]
-    assert (one["jobRoleArn"][-3:], one["executionRoleArn"][-9:], one["privileged"]) == ("job", "execution", True)
-    assert one["ulimits"][1] == {"name": "nofile", "softLimit": 1024, "hardLimit": 4096}
-    assert one["logConfiguration"]["options"] == {"awslogs-group": "/mine"}
-    assert [volume.get("host") or volume["efsVolumeConfiguration"] for volume in one["volumes"]] == [
+    (container,) = containers(made)
+    assert container["instanceType"] == "p4d.24xlarge"
+    assert {"type": "GPU", "value": "8"} in container["resourceRequirements"]
+    assert (container["jobRoleArn"][-3:], container["executionRoleArn"][-9:], container["privileged"]) == (
+        "job",
+        "execution",
+        True,
+    )
+    assert container["ulimits"][1] == {"name": "nofile", "softLimit": 1024, "hardLimit": 4096}
+    assert container["logConfiguration"]["options"] == {"awslogs-group": "/mine"}
+    assert [volume.get("host") or volume["efsVolumeConfiguration"] for volume in container["volumes"]] == [
         {"sourcePath": "/data"},
         {"fileSystemId": "fs-12345678"},
         {"fileSystemId": "fs-12345678", "rootDirectory": "/folder"},
     ]
-    assert [(point["containerPath"], point["readOnly"]) for point in one["mountPoints"]] == [
+    assert [(point["containerPath"], point["readOnly"]) for point in container["mountPoints"]] == [
         ("/in", True),
         ("/efs", False),
         ("/folder", False),
     ]
-    devices = [device["hostPath"] for device in one["linuxParameters"]["devices"]]
+    devices = [device["hostPath"] for device in container["linuxParameters"]["devices"]]
     assert devices == ["/dev/fuse", *(f"/dev/infiniband/uverbs{index}" for index in range(4))]
-    assert one["linuxParameters"]["devices"][0]["permissions"] == ["READ", "WRITE"]
-    assert one["linuxParameters"]["sharedMemorySize"] == resource(h="aws_p4d.24xlarge").memMB
+    assert container["linuxParameters"]["devices"][0]["permissions"] == ["READ", "WRITE"]
+    assert container["linuxParameters"]["sharedMemorySize"] == resource(h="aws_p4d.24xlarge").memMB
 
 
 def test_neuron_devices() -> None:
-    (one,) = containers(job(role(resource=resource(h="aws_trn1.32xlarge"))))
-    devices = [device["hostPath"] for device in one["linuxParameters"]["devices"]]
+    (container,) = containers(job(role(resource=resource(h="aws_trn1.32xlarge"))))
+    devices = [device["hostPath"] for device in container["linuxParameters"]["devices"]]
     assert [device for device in devices if "neuron" in device] == [f"/dev/neuron{index}" for index in range(16)]
-    assert one["instanceType"] == "trn1.32xlarge"
+    assert container["instanceType"] == "trn1.32xlarge"
 
 
 def test_one_node_range_for_each_role() -> None:
@@ -118,7 +122,7 @@ def test_one_node_range_for_each_role() -> None:
     assert complaints(made) == []
     nodes = made.definition["nodeProperties"]
     assert (nodes["numNodes"], nodes["mainNode"]) == (6, 0)
-    assert [each["targetNodes"] for each in nodes["nodeRangeProperties"]] == ["0:1", "2:2", "3:5"]
+    assert [node_range["targetNodes"] for node_range in nodes["nodeRangeProperties"]] == ["0:1", "2:2", "3:5"]
 
 
 @pytest.mark.parametrize(
@@ -186,8 +190,8 @@ def test_what_cannot_be_is_refused(roles: list[Role], words: str) -> None:
 def directories(made: BatchJob) -> list[bool]:
     """Which roles ask and are asked where replicas 0 are; the same ones have to tell attempts from each other."""
     return [
-        "--role-registry tls:@AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:20100 " in " ".join(each["command"])
-        for each in containers(made)
+        "--role-registry tls:@AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:20100 " in " ".join(container["command"])
+        for container in containers(made)
     ]
 
 
@@ -196,16 +200,16 @@ def test_roles_beside_the_main_one_meet_by_its_directory() -> None:
     made = job(role("a", 1), role("b", 1), role("c", 3), shell, rendezvous_port=20100)
     assert directories(made) == [True, False, True, False]
     assert "tls:@:20102" in " ".join(containers(made)[2]["command"])
-    for each in containers(made)[:3]:
-        assert {"name": "MONARCH_START", "value": "@AWS_BATCH_JOB_ATTEMPT"} in each["environment"]
+    for container in containers(made)[:3]:
+        assert {"name": "MONARCH_START", "value": "@AWS_BATCH_JOB_ATTEMPT"} in container["environment"]
 
 
 def test_the_end_of_one_role_is_made_that_of_all() -> None:
     """Whatever the policy: Batch ends and retries jobs as a whole, by their main node."""
     main = "tls:@AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:20100"
     ends = f" --application {main} --peer-roles 1 --await-role b -- torchrun "
-    for one in containers(job(role("a", 1), role("b", 1), rendezvous_port=20100)):
-        assert ends in " ".join(one["command"])
+    for container in containers(job(role("a", 1), role("b", 1), rendezvous_port=20100)):
+        assert ends in " ".join(container["command"])
     assert "--application" not in str(job(role("a", 2)))
     sidecar = role("b", 1)
     sidecar.metadata["monarch"] = {"sidecar": True}
@@ -226,9 +230,11 @@ def test_apps_whose_roles_need_none_have_no_directory() -> None:
 )
 def test_a_nodes_shell_gives_words_and_variables_as_they_are(texts: list[str], first: int, replica: int) -> None:
     shows = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['MINE'], os.environ['PLAIN']]))"
-    one = Role("r", "image", entrypoint=sys.executable, args=["-ISc", shows, *texts, "=${replica_id}'"], num_replicas=9)
-    one.env = {"MINE": "'${replica_id}' ${replica_id}\n$$x", "PLAIN": "p"}
-    words, env = request.render_command(one, "q:app", first)
+    shown = Role(
+        "r", "image", entrypoint=sys.executable, args=["-ISc", shows, *texts, "=${replica_id}'"], num_replicas=9
+    )
+    shown.env = {"MINE": "'${replica_id}' ${replica_id}\n$$x", "PLAIN": "p"}
+    words, env = request.render_command(shown, "q:app", first)
     assert words[:2] == ["sh", "-c"]
     environ = {**os.environ, **env, "AWS_BATCH_JOB_NODE_INDEX": str(first + replica)}
     done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=240, check=True)
@@ -250,8 +256,8 @@ def test_a_shell_is_needed_only_where_replicas_ask_for_their_number() -> None:
 def test_names_are_valid(name: str) -> None:
     made = {new_name(name) for _ in range(20)}
     assert len(made) == 20
-    for one in made:
-        assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}", one)
+    for checked in made:
+        assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}", checked)
 
 
 @pytest.mark.parametrize("secret", [False, True])
@@ -264,7 +270,10 @@ def test_only_hosts_get_credentials(secret: bool) -> None:
     made.definition = request.with_credentials(made, hosts, "given")
     assert complaints(made) == []
     where, key = ("secrets", "valueFrom") if secret else ("environment", "value")
-    given = [[each for each in one.get(where, ()) if each["name"] == "MONARCH_CREDENTIALS"] for one in containers(made)]
+    given = [
+        [variable for variable in container.get(where, ()) if variable["name"] == "MONARCH_CREDENTIALS"]
+        for container in containers(made)
+    ]
     mine = [{"name": "MONARCH_CREDENTIALS", key: "given"}]
     assert given == [mine, [], mine]
     assert "given" not in before and "of the user" not in before

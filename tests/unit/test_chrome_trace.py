@@ -25,19 +25,21 @@ FIELDS: dict[str, set[str]] = {"X": {"dur", "cat"}, "i": {"s", "cat"}, "M": set(
 def check(written: dict[str, Any]) -> None:
     """Events have the fields of their kind, their tracks are named, and spans of a track are nested."""
     events = json.loads(json.dumps(written))["traceEvents"]
-    for one in events:
-        assert {*one, "args"} == {"name", "ph", "pid", "tid", "ts", "args"} | FIELDS[one["ph"]]
-        assert all(isinstance(one.get(name, 0), int) and one.get(name, 0) >= 0 for name in ("pid", "tid", "ts", "dur"))
-    named = {(one["pid"], one["tid"]) for one in events if one["name"] == "thread_name"}
+    for shown in events:
+        assert {*shown, "args"} == {"name", "ph", "pid", "tid", "ts", "args"} | FIELDS[shown["ph"]]
+        assert all(
+            isinstance(shown.get(name, 0), int) and shown.get(name, 0) >= 0 for name in ("pid", "tid", "ts", "dur")
+        )
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
     tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for one in events:
-        if one["ph"] in "Xi":
-            assert (one["pid"], one["tid"]) in named
-        if one["ph"] == "X":
-            tracks.setdefault((one["pid"], one["tid"]), []).append((one["ts"], one["ts"] + one["dur"]))
+    for shown in events:
+        if shown["ph"] in "Xi":
+            assert (shown["pid"], shown["tid"]) in named
+        if shown["ph"] == "X":
+            tracks.setdefault((shown["pid"], shown["tid"]), []).append((shown["ts"], shown["ts"] + shown["dur"]))
     for spans in tracks.values():
         around: list[int] = []
-        for start, end in sorted(spans, key=lambda each: (each[0], -each[1])):
+        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
             while around and around[-1] <= start:
                 around.pop()
             assert not around or end <= around[-1]
@@ -70,18 +72,23 @@ def test_a_trace_fits_the_format() -> None:
     written = trace(timeline, "t", {timeline.spans.index(timeline.spans_of("rank")[0]): found})
     check(written)
     events = written["traceEvents"]
-    collectives = [(one["ph"], one["ts"], one.get("dur")) for one in events if one.get("cat") == "collective"]
+    collectives = [(event["ph"], event["ts"], event.get("dur")) for event in events if event.get("cat") == "collective"]
     assert collectives == [("i", 7_000_000, None), ("X", 8_000_000, 500_000), ("X", 9_000_000, 1_700_000)]
-    assert {one["args"]["name"] for one in events if one["name"] == "process_name"} == {"job t", "host t/0", "host t/1"}
-    whole = next(one["dur"] for one in events if one.get("cat") == "role")
-    assert sum(one["dur"] for one in events if one.get("cat") == "phase") == pytest.approx(whole, rel=0.02)
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
+        "job t",
+        "host t/0",
+        "host t/1",
+    }
+    whole = next(event["dur"] for event in events if event.get("cat") == "role")
+    assert sum(event["dur"] for event in events if event.get("cat") == "phase") == pytest.approx(whole, rel=0.02)
 
 
 def test_a_dump_is_read() -> None:
     found = parse(dump(entry(1, 5.0, state="completed", retired=False)))
-    assert [(one.name, one.group, one.number, one.sizes, one.has_completed) for one in found] == [
-        ("gloo:all_reduce", "0", 1, "[2, 3] [7]", True)
-    ]
+    assert [
+        (collective.name, collective.group, collective.number, collective.sizes, collective.has_completed)
+        for collective in found
+    ] == [("gloo:all_reduce", "0", 1, "[2, 3] [7]", True)]
 
 
 class Hostile:
@@ -131,7 +138,7 @@ def test_a_dump_that_is_too_large_or_no_file_is_refused(tmp_path: Path, monkeypa
 
 
 def test_shapes_of_a_wrong_type_are_left_out() -> None:
-    sizes = [parse(dump(entry(1, 5.0, input_sizes=each)))[0].sizes for each in ("x", [["x"], [1], 5], [[1 << 70]])]
+    sizes = [parse(dump(entry(1, 5.0, input_sizes=wrong)))[0].sizes for wrong in ("x", [["x"], [1], 5], [[1 << 70]])]
     assert sizes == ["", "[1]", ""]
 
 

@@ -258,7 +258,11 @@ def test_wrong_groups_are_refused(text: str, part: str) -> None:
 
 def parsed(words: list[str], component: Callable[..., AppDef] = spmd) -> ComponentArguments:
     parameters = inspect.signature(component).parameters.values()
-    options = {each.name: each.annotation for each in parameters if each.kind is not each.VAR_POSITIONAL}
+    options = {
+        parameter.name: parameter.annotation
+        for parameter in parameters
+        if parameter.kind is not parameter.VAR_POSITIONAL
+    }
     found = component_arguments(f"monarch.{component.__name__}", words, options, len(options) < len(parameters))
     assert found is not None
     return found

@@ -194,9 +194,11 @@ def test_one_of_two_gets_the_place(identity: Issuer, address: Address) -> None:
         async with listening(address, identity(), replicas=3) as rendezvous:
             tries = [asyncio.ensure_future(join(address, identity())) for _ in range(8)]
             results = await asyncio.gather(*tries, return_exceptions=True)
-            joined = [one for one in results if isinstance(one, RendezvousClient)]
+            joined = [result for result in results if isinstance(result, RendezvousClient)]
             assert len(joined) == 1 and rendezvous.hosts.missing == [0, 2]
-            assert all("has registered already: host 1 (h, pid 1)" in str(one) for one in results if one not in joined)
+            assert all(
+                "has registered already: host 1 (h, pid 1)" in str(result) for result in results if result not in joined
+            )
         joined[0]._writer.close()
 
     asyncio.run(run())

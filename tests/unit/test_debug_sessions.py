@@ -135,7 +135,7 @@ def test_which_rank_is_debugged(
     code: int,
     shown: str,
 ) -> None:
-    found = [Breakpoint(each, 7, "/x/train.py", 3, "f", False) for each in ranks]
+    found = [Breakpoint(rank, 7, "/x/train.py", 3, "f", False) for rank in ranks]
     monkeypatch.setattr(debug, "list_breakpoints", lambda hosts: found)
     monkeypatch.setattr(os, "isatty", lambda descriptor: False)
     args = argparse.Namespace(handle="monarch_local://torchx/app", role="", address="unix:/x", rank=rank, json=False)

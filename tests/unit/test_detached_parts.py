@@ -109,8 +109,8 @@ def test_counting_gpus(tmp_path: Path) -> None:
     assert gpus.devices({"PATH": str(tmp_path / "none")}) == []
 
 
-def gpu_app(replicas: int, each: int) -> AppDef:
-    role = Role("r", image="", entrypoint="x", num_replicas=replicas, resource=Resource(1, each, 1))
+def gpu_app(replicas: int, gpus: int) -> AppDef:
+    role = Role("r", image="", entrypoint="x", num_replicas=replicas, resource=Resource(1, gpus, 1))
     return AppDef("a", [role, Role("cpu", image="", entrypoint="x")])
 
 
@@ -148,9 +148,9 @@ def test_app_ids(name: str) -> None:
 
 @given(st.lists(words | names, min_size=2, max_size=2, unique=True))
 def test_names_of_paths(two: list[str]) -> None:
-    one, other = (state_files.path_name(name) for name in two)
-    assert one != other
-    for part in (one, other):
+    first, other = (state_files.path_name(name) for name in two)
+    assert first != other
+    for part in (first, other):
         assert part not in ("", ".", "..") and "/" not in part and "\0" not in part and part.isascii()
 
 

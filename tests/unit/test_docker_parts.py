@@ -75,7 +75,7 @@ def test_hosts_meet_at_replica_0_of_their_own_role(runner: Runner) -> None:
 @pytest.mark.parametrize("roles", [("r",), ("x" * 70 + "a", "x" * 70 + "b"), ("A_b", "a-b"), ("--",), ("a..b", "..")])
 def test_names_are_valid_and_differ(app: str, roles: tuple[str, ...]) -> None:
     found = request.host_names(f"{app}-x1y2z3", {role: 1001 for role in roles})
-    names = [name for each in found.values() for name in each]
+    names = [name for of_role in found.values() for name in of_role]
     assert len(set(names)) == 1001 * len(roles)
     for name in names:
         assert re.fullmatch(r"[a-z0-9][a-z0-9-]{0,62}", name), name
@@ -99,10 +99,10 @@ def test_only_submitted_hosts_have_the_secret(runner: Runner) -> None:
     backend = DockerBackend()
     backend._daemon = cast(Any, SimpleNamespace(client=client, pull=nothing, ensure_network=nothing, cancelled=dict))
     backend.submit(info.request, info.submitted, "secret")
-    given = [one["environment"].get("MONARCH_CREDENTIALS") for one in made]
+    given = [options["environment"].get("MONARCH_CREDENTIALS") for options in made]
     assert given == ["secret", "secret", None]
-    assert {one["labels"][request.LABEL_APP] for one in made} == {info.submitted.pack()}
-    assert {one["labels"][request.LABEL_GRACE] for one in made} == {"30"}
+    assert {options["labels"][request.LABEL_APP] for options in made} == {info.submitted.pack()}
+    assert {options["labels"][request.LABEL_GRACE] for options in made} == {"30"}
     assert str(info) + json.dumps(asdict(info.request)) == shown
 
 
@@ -130,7 +130,7 @@ def test_replicas_get_gpus_of_their_own(runner: Runner, monkeypatch: pytest.Monk
     def devices(replicas: int) -> list[Any]:
         made = containers(runner, trainer(replicas=replicas, gpu=2))
         (requests,) = zip(*(container["kwargs"]["device_requests"] for container in made), strict=True)
-        return [each["DeviceIDs"] or each["Count"] for each in requests]
+        return [request["DeviceIDs"] or request["Count"] for request in requests]
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert devices(2) == [["4", "5"], ["6", "7"]]
@@ -222,7 +222,7 @@ RUNS = one("main", "running")
 def test_state_follows_from_the_containers(
     main: SimpleNamespace, other: SimpleNamespace, cancelled: float, state: State, stop: bool
 ) -> None:
-    specs = [spec(one.labels["torchx.pytorch.org/role-name"]) for one in (main, other)]
+    specs = [spec(container.labels["torchx.pytorch.org/role-name"]) for container in (main, other)]
     status = reduce(build(specs, main, other, cancelled=cancelled))
     assert (status.state, status.is_stop_due) == (state, stop)
     assert (status.message == "SIGTERM") == (cancelled > 0 and state is not State.SUCCEEDED)
@@ -273,14 +273,14 @@ def test_state_without_some_containers(
     assert (status.state, status.is_stop_due, status.message) == (state, stop, message)
     assert [len(role.replicas) for role in app.roles] == [size for size in sizes if size]
     absent = State.UNKNOWN if message else State.PENDING
-    assert {one.state for one in app.replicas if one.name not in app.containers} == {absent}
+    assert {replica.state for replica in app.replicas if replica.name not in app.containers} == {absent}
 
 
 def test_a_container_becomes_a_replica() -> None:
     first, second = one("main", code=137, ended=NOW - 50, id=1), one("main", code=1, ended=NOW - 49)
     first.attrs["RestartCount"] = 3
     app = build([spec("main", 2)], second, first)
-    assert [one.id for one in app.replicas] == [0, 1]
+    assert [replica.id for replica in app.replicas] == [0, 1]
     replica = app.replicas[1]
     assert (replica.hostname, replica.address, replica.restarts) == ("main-1", "", 3)
     assert (replica.started, replica.ended) == (NOW - 200, NOW - 50)

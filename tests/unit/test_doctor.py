@@ -252,7 +252,7 @@ def test_what_is_wrong_is_said_in_a_line(
 ) -> None:
     assert run(*words.split()) == 1
     printed = capsys.readouterr()
-    assert any(each.startswith(line) for each in printed.out.splitlines()), printed.out
+    assert any(shown.startswith(line) for shown in printed.out.splitlines()), printed.out
     assert f"fail  state folder: {broken}/state" in printed.out
     assert "Traceback" not in printed.out + printed.err
     gc.collect()  # Docker's client leaves its socket open, in a cycle that a later test would pay for
@@ -280,7 +280,7 @@ def test_schedulers_that_cannot_be_used_are_warnings(
     }
     monkeypatch.setattr(doctor, "_create", lambda name: (None, missing[name]))
     assert run("--json") == 0
-    found = {each["what"]: each for each in json.loads(capsys.readouterr().out)}
+    found = {result["what"]: result for result in json.loads(capsys.readouterr().out)}
     assert found["monarch_docker"]["level"] == "warn" and "acme_local" not in found
     assert found["monarch_docker"]["advice"] == "cannot be used: missing"
 

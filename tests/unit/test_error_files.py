@@ -94,12 +94,12 @@ def test_of_a_long_traceback_the_frames_of_libraries_are_left_out_first() -> Non
 def test_any_content_is_an_end_of_a_rank(data: dict[str, Any]) -> None:
     kept = error_files.known_fields(data)
     assert error_files.known_fields(kept) == kept
-    one = RankExit(3, 1, 0, "node", 17, 5, 10.0, error=kept)
-    assert one.failed and isinstance(one.failed_at, float)
-    assert one.describe().startswith("rank 3 (local rank 1 on node, pid 17) exited with code 5")
-    assert one.describe().isprintable()
-    assert isinstance(one.traceback, str) and isinstance(one.began, bool) and not one.is_collateral
-    text = HostResult.from_job_result(JobResult(5, one.describe(), one)).to_text()
+    rank_exit = RankExit(3, 1, 0, "node", 17, 5, 10.0, error=kept)
+    assert rank_exit.failed and isinstance(rank_exit.failed_at, float)
+    assert rank_exit.describe().startswith("rank 3 (local rank 1 on node, pid 17) exited with code 5")
+    assert rank_exit.describe().isprintable()
+    assert isinstance(rank_exit.traceback, str) and isinstance(rank_exit.began, bool) and not rank_exit.is_collateral
+    text = HostResult.from_job_result(JobResult(5, rank_exit.describe(), rank_exit)).to_text()
     assert no_retry_reason(5, text) == ""
 
 

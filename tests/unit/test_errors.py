@@ -50,7 +50,7 @@ def test_what_we_stopped_is_no_cause_unless_it_had_failed_before() -> None:
     stopped = exit_of(0, -15, at=9, stopped_at=8)
     failed_before = exit_of(1, -15, at=9, stopped_at=8, error=error("ValueError: x", raised_at=7.5))
     failed_after = exit_of(2, 1, at=9, stopped_at=8, error=error("ValueError: x", raised_at=8.5))
-    assert [one.failed for one in (stopped, failed_before, failed_after)] == [False, True, False]
+    assert [rank_exit.failed for rank_exit in (stopped, failed_before, failed_after)] == [False, True, False]
     # sys.exit(3) writes no error file.
     told_before, told_after = (exit_of(0, 3, at=9, stopped_at=8, failure_reported_at=told) for told in (7.5, 8.5))
     assert (told_before.failed, told_after.failed) == (True, False)

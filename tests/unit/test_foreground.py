@@ -153,7 +153,7 @@ def test_signals_to_a_command_that_does_not_wait_are_left_alone(
 
 def test_a_signal_during_the_submission_cancels_what_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     is_run(monkeypatch, wait=True)
-    before = {each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
     backend = Plain(slow=False)
     foreground = foreground_of(backend)
     try:
@@ -167,8 +167,8 @@ def test_a_signal_during_the_submission_cancels_what_is_submitted(monkeypatch: p
                 foreground.on_close()
         assert backend.cancelled == 1 and "without --wait and --log" in backend.reasons[0]
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])

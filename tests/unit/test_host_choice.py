@@ -47,8 +47,8 @@ def host(replica: int, name: str = "", machine: str = "") -> Registration:
 )
 def test_the_hosts_of_an_attempt(present: str, places: str, sizes: tuple[int, int], excluded: str, chosen: str) -> None:
     hosts = [host(int(replica)) for replica in present]
-    found = choose(hosts, [int(each) for each in places], *sizes, {int(each) for each in excluded})
-    assert "".join(str(each.replica) for each in found) == chosen
+    found = choose(hosts, [int(replica) for replica in places], *sizes, {int(replica) for replica in excluded})
+    assert "".join(str(host.replica) for host in found) == chosen
 
 
 @pytest.mark.parametrize(

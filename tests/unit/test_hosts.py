@@ -85,8 +85,8 @@ async def joined(folder: Path) -> AsyncIterator[tuple[JobHosts, list[Replica], R
     await rendezvous.start()
     rendezvous.register(HOSTS[0])
     replicas, following = [Replica(number) for number in range(REPLICAS)], list[asyncio.Task[None]]()
-    for each in replicas[1:]:
-        following.append(asyncio.ensure_future(each.follow(address)))
+    for replica in replicas[1:]:
+        following.append(asyncio.ensure_future(replica.follow(address)))
     await rendezvous.hosts.until(lambda: rendezvous.hosts.present == REPLICAS)
     hosts = JobHosts(
         OPTIONS, rendezvous.requests, rendezvous.events, Reporter(Console(2), None, "trainer"), replicas[0].handle
@@ -95,8 +95,8 @@ async def joined(folder: Path) -> AsyncIterator[tuple[JobHosts, list[Replica], R
     try:
         yield hosts, replicas, rendezvous
     finally:
-        for each in replicas:
-            each.answer.cancel()
+        for replica in replicas:
+            replica.answer.cancel()
         await rendezvous.announce(JobResult(0, ""), WITHIN)
         await asyncio.wait(following)
 
@@ -119,7 +119,7 @@ def test_answers_arrive_in_any_order(tmp_path: Path) -> None:
                 if other.replica == {2: 0, 0: 1}.get(replica):
                     other.answer.set_result([])
         assert found == [2, 0, 1]
-        assert [each.asked for each in replicas] == [[WatchRanks()]] * REPLICAS
+        assert [replica.asked for replica in replicas] == [[WatchRanks()]] * REPLICAS
 
     run(tmp_path, scenario)
 
@@ -137,8 +137,8 @@ def test_a_request_that_waits_delays_no_other(tmp_path: Path) -> None:
 
 def test_a_host_that_does_not_answer_in_time_is_named_and_its_request_cancelled(tmp_path: Path) -> None:
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
-        for each in replicas[:2]:
-            each.answer.set_result([])
+        for replica in replicas[:2]:
+            replica.answer.set_result([])
         answers, missing = await hosts.collect(SampleRanks(), 0.5)
         assert answers == {0: [], 1: []}
         assert missing == {2: "no answer within 0.5 s"}
@@ -212,8 +212,8 @@ def test_a_lost_host_ends_the_requests_to_it_and_its_event_names_the_cause(tmp_p
 
 def test_an_answer_too_long_for_a_message_is_an_error_of_its_host_alone(tmp_path: Path) -> None:
     async def scenario(hosts: JobHosts, replicas: list[Replica], rendezvous: Rendezvous) -> None:
-        for each in replicas:
-            each.answer.set_exception(HostRefused("", "x" * (9_000_000 if each.replica == 1 else 1)))
+        for replica in replicas:
+            replica.answer.set_exception(HostRefused("", "x" * (9_000_000 if replica.replica == 1 else 1)))
         _, missing = await hosts.collect(SampleRanks(), WITHIN)
         assert missing[0] == missing[2] == "x"
         assert "over the limit" in missing[1]

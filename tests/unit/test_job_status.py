@@ -172,7 +172,7 @@ def test_spare_and_excluded_hosts() -> None:
     spared = replace(spared, roles=[replace(role, spec=replace(role.spec, spares=1))])
     happened = [*STARTED, event("spares", "spare: host 2 (n3, pid 7), ...", role="train", hosts=["n3", "n4"])]
     found = status_of(spared, [*happened, event("excluded", told, host="n2")])
-    assert (found.hosts, found.spares, [each.message for each in found.excluded]) == (2, ["n3", "n4"], [told])
+    assert (found.hosts, found.spares, [exclusion.message for exclusion in found.excluded]) == (2, ["n3", "n4"], [told])
     assert "  spares       n3, n4\n  excluded     n2 is excluded after 3" in render(found, NOW)
     moved = event("rank_restart", "host 2 (n3, pid 7) takes the place of host 1 (n2)", role="train")
     found = status_of(spared, [*happened, moved, event("spares", "no spare host is left", role="train", hosts=[])])
@@ -182,15 +182,15 @@ def test_spare_and_excluded_hosts() -> None:
 
 def test_an_ended_job() -> None:
     done = snapshot(State.SUCCEEDED, State.SUCCEEDED, started=910.0)
-    ended = [replace(one, ended=980.0) for one in done.replicas]
+    ended = [replace(replica, ended=980.0) for replica in done.replicas]
     found = status_of(replace(done, roles=[replace(done.roles[0], replicas=ended)]), STARTED)
     assert (found.state, found.exit_code, found.ended, found.elapsed, found.phase) == ("SUCCEEDED", 0, 980, 70, None)
     error = HostResult(-9, "rank 1 was killed", failed_at=970.0).to_text()
-    failed = [replace(one, state=State.FAILED, error=error, ended=980.0) for one in done.replicas]
+    failed = [replace(replica, state=State.FAILED, error=error, ended=980.0) for replica in done.replicas]
     found = status_of(replace(done, roles=[replace(done.roles[0], replicas=failed)]), STARTED)
     assert (found.state, found.exit_code, found.has_ended) == ("FAILED", 137, True)
     assert "exit code    137" in render(found, NOW)
-    plain = [replace(one, state=State.FAILED, exit_code=3, ended=980.0) for one in done.replicas]
+    plain = [replace(replica, state=State.FAILED, exit_code=3, ended=980.0) for replica in done.replicas]
     assert status_of(replace(done, roles=[replace(done.roles[0], replicas=plain)])).exit_code == 3
 
 
@@ -242,12 +242,12 @@ def test_progress_lines_stand_for_events() -> None:
         "[monarch] waiting for host 1, 20 s",
     ]
     happened = events_of([TimedLine(950.0 + index, f"{line}\n") for index, line in enumerate(lines)])
-    assert [each["kind"] for each in happened] == ["hosts", "ranks", "failure", "rank_restart"]
+    assert [event["kind"] for event in happened] == ["hosts", "ranks", "failure", "rank_restart"]
     stamped = [TimedLine(950.0 + index, f"{stamp(950.0)}{line}\n") for index, line in enumerate(lines)]
     assert events_of(stamped) == happened  # -cfg timestamps
     lines = ["run 2: torchrun t.py", "run 2 FAILED: rank 3 failed", "SUCCEEDED: all 4 ranks ended with code 0 (1.84 s)"]
     runs = events_of([TimedLine(950.0, f"[monarch] {line}\n") for line in lines])
-    assert [(each["kind"], each.get("run")) for each in runs] == [("run", 2), ("run_end", 2), ("result", None)]
+    assert [(event["kind"], event.get("run")) for event in runs] == [("run", 2), ("run_end", 2), ("result", None)]
     found = status_of(snapshot(), happened)
     assert (found.phase, found.attempt, found.attempts, found.ranks, found.started) == ("restarting", 2, 3, 8, 920.0)
 
@@ -258,7 +258,7 @@ def test_numbers_with_thousands_of_digits_are_no_progress(tmp_path: Path) -> Non
     lines.append(f"[monarch] restart 1 of {digits} after: rank 3 failed\n")
     happened = events_of([TimedLine(950.0, line) for line in lines])
     written = [event("hosts", count=digits), event("ranks", count=[1]), event("spares", hosts=7)]
-    (path := tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in written))
+    (path := tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in written))
     happened += events.read(path)[0]
     found = status_of(snapshot(), happened)
     assert (found.hosts, found.ranks, found.attempts) == (2, 8, 3)
@@ -329,7 +329,7 @@ def test_ranks_that_hang_are_shown_until_they_go_on() -> None:
     lines = [
         TimedLine(990.0, f"[monarch] {line}") for line in (f"hang: {text}", "hang over: rank 3 made the others wait")
     ]
-    assert [each["kind"] for each in events_of(lines)] == ["hang", "hang_end"]
+    assert [event["kind"] for event in events_of(lines)] == ["hang", "hang_end"]
 
 
 def test_a_watched_status_does_not_scroll(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ def test_the_fields_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert documented("`result`") == {"type", "handle", *result}
     line = next(line for line in (_REFERENCE / "json.md").read_text().splitlines() if line.startswith("| `ranks` |"))
     assert set(re.findall(r"`(\w+)`", line)) - {"ranks"} == names(RankResult)
-    assert [set(each) for each in result["ranks"]] == [names(RankResult)]
+    assert [set(rank) for rank in result["ranks"]] == [names(RankResult)]
     assert documented("a run") == set(RunInfo.__annotations__)
     live = LiveState(True, 1, None, 0, 0, 0.0, 0.0)
     assert documented("an allocation") - {"live"} == set(ps._to_json("h", "r", live))

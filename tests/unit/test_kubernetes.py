@@ -74,7 +74,7 @@ def objects(runner: Runner, *roles: Role, name: str = "app", **cfg: Any) -> list
 
 
 def jobs(runner: Runner, *roles: Role, **cfg: Any) -> list[dict[str, Any]]:
-    return [one for one in objects(runner, *roles, **cfg) if one["kind"] == "Job"]
+    return [manifest for manifest in objects(runner, *roles, **cfg) if manifest["kind"] == "Job"]
 
 
 def container(job: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def container(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def environment(job: dict[str, Any]) -> dict[str, Any]:
-    return {one["name"]: one.get("value", one.get("valueFrom")) for one in container(job)["env"]}
+    return {variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in container(job)["env"]}
 
 
 # -- the request
@@ -116,10 +116,10 @@ def test_manifests_are_valid(runner: Runner, version: str) -> None:
         annotations={"note": "b"},
         ttl_seconds_after_finished=60,
     )
-    assert [one["kind"] for one in made] == ["Service", "Secret", "Job", "Job"]
-    for one in made:
-        kubernetes_validate.validate(one, version, strict=True)
-        assert one["metadata"]["labels"]["team"] == "a"
+    assert [manifest["kind"] for manifest in made] == ["Service", "Secret", "Job", "Job"]
+    for manifest in made:
+        kubernetes_validate.validate(manifest, version, strict=True)
+        assert manifest["metadata"]["labels"]["team"] == "a"
     job = made[2]
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "main"
     assert job["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == "high"
@@ -139,13 +139,13 @@ def test_manifests_are_valid(runner: Runner, version: str) -> None:
     assert spec["imagePullSecrets"] == [{"name": "registry"}]
     limits = container(job)["resources"]["limits"]
     assert (limits["nvidia.com/gpu"], limits["vpc.amazonaws.com/efa"], limits["cpu"]) == ("8", "4", "4000m")
-    assert "/dev/shm" in [one["mountPath"] for one in container(job)["volumeMounts"]]
+    assert "/dev/shm" in [mount["mountPath"] for mount in container(job)["volumeMounts"]]
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_volcano_pods_are_valid(runner: Runner, version: str) -> None:
     made = objects(runner, trainer("my-train"), sh(), tolerations=["spot"], **VOLCANO)
-    assert [one["kind"] for one in made] == ["Job", "Secret"]
+    assert [manifest["kind"] for manifest in made] == ["Job", "Secret"]
     for task in made[0]["spec"]["tasks"]:
         assert task["template"]["spec"]["tolerations"] == [{"key": "spot", "operator": "Exists"}]
         kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **task["template"]}, version, strict=True)
@@ -153,7 +153,7 @@ def test_volcano_pods_are_valid(runner: Runner, version: str) -> None:
 
 def test_one_job_for_each_role_and_all_names_known_before_the_start(runner: Runner) -> None:
     first, second = jobs(runner, trainer("first", 500), trainer("Second_one", 3), rendezvous_port=20100)
-    assert [(one["spec"]["completions"], one["spec"]["parallelism"]) for one in (first, second)] == [
+    assert [(manifest["spec"]["completions"], manifest["spec"]["parallelism"]) for manifest in (first, second)] == [
         (500, 500),
         (3, 3),
     ]
@@ -192,18 +192,22 @@ def test_only_the_secret_that_is_created_holds_the_credentials(runner: Runner, c
     assert "(made when the job is submitted)" in str(info)
     objects = with_credentials(info.request.objects, "the-key")
     assert "the-key" not in str(info)
-    others = [one for one in objects if one["kind"] != "Secret"]
-    (secret,) = (one for one in objects if one["kind"] == "Secret")
+    others = [manifest for manifest in objects if manifest["kind"] != "Secret"]
+    (secret,) = (manifest for manifest in objects if manifest["kind"] == "Secret")
     assert secret["stringData"] == {"credentials": "the-key"}
     assert "the-key" not in json.dumps(others)
     app_id = secret["metadata"]["name"]
     reference = {"secretKeyRef": {"name": app_id, "key": "credentials"}}
     if cfg is OFFLINE:
-        pods = [one["spec"]["template"] for one in others if one["kind"] == "Job"]
+        pods = [other["spec"]["template"] for other in others if other["kind"] == "Job"]
     else:
         pods = [task["template"] for task in others[-1]["spec"]["tasks"]]
     for index, pod in enumerate(pods):
-        env = [one["valueFrom"] for one in pod["spec"]["containers"][0]["env"] if one["name"] == "MONARCH_CREDENTIALS"]
+        env = [
+            variable["valueFrom"]
+            for variable in pod["spec"]["containers"][0]["env"]
+            if variable["name"] == "MONARCH_CREDENTIALS"
+        ]
         assert env == ([reference] if index < len(pods) - 1 else [])  # the last one runs no host
 
 
@@ -371,9 +375,9 @@ def test_why_a_pod_waits() -> None:
 def test_restarts_of_ranks_are_those_of_all_containers_that_have_ended() -> None:
     now = ended(1, message=HostResult(1, "x" * 5000, rank_restarts=2).to_text(4096))
     now["containerStatuses"][1]["lastState"] = {"terminated": {"exitCode": 137, "message": '{"rank_restarts": 3}'}}
-    one = Attempt(pod("Failed", **now))
-    assert one.rank_restarts == 5 and len(one.error) <= 4096
-    assert json.loads(one.error)["message"]["message"].startswith("xxx")
+    attempt = Attempt(pod("Failed", **now))
+    assert attempt.rank_restarts == 5 and len(attempt.error) <= 4096
+    assert json.loads(attempt.error)["message"]["message"].startswith("xxx")
     killed = Attempt(pod("Failed", **ended(137, message='{"rank_restarts": 1}')))
     assert (killed.rank_restarts, killed.error) == (1, "")
     assert killed.failure == "on node n1 was killed by signal 9 (SIGKILL)"
@@ -384,11 +388,11 @@ def test_restarts_of_ranks_are_those_of_all_containers_that_have_ended() -> None
 def test_the_output_of_a_pod_without_a_host_is_no_result() -> None:
     """Kubernetes takes the end of its log for its termination message."""
     forged = HostResult(7, "boom", replica=3, rank_restarts=5, no_retry_reason="x").to_text()
-    one = Attempt(pod("Failed", runs_host=False, **ended(3, message=f"x\n{forged}\n")))
-    assert (one.error, one.rank_restarts) == ("", 0)
-    assert one.failure.startswith('on node n1 exited with code 3; its last output: {"message": ')
-    one = Attempt(pod("Failed", runs_host=False, **ended(3, message="\x1b[2Jx\u202ey")))
-    assert one.failure == r"on node n1 exited with code 3; its last output: \x1b[2Jx\u202ey"
+    attempt = Attempt(pod("Failed", runs_host=False, **ended(3, message=f"x\n{forged}\n")))
+    assert (attempt.error, attempt.rank_restarts) == ("", 0)
+    assert attempt.failure.startswith('on node n1 exited with code 3; its last output: {"message": ')
+    attempt = Attempt(pod("Failed", runs_host=False, **ended(3, message="\x1b[2Jx\u202ey")))
+    assert attempt.failure == r"on node n1 exited with code 3; its last output: \x1b[2Jx\u202ey"
 
 
 # -- what follows
@@ -406,7 +410,7 @@ def role(
     sidecar: bool = False,
 ) -> RoleSnapshot:
     spec = RoleSpec(name, len(attempts), fewest, sidecar, retries)
-    replicas = [snapshot.replica(spec, number, each, job, ".a.n.svc", NOW - 60) for number, each in enumerate(attempts)]
+    replicas = [snapshot.replica(spec, number, pods, job, ".a.n.svc", NOW - 60) for number, pods in enumerate(attempts)]
     return RoleSnapshot(spec, replicas, job.is_active, job.finished, job.reason)
 
 
@@ -495,7 +499,7 @@ def test_a_snapshot_of_an_apps_objects() -> None:
     job = {"metadata": {"uid": "u", "labels": {request.LABEL_ROLE: "0"}}, "spec": {}}
     found = snapshot.assemble(stored(packed(), jobs=[job], pods=[labelled(0, phase="Running")]), NOW)
     assert (found.app_id, found.name, found.grace, found.ending, found.native) == ("n:a", "My App", 7.0, None, None)
-    assert [one.state for one in found.replicas] == [State.RUNNING, State.PENDING]
+    assert [replica.state for replica in found.replicas] == [State.RUNNING, State.PENDING]
     assert found.replicas[0].hostname == "app-r-0.a.n.svc"
     assert found.open_jobs == [job]
     refused = snapshot.assemble(stored(packed(), jobs=[job]), NOW, {"u": "gets no pods: quota"})
@@ -580,10 +584,10 @@ NOTED = '{"state": "FAILED", "msg": "why"}'
 
 def test_pods_that_an_aborted_volcano_job_deletes_are_cancelled() -> None:
     pods = [labelled(number, phase="Failed", **ended(code)) for number, code in enumerate((143, 3))]
-    for each in pods:
-        each["metadata"]["deletionTimestamp"] = "2026-11-20T10:00:09Z"
+    for deleted in pods:
+        deleted["metadata"]["deletionTimestamp"] = "2026-11-20T10:00:09Z"
     record = stored(packed(), NOTED, "volcano", pods=pods, status={"state": {"phase": "Aborted"}})
-    assert [one.state for one in snapshot.assemble(record, NOW).replicas] == [State.CANCELLED, State.FAILED]
+    assert [replica.state for replica in snapshot.assemble(record, NOW).replicas] == [State.CANCELLED, State.FAILED]
 
 
 @pytest.mark.parametrize(

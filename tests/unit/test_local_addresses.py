@@ -26,7 +26,7 @@ from torchx_monarch.transport.local_addresses import NetworkError
 )
 def test_spellings_of_the_address_of_a_worker_loop(url: str, again: list[str]) -> None:
     spellings = [_spelled(f"service<a1>@{url}", number) for number in range(len(again) + 1)]
-    assert spellings == [f"service<a1>@{each}" for each in (url, *again)]
+    assert spellings == [f"service<a1>@{spelling}" for spelling in (url, *again)]
 
 
 @pytest.mark.parametrize(("text", "ports"), [("26600", (26600, 26600)), ("1-65535", (1, 65535))])
@@ -71,7 +71,7 @@ def test_finds_replica_0_through_a_variable() -> None:
     for environ, is_first in (({}, True), ({"MAIN": "localhost"}, True), ({"MAIN": "localhost"}, False)):
         # On replica 0's machine. Where its name is that of the loopback, others may know better what to make of it.
         assert local_addresses.expand_address(address, environ, is_first) in {
-            f"tls:{each}:26599" for each in (name, resolved(name))
+            f"tls:{host}:26599" for host in (name, resolved(name))
         }
 
 

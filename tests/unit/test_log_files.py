@@ -218,7 +218,7 @@ def test_lines_are_merged_by_time(logs: list[list[int]]) -> None:
     sources = {
         index: [TimedLine(float(time), f"{index} {time}") for time in sorted(times)] for index, times in enumerate(logs)
     }
-    found = [each for each in LogMerge(sources, follow=False) if each is not None]
+    found = [merged for merged in LogMerge(sources, follow=False) if merged is not None]
     assert [line.time for _, line in found] == sorted(time for times in logs for time in times)
     for index, lines in sources.items():
         assert [line for key, line in found if key == index] == lines
@@ -226,7 +226,7 @@ def test_lines_are_merged_by_time(logs: list[list[int]]) -> None:
 
 def test_a_line_without_time_stays_behind_the_one_before_it() -> None:
     first = [TimedLine(1.0, "a"), TimedLine(0.0, "b"), TimedLine(3.0, "c")]
-    found = [each[1].text for each in LogMerge({"x": first, "y": [TimedLine(2.0, "d")]}, follow=False) if each]
+    found = [merged[1].text for merged in LogMerge({"x": first, "y": [TimedLine(2.0, "d")]}, follow=False) if merged]
     assert found == ["a", "b", "d", "c"]
 
 
@@ -241,7 +241,7 @@ def test_a_followed_log_that_is_silent_holds_no_other_up() -> None:
     assert [next(lines), next(lines)] == [("other", TimedLine(1.0, "a")), ("other", TimedLine(2.0, "b"))]
     assert next(lines) is None
     go_on.set()
-    assert [each for each in lines if each] == [("silent", TimedLine(9.0, "late"))]
+    assert [line for line in lines if line] == [("silent", TimedLine(9.0, "late"))]
 
 
 def test_an_error_of_a_log_is_raised() -> None:

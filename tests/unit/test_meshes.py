@@ -213,10 +213,10 @@ def test_another_program_keeps_the_options() -> None:
 
 
 def test_the_component() -> None:
-    (one,) = hosts(j="3x8", idle_timeout=5, max_retries=2).roles
-    assert one.env == {}
-    assert (one.num_replicas, one.retry_policy, one.max_retries) == (3, RetryPolicy.REPLICA, 2)
-    assert of(*one.args[2:], replicas=3) == AllocationSpec(5.0, "8", (), None)
+    (role,) = hosts(j="3x8", idle_timeout=5, max_retries=2).roles
+    assert role.env == {}
+    assert (role.num_replicas, role.retry_policy, role.max_retries) == (3, RetryPolicy.REPLICA, 2)
+    assert of(*role.args[2:], replicas=3) == AllocationSpec(5.0, "8", (), None)
     assert hosts(j="2x0").roles[0].args[-2:] == ["--nproc", "0"]
     for bad in ("1:2x4", "0x0", "x"):
         with pytest.raises(ComponentValidationException, match="-j "):

@@ -29,7 +29,7 @@ EVENTS: list[dict[str, Any]] = [
 
 def values(families: list[Family]) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     samples = [sample for family in parse(render(families)) for sample in family.samples]
-    found = {(one.name, frozenset(one.labels.items())): one.value for one in samples}
+    found = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
     assert len(found) == len(samples)
     return found
 
@@ -92,8 +92,8 @@ def test_ranks_are_added_up_and_shown_one_by_one_on_request() -> None:
     assert not [labels for _, labels in found if "rank" in dict(labels)]
     more = values(rank_families({"r": samples}, "app-1", per_rank=True))
     assert found.items() <= more.items()
-    one = labelled(role="r", attempt="3", rank="1", host="node7")
-    assert more["torchx_monarch_rank_resident_memory_bytes", one] == 10
+    rank1 = labelled(role="r", attempt="3", rank="1", host="node7")
+    assert more["torchx_monarch_rank_resident_memory_bytes", rank1] == 10
 
 
 def test_no_ranks_have_no_metrics() -> None:

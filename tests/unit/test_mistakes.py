@@ -53,7 +53,7 @@ def torchx(
         message = error.code if isinstance(error, SystemExit) else torchx_errors.explain(error)
         assert message and message != 0, f"the command succeeds, or shows a traceback: {error!r}"
         said = capsys.readouterr()
-        whole = "\n".join([str(message), said.out, said.err, *(each.getMessage() for each in caplog.records)])
+        whole = "\n".join([str(message), said.out, said.err, *(record.getMessage() for record in caplog.records)])
         assert "Traceback" not in whole, whole
         return whole
 

@@ -130,7 +130,9 @@ def test_a_hang_of_one_recorder_is_named_beside_the_other(folder: Path) -> None:
     async def main() -> None:
         async with Rank(folder, "2.13") as rank:
             groups = tuple((await rank.groups()).values())
-            late = tuple(GroupStatus(one.name, one.ranks, 1 if one.name == "0 (nccl)" else 9, 1) for one in groups)
+            late = tuple(
+                GroupStatus(group.name, group.ranks, 1 if group.name == "0 (nccl)" else 9, 1) for group in groups
+            )
             hang = diagnose([RankCollectives(0, 1000.0, groups), RankCollectives(1, 1000.0, late)], 300)
             assert hang is not None and (hang.fault, hang.ranks, hang.group) == (Fault.MISSING, (1,), "0 (nccl)")
             assert hang.describe().startswith("rank 1 has not called nccl:all_reduce, number 2 of group 0 (nccl), in")

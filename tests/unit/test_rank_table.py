@@ -102,8 +102,8 @@ def calling(rank: int, time: float = 100.0, called: tuple[float, ...] = (), **mo
     """A sample of a rank that has called collectives 1, 2, … of a group of two ranks at the given times."""
     recent = tuple(Collective(number, "gloo:all_reduce", called=at) for number, at in enumerate(called, 1))
     groups = (GroupStatus("0", "0-1", len(called), len(called), None, recent),) if called else ()
-    one = RankSample(time, rank, rank, 0, "node", 10 + rank, 0, "running", 1.0, 5.0, 1 << 30, groups=groups)
-    return replace(one, **more)  # type: ignore[arg-type]
+    told = RankSample(time, rank, rank, 0, "node", 10 + rank, 0, "running", 1.0, 5.0, 1 << 30, groups=groups)
+    return replace(told, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -129,13 +129,13 @@ def test_collectives_that_a_sample_no_longer_tells_do_not_count() -> None:
 
 def test_what_an_earlier_sample_tells_counts_too() -> None:
     before = [calling(rank, 98.0, (1.0 + rank,)) for rank in range(2)]
-    now = [replace(one, time=100.0, groups=(replace(one.groups[0], recent=()),)) for one in before]
-    assert [one.late_by for one in rank_views(now, before)] == [0.0, 1.0]
+    now = [replace(sample, time=100.0, groups=(replace(sample.groups[0], recent=()),)) for sample in before]
+    assert [view.late_by for view in rank_views(now, before)] == [0.0, 1.0]
 
 
 def test_a_rank_of_two_groups_is_as_late_as_in_the_worse_one() -> None:
     ranks = [calling(0, called=(1.0,)), calling(1, called=(2.0,))]
-    twice = [replace(one, groups=(*one.groups, replace(one.groups[0], name="1"))) for one in ranks]
+    twice = [replace(rank, groups=(*rank.groups, replace(rank.groups[0], name="1"))) for rank in ranks]
     assert lateness(twice) == {0: 0.0, 1: 1.0}
 
 
@@ -147,10 +147,10 @@ def test_rates_of_two_samples() -> None:
         calling(0, called=(1.0, 2.0, 3.0), cpu_seconds=8.0),
     ]
     found = rank_views(now, before)
-    assert [(one.rank, one.cpu, one.collectives_per_second) for one in found] == [
+    assert [(view.rank, view.cpu, view.collectives_per_second) for view in found] == [
         *[(0, 1.5, 1.0), (1, None, None), (2, None, None)]
     ]
-    assert [one.cpu for one in rank_views(now, [])] == [None] * 3
+    assert [view.cpu for view in rank_views(now, [])] == [None] * 3
 
 
 def test_a_status_shows_what_ranks_do_in_a_few_lines() -> None:
@@ -171,6 +171,6 @@ def test_a_status_shows_what_ranks_do_in_a_few_lines() -> None:
     assert status.to_json()["activity"][0]["progress"]["step"] == 20
     hanging = [replace(view, waited_for=12.0 if view.rank == 0 else None) for view in rank_views(now, before)]
     assert "a second; others wait for rank 0, for 12.0 s" in render(replace(status, activity=hanging), 101.0)
-    many = [replace(one, rank=rank, state="stopped") for rank in range(9) for one in now[1:]]
+    many = [replace(sample, rank=rank, state="stopped") for rank in range(9) for sample in now[1:]]
     shown = render(replace(status, activity=rank_views(many, [])), 101.0)
     assert shown.endswith("rank 0 is stopped; rank 1 is stopped; rank 2 is stopped; …")

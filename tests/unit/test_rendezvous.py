@@ -102,7 +102,7 @@ def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> Non
         result = await asyncio.wait_for(preempted.result(AsyncMock()), WITHIN)
         assert result is not None and preempted.dismissed
         preempted._writer.close()
-        assert [each and each.replica for each in changes] == [None, 2, None, 2] and not first.events.pending
+        assert [change and change.replica for change in changes] == [None, 2, None, 2] and not first.events.pending
         member._writer.close()
         assert (await asyncio.wait_for(first.events.next(), WITHIN)).replica == 1
         await first.announce(JobResult(0, ""), 5)

@@ -68,7 +68,7 @@ class Elements(HTMLParser):
     [
         [],
         START,
-        [{**each, "message": HOSTILE} for each in RESTARTED],
+        [{**event, "message": HOSTILE} for event in RESTARTED],
         [
             *START,
             event(105, "run", run=1, message=HOSTILE),
@@ -97,7 +97,7 @@ def test_the_picture_has_a_row_for_each_rank_and_folds_many_by_host() -> None:
     text = page(restarted)
     assert 'aria-label="phases: submit: 0.5 s from 0.0 s; queue: 0.5 s from 0.5 s;' in text
     assert "<title>rank 1, exit code 1, process group after 1.4 s: 3.9 s from 6.1 s</title>" in text
-    many = [{"replica": each, "first_rank": 4 * each, "pids": [1, 2, 3, 4]} for each in range(300)]
+    many = [{"replica": replica, "first_rank": 4 * replica, "pids": [1, 2, 3, 4]} for replica in range(300)]
     drawn = build([*START, event(106, "ranks", hosts=many)], ["t"], end=130.0)
     assert rows_of(drawn)[1].label == "host 0" and "45 more rows are left out" in page(drawn)
 
@@ -168,7 +168,7 @@ def test_the_file_is_replaced_or_left_alone(tmp_path: Path) -> None:
     for name in ("pipe", "", "no/folder"):
         with pytest.raises(UserError, match="cannot write"):
             write_output(str(tmp_path / name), "four")
-    assert {each.name for each in tmp_path.iterdir()} == {"job.html", "link", "pipe"}
+    assert {path.name for path in tmp_path.iterdir()} == {"job.html", "link", "pipe"}
 
 
 def test_a_dash_is_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,9 +27,9 @@ def pins(python: str) -> dict[str, str]:
     environment = {"python_version": ".".join(python.split(".")[:2]), "python_full_version": python}
     found = [Requirement(line) for line in LINES if line and not line.startswith("#")]
     return {
-        canonicalize_name(each.name): str(each.specifier).removeprefix("==")
-        for each in found
-        if each.marker is None or each.marker.evaluate(environment)
+        canonicalize_name(requirement.name): str(requirement.specifier).removeprefix("==")
+        for requirement in found
+        if requirement.marker is None or requirement.marker.evaluate(environment)
     }
 
 
@@ -37,7 +37,7 @@ def pins(python: str) -> dict[str, str]:
 def test_each_supports(python: str) -> None:
     """Of the releases that are installed here: others have no metadata to look at."""
     installed: dict[str, importlib.metadata.Distribution] = {
-        canonicalize_name(each.name): each for each in importlib.metadata.distributions()
+        canonicalize_name(distribution.name): distribution for distribution in importlib.metadata.distributions()
     }
     looked_at = [
         installed[name]
@@ -45,9 +45,9 @@ def test_each_supports(python: str) -> None:
         if name in installed and installed[name].version == version
     ]
     unfit = {
-        f"{each.name} {each.version}": wanted
-        for each in looked_at
-        if (wanted := each.metadata["Requires-Python"]) and python not in SpecifierSet(wanted)
+        f"{path.name} {path.version}": wanted
+        for path in looked_at
+        if (wanted := path.metadata["Requires-Python"]) and python not in SpecifierSet(wanted)
     }
     assert len(looked_at) > 50 and not unfit
 

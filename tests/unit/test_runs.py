@@ -78,7 +78,7 @@ def test_runs_are_listed_as_the_hosts_did(tmp_path: Path) -> None:
     (tmp_path / "run_x").mkdir()
     (tmp_path / "attempt_0").mkdir()
     first, second = list_runs(hosts(tmp_path))
-    assert [(one["run"], one["state"], one["exit_code"]) for one in (first, second)] == [
+    assert [(run["run"], run["state"], run["exit_code"]) for run in (first, second)] == [
         (9, "failed", 3),
         (10, "succeeded", 0),
     ]
@@ -164,7 +164,7 @@ def test_what_is_kept_nowhere_is_said() -> None:
 def test_damaged_records_are_left_out(damaged: Any, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     write(tmp_path, 1, BEGUN, damaged, OUTPUT, RESULT)
     write(tmp_path, 2, {**BEGUN, "submitted": 10**400}, OUTPUT, {**RESULT, "started": 10**400})
-    assert [(one["exit_code"], one["submitted"]) for one in list_runs(hosts(tmp_path))] == [(3, 7.0), (None, 0.0)]
+    assert [(run["exit_code"], run["submitted"]) for run in list_runs(hosts(tmp_path))] == [(3, 7.0), (None, 0.0)]
     assert Collector("stream").collect(follow_run(hosts(tmp_path), 1)).exit_code == 3
     assert capsysbinary.readouterr().out.endswith(b"[0] out\n")
 
@@ -216,7 +216,7 @@ def test_followed_lines_go_on_after_a_break_and_name_the_end_of_the_hosts() -> N
     assert [next(lines), next(lines)] == ["[default0]:out", "two"]
     with pytest.raises(UnreachableError, match="run 1 lost its connection: .* has ended"):
         next(lines)
-    assert [(each["run"], each["rank"]) for each in lost.asked] == [(None, 0), (1, 0), (1, 0)]
+    assert [(request["run"], request["rank"]) for request in lost.asked] == [(None, 0), (1, 0), (1, 0)]
 
 
 class RunningRun:
@@ -247,7 +247,7 @@ def test_a_signal_stops_a_run_also_one_that_came_before_its_number(
     number: signal.Signals, is_held: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running: Any = RunningRun()
-    before = {each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
 
     class Handle(RunHandle):
         def result(self, timeout: float | None = None) -> RunResult:
@@ -268,8 +268,8 @@ def test_a_signal_stops_a_run_also_one_that_came_before_its_number(
             collect_with_interrupts(running, running, Collector("stream"))
     finally:
         termination.remove()
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
     assert signal_of(ended.value) == number
     assert [request["kill"] for request in running.asked] == [False, True]
     assert f"stopping run 1 ({number.name}); Ctrl-C again kills it" in capsys.readouterr().err

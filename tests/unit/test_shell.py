@@ -119,7 +119,7 @@ def test_commands_of_a_string(text: str, expected: list[list[str]]) -> None:
     ],
 )
 def test_of_commands_in_different_branches_the_shell_executes_one(text: str, exclusive: bool) -> None:
-    first, second = (each for each in simple_commands(text) if each.words[0].value == "torchrun")
+    first, second = (command for command in simple_commands(text) if command.words[0].value == "torchrun")
     assert first.excludes(second) is second.excludes(first) is exclusive
 
 

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def check(folder: Path, lines: list[str]) -> list[str]:
-    log = printed.Log("the log", 1, ("out",), "".join(f"{one}\n" for one in lines))
+    log = printed.Log("the log", 1, ("out",), "".join(f"{line}\n" for line in lines))
     return printed.check(folder, *printed.host_starts(folder / "events"), [log])
 
 
@@ -118,11 +118,11 @@ def test_a_soak_contains_every_fault_at_every_moment_in_every_kind_of_job() -> N
         single = {(kind, *what) for kind, [what, *more] in plans.cells(seed) if not more}
         assert single >= set(product(plans.KINDS, plans.SIGNALS, plans.TARGETS, plans.PHASES))
         for cell, plan in zip(plans.cells(seed), drawn, strict=True):
-            assert [(one.action, one.target, one.moment.phase) for one in plan.faults] == list(cell.faults)
+            assert [(fault.action, fault.target, fault.moment.phase) for fault in plan.faults] == list(cell.faults)
             assert cell.kind != "elastic" or plan.elastic
             assert cell.kind != "replaced" or (plan.policy == "REPLICA" and plan.retries and not plan.elastic)
-        pairs = {frozenset(one.target for one in plan.faults) for plan in drawn if len(plan.faults) == 2}
+        pairs = {frozenset(fault.target for fault in plan.faults) for plan in drawn if len(plan.faults) == 2}
         assert pairs == {frozenset(pair) for pair in product(plans.TARGETS, plans.TARGETS)}
-        together = {one.what for plan in drawn for one in plan.faults if one.moment.phase == "with"}
+        together = {fault.what for plan in drawn for fault in plan.faults if fault.moment.phase == "with"}
         assert together == {f"{action} {target}" for action, target in product(plans.SIGNALS, plans.TARGETS)}
         assert any(plan.spares for plan in drawn) and any(plan.fresh for plan in drawn)

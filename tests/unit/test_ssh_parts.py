@@ -322,9 +322,11 @@ def test_a_workspace_of_several_folders(tmp_path: Path, monkeypatch: pytest.Monk
 def found(replica: int, state: State, submitted: SubmittedApp, **more: Any) -> FoundReplica:
     """Return what a machine answers."""
     place = Place("app-1@a", 0, replica, 100.0, 5.0, Layout([["a", "b"]], "python3"), submitted.pack())
-    one = ReplicaRecord(id=replica, state=state, started=101.0, ended=102.0 if state.is_terminal else None)
-    record = AppRecord(folder_name("app-1@a", 0, replica), "app", 100.0, state, roles=[RoleRecord("trainer", [one])])
-    record.ended, record.hostname = one.ended, "ab"[replica]
+    replica_record = ReplicaRecord(id=replica, state=state, started=101.0, ended=102.0 if state.is_terminal else None)
+    record = AppRecord(
+        folder_name("app-1@a", 0, replica), "app", 100.0, state, roles=[RoleRecord("trainer", [replica_record])]
+    )
+    record.ended, record.hostname = replica_record.ended, "ab"[replica]
     for name, value in more.items():
         setattr(record, name, value)
     return FoundReplica(place, record, None)
@@ -382,7 +384,7 @@ def test_a_damaged_file_of_a_replica_is_named_and_costs_no_other_app(
         state_files.write_json(paths.status, asdict(AppRecord("", "app", time.time(), State.RUNNING, roles=[role])))
     Path(paths.root, damaged).write_text("{")
     says = f": {paths.root}/{damaged} is damaged: "
-    assert [each.app_id for each in runner.list("monarch_ssh")] == ["sound-1@a"]
+    assert [app.app_id for app in runner.list("monarch_ssh")] == ["sound-1@a"]
     assert says in caplog.text
     with pytest.raises(BackendError, match=says):
         runner.status("monarch_ssh://torchx/broken-1@a")

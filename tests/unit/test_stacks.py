@@ -91,7 +91,7 @@ def test_lines_that_are_no_stack_are_dropped(text: str) -> None:
 def test_what_a_rank_writes_itself_is_limited_and_escaped() -> None:
     thread = "Thread 0x1 (most recent call first):\n" + '  File "\x1b[31m%s", line 1 in f\x9b\n' % ("x" * 5000) * 5000
     stacks = parse_faulthandler(thread * 2 + "Thread 0x1 (most recent call first):\n" * 5000)
-    assert len(stacks) == 200 and max(len(one.frames) for one in stacks) == 200
+    assert len(stacks) == 200 and max(len(process.frames) for process in stacks) == 200
     shown = "\n".join(render([ProcessStacks(0, 0, 1, "\x1b", stacks, "")]))
     assert "\x1b" not in shown and "\x9b" not in shown and len(shown) < 1 << 20
 
@@ -146,7 +146,7 @@ def test_several_children_of_one_rank_are_counted() -> None:
 def test_other_threads_are_groups_of_their_own() -> None:
     busy = ThreadStack("", (Frame("/x.py", 1, "beat"),))
     ranks = [
-        dataclasses.replace(each, threads=(*each.threads, busy, ThreadStack("", ())))
-        for each in (process(0, "f"), process(1, "f"))
+        dataclasses.replace(stacks, threads=(*stacks.threads, busy, ThreadStack("", ())))
+        for stacks in (process(0, "f"), process(1, "f"))
     ]
-    assert [(one.what, one.ranks) for one in group(ranks)] == [("main thread", (0, 1)), ("other thread", (0, 1))]
+    assert [(found.what, found.ranks) for found in group(ranks)] == [("main thread", (0, 1)), ("other thread", (0, 1))]

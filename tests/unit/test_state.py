@@ -343,6 +343,6 @@ def test_a_spare_never_decides(states: tuple[State, ...], state: State, outcome:
 
 def test_a_spare_that_can_never_start_fails_no_app() -> None:
     for stuck, state in ((2, None), (0, F)):
-        each = [one(number, P if number == stuck else R, is_stuck=number == stuck) for number in range(3)]
-        status = reduce(app(RoleSnapshot(RoleSpec("r", 3, **SPARED), each)))
+        replicas = [one(number, P if number == stuck else R, is_stuck=number == stuck) for number in range(3)]
+        status = reduce(app(RoleSnapshot(RoleSpec("r", 3, **SPARED), replicas)))
         assert (status.outcome and status.outcome.state) == state

@@ -82,7 +82,7 @@ def test_a_planted_app_is_refused_by_name(tmp_path: Path, whose: str, caplog: py
         os.rename(planted.root, elsewhere)
         os.symlink(elsewhere, planted.root)
         reason = "is a symbolic link"
-    assert [each.app_id for each in monarch_local("torchx").list()] == [mine.app_id]
+    assert [app.app_id for app in monarch_local("torchx").list()] == [mine.app_id]
     assert f"{planted.root} {reason}" in caplog.text
     assert f"{planted.root} {reason}" in refused(planted.app_id)
     assert precious.read_text() == "mine\n"
@@ -109,7 +109,7 @@ def test_a_link_in_an_app_is_not_followed(tmp_path: Path, linked: str) -> None:
         logs.rmdir()
         os.symlink(elsewhere, logs)
     scheduler = monarch_local("torchx")
-    assert [each.state for each in scheduler.list()] == [AppState.FAILED]
+    assert [app.state for app in scheduler.list()] == [AppState.FAILED]
     assert precious.read_text() == "mine\n"
     assert events.read(dead.events) == ([], 0)
     assert content(elsewhere) == []
@@ -164,7 +164,7 @@ def test_names_and_messages_do_not_reach_the_terminal_as_codes() -> None:
     record.roles[0].replicas[0].error = record.error = '{"message": "a\\u001b[2J", "errorCode": 1}'
     state_files.write_json(paths.status, asdict(record))
     scheduler = monarch_local("torchx")
-    assert [each.name for each in scheduler.list()] == ["\\x1b]0;owned\\x07"]
+    assert [app.name for app in scheduler.list()] == ["\\x1b]0;owned\\x07"]
     found = scheduler.describe(paths.app_id)
     assert found is not None
     assert found.msg == "one\ntwo \\x1b[31mred\\r"
@@ -178,7 +178,7 @@ def test_a_planted_name_does_not_reach_the_terminal(
 ) -> None:
     mine, planted = app("mine"), app("planted")
     os.rename(planted.root, os.path.join(os.path.dirname(planted.root), name))
-    assert [each.app_id for each in monarch_local("torchx").list()] == [mine.app_id]
+    assert [app.app_id for app in monarch_local("torchx").list()] == [mine.app_id]
     assert caplog.text.isprintable()
     # Any folder of the state directory may have such a name, such as the target of a link.
     error = UnsafeFileError(name, "is a link")

@@ -61,8 +61,8 @@ def test_data_passes_both_ways_to_the_end(
         writer.close()
         assert await asyncio.wait_for(peer_reader.read(), 60) == b""
         peer_writer.close()
-        for each in (writer, peer_writer):
-            await asyncio.wait_for(each.wait_closed(), 60)
+        for stream in (writer, peer_writer):
+            await asyncio.wait_for(stream.wait_closed(), 60)
 
     asyncio.run(run())
     assert all(end.fileno() == -1 for end in pair)

@@ -110,18 +110,18 @@ def test_a_folder_is_brought_from_tree_to_tree_and_keeps_results(tmp_path: Path,
 def test_a_run_keeps_its_folder_and_old_ones_go(tmp_path: Path, store: CodeStore) -> None:
     root = write(tmp_path / "ws", {"a.py": "1"})
     first = send(root, store)
-    one = store.acquire(first.hash)
+    first_folder = store.acquire(first.hash)
     write(root, {"a.py": "2"})
     second = send(root, store)
     two = store.acquire(second.hash)
-    assert (Path(one, "a.py").read_text(), Path(two, "a.py").read_text()) == ("1", "2")
-    assert stat.S_IMODE(os.stat(one).st_mode) == 0o700
+    assert (Path(first_folder, "a.py").read_text(), Path(two, "a.py").read_text()) == ("1", "2")
+    assert stat.S_IMODE(os.stat(first_folder).st_mode) == 0o700
     write(root, {"a.py": "3"})
     three = store.acquire(send(root, store).hash)
-    for path in (one, two, three):
+    for path in (first_folder, two, three):
         store.release(path)
     assert store.acquire(second.hash) == two
-    assert not os.path.exists(one), "of idle folders with nothing of their own one stays, to be changed"
+    assert not os.path.exists(first_folder), "of idle folders with nothing of their own one stays, to be changed"
     assert os.path.exists(three)
     store.release(two)
     for number in range(store_module._TREES + 4):
@@ -135,8 +135,8 @@ def test_a_run_keeps_its_folder_and_old_ones_go(tmp_path: Path, store: CodeStore
 
 
 def test_a_run_finds_no_files_of_another_workspaces_runs(tmp_path: Path, store: CodeStore) -> None:
-    one, other = (write(tmp_path / name, {"a.py": "1"}) for name in ("one", "other"))
-    path = store.acquire(send(one, store).hash, "one")
+    own, other = (write(tmp_path / name, {"a.py": "1"}) for name in ("one", "other"))
+    path = store.acquire(send(own, store).hash, "one")
     write(Path(path), {"checkpoint": "of one"})
     store.release(path)
     for text in ("1", "2"):  # the same code, and other code
@@ -145,20 +145,20 @@ def test_a_run_finds_no_files_of_another_workspaces_runs(tmp_path: Path, store: 
         apart = store.acquire(tree.hash, "other")
         assert held(apart) == tree
         store.release(apart)
-    write(one, {"a.py": "2"})
-    assert Path(store.acquire(send(one, store).hash, "one"), "checkpoint").read_text() == "of one"
+    write(own, {"a.py": "2"})
+    assert Path(store.acquire(send(own, store).hash, "one"), "checkpoint").read_text() == "of one"
 
 
 def test_a_folder_with_results_of_a_run_stays(tmp_path: Path, store: CodeStore) -> None:
     root = write(tmp_path / "ws", {"a.py": "1"})
-    one = store.acquire(send(root, store).hash)
+    folder = store.acquire(send(root, store).hash)
     write(root, {"a.py": "2"})
     two = store.acquire(send(root, store).hash)
-    write(Path(one), {"result": "42"})
-    store.release(one)
+    write(Path(folder), {"result": "42"})
+    store.release(folder)
     store.release(two)
     store.release(store.acquire(send(root, store).hash))
-    assert Path(one, "result").read_text() == "42"
+    assert Path(folder, "result").read_text() == "42"
 
 
 def test_python_runs_what_came_within_the_same_second(

@@ -50,7 +50,7 @@ def check(timeline: Timeline) -> None:
     for role in timeline.spans_of("role"):
         of_role = timeline.spans_of("phase", role.name)
         assert sum(span.seconds for span in of_role) == pytest.approx(timeline.job.seconds)
-        assert all(one.end == next_one.start for one, next_one in zip(of_role, of_role[1:], strict=False))
+        assert all(phase.end == next_one.start for phase, next_one in zip(of_role, of_role[1:], strict=False))
     for index, span in enumerate(timeline.spans):
         assert timeline.job.start <= span.start <= span.end <= timeline.job.end
         if span.parent is not None:
@@ -67,15 +67,17 @@ def test_a_job_with_a_restart() -> None:
         *(("running", 110), ("stopping", 110.7), ("ranks", 111), ("running", 120), ("end", 121)),
     ]
     attempts = timeline.spans_of("attempt")
-    assert [(one.name, one.start, one.end) for one in attempts] == [
+    assert [(attempt.name, attempt.start, attempt.end) for attempt in attempts] == [
         ("attempt 1", 103, 110.7),
         ("attempt 2", 110.7, 120),
     ]
-    ranks = [(one.number, one.replica, one.pid, one.code, one.start, one.end) for one in timeline.spans_of("rank")]
+    ranks = [
+        (span.number, span.replica, span.pid, span.code, span.start, span.end) for span in timeline.spans_of("rank")
+    ]
     assert ranks[:2] == [(0, 0, 7, None, 106, 110.7), (1, 0, 8, 1, 106.1, 110.0)] and len(ranks) == 6
-    assert [one.grouped for one in timeline.spans_of("rank")[:3]] == [None, 107.5, None]
-    assert [(one.replica, one.start, one.end) for one in timeline.spans_of("import")] == [(0, 101.0, 105.0)]
-    assert [one.kind for one in timeline.moments] == ["output", "failure", "rank_restart", "result", "ended"]
+    assert [span.grouped for span in timeline.spans_of("rank")[:3]] == [None, 107.5, None]
+    assert [(span.replica, span.start, span.end) for span in timeline.spans_of("import")] == [(0, 101.0, 105.0)]
+    assert [moment.kind for moment in timeline.moments] == ["output", "failure", "rank_restart", "result", "ended"]
 
 
 def test_lost_time_is_that_of_the_outages() -> None:
@@ -135,10 +137,10 @@ def test_runs_of_a_live_allocation() -> None:
     for live in (["t"], []):
         timeline = build(happened, ["t"], end=125.0, live=live)
         check(timeline)
-        runs = [(one.number, one.start, one.end, one.code) for one in timeline.spans_of("run")]
+        runs = [(span.number, span.start, span.end, span.code) for span in timeline.spans_of("run")]
         assert runs == [(1, 110, 118, 3), (2, 120, 125, None)]
-        assert [one.name for one in timeline.spans_of("attempt")] == ["attempt 1", "attempt 2", "attempt 1"]
-        assert [timeline.spans[one.parent or 0].number for one in timeline.spans_of("attempt")] == [1, 1, 2]
+        assert [span.name for span in timeline.spans_of("attempt")] == ["attempt 1", "attempt 2", "attempt 1"]
+        assert [timeline.spans[span.parent or 0].number for span in timeline.spans_of("attempt")] == [1, 1, 2]
         assert ("idle", 110) in phases(timeline) and ("idle", 120) in phases(timeline)
     assert phases(build(START, ["t"], end=125.0, live=["t"]))[-1] == ("idle", 125)
 

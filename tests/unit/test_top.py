@@ -37,9 +37,9 @@ def view(ranks: int, **more: Any) -> JobFacts:
 @pytest.mark.parametrize("by_host", [False, True])
 def test_a_screen_has_the_size_of_its_terminal(width: int, height: int, ranks: int, by_host: bool) -> None:
     missing = {str(replica): "it does not answer, " * 30 for replica in range(40)}
-    for one in (view(ranks), view(ranks, missing=missing, problem="a problem " * 30)):
+    for facts in (view(ranks), view(ranks, missing=missing, problem="a problem " * 30)):
         for first in (0, 10, 10_000):
-            lines, _ = top.screen(one, width, height, first, by_host)
+            lines, _ = top.screen(facts, width, height, first, by_host)
             assert len(lines) == height and max(map(len, lines)) <= width
             assert lines[0].startswith(JOB.handle[:20]) and lines[-1].startswith("q quit")
 

@@ -101,7 +101,7 @@ def test_nothing_but_numbers_is_taken_of_an_event() -> None:
 def test_a_start_begins_with_the_last_restart_of_its_role() -> None:
     other = {**event(3, "restart"), "role": "other"}
     happened = [event(0, "submitted"), event(1, "ranks"), event(2, "restart"), other, event(4, "replica_started")]
-    assert [each["kind"] for each in trace_spans.since_last_restart(happened, "r")] == ["restart", "replica_started"]
+    assert [event["kind"] for event in trace_spans.since_last_restart(happened, "r")] == ["restart", "replica_started"]
     assert len(trace_spans.since_last_restart(happened[:2], "r")) == 2
 
 

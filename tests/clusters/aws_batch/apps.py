@@ -198,12 +198,15 @@ def _transition(how: dict[str, object]) -> None:
 
 def definitions(client: Any) -> list[str]:
     """The names of active job definitions."""
-    return [each["jobDefinitionName"] for each in client.describe_job_definitions(status="ACTIVE")["jobDefinitions"]]
+    return [
+        definition["jobDefinitionName"]
+        for definition in client.describe_job_definitions(status="ACTIVE")["jobDefinitions"]
+    ]
 
 
 def request_of(client: Any, name: str) -> str:
     """All that AWS shows of a job and its definition, as text."""
     known = client.describe_job_definitions(jobDefinitionName=name)["jobDefinitions"]
     by_name = [{"name": "JOB_NAME", "values": [name]}]
-    jobs = [each["jobId"] for each in client.list_jobs(jobQueue="first", filters=by_name)["jobSummaryList"]]
+    jobs = [summary["jobId"] for summary in client.list_jobs(jobQueue="first", filters=by_name)["jobSummaryList"]]
     return json.dumps([known, client.describe_jobs(jobs=jobs)["jobs"]], default=str)

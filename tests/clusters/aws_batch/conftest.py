@@ -27,9 +27,9 @@ def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture(scope="session")
 def aws() -> Iterator[Aws]:
     """Where jobs succeed at once."""
-    one = Aws("simple")
-    yield one
-    one.stop()
+    cloud = Aws("simple")
+    yield cloud
+    cloud.stop()
 
 
 @pytest.fixture(scope="session")
@@ -41,9 +41,9 @@ def daemon() -> Iterator[Daemon]:
 @pytest.fixture(scope="session")
 def aws_with_docker(daemon: Daemon) -> Iterator[Aws]:
     """Where jobs are containers."""
-    one = with_docker(daemon)
-    yield one
-    one.stop()
+    cloud = with_docker(daemon)
+    yield cloud
+    cloud.stop()
 
 
 def _apps(aws: Aws, apps: Apps) -> Iterator[Apps]:

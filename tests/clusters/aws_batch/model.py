@@ -106,8 +106,8 @@ def operation(method: str, path: str, target: str) -> Operation:
             if model.metadata.get("targetPrefix") == prefix and name in model.operation_names:
                 return Operation(service, model.operation_model(name), {})
             continue
-        for one in model.operation_names if model.metadata["protocol"] == "rest-json" else ():
-            known = model.operation_model(one)
+        for operation_name in model.operation_names if model.metadata["protocol"] == "rest-json" else ():
+            known = model.operation_model(operation_name)
             pattern = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+)", re.escape(known.http["requestUri"]))
             if known.http["method"] == method and (found := re.fullmatch(pattern, path)):
                 return Operation(

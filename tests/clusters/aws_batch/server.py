@@ -99,12 +99,12 @@ def _add_nodes() -> None:
 
     def describe_jobs(self: Any, jobs: list[str] | None) -> list[dict[str, Any]]:
         wanted = jobs or []
-        found = list(describe(self, [each for each in wanted if "#" not in each] or ["none"] if jobs else jobs))
+        found = list(describe(self, [job for job in wanted if "#" not in job] or ["none"] if jobs else jobs))
         for job in found:
             code = self.get_job_by_id(job["jobId"]).exit_code
             if code is not None:
                 job["container"]["exitCode"] = code
-        for job_id, _, index in (each.partition("#") for each in wanted if "#" in each):
+        for job_id, _, index in (job.partition("#") for job in wanted if "#" in job):
             if int(index) in _NODES.get(job_id, {}):
                 (parent,) = describe_jobs(self, [job_id])
                 found.append(_child(parent, int(index)))

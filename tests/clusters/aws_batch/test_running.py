@@ -38,7 +38,7 @@ def test_two_roles_of_two_hosts_each_meet(running_apps: Apps) -> None:
     roles = [apps.torchrun(path, nproc=1, name=name) for name in ("trainer", "reader")]
     handle = apps.run(*roles, host_timeout=60)
     assert apps.wait(handle, seconds=120).state is AppState.SUCCEEDED, apps.log(handle)
-    said = {each.name: each.read_text() for each in met.iterdir() if each.is_file()}
+    said = {path.name: path.read_text() for path in met.iterdir() if path.is_file()}
     assert sorted(said) == ["reader0", "reader1", "trainer0", "trainer1"]
     assert all(text.startswith("2 at ") for text in said.values()), said
     assert said["trainer0"] == said["trainer1"] != said["reader0"] == said["reader1"]
@@ -79,7 +79,7 @@ def test_a_lost_node_ends_the_job_and_is_named(running_apps: Apps, daemon: Daemo
     )
     until(lambda: len(read(apps.folder / "up")) == 2, "both ranks", seconds=90)
     with contextlib.closing(daemon.client()) as client:
-        (lost,) = [each.name for each in client.containers.list() if each.name.endswith("-1")]
+        (lost,) = [container.name for container in client.containers.list() if container.name.endswith("-1")]
     daemon.kill(lost)
     status = apps.wait(handle, seconds=90)
     assert status.state is AppState.FAILED
@@ -98,7 +98,9 @@ def test_cancel_while_running(running_apps: Apps, daemon: Daemon) -> None:
     until(lambda: apps.status(handle).state is AppState.RUNNING, "the container")
     # A job runs before its shell has printed, or its container exists. moto has the log only after its end.
     with contextlib.closing(daemon.client()) as client:
-        until(lambda: any(b"up\n" in each.logs() for each in client.containers.list()), "the shell", seconds=90)
+        until(
+            lambda: any(b"up\n" in container.logs() for container in client.containers.list()), "the shell", seconds=90
+        )
     apps.torchx("cancel", handle)
     status = apps.wait(handle)
     assert (status.state, status.msg) == (AppState.CANCELLED, "cancelled through torchx")

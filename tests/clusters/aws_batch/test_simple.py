@@ -53,8 +53,8 @@ def test_with_a_secret_aws_batch_shows_no_credentials(apps: Apps, aws: Aws) -> N
         )
         text = request_of(client, handle.rpartition(":")[2])
         (environment,) = (
-            {each["name"]: each["value"] for each in one["containerProperties"]["environment"]}
-            for one in json.loads(text)[0]
+            {variable["name"]: variable["value"] for variable in span["containerProperties"]["environment"]}
+            for span in json.loads(text)[0]
         )
         assert ("MONARCH_CREDENTIALS" in environment) is not secret
         assert (":secret:torchx-monarch/app-" in text) is secret

@@ -35,11 +35,11 @@ HANDLE = f"{NAME}://torchx/q:app-1"
 @pytest.fixture
 def wire(leaves_nothing: None, credentials: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     """An AWS that says what the test has it say."""
-    one = Wire()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", one.url)
+    made = Wire()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "3")
-    yield one
-    one.stop()
+    yield made
+    made.stop()
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def describes(wire: Wire, jobs: list[dict[str, Any]]) -> None:
     """Have ListJobs and DescribeJobs know of these."""
     summary = {"jobId": JOB, "jobName": "app-1"}
     wire.says("ListJobs", {"jobSummaryList": [summary]})
-    wire.says("DescribeJobs", lambda asked: {"jobs": [one for one in jobs if one["jobId"] in asked["jobs"]]})
+    wire.says("DescribeJobs", lambda asked: {"jobs": [job for job in jobs if job["jobId"] in asked["jobs"]]})
 
 
 def test_waits_out_throttling(wire: Wire, wired: Apps) -> None:
@@ -292,7 +292,7 @@ def test_follows_a_log_through_attempts_throttling_and_empty_pages(
         container = {} if at < 2 else {"logStreamName": "one" if at < 5 else "two"}
         attempts = [first] if at >= 5 else []
         both = [{**parent, "status": status}, node(parent, 1, status, container, attempts=attempts)]
-        return {"jobs": [each for each in both if each["jobId"] in asked["jobs"]]}
+        return {"jobs": [job for job in both if job["jobId"] in asked["jobs"]]}
 
     pages: dict[tuple[str, str], list[Any]] = {
         ("one", ""): [page("a", "b", after="1")],
@@ -328,8 +328,8 @@ def test_asks_for_the_time_that_is_wanted(wire: Wire, wired: Apps) -> None:
     lines = wired.runner.log_lines(HANDLE, "trainer", 0, since=since, until=until, regex="y")
     assert list(lines) == ["yes\n"]
     asked = [arguments for operation, arguments in wire.asked if operation == "GetLogEvents"]
-    asked = [one for one in asked if "startTime" in one]  # the status looks at the log's end
-    assert {(one["startTime"], one["endTime"]) for one in asked} == {(10000, 20501)}
+    asked = [request for request in asked if "startTime" in request]  # the status looks at the log's end
+    assert {(request["startTime"], request["endTime"]) for request in asked} == {(10000, 20501)}
     assert asked[0]["logGroupName"] == "/aws/batch/job"
 
 

@@ -72,12 +72,12 @@ class Wire:
         self.asked.append((operation.name, {**arguments, **operation.uri}))
         answer = self._answer(operation.name, arguments)
         status, headers = answer.pop("status", 200), {"Content-Type": "application/json"}
-        problems = [f"request: {one}" for one in operation.request(arguments)]
+        problems = [f"request: {problem}" for problem in operation.request(arguments)]
         if code := answer.pop("refusal", ""):
-            problems += [f"answer: {one}" for one in operation.refusal(code)]
+            problems += [f"answer: {problem}" for problem in operation.refusal(code)]
             headers["x-amzn-errortype"] = answer["__type"] = code
         else:
-            problems += [f"answer: {one}" for one in operation.answer(answer)]
+            problems += [f"answer: {problem}" for problem in operation.answer(answer)]
         self.wrong += problems
         return status, headers, json.dumps(answer).encode()
 

@@ -166,9 +166,11 @@ class Daemon:
     def left(self) -> list[str]:
         """What is with the daemon: containers, volumes, networks of anybody's."""
         with contextlib.closing(self.client()) as client:
-            containers = [f"container {each.name}" for each in client.containers.list(all=True)]
-            volumes = [f"volume {each.name}" for each in client.volumes.list()]
-            networks = [f"network {each.name}" for each in client.networks.list() if each.name not in ("none", "host")]
+            containers = [f"container {container.name}" for container in client.containers.list(all=True)]
+            volumes = [f"volume {volume.name}" for volume in client.volumes.list()]
+            networks = [
+                f"network {network.name}" for network in client.networks.list() if network.name not in ("none", "host")
+            ]
         return containers + volumes + networks
 
     def stop(self) -> None:
@@ -188,7 +190,9 @@ class Daemon:
         mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if ours in line]
         assert not mounts, f"mounts left: {mounts}"
         running = [
-            each.pid for each in psutil.process_iter(["cmdline"]) if str(self.folder) in str(each.info["cmdline"])
+            process.pid
+            for process in psutil.process_iter(["cmdline"])
+            if str(self.folder) in str(process.info["cmdline"])
         ]
         assert not running, f"processes left: {running}"
 
@@ -213,6 +217,6 @@ def _remove_group(path: Path) -> None:
 def of_a_run() -> Iterator[Daemon]:
     """For a fixture: a daemon as long as its tests run; they are skipped where there can be none, and fail in CI."""
     packages.skip_for(missing())
-    one = Daemon()
-    yield one
-    one.stop()
+    started = Daemon()
+    yield started
+    started.stop()

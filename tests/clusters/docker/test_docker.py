@@ -38,7 +38,7 @@ def test_names_may_be_anything(apps: Apps) -> None:
     until(lambda: apps.log(handle, name).count("attempt 0") == 2, "the ranks")
     apps.torchx("cancel", handle)
     assert apps.status(handle).state is AppState.CANCELLED
-    assert [each.name for each in apps.runner.list(NAME)] == [" my/../app's \u00fc"]
+    assert [app.name for app in apps.runner.list(NAME)] == [" my/../app's \u00fc"]
 
 
 def test_want_of_memory_is_told(apps: Apps) -> None:

@@ -41,15 +41,15 @@ def packed(job: dict[str, Any]) -> dict[str, Any]:
     return job
 
 
-def unpacked(one: dict[str, Any]) -> dict[str, Any]:
+def unpacked(answer: dict[str, Any]) -> dict[str, Any]:
     """A Job, or all of a list, as a newer server would have it."""
-    for each in one.get("items") or ():
-        unpacked(each)
-    annotations = (one.get("metadata") or {}).get("annotations") or {}
+    for item in answer.get("items") or ():
+        unpacked(item)
+    annotations = (answer.get("metadata") or {}).get("annotations") or {}
     for name, part in ((SPEC, "spec"), (STATUS, "status")):
         if name in annotations:
-            one.setdefault(part, {}).update(json.loads(annotations.pop(name)))
-    return one
+            answer.setdefault(part, {}).update(json.loads(annotations.pop(name)))
+    return answer
 
 
 class ApiProxy:

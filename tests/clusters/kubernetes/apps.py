@@ -153,8 +153,11 @@ class Apps(Place):
         """For the message of a failure."""
         found = [str(self.status(handle)), self.cluster.log()[-4000:]]
         for role in self.status(handle).roles:
-            for one in role.replicas:
-                found += [f"== {one.role}/{one.id} {one.hostname}", *self.lines(handle, one.id, one.role)]
+            for replica in role.replicas:
+                found += [
+                    f"== {replica.role}/{replica.id} {replica.hostname}",
+                    *self.lines(handle, replica.id, replica.role),
+                ]
         return "\n".join(found)
 
     def pods(self, handle: str) -> list[dict[str, Any]]:
@@ -177,7 +180,7 @@ class Apps(Place):
     def reached(self, handle: str) -> Iterator[str]:
         """Yield the address to which the port of replica 0's pod is forwarded, as docs/how_to/live.md has it."""
         port = Target.from_handle(handle, runner=self.runner).address.port
-        pod = next(one for one in self.pods(handle) if one["metadata"]["name"] == self.pod(handle, 0))
+        pod = next(pod for pod in self.pods(handle) if pod["metadata"]["name"] == self.pod(handle, 0))
         if self.cluster.stand_ins is not None:
             with Relay(port, self.cluster.network(pod["metadata"]["uid"])) as relay:
                 yield f"localhost:{relay.port}"
@@ -208,7 +211,7 @@ class Apps(Place):
         for path in ("/api/v1", "/apis/batch/v1"):
             for kind in ("pods", "services", "secrets") if path == "/api/v1" else ("jobs",):
                 items = self.api.items(f"{path}/namespaces/{self.namespace}/{kind}", LABEL_APP)
-                found += [f"{kind}/{one['metadata']['name']}" for one in items]
+                found += [f"{kind}/{item['metadata']['name']}" for item in items]
         return found
 
     def close(self) -> None:

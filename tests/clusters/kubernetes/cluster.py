@@ -103,5 +103,9 @@ class Cluster:
         """End and remove all of it; fails when something is left."""
         self.server.down()
         shutil.rmtree(self.folder)
-        left = [one.pid for one in psutil.process_iter(["cmdline"]) if str(self.folder) in str(one.info["cmdline"])]
+        left = [
+            process.pid
+            for process in psutil.process_iter(["cmdline"])
+            if str(self.folder) in str(process.info["cmdline"])
+        ]
         assert not left, f"processes left: {left}"

@@ -17,9 +17,9 @@ from tests.clusters.packages import skip_for
 def cluster() -> Iterator[Cluster]:
     """Skips the test where there can be none; in CI that is a mistake, and the test says so by failing."""
     skip_for(missing())
-    one = Cluster().up()
-    yield one
-    one.down()
+    started = Cluster().up()
+    yield started
+    started.down()
 
 
 @pytest.fixture

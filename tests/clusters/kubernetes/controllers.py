@@ -48,7 +48,7 @@ class IndexedJobs:
 
     def _job(self, job: Object, newer: Object, pods: list[Object]) -> None:
         status = job.get("status") or {}
-        if any(one["type"] in ("Complete", "Failed") for one in status.get("conditions") or ()):
+        if any(condition["type"] in ("Complete", "Failed") for condition in status.get("conditions") or ()):
             return
         uid = job["metadata"]["uid"]
         count = job["spec"]["completions"]
@@ -80,11 +80,11 @@ class IndexedJobs:
     def _action(self, newer: Object, pod: Object) -> str:
         statuses = pod["status"].get("containerStatuses") or [{}]
         code = ((statuses[0].get("state") or {}).get("terminated") or {}).get("exitCode", 0)
-        conditions = {one["type"]: one["status"] for one in pod["status"].get("conditions") or ()}
+        conditions = {condition["type"]: condition["status"] for condition in pod["status"].get("conditions") or ()}
         for rule in newer.get("podFailurePolicy", {}).get("rules", ()):
             if "onExitCodes" in rule and code in rule["onExitCodes"]["values"]:
                 return str(rule["action"])
-            if any(conditions.get(one["type"]) == one["status"] for one in rule.get("onPodConditions", ())):
+            if any(conditions.get(wanted["type"]) == wanted["status"] for wanted in rule.get("onPodConditions", ())):
                 return str(rule["action"])
         return "Count"
 

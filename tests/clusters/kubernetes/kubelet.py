@@ -128,16 +128,16 @@ class Pod:
 
     def _resolved(self) -> dict[str, str]:
         env: dict[str, str] = {}
-        for one in self.container.get("env") or ():
-            source = one.get("valueFrom") or {}
+        for variable in self.container.get("env") or ():
+            source = variable.get("valueFrom") or {}
             if "fieldRef" in source:
-                env[one["name"]] = self._field(source["fieldRef"]["fieldPath"])
+                env[variable["name"]] = self._field(source["fieldRef"]["fieldPath"])
             elif "secretKeyRef" in source:
                 ref = source["secretKeyRef"]
                 secret = self.kubelet.api.get(f"/api/v1/namespaces/{self.namespace}/secrets/{ref['name']}")
-                env[one["name"]] = base64.b64decode(secret["data"][ref["key"]]).decode()
+                env[variable["name"]] = base64.b64decode(secret["data"][ref["key"]]).decode()
             else:
-                env[one["name"]] = expanded(one.get("value") or "", env)
+                env[variable["name"]] = expanded(variable.get("value") or "", env)
         return env
 
     def _field(self, path: str) -> str:
@@ -156,11 +156,11 @@ class Pod:
         termination.touch(mode=0o666)
         (self.folder / "outer").mkdir()
         self.kubelet.write_hosts(self)
-        volumes = {one["name"]: one for one in self.pod["spec"].get("volumes") or ()}
+        volumes = {volume["name"]: volume for volume in self.pod["spec"].get("volumes") or ()}
         mounts = [
-            (volumes[one["name"]]["hostPath"]["path"], one["mountPath"])
-            for one in self.container.get("volumeMounts") or ()
-            if "hostPath" in volumes.get(one["name"], {})
+            (volumes[mount["name"]]["hostPath"]["path"], mount["mountPath"])
+            for mount in self.container.get("volumeMounts") or ()
+            if "hostPath" in volumes.get(mount["name"], {})
         ]
         # What the image has of this machine, where it is in the /tmp that the pod does not see.
         of_image = {str(ROOT), sys.prefix, sys.base_prefix}
@@ -365,11 +365,11 @@ class Kubelet:
                 del self.pods[uid]
             else:
                 gone.stop_grace = 0.0  # removed by force
-        if self._names.is_set() or any(not one.over for one in self.pods.values()):
+        if self._names.is_set() or any(not pod.over for pod in self.pods.values()):
             self._names.clear()
-            for one in list(self.pods.values()):
-                if not one.over:
-                    self.write_hosts(one)
+            for run_pod in list(self.pods.values()):
+                if not run_pod.over:
+                    self.write_hosts(run_pod)
 
     def _schedule(self, pod: dict[str, Any]) -> None:
         metadata = pod["metadata"]
@@ -397,12 +397,12 @@ class Kubelet:
         """Have a pod know the others of its namespace by the names that the DNS would have."""
         spec = pod.pod["spec"]
         lines = ["127.0.0.1 localhost", f"{pod.address} {spec.get('hostname') or pod.name}"]
-        for one in list(self.pods.values()):
-            theirs = one.pod["spec"]
-            ready = one.started and time.monotonic() > one.started + _NAME_COMES_AFTER
-            if one.namespace == pod.namespace and theirs.get("subdomain") and ready and not one.over:
+        for run_pod in list(self.pods.values()):
+            theirs = run_pod.pod["spec"]
+            ready = run_pod.started and time.monotonic() > run_pod.started + _NAME_COMES_AFTER
+            if run_pod.namespace == pod.namespace and theirs.get("subdomain") and ready and not run_pod.over:
                 name = f"{theirs['hostname']}.{theirs['subdomain']}"
-                lines.append(f"{one.address} {name} {name}.{one.namespace}.svc")
+                lines.append(f"{run_pod.address} {name} {name}.{run_pod.namespace}.svc")
         for service in self.services:
             address, metadata = service["spec"].get("clusterIP", "None"), service["metadata"]
             if metadata["namespace"] == pod.namespace and address != "None":
@@ -417,10 +417,10 @@ class Kubelet:
 
     def close(self) -> None:
         """Kill all pods."""
-        for one in self.pods.values():
-            one.kill()
+        for run_pod in self.pods.values():
+            run_pod.kill()
         until = time.monotonic() + 10
-        while any(not one.over for one in self.pods.values()) and time.monotonic() < until:
+        while any(not pod.over for pod in self.pods.values()) and time.monotonic() < until:
             time.sleep(0.02)
         self.network.remove()
         self._server.shutdown()
@@ -455,7 +455,7 @@ class Kubelet:
                 url = urllib.parse.urlparse(self.path)
                 words = url.path.strip("/").split("/")
                 query = dict(urllib.parse.parse_qsl(url.query))
-                found = [one for one in list(kubelet.pods.values()) if words[1:3] == [one.namespace, one.name]]
+                found = [pod for pod in list(kubelet.pods.values()) if words[1:3] == [pod.namespace, pod.name]]
                 if words[0] != "containerLogs" or not found:
                     self.send_error(404)
                     return

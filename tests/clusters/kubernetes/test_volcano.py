@@ -67,7 +67,7 @@ def test_volcano_runs_two_roles_and_everything_is_known(volcano: Apps) -> None:
     apps.tell("go")
     status = apps.wait(handle, AppState.SUCCEEDED)
     app_id = handle.rpartition(":")[2]
-    hosts = [one.hostname for one in status.roles[0].replicas]
+    hosts = [replica.hostname for replica in status.roles[0].replicas]
     assert hosts == [f"{app_id}-my-train-{k}-0.{app_id}.{apps.namespace}.svc" for k in (0, 1)]
     for rank in range(4):
         assert f"rank {rank} of 4" in apps.log(handle, "my-train")

@@ -97,7 +97,7 @@ class Wire:
             return 200, self.objects.pop(where, {})
         if where in self.objects:
             return 200, self.objects[where]
-        items = [one for name, one in self.objects.items() if name.rpartition("/")[0] == where]
+        items = [manifest for name, manifest in self.objects.items() if name.rpartition("/")[0] == where]
         known = where.rpartition("/")[2] in ("events", "jobs", "pods", "services", "secrets", "v1alpha1")
         return (200, {"apiVersion": "v1", "kind": "List", "items": items}) if known else (404, {"message": "not found"})
 
@@ -197,7 +197,7 @@ PODS = "/api/v1/namespaces/default/pods"
 def test_a_job_is_known_through_all_faults(wire: Wire, runner: Runner) -> None:
     wire.script = [answer for fault in FAULTS for answer in (fault, fault, None)]
     handle = submitted(runner)
-    (job,) = [one for name, one in wire.objects.items() if "/jobs/" in name]
+    (job,) = [manifest for name, manifest in wire.objects.items() if "/jobs/" in name]
     assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["backoffLimitPerIndex"] == 0
     assert len(wire.objects) == 3
     for index in (0, 1):
@@ -241,9 +241,12 @@ def test_a_submission_that_is_interrupted_leaves_nothing(wire: Wire, runner: Run
 
 def without_jobs(objects: dict[str, Any]) -> dict[str, Any]:
     """The objects after somebody has deleted the jobs, and Kubernetes what it deletes with the last owner."""
-    kept = {path: one for path, one in objects.items() if one["kind"] != "Job"}
-    owners = {path: [own["uid"] for own in one["metadata"].get("ownerReferences") or []] for path, one in kept.items()}
-    return {path: one for path, one in kept.items() if not owners[path] or kept.keys() & owners[path]}
+    kept = {path: manifest for path, manifest in objects.items() if manifest["kind"] != "Job"}
+    owners = {
+        path: [own["uid"] for own in manifest["metadata"].get("ownerReferences") or []]
+        for path, manifest in kept.items()
+    }
+    return {path: manifest for path, manifest in kept.items() if not owners[path] or kept.keys() & owners[path]}
 
 
 @pytest.mark.parametrize(("mode", "count"), [("job", 5), ("volcano", 2)])
@@ -299,10 +302,19 @@ KUBECONFIGS: list[tuple[bytes | Callable[[dict[str, Any]], object], str]] = [
     (b"\xff\xfe\x00", "no Kubernetes cluster is configured: .*"),
     (b"[1, 2]", "no Kubernetes cluster is configured: .*"),
     (b"", "no Kubernetes cluster is configured: .* file is empty. Name"),
-    (lambda one: one.update({"current-context": "nosuch"}), "configured: .*object with name nosuch in .*contexts list"),
-    (lambda one: _without(one, "clusters", "server"), "configured: .*its server is '', which is no URL"),
-    (lambda one: one["clusters"][0]["cluster"].update(server="htp:/x y"), "its server is 'htp:/x y', which is no URL"),
-    (lambda one: one["users"][0]["user"].update(token="a\nb"), "the token of the kubeconfig holds a line end"),
+    (
+        lambda kubeconfig: kubeconfig.update({"current-context": "nosuch"}),
+        "configured: .*object with name nosuch in .*contexts list",
+    ),
+    (lambda kubeconfig: _without(kubeconfig, "clusters", "server"), "configured: .*its server is '', which is no URL"),
+    (
+        lambda kubeconfig: kubeconfig["clusters"][0]["cluster"].update(server="htp:/x y"),
+        "its server is 'htp:/x y', which is no URL",
+    ),
+    (
+        lambda kubeconfig: kubeconfig["users"][0]["user"].update(token="a\nb"),
+        "the token of the kubeconfig holds a line end",
+    ),
 ]
 
 
@@ -355,7 +367,7 @@ def test_a_log_goes_on_where_its_stream_broke(wire: Wire) -> None:
         if not logs:
             for index in (0, 1):
                 wire.objects[f"{PODS}/p{index}"]["status"]["phase"] = "Succeeded"
-            (job,) = [one for name, one in wire.objects.items() if "/jobs/" in name]
+            (job,) = [manifest for name, manifest in wire.objects.items() if "/jobs/" in name]
             job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
             logs.append((200, whole))
         return said

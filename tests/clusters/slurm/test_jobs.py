@@ -115,7 +115,7 @@ def test_jobs_that_the_controller_has_forgotten(
                 words
             )
         ids = [handle.rpartition("/")[2] for handle in (good, bad, held)]
-        apps.until(lambda: not any(apps.slurm_state(one) for one in ids), "Slurm to forget", good, seconds=100)
+        apps.until(lambda: not any(apps.slurm_state(job_id) for job_id in ids), "Slurm to forget", good, seconds=100)
         assert apps.status(good).state is AppState.SUCCEEDED
         status = apps.status(bad)
         assert status.state is AppState.FAILED and status.msg.endswith("exited with code 7")

@@ -48,7 +48,7 @@ def test_nobody_waits_for_a_host_0_that_was_lost_before_the_hosts_had_met(apps: 
     role.retry_policy = RetryPolicy.ROLE
     handle = apps.run(sh("exec sleep 1000", "other"), role)
     status = apps.wait(handle, AppState.FAILED)
-    assert [one.state for one in status.roles[-1].replicas] == [AppState.FAILED, AppState.CANCELLED]
+    assert [replica.state for replica in status.roles[-1].replicas] == [AppState.FAILED, AppState.CANCELLED]
     assert status.msg.startswith("replica trainer/0 ") and "killed by signal 9" in status.msg
 
 

@@ -27,7 +27,7 @@ job.enable_telemetry(include_dashboard=False, mesh_admin_config=MeshAdminConfig(
 state = job.state(cached_path=None)
 for mesh in (state.trainers, state.loaders):
     mesh.spawn_procs().initialized.get(timeout=240)
-listeners = [one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+listeners = [found.laddr.ip for found in psutil.Process().net_connections("tcp") if found.status == psutil.CONN_LISTEN]
 tables = state.query_engine_client.query("show tables", timeout=120)
 job.kill()
 print(json.dumps([str(tables), state.admin_url, [ip for ip in listeners if ip != "127.0.0.1"]]))

@@ -66,7 +66,7 @@ def kept(shared: Path) -> list[Path]:
     """
     paths = {ROOT, Path(sys.prefix), Path(sys.base_prefix), Path(os.path.realpath(sys.executable)).parents[1], shared}
     own = [Path("/root"), Path("/home"), Path("/tmp"), Path("/var/tmp"), Path("/run")]
-    within = [path for path in paths if any(one in path.parents for one in own)]
+    within = [path for path in paths if any(folder in path.parents for folder in own)]
     return sorted(path for path in within if not any(other in path.parents for other in within))
 
 

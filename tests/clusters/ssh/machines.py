@@ -155,7 +155,7 @@ class Machines:
 
     def processes(self) -> list[str]:
         """Return what runs on the machines, beside their ssh servers: the machine and the command line."""
-        return [f"{one.name}: {line}" for one in self if one.is_on for line in one.processes().values()]
+        return [f"{machine.name}: {line}" for machine in self if machine.is_on for line in machine.processes().values()]
 
     def end_processes(self) -> list[str]:
         """Wait for the end of what runs on the machines; kill and return what then still does."""
