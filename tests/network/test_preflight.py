@@ -54,3 +54,20 @@ def test_every_difference_is_named_and_no_rank_starts(
     assert any("host 1 (" in line and f"cannot read {loop}: Too many levels" in line for line in log), log
     assert not any("host 0 (" in line and "cannot read" in line for line in log), log
     assert "runs" not in hosts.out() + hosts.out(1)
+
+
+def test_without_it_the_log_says_once_how_hosts_differ(
+    network: Callable[[int], Network], networked: Callable[..., Hosts], tmp_path: Path
+) -> None:
+    for machine, line in enumerate(("", "# older")):
+        (tmp_path / str(machine)).mkdir()
+        (tmp_path / str(machine) / "prog.py").write_text(f"import os\nos._exit(int(os.environ['RANK']))\n{line}")
+    machines = network(2)
+    command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "prog.py"]
+    hosts = networked(machines, command, options=("--grace", "5", "--preload", "sqlite3"))
+    hosts.within = {k: (*machines.within(k), "env", "-C", str(tmp_path / str(k))) for k in range(2)}
+    assert hosts.start().wait(90) == [1, 1], hosts.err() + hosts.err(1)
+    lines = [line for line in (hosts.out() + hosts.err()).splitlines() if "hosts differ" in line]
+    (line,) = lines
+    assert line.startswith("[monarch] hosts differ: host 1 (") and " has the program " in line and "; copy the" in line
+    assert '"kind": "differences"' in (hosts.folder / "events.jsonl").read_text()

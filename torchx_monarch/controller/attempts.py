@@ -160,6 +160,7 @@ class Attempts:
         self._reporter.phase(
             "ranks", text, attempt=self.number, log_attempt=world.log_attempt, count=world.size, hosts=shown
         )
+        self._preflight.report_differences(hosts, {replica: answer.facts for replica, answer in launched.items()})
         hanging = asyncio.ensure_future(self._hang_watch.run(self.number))
         ending = asyncio.ensure_future(self._end(world.size, hanging))
         try:

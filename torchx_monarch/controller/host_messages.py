@@ -91,6 +91,8 @@ class Launched:
     """When the import of which the ranks are forks began and ended, by the host's clock; empty if there was none."""
     unshared: str = ""
     """The first leading statement that the ranks cannot share, and why; empty if they share all."""
+    facts: HostFacts = HostFacts({})
+    """Those that cost nothing: versions that the zygote has found, and the script."""
 
 
 @dataclasses.dataclass(frozen=True)

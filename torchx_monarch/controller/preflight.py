@@ -67,6 +67,16 @@ class Preflight:
         more = f" (and {len(problems) - 1} more, see the log)" if len(problems) > 1 else ""
         return f"pre-flight: {texts[0]}{more}"
 
+    def report_differences(self, hosts: list[Registration], facts: Mapping[int, HostFacts]) -> None:
+        """Report how hosts differ whose ranks have started, once for each set of hosts; not if they were checked."""
+        if self._mode != "off" or hosts == self._checked:
+            return
+        self._checked = hosts
+        names = {host.replica: host.name for host in hosts}
+        found = [problem.text for problem in compare_code(names, {replica: facts[replica] for replica in names})]
+        if found:
+            self._reporter.report("differences", one_line(f"hosts differ: {'; '.join(found)}", _LINE))
+
 
 def clock_offset(facts: HostFacts, sent: float, received: float) -> float:
     """Return the least seconds by which a host's clock is ahead of this one; negative if behind, 0 if it may agree.
@@ -92,6 +102,19 @@ def compare(
 
     ``offsets`` are the results of ``clock_offset``.
     """
+    yield from compare_code(names, facts)
+    yield from _of_paths(names, facts)
+    for replica, offset in offsets.items():
+        if abs(offset) > MAX_OFFSET:
+            how = f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} replica 0's"
+            yield Problem([replica], f"the clock of {names[replica]} is {how}; run an NTP client on all hosts")
+    for replica, host in facts.items():
+        for text in _deficiencies(names[replica], host):
+            yield Problem([replica], text)
+
+
+def compare_code(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[Problem]:
+    """Yield a problem for each version, and for the script, if hosts have different ones."""
     for name in sorted({name for host in facts.values() for name in host.versions}):
         values = {replica: host.versions.get(name, "none") for replica, host in facts.items() if not host.problem}
         yield from _differences(names, values, name, f"install the same {name} on all hosts")
@@ -102,14 +125,6 @@ def compare(
         }
         advice = "copy the same file to all hosts, or put it on a shared disk"
         yield from _differences(names, shown, "the program", advice)
-    yield from _of_paths(names, facts)
-    for replica, offset in offsets.items():
-        if abs(offset) > MAX_OFFSET:
-            how = f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} replica 0's"
-            yield Problem([replica], f"the clock of {names[replica]} is {how}; run an NTP client on all hosts")
-    for replica, host in facts.items():
-        for text in _deficiencies(names[replica], host):
-            yield Problem([replica], text)
 
 
 def _deficiencies(name: str, host: HostFacts) -> Iterator[str]:

@@ -43,13 +43,22 @@ def take_facts(run: RunSpec) -> HostFacts:
     return HostFacts(versions, problem, program, paths, time.time(), time.monotonic() - began, shared, files, gpus)
 
 
-def _versions(run: RunSpec) -> tuple[dict[str, str], str]:
-    """Return versions by name, and why the program's interpreter did not tell its own; empty if it did."""
-    found: dict[str, str] = {}
+def facts_at_launch(run: RunSpec, versions: Mapping[str, str]) -> HostFacts:
+    """Return the facts that cost nothing: versions that are known, that of the driver, and the script."""
+    return HostFacts({**versions, **_driver()}, program=_program(run))
+
+
+def _driver() -> dict[str, str]:
     with contextlib.suppress(OSError):
         driver = re.search(r"Kernel Module\D+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
         if driver:
-            found["NVIDIA driver"] = driver[1]
+            return {"NVIDIA driver": driver[1]}
+    return {}
+
+
+def _versions(run: RunSpec) -> tuple[dict[str, str], str]:
+    """Return versions by name, and why the program's interpreter did not tell its own; empty if it did."""
+    found = _driver()
     if run.command.program.mode == "exec":
         return found, ""
     # Without the working folder in its path, whose modules the import of these would take.

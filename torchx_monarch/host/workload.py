@@ -44,7 +44,7 @@ from torchx_monarch.controller.mesh_clients import MeshClients
 from torchx_monarch.controller.rank_clients import DebugSessions, HostQueries
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.host.host import Host
-from torchx_monarch.host.preflight import take_facts
+from torchx_monarch.host.preflight import facts_at_launch, take_facts
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.rank_output import RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
@@ -177,7 +177,8 @@ class Workload(abc.ABC):
                 return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
             case LaunchRanks():
                 pids = tuple(await pool.launch(request.world))
-                return Launched(pids, pool.starter.imported, pool.starter.unshared)
+                facts = facts_at_launch(pool.run, pool.starter.versions)
+                return Launched(pids, pool.starter.imported, pool.starter.unshared, facts)
             case WatchRanks():
                 await pool.watch()
                 return pool.exits()

@@ -30,6 +30,7 @@ class RankStarter:
         store: the TCPStore, which is a fork of the zygote.
         count: number of ranks on this host; 0 before ``prepare``.
         imported: when the import of the modules began and ended, in seconds since the epoch; empty without one.
+        versions: of Python, torch and others, as the zygote has found them; empty without one.
         unshared: the first leading statement that the ranks cannot share, and why; empty if they share all.
     """
 
@@ -44,6 +45,7 @@ class RankStarter:
         self.count = 0
         self.imported: tuple[float, ...] = ()
         self.unshared = ""
+        self.versions: dict[str, str] = {}
         self._run = run
         self._zygotes = zygotes
         self._say = say
@@ -166,6 +168,7 @@ class RankStarter:
                 self._forks = False
                 self._say(f"the ranks are not forks of one interpreter: {answer['unsafe']}")
             self.imported, self.unshared = zygote.imported, answer.get("unshared", "")
+            self.versions = answer["versions"]
             return zygote
         return None
 

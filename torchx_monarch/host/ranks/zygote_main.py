@@ -6,8 +6,8 @@ alone. ``FD`` is one end of a socket pair on which the host sends orders as JSON
 
 =========================================  ====================================================================
 ``{"op": "import", "modules": [...]}``     import modules, with ``sys.path[0]`` as for the program of ``mode`` and
-                                           ``target``; answer ``unsafe``, why ranks cannot be forked, or empty, and
-                                           ``serves_store``, whether torch has been imported
+                                           ``target``; answer ``unsafe``, why ranks cannot be forked, or empty,
+                                           ``serves_store``, whether torch has been imported, and ``versions``
 ``{"op": "lead", "statements": [...]}``    execute the leading statements of the program at ``path``, in the folder
                                            ``cwd`` unless it is null, with ``env`` added, as far as ranks can share
                                            what these do; answer ``unshared``, the first that they cannot share
@@ -82,7 +82,7 @@ def _die_with(parent: int) -> None:
 def _import(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
     """Import the modules that ranks are to find imported; return the answer to the order."""
     if not order["modules"]:
-        return {"unsafe": "", "serves_store": False}  # each rank executes an interpreter of its own
+        return {"unsafe": "", "serves_store": False, "versions": {}}  # each rank executes an interpreter of its own
     safety = program["run_sibling_file"]("fork_safety.py")
     before, generators = safety["Resources"](_fork), safety["Generators"]()
     unsafe: str = before.tracer()
@@ -110,7 +110,19 @@ def _import(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
     _renewals.append(generators.stop())
     gc.freeze()
     program["unsafe"] = unsafe
-    return {"unsafe": unsafe, "serves_store": "torch" in sys.modules}
+    return {"unsafe": unsafe, "serves_store": "torch" in sys.modules, "versions": _versions()}
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of what hosts must have in common, by the names of ``preflight.print_versions``."""
+    found, torch = {"python": sys.version.split()[0]}, sys.modules.get("torch")
+    if torch is not None:
+        found["torch"] = str(torch.__version__)
+        if cuda := torch.version.cuda:
+            found["CUDA"] = str(cuda)
+            with contextlib.suppress(Exception):  # a build without NCCL
+                found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
 
 
 def _lead(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
