@@ -332,7 +332,7 @@ class Contract:
 
             def reading() -> set[int]:
                 with contextlib.suppress(UnreachableError, RefusedError):  # the hosts have just started
-                    return {one.rank for one in ask_stacks(hosts)[0] if "read_data" in str(one.threads)}
+                    return {process.rank for process in ask_stacks(hosts)[0] if "read_data" in str(process.threads)}
                 return set()
 
             place.until(lambda: reading() == {0, 1}, "the ranks", handle)
@@ -344,13 +344,13 @@ class Contract:
 
             place.until(are_shown_once, "both ranks on the same line", handle)
             samples, _ = ask_samples(hosts)
-            assert [(one.rank, one.state, one.rss_bytes > 0) for one in samples] == [
+            assert [(sample.rank, sample.state, sample.rss_bytes > 0) for sample in samples] == [
                 (rank, "running", True) for rank in (0, 1)
             ]
             how = ["--rank", "1", "--seconds", "1", "--idle", "-o", "-"]
             assert "read_data (" in place.torchx("monarch", "profile", handle, *words, *how)
             place.tell("go")
-            place.until(lambda: [one.rank for one in list_breakpoints(hosts)] == [1], "the breakpoint", handle)
+            place.until(lambda: [waiting.rank for waiting in list_breakpoints(hosts)] == [1], "the breakpoint", handle)
             command = [*TORCHX, "monarch", "debug", handle, *words]
             environ = {"TERM": "xterm", "TORCHX_PLUGINS_SOURCE": place.plugins_source}
             terminal = Terminal(command, place.folder, environ, (30, 100))
@@ -427,7 +427,7 @@ class Contract:
         assert told_of_all["submitted"] <= told_of_all["ended"] and told_of_all["roles"][0]["role"] == "trainer"
         assert "seen\n" in place.torchx("monarch", "logs", handle.rpartition("/")[2])
         assert "'metadata': {'team': 'a b'}" in place.torchx("describe", handle)
-        assert [one for one in place.listed() if one[0] == handle] == [(handle, AppState.FAILED)]
+        assert [entry for entry in place.listed() if entry[0] == handle] == [(handle, AppState.FAILED)]
         if not place.list_cfg:  # the command takes none
             (line,) = [line for line in place.torchx("list", "-s", place.name).splitlines() if handle in line]
             assert "FAILED" in line
@@ -621,7 +621,7 @@ class Contract:
         role = place.role("sh", "-c", shows, "x", "it's", "r ${replica_id}/'", replicas=2, env=env)
         handle = place.run(role, place.role("true", name="other"))
         place.wait(handle, AppState.SUCCEEDED)
-        assert [one for one in place.listed() if one[0] == handle] == [(handle, AppState.SUCCEEDED)]
+        assert [entry for entry in place.listed() if entry[0] == handle] == [(handle, AppState.SUCCEEDED)]
         for k in (0, 1):
             lines = "".join(place.lines(handle, k)).splitlines()
             # Some logs lack the blanks at the beginning of a line.
@@ -741,7 +741,7 @@ def _read(place: Place, handle: str, state: AppState) -> None:
         assert status is not None
         assert status.state is state or (state is AppState.PENDING and not status.is_terminal())
         assert reader.describe(handle) is not None
-        assert handle in [one.app_handle for one in reader.list(place.name, cfg=place.list_cfg)]
+        assert handle in [entry.app_handle for entry in reader.list(place.name, cfg=place.list_cfg)]
         for role in status.roles if state is not AppState.PENDING else ():
             list(reader.log_lines(handle, role.role, 0))
     assert changes == []
