@@ -16,10 +16,12 @@ import pytest
 from tests.local.hosts import NO_PRELOAD, Hosts, torchrun
 from tests.local.live import Live
 from tests.waits import until
+from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.client.rank_queries import ask_profiles, ask_stacks
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.host.ranks.rank_main import STACKS_SIGNAL
 from torchx_monarch.insight.stacks import ProcessStacks
+from torchx_monarch.transport.address import Address
 
 READY = 'ready = lambda: print("ready", flush=True)'
 """The first line of a program that says when it is where it shall be found."""
@@ -43,9 +45,9 @@ def stacks_of(hosts: Hosts, native: bool = False) -> dict[int, ProcessStacks]:
     return {process.rank: process for process in stacks if not process.child}
 
 
-def samplers(hosts: Hosts) -> list[psutil.Process]:
-    """The processes of py-spy that the hosts have started."""
-    children = psutil.Process(hosts.processes[0].pid).children()
+def samplers(hosts: Hosts, replica: int = 0) -> list[psutil.Process]:
+    """The processes of py-spy that a host has started."""
+    children = psutil.Process(hosts.processes[replica].pid).children()
     return [child for child in children if "py-spy" in child.name()]
 
 
@@ -280,6 +282,16 @@ def test_a_profile_ends_with_its_rank(folder: Path, script: Callable[[str], str]
         with contextlib.suppress(UnreachableError):
             asked.result()
     assert not any(sampler.is_running() for sampler in started)
+
+
+def test_a_profile_ends_with_its_client(folder: Path, script: Callable[[str], str]) -> None:
+    hosts = Hosts(folder, torchrun(script(SLEEPS), nnodes=2), replicas=2).start()
+    wait_for(hosts, "ready", 4)
+    greeting = {"type": "profile", "ranks": [], "seconds": 600, "idle": False}
+    with Connection.open(Target(Address("unix", path=str(folder / "r.sock"))), greeting):
+        until(lambda: len(samplers(hosts)) == len(samplers(hosts, 1)) == 2, "py-spy on both hosts")
+    until(lambda: not samplers(hosts) + samplers(hosts, 1), "its end")
+    hosts.stop()
 
 
 def test_a_rank_without_stacks_is_stopped_all_the_same(folder: Path, script: Callable[[str], str]) -> None:

@@ -80,7 +80,8 @@ class HostQueries:
             raise RendezvousError(str(error)) from None
         if not 0 < request.seconds <= MAX_SECONDS:
             raise RendezvousError(f"seconds={request.seconds!r:.20} is not between 1 and {MAX_SECONDS:g}")
-        await self._answer("profile", request, request.seconds + _NATIVE_TIMEOUT, peer)
+        # py-spy ends with its client: nobody else reads what it samples for up to ten minutes.
+        await peer.while_connected(self._answer("profile", request, request.seconds + _NATIVE_TIMEOUT, peer))
 
     async def samples(self, peer: Peer) -> None:
         await self._answer("samples", SampleRanks(), _TIMEOUT, peer)
