@@ -81,6 +81,7 @@ class _LsfPlace(_StandInPlace):
 
 class _HTCondorPlace(_StandInPlace):
     name, factory, install = "monarch_htcondor", staticmethod(schedulers.monarch_htcondor), "htcondor"
+    names_preemptions = False  # a task learns of them by SIGTERM
     held, waits_for = "hold=True", "submitted on hold at user's request"
 
     def preempt(self, handle: str, replica: int) -> None:
