@@ -417,6 +417,26 @@ def test_a_followed_log_loses_nothing_when_its_connection_does(monkeypatch: pyte
     assert "".join(shown) == log.read_bytes().decode() and len(shown) > 15
 
 
+def test_a_followed_log_loses_nothing_after_an_unfinished_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(entry.paths_of("x.0.0").replica_logs("trainer", 0))
+    folder.mkdir(parents=True)
+    log = folder / "combined.log"
+    texts = ["unfinished", " line\n" + "much\n" * log_files.CHUNK]
+
+    def ask(self: MachineConnection, order: str, **fields: Any) -> Any:
+        with log.open("a") as file:
+            file.write(texts.pop(0) if texts else "")
+        return entry.OrderServer().log(**fields)
+
+    monkeypatch.setattr(MachineConnection, "ask", ask)
+    monkeypatch.setattr(SshBackend, "poll", 0.0)
+    app = cast(
+        Any, SimpleNamespace(app_id="x@a", layout=Layout([["a"]]), roles=[RoleSnapshot(RoleSpec("trainer"), [])])
+    )
+    query = LogQuery[SshSnapshot](tail=1, follow=True, has_ended=lambda: not texts)
+    assert "".join(line.text for line in SshBackend().read_log(app, "trainer", 0, query)) == log.read_text()
+
+
 def test_a_machine_without_this_package_is_told_whatever_its_interpreter() -> None:
     said = "ModuleNotFoundError: No module named 'torchx_monarch'"
     assert native.explain(said, 1, "").startswith("its Python interpreter lacks torchx-monarch;")

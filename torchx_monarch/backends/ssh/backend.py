@@ -214,6 +214,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
                     raise
                 time.sleep(1.0)
                 continue
+            fields["tail"] = 0  # said where to begin; what is written from now on is all shown
             has_ended = has_ended or is_past
             lines = [TimedLine(*line) for line in answer]
             last = lines[-1].text if lines else ""
