@@ -93,10 +93,11 @@ class _HTCondorPlace(_StandInPlace):
 class _StandInContract(Contract):
     @pytest.fixture(autouse=True)
     def queue(self, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """Put the commands on the PATH, with a queue of their own."""
+        """Put the commands on the PATH, with a queue of their own; TEST_REAL_COMMANDS=1 takes those of a cluster."""
         (tmp_path / "queue").mkdir()
         commands.install(tmp_path / "bin")
-        monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+        if "TEST_REAL_COMMANDS" not in os.environ:
+            monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
         monkeypatch.setenv("BATCH_FOLDER", str(tmp_path / "queue"))
 
     def test_an_allocation_in_the_queue_is_listed(self, place: _StandInPlace) -> None:
