@@ -45,7 +45,7 @@ BJOBS = {
 
 CONDOR_Q = [
     {"ClusterId": 7, "ProcId": 0, "JobStatus": 2},
-    {"ClusterId": 7, "ProcId": 1, "JobStatus": 1, "LastRejMatchReason": "no match found"},
+    {"ClusterId": 7, "ProcId": 1, "JobStatus": 1, "LastRejMatchReason": "no match found "},
     {"ClusterId": 7, "ProcId": 2, "JobStatus": 5, "HoldReasonCode": 1, "HoldReason": "via condor_hold (by user me)"},
     {"ClusterId": 7, "ProcId": 3, "JobStatus": 5, "HoldReasonCode": 6, "HoldReason": "Failed to execute"},
     {"ClusterId": 7, "ProcId": 4, "JobStatus": 4},

@@ -45,7 +45,7 @@ class HTCondorBackend(BatchBackend[HTCondorOpts]):
         for job in json.loads(self.run(["condor_q", "-json", "-attributes", names]).strip() or "[]"):
             queued = QueuedJob()
             if job["JobStatus"] == 1:  # idle
-                queued = QueuedJob(State.PENDING, job.get("LastRejMatchReason", ""))
+                queued = QueuedJob(State.PENDING, job.get("LastRejMatchReason", "").strip())
             elif job["JobStatus"] == 5:  # held: by its user (codes 1 and 15), or after an error
                 is_stuck = job.get("HoldReasonCode") not in (1, 15)
                 queued = QueuedJob(State.PENDING, job.get("HoldReason", "it is held"), is_stuck)
