@@ -116,10 +116,10 @@ class Replica:
         self._killed_for = ""
         self.logs = log_files.ReplicaLogs(log_dir)
         self._request = request
-        self._env = dict(env)
+        self.env = dict(env)
         self._selector = selector
         self._pipes: dict[int, str] = {}
-        self._error_file = self._env["TORCHELASTIC_ERROR_FILE"]
+        self._error_file = self.env["TORCHELASTIC_ERROR_FILE"]
         self._unreadable = ""
 
     @property
@@ -138,12 +138,12 @@ class Replica:
     def _stop_file(self) -> str:
         """A file that exists once this start was asked to stop: any other SIGTERM means preemption."""
         name = f"stop.{self.role_index}.{self.record.id}.{self.record.restarts}"
-        return os.path.join(self._env["MONARCH_RUN_DIR"], name)
+        return os.path.join(self.env["MONARCH_RUN_DIR"], name)
 
     @property
     def marks(self) -> list[bytes]:
         """Environment entries that every process of this replica has, unless it has removed them."""
-        return [processes.mark(name, self._env[name]) for name in (processes.MARKER, "MONARCH_LOG_DIR")]
+        return [processes.mark(name, self.env[name]) for name in (processes.MARKER, "MONARCH_LOG_DIR")]
 
     def start(self) -> bool:
         """Start the process; if that fails, return False: the replica has ended with EXIT_NOT_STARTED."""
@@ -155,7 +155,7 @@ class Replica:
             with contextlib.suppress(OSError):
                 os.rename(self._error_file, f"{self._error_file}.{self.record.restarts - 1}")
         env = {
-            **self._env,
+            **self.env,
             "MONARCH_RESTART": str(self.record.restarts),
             "MONARCH_STOP_FILE": self._stop_file,
         }
@@ -283,7 +283,7 @@ class Replica:
         pid = self.record.pid
         if pid is not None and self.alive:
             self.stopping, self._killed_for = not failure, failure
-            family = [*processes.descendants(pid, self._env[processes.MARKER]), *processes.adopted(self.marks)]
+            family = [*processes.descendants(pid, self.env[processes.MARKER]), *processes.adopted(self.marks)]
             processes.kill([pid, *family])
 
 

@@ -115,6 +115,28 @@ class NetworkOpts(MonarchOpts):
     """Use no TLS between the hosts. Anyone who can reach one of their ports can run code there."""
 
 
+@dataclass
+class QueueOpts(StructuredOpts):  # type: ignore[misc]
+    """Run options of schedulers whose jobs may wait for a machine."""
+
+    gpus: int = 0
+    """GPUs of a machine that the job waits for, and has to itself among your jobs; 0: it starts at once. Jobs with
+    `gpus` or `slots` start in the order of their submission."""
+
+    slots: int = 0
+    """The same without GPUs: how many of the machine's slots the job takes, of as many as it has CPUs (or
+    `MONARCH_SLOTS` says)."""
+
+
+def check_queue(options: QueueOpts) -> None:
+    """Check the options of the queue; raise UserError if they are wrong."""
+    for name in ("gpus", "slots"):
+        if options[name] < 0:
+            raise UserError(f"Run option `{name}` is {options[name]}; it is a number, 0 or more")
+    if options.gpus and options.slots:
+        raise UserError("Run options `gpus` and `slots` exclude each other: a job waits for one of them")
+
+
 def run_options(kind: type[MonarchOpts]) -> runopts:
     """Return a copy of ``kind.as_runopts()``, with the help texts of inherited options, which TorchX leaves out.
 

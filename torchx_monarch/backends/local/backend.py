@@ -13,12 +13,12 @@ from torchx.specs import AppDef
 
 from torchx_monarch.backends.core import state_files, submitted_app
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
-from torchx_monarch.backends.core.errors import BackendError, RemoveError, StateAccessError
-from torchx_monarch.backends.core.options import MonarchOpts
+from torchx_monarch.backends.core.errors import BackendError, RemoveError, StateAccessError, UserError
+from torchx_monarch.backends.core.options import MonarchOpts, QueueOpts, check_queue
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.local import folder, render, submit
+from torchx_monarch.backends.local import folder, machine_queue, render, submit
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.insight import events
@@ -28,7 +28,7 @@ from torchx_monarch.supervisor import log_files
 
 
 @dataclass
-class LocalOpts(MonarchOpts):
+class LocalOpts(QueueOpts, MonarchOpts):
     """Run options of monarch_local."""
 
     auto_set_cuda_visible_devices: bool = False
@@ -49,16 +49,25 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
+    def check_options(self, options: LocalOpts) -> None:
+        check_queue(options)
+
     def render(self, app: AppDef, submitted: SubmittedApp, options: LocalOpts) -> LocalRequest:
-        assign_gpus = options.auto_set_cuda_visible_devices
-        return render.render(
+        assign_gpus = options.auto_set_cuda_visible_devices and not options.gpus
+        request = render.render(
             app, submitted.roles, grace=options.grace, assign_gpus=assign_gpus, environ=os.environ, lease=options.lease
         )
+        replicas = sum(len(role.replicas) for role in request.roles if not role.spec.sidecar)
+        if options.gpus % max(1, replicas):
+            raise UserError(f"Run option `gpus` is {options.gpus}, which {replicas} replicas cannot share equally")
+        return replace(request, gpus=options.gpus, slots=options.slots)
 
     def show(self, request: LocalRequest) -> str:
         return pprint.pformat(asdict(request), indent=2, width=80, sort_dicts=False)
 
     def submit(self, request: LocalRequest, submitted: SubmittedApp, credentials: str) -> str:
+        if reason := machine_queue.check(request.gpus, request.slots, os.environ):
+            raise UserError(reason)
         return submit.submit(request, submitted.to_json())
 
     # -- reading -------------------------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ class LocalRequest:
         job: the app's marker, ``<app id>:<random>``, which all of its processes have in their environment as
             MONARCH_JOB; "" until the app is submitted.
         lease: seconds for which a host may be stopped (SIGSTOP) until it counts as lost.
+        gpus, slots: how many of this machine's it waits for (``machine_queue``).
+        queued: when it was submitted, in seconds since the epoch, for its place in the queue; 0 for when it came here.
         networked: whether its hosts meet those of other machines, by addresses in the environments of the replicas.
     """
 
@@ -49,6 +51,9 @@ class LocalRequest:
     job: str = ""
     lease: float = 30.0
     networked: bool = False
+    gpus: int = 0
+    slots: int = 0
+    queued: float = 0.0
 
 
 def load(paths: state_files.AppPaths) -> LocalRequest | None:

@@ -29,7 +29,8 @@ from typing import ClassVar
 from torchx_monarch.backends.core import state_files, stop_request
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.state import MAX_HOST_DELAY, SETTLE, count_restarts, reduce
-from torchx_monarch.backends.local import folder, status
+from torchx_monarch.backends.local import folder, gpus, status
+from torchx_monarch.backends.local.machine_queue import POLL, MachineQueue, Ticket
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.insight import events
@@ -76,6 +77,7 @@ class SupervisorLoop:
         self._leftovers: Iterator[float] = processes.terminate(lambda: processes.own_descendants(request.job))
         self._stopped_checks: dict[int, int] = {}
         """For how many checks in a row each host has been stopped (SIGSTOP)."""
+        self._queue: MachineQueue | None = None
         self._is_changed = False
         self._done = False
 
@@ -123,10 +125,12 @@ class SupervisorLoop:
         self._selector.register(wake, selectors.EVENT_READ, None)
         if stop_request.load(self._paths) is not None:
             self._end(Outcome(State.CANCELLED, "cancelled before it started"), grace=0)
+        elif self._request.gpus or self._request.slots:
+            ticket = Ticket(self._record.app_id, self._request.gpus, self._request.slots)
+            self._queue = MachineQueue(ticket, self._request.queued or self._record.created)
+            self._await_turn()
         else:
-            self._start(self._replicas)
-            if self._outcome is None:
-                self._record.state = State.RUNNING
+            self._start_all()
         self._write_status()
         on_ready()
         self._check_folder()
@@ -137,6 +141,26 @@ class SupervisorLoop:
                     key.data.read(key.fd)
                 else:
                     self._on_signals(os.read(wake, 4096))
+
+    def _start_all(self) -> None:
+        self._start(self._replicas)
+        if self._outcome is None:
+            self._record.state = State.RUNNING
+
+    def _await_turn(self) -> None:
+        """Start the replicas when the queue of this machine lets them; say meanwhile what they wait for."""
+        if self._queue is None or self._outcome is not None:
+            return
+        if reason := self._queue.take():
+            if reason != self._record.msg:
+                self._record.msg, self._is_changed = reason, True
+            self.at(time.monotonic() + POLL, self._await_turn)
+            return
+        self._record.msg = ""
+        users = [replica for replica in self._replicas if not replica.spec.sidecar]
+        for replica, devices in zip(users, gpus.share(self._queue.ticket.devices, len(users)), strict=False):
+            replica.env[gpus.CUDA_VISIBLE_DEVICES] = ",".join(devices)
+        self._start_all()
 
     def at(self, when: float, call: Callable[[], None]) -> None:
         """Call the function when ``time.monotonic()`` reaches ``when``."""
@@ -412,6 +436,8 @@ class SupervisorLoop:
         if state is State.FAILED and (full := folder.describe_full_disk(self._paths)):
             notes.append(full)
         self._record.state, self._record.msg, self._record.ended = state, "; ".join(notes), time.time()
+        if self._queue is not None:
+            self._queue.close()
         folder.remove_run_dir(self._paths, self._request.run_dir)
         self._event(
             "ended", f"{state}: {message}" if message else state, seconds=self._record.ended - self._record.created

@@ -16,6 +16,7 @@ from torchx.specs import AppDef
 
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import SubmitError, SubmittedAlreadyError, UserError
+from torchx_monarch.backends.core.options import check_queue
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -63,6 +64,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
 
     def check_options(self, options: SshOpts) -> None:
         parse_hosts(options.hosts)
+        check_queue(options)
 
     def checks(self, options: SshOpts | None) -> Iterable[CheckResult]:
         """Check that ssh is there, and that each machine lets this user in and has this package."""
@@ -133,7 +135,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
                 folder = folder_name(request.app_id, role, k)
                 replica = {
                     "name": folder,
-                    "request": asdict(request.of_replica(role, k, folder, first, credentials)),
+                    "request": asdict(request.of_replica(role, k, folder, first, credentials, place.created)),
                     "place": asdict(replace(place, role=role, replica=k)),
                     "gpu_count": request.gpus[role],
                     "workspace": hashes[role],

@@ -11,7 +11,7 @@ from pathlib import Path
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.backends.core.options import NetworkOpts
+from torchx_monarch.backends.core.options import NetworkOpts, QueueOpts
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.render import new_app_id, render_role
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
@@ -23,7 +23,7 @@ from torchx_monarch.model.role_spec import RoleSpec
 
 
 @dataclass
-class SshOpts(NetworkOpts):
+class SshOpts(QueueOpts, NetworkOpts):
     """The run options of monarch_ssh."""
 
     hosts: list[str] = field(default_factory=list)
@@ -46,6 +46,7 @@ class SshRequest:
         app_id: id of the app: its name, a random suffix, ``@`` and its first machine.
         machines: for each role the machines of its replicas.
         gpus: for each role the GPUs that a replica needs.
+        queue: the GPUs and the slots that each replica waits for (``machine_queue``).
         workspaces: for each role the folders of its workspace (``workspace.projects``).
     """
 
@@ -54,6 +55,7 @@ class SshRequest:
     machines: list[list[str]]
     roles: list[RoleRequest]
     gpus: list[int]
+    queue: tuple[int, int]
     workspaces: list[dict[str, str]]
     python: str
     setup: str
@@ -65,12 +67,15 @@ class SshRequest:
         """Where the app runs."""
         return Layout(self.machines, self.python, self.setup)
 
-    def of_replica(self, role: int, k: int, name: str, first: Sequence[str], credentials: str) -> LocalRequest:
+    def of_replica(
+        self, role: int, k: int, name: str, first: Sequence[str], credentials: str, submitted: float = 0.0
+    ) -> LocalRequest:
         """Return the request for the machine of one replica.
 
         Args:
             name: the id of its folder there.
             first: for each role the address of the machine that has its replica 0.
+            submitted: when the app was submitted, in seconds since the epoch: its place in the queues of all machines.
         """
         spec = self.roles[role].spec
         replica = self.roles[role].replicas[k]
@@ -79,7 +84,8 @@ class SshRequest:
         if spec.runs_hosts and credentials:
             env[CREDENTIALS] = credentials
         roles = [RoleRequest(spec.alone(), [replace(replica, env=env)], first=k)]
-        return LocalRequest(name, self.name, roles, grace=self.grace, lease=self.lease, networked=True)
+        request = LocalRequest(name, self.name, roles, grace=self.grace, lease=self.lease, networked=True)
+        return replace(request, gpus=self.queue[0], slots=self.queue[1], queued=submitted)
 
 
 def parse_hosts(hosts: Sequence[str] | None) -> list[str]:
@@ -119,7 +125,8 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest
             render_role(role, spec, app_id, root="." if folders else "")
             for role, spec, folders in zip(app.roles, submitted.roles, workspaces, strict=True)
         ],
-        gpus=[max(0, role.resource.gpu) for role in app.roles],
+        gpus=[0 if options.gpus else max(0, role.resource.gpu) for role in app.roles],
+        queue=(options.gpus, options.slots),
         workspaces=workspaces,
         python=options.python,
         setup=options.setup,

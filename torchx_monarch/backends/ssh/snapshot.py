@@ -61,9 +61,8 @@ def _replica(role: str, k: int, found: FoundReplica) -> ReplicaSnapshot:
     )
     if not app.terminal:
         state = State.PENDING if record.state is State.PENDING else State.RUNNING
-        return replace(
-            snapshot, state=state, address=found.place.address, is_stopping=found.ending is not None, exit_code=None
-        )
+        snapshot = replace(snapshot, state=state, waiting=app.msg if state is State.PENDING else "", exit_code=None)
+        return replace(snapshot, address=found.place.address, is_stopping=found.ending is not None)
     snapshot = replace(snapshot, ended=record.ended or app.ended or 0.0)
     if app.state is State.CANCELLED and not record.started:
         return replace(snapshot, state=State.CANCELLED)

@@ -25,7 +25,7 @@ from typing import Any
 from torchx_monarch.backends.core import state_files, stop_request
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.timed_line import LogQuery
-from torchx_monarch.backends.local import folder, gpus
+from torchx_monarch.backends.local import folder, gpus, machine_queue
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.ssh.in_job.wire import MAX_LINES, PYTHON_FILE, READY, FoundReplica, Place
 from torchx_monarch.code_sync.code_store import ContentStore
@@ -193,6 +193,9 @@ class OrderServer:
         if replica.args[0] == "python":
             replica.args[0] = sys.executable
         replica.env.setdefault("PATH", f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}")
+
+        if reason := machine_queue.check(decoded.gpus, decoded.slots, {**os.environ, "PATH": replica.env["PATH"]}):
+            raise ValueError(reason)
 
         def fill(root: str) -> None:
             state_files.write_json(_place_file(state_files.AppPaths(root)), asdict(where))
