@@ -111,7 +111,9 @@ def _lost(drawn: Timeline, role: str) -> str:
     total = sum(lost.values())
     if not total:
         return "No time was lost."
-    parts = ", ".join(f"{cause} {show_duration(seconds)}" for cause, seconds in lost.items())
+    # The time after a failure is lost also if nothing starts again, and the job ends.
+    named = {"restart": "after failures"}
+    parts = ", ".join(f"{named.get(cause, cause)} {show_duration(seconds)}" for cause, seconds in lost.items())
     return f"Lost: {show_duration(total)} of {show_duration(drawn.job.seconds)} ({parts})."
 
 
