@@ -592,6 +592,7 @@ class Contract:
         status = place.wait(handle, AppState.FAILED)
         error = json.loads(status.structured_error_msg)["message"]["message"]
         assert error.startswith("hang: rank 1 has not called gloo:all_reduce, number 1 of group 0"), error
+        assert "in skips_a_collective (local rank " in error, error
         assert "in skips_a_collective" in place.log(handle)
 
     @pytest.mark.scenario("environment arrives whole")

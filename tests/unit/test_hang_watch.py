@@ -120,6 +120,7 @@ def test_ranks_that_hang_are_to_be_stopped(on_hang: str) -> None:
 
     hang, notes, _ = watched(steps, on_hang)
     assert hang is not None and hang.ranks == (1,) and [kind for kind, _ in notes.notes] == ["hang"]
+    assert hang.place == "stopped (SIGSTOP)"
 
 
 def test_nothing_is_concluded_without_all_hosts_or_while_the_watch_rests() -> None:

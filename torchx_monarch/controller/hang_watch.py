@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import math
 import traceback
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 
 from torchx_monarch.controller.host_messages import ReadCollectives, TakeStacks
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.insight.hangs import Hang, describe_places, diagnose
+from torchx_monarch.insight.hangs import Hang, describe_places, diagnose, place_of
 from torchx_monarch.insight.stacks import rank_ranges
 
 _LOOKS = 10
@@ -64,7 +65,7 @@ class HangWatch:
             try:
                 longest = await self._longest_wait()
                 hang = await self._diagnosed() if longest >= self._hang_after else None
-                await self._compare(hang, attempt)
+                hang = await self._compare(hang, attempt)
                 left = self._hang_after - longest
                 pause = min(every, left + 0.05) if left > 0 else every
             except Exception as error:
@@ -75,11 +76,11 @@ class HangWatch:
             if hang is not None and self._on_hang != "observe":
                 return hang
 
-    async def _compare(self, hang: Hang | None, attempt: int) -> None:
-        """Report a hang that is not known, and the end of the known one."""
+    async def _compare(self, hang: Hang | None, attempt: int) -> Hang | None:
+        """Report a hang that is not known, and the end of the known one; return the hang with its place."""
         reported, now = self._reported, asyncio.get_running_loop().time()
         if hang is not None and not hang.same_as(reported):
-            await self._report(hang, attempt)
+            hang = await self._report(hang, attempt)
             self._found_at = now if reported is None else self._found_at
         if reported is not None and hang is None:
             text = f"hang over: {rank_ranges(reported.ranks)} made the others wait for "
@@ -87,6 +88,7 @@ class HangWatch:
             self._reporter.report("hang_end", f"{text}{waited:.0f} s", attempt=attempt, waited=round(waited, 3))
         # Keep the one that was reported, with the time that its ranks had waited then.
         self._reported = reported if hang is not None and hang.same_as(reported) else hang
+        return self._reported
 
     async def _longest_wait(self) -> float:
         answers, missing = await self._hosts.collect(ReadCollectives(details=False), _TIMEOUT)
@@ -104,9 +106,10 @@ class HangWatch:
     def _at_most(self) -> float:
         return asyncio.get_running_loop().time() - self._since
 
-    async def _report(self, hang: Hang, attempt: int) -> None:
+    async def _report(self, hang: Hang, attempt: int) -> Hang:
         answers, _ = await self._hosts.collect(TakeStacks(None, False, save_as="while ranks hang"), _TIMEOUT)
-        place = describe_places(hang.ranks, list(itertools.chain.from_iterable(answers.values())))
+        stacks = list(itertools.chain.from_iterable(answers.values()))
+        place = describe_places(hang.ranks, stacks)
         self._reporter.report(
             "hang",
             f"hang: {hang.describe()}{f'; {place}' if place else ''}",
@@ -120,3 +123,4 @@ class HangWatch:
             waited=round(hang.seconds, 3),
             place=place,
         )
+        return dataclasses.replace(hang, place=place_of(hang.ranks[0], stacks))

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus
 from torchx_monarch.insight.stacks import ProcessStacks, rank_ranges
+from torchx_monarch.system.error_files import path_in_library
 from torchx_monarch.system.untrusted_text import one_line
 
 _MAX_NAME = 80
@@ -74,6 +75,7 @@ class Hang:
         collective: the collective in which they wait.
         seconds: for how long the first of them has waited.
         called: what ``ranks`` have called or wait in instead; empty if that is not known.
+        place: where the first of ``ranks`` is; empty if that is not known.
     """
 
     fault: Fault
@@ -83,6 +85,7 @@ class Hang:
     collective: Collective
     seconds: float
     called: str = ""
+    place: str = ""
 
     def same_as(self, other: Hang | None) -> bool:
         """Return whether another hang is this one, though more ranks may wait by now, and longer."""
@@ -266,15 +269,24 @@ def _shapes(collective: Collective) -> str:
     return ", ".join(f"[{', '.join(map(str, size))}]" for size in collective.sizes)
 
 
+def place_of(rank: int, stacks: Sequence[ProcessStacks]) -> str:
+    """Say where one rank is, as ``describe_places`` does."""
+    return one_line(next((_place(process) for process in stacks if process.rank == rank and not process.child), ""))
+
+
+def _place(process: ProcessStacks) -> str:
+    frames = process.threads[0].frames if process.threads else ()
+    # A wait inside a library says less than the line that called it; the stacks have both.
+    own = [frame for frame in frames if not path_in_library(frame.file)] or frames
+    place = f"is at {own[0]}" if own else "is in no Python function" if process.threads else ""
+    return "; ".join(filter(None, (place, process.problem)))
+
+
 def describe_places(ranks: Collection[int], stacks: Sequence[ProcessStacks]) -> str:
-    """Say where ranks are, by the top lines of the stacks of their main threads; empty if that is not known."""
+    """Say where ranks are, by the lines of the program that their main threads execute; empty if that is not known."""
     places = []
     for process in stacks:
         if process.rank in ranks and not process.child:
-            frames = process.threads[0].frames if process.threads else ()
-            place = f"is at {frames[0]}" if frames else "is in no Python function" if process.threads else ""
-            if process.problem:
-                place = f"{place}; {process.problem}" if place else process.problem
-            places.append(f"rank {process.rank} (host {process.replica}, pid {process.pid}): {place}")
+            places.append(f"rank {process.rank} (host {process.replica}, pid {process.pid}): {_place(process)}")
     shown = sorted(places)[:_MAX_PLACES]
     return one_line("; ".join([*shown, *([f"{len(places) - len(shown)} more"] if len(places) > len(shown) else [])]))
