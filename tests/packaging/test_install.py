@@ -258,7 +258,9 @@ def test_builtins_are_torchx_own_and_ours(plain: Environment, installed: Environ
         return {line.split(". ", 1)[1] for line in shown.splitlines() if ". " in line}
 
     before, after = plain.torchx("builtins"), installed.torchx("builtins")
-    assert names(after.stdout) - names(before.stdout) == {"monarch.spmd", "monarch.hosts", "monarch.controller"}
+    assert names(after.stdout) - names(before.stdout) == {
+        *("monarch.spmd", "monarch.ft", "monarch.hosts", "monarch.controller")
+    }
     assert names(after.stdout) >= names(before.stdout) | {"dist.torchrun", "dist.ddp", "utils.echo", "utils.python"}
     assert after.stderr == before.stderr
 
