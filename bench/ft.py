@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torchft's groups here and under torchrun in a shell loop: ``python bench/ft.py [--rounds N]``.
 
-Needs torchft. Two groups of one rank train with a lighthouse; after ten steps the rank of one kills itself. Measured
-are, in medians with the least and the greatest, from its death: the seconds until the group takes part in a step again,
-the longest pause of the other group, and the steps that this has lost. The variants alternate.
+Needs torchft. Two groups of one rank train, with a lighthouse that misses a group after a second; after ten steps the
+rank of one kills itself. Measured are from its death, as medians with the least and the greatest: the seconds until the
+group takes part in a step again, the longest pause of the other group, and how many steps this has lost. The variants
+alternate.
 """
 
 from __future__ import annotations
@@ -55,12 +56,14 @@ while not os.path.exists(f"{folder}/end"):
 os._exit(0)
 """
 
+HEARTBEAT = ["--heartbeat_timeout_ms", "1000"]
+
 LIGHTHOUSE = ["torchft_lighthouse", "--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
 
 
 def ours(path: str, folder: str) -> list[subprocess.Popen[bytes]]:
     """Start the job."""
-    words = ["torchx", "run", "-s", "monarch_local", "--wait", "monarch.ft", "-j", "2x1", path, folder]
+    words = ["torchx", "run", "-s", "monarch_local", "--wait", "monarch.ft", *HEARTBEAT, "-j", "2x1", path, folder]
     return [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)]
 
 
@@ -69,7 +72,7 @@ def torchrun(path: str, folder: str) -> list[subprocess.Popen[bytes]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--standalone", path, folder]
-    started = [[*LIGHTHOUSE, "--bind", f"127.0.0.1:{port}"]]
+    started = [[*LIGHTHOUSE, *HEARTBEAT, "--bind", f"127.0.0.1:{port}"]]
     started += [["sh", "-c", 'until "$@"; do :; done', "sh", *command]] * 2
     environ = {**os.environ, "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}", "NUM_REPLICA_GROUPS": "2"}
     return [

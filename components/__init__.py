@@ -125,6 +125,7 @@ def ft(
     group_hosts: int = 1,
     min_groups: int = 1,
     lighthouse: Optional[str] = None,
+    heartbeat_timeout_ms: int = 5000,
     name: str = "/",
     image: str = torchx.IMAGE,
     h: Optional[str] = None,
@@ -152,6 +153,7 @@ def ft(
         group_hosts: nodes of each group
         min_groups: the job fails when fewer groups than this can go on
         lighthouse: address of a lighthouse of yours, http://HOST:PORT (default: one is started)
+        heartbeat_timeout_ms: milliseconds of a lost group's silence until the others go on without it
         name: {experiment}/{run}, {experiment}/, /{run} or {run} (default run: the program's name)
         image: container image, or directory, in which the job runs
         h: a registered named resource of each node (takes precedence over cpu, gpu, memMB)
@@ -169,9 +171,9 @@ def ft(
     launch = plan.Launch.parse(script_args, m, script)
     resource = plan.resource(h, cpu, gpu, memMB)
     count, shape = plan.groups(j, group_hosts, min_groups, h)
-    plan.require_counts(max_restarts=max_restarts, max_retries=max_retries)
+    plan.require_counts(max_restarts=max_restarts, max_retries=max_retries, heartbeat_timeout_ms=heartbeat_timeout_ms)
     run_name, tracking = launch.names(name)
-    beside = None if lighthouse else plan.lighthouse(min_groups, image)
+    beside = None if lighthouse else plan.lighthouse(min_groups, heartbeat_timeout_ms, image)
     address = lighthouse or plan.lighthouse_address(beside)
     groups = [
         specs.Role(

@@ -200,7 +200,7 @@ def group_metadata(min_groups: int) -> dict[str, Any]:
     return {METADATA_KEY: {MIN_GROUPS: min_groups}}
 
 
-def lighthouse(min_groups: int, image: str) -> specs.Role:
+def lighthouse(min_groups: int, heartbeat_timeout_ms: int, image: str) -> specs.Role:
     """Return the role of torchft's lighthouse, which listens on the loopback interface at a drawn port.
 
     Hosts of several machines have it listen for all of them (``rewrite``). The times are those of torchft's README.
@@ -213,6 +213,7 @@ def lighthouse(min_groups: int, image: str) -> specs.Role:
         args=[
             *("--bind", f"{LOOPBACK}:{port}", "--min_replicas", str(min_groups)),
             *("--quorum_tick_ms", "100", "--join_timeout_ms", "10000"),
+            *("--heartbeat_timeout_ms", str(heartbeat_timeout_ms)),
         ],
         max_retries=_LIGHTHOUSE_RETRIES,
         retry_policy=specs.RetryPolicy.REPLICA,
