@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,30 @@ def test_jobs_get_devices_in_their_order(driver: Path, apps: Detached) -> None:
     assert fourth.take() == "waits for 1 GPU, 0 are free: b has 1,2, c has 3; other processes use 0"
     os.close(second._file)  # as if its supervisor had been killed
     assert fourth.take() == "" and fourth.ticket.devices == ("1",)
+
+
+def test_no_job_removes_a_ticket_that_is_being_made(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_SLOTS", "2")
+    first, readers, flock = MachineQueue(Ticket("b", slots=2), 2), list[threading.Thread](), fcntl.flock
+
+    def read_before_locking(file: int, operation: int) -> None:
+        if not readers and os.readlink(f"/proc/self/fd/{file}").endswith("-a"):
+            readers.append(threading.Thread(target=first.take))
+            readers[0].start()
+            until(lambda: not readers[0].is_alive() or is_waiting.is_set(), "the other job's look at the queue")
+        try:
+            flock(file, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_waiting.set()
+            flock(file, operation)
+
+    is_waiting = threading.Event()
+    monkeypatch.setattr(fcntl, "flock", read_before_locking)
+    second = MachineQueue(Ticket("a", slots=2), 1)
+    readers[0].join()
+    assert os.path.exists(second._path)
+    assert "behind a" in first.take() and second.take() == ""
+    assert first.take() == "waits for 2 slots, 0 are free: a has 2 slots"
 
 
 def test_slots_are_counted(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:

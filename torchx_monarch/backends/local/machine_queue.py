@@ -66,9 +66,10 @@ class MachineQueue:
         self._folder = os.path.join(state_files.make_folder("queue"), os.uname().nodename)
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
         self._path = os.path.join(self._folder, f"{submitted:017.6f}-{ticket.app_id}")
-        self._file = safe_files.open_file(self._path, os.O_RDWR | os.O_CREAT)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._write()
+        with self._exclusive():  # else another job might remove the ticket before it is locked
+            self._file = safe_files.open_file(self._path, os.O_RDWR | os.O_CREAT)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._write()
 
     def take(self) -> str:
         """Take what the job asks for if its turn has come; return what it waits for, empty if it has it."""
@@ -143,7 +144,7 @@ def _read(path: str) -> Ticket | None:
     except BlockingIOError:
         with contextlib.suppress(ValueError):
             return codec.decode(Ticket, json.loads(os.pread(file, 1 << 16, 0)))
-        return None  # it is being made
+        return None
     else:
         with contextlib.suppress(OSError):
             os.unlink(path)
