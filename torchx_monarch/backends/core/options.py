@@ -37,58 +37,51 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """Seconds without a heartbeat after which a host counts as lost, also if it is stopped or hung."""
 
     hang_after: int = 300
-    """Seconds that ranks wait in a collective before the log and `torchx monarch status` name the rank that has not
-    called it; 0 for never. Needs torch preloaded and `ranks=fork`, the defaults."""
+    """Seconds that ranks wait in a collective before the rank that has not called it is named; 0 for never. Needs torch
+    preloaded and `ranks=fork`, the defaults."""
 
     on_hang: str = "observe"
     """`observe`: hangs are reported. `restart`: the ranks are started again, within torchrun's `--max-restarts`.
-    `fail`: the job ends, with the rank that has not called the collective as its root cause."""
+    `fail`: the job ends."""
 
     debug_wait: int = 300
-    """Seconds for which a rank waits in `breakpoint()` for `torchx monarch debug`; 0: it does not wait. Without a
-    debugger it goes on, and does not wait in later ones."""
+    """Seconds for which a rank waits in `breakpoint()` for `torchx monarch debug`; 0: it does not wait."""
 
     preflight: str = "off"
-    """`on`: before ranks start, compare the hosts (versions, program, readable paths, clocks, memory) and fail the job
-    if one differs or is unfit; `warn`: only say so; `off`: compare nothing."""
+    """`on`: before ranks start, compare the hosts and fail the job if one differs or is unfit; `warn`: only say so."""
 
     preload: str = "auto"
-    """Modules, separated by `+`, that one interpreter per host imports while the hosts find each other, for all ranks
-    of a torchrun command. `auto`: torch, and the installed modules that the program imports in its first statements;
-    `auto+NAME` adds more. `torch`: torch alone. `none`: each rank imports everything."""
+    """Modules, separated by `+`, that one interpreter per host imports for all ranks. `auto`: torch, and what the
+    program imports in its first statements; `auto+NAME` adds more. `none`: each rank imports everything."""
 
     ranks: str = "fork"
     """`fork`: ranks are forks of the interpreter that has imported the modules of `preload`. `fresh`: each rank is an
-    interpreter of its own, which imports for itself, as under torchrun."""
+    interpreter of its own, as under torchrun."""
 
     retry_on: str = ""
     """Exit codes after which ranks are restarted, within torchrun's `--max-restarts`: numbers and names of signals,
-    separated by `+` (`1+134+SIGKILL`); empty for any. On monarch_local, batch systems, monarch_ssh and
-    monarch_docker this also applies to restarts of hosts within `max_retries`. Exit code 78 always prevents a
-    restart."""
+    separated by `+` (`1+134+SIGKILL`); empty for any. Except on Kubernetes and AWS Batch it is for hosts, too, within
+    `max_retries`."""
 
     same_step_limit: int = 3
-    """For programs that report their steps (`torchx_monarch.progress`): number of failures in a row at the same step
-    after which ranks are not restarted, though restarts are left; 0 for any number."""
+    """For programs that report their steps: number of failures in a row at the same step after which ranks are not
+    restarted; 0 for any number."""
 
     spares: int = 0
-    """Spare hosts of each role of ranks, beside its replicas: a spare takes the place of a host that is lost or fails
-    again and again, within the job. `-j 4+1x8` says the same of one job."""
+    """Spare hosts of each role of ranks: a spare takes the place of a host that is lost or fails again and again. `-j
+    4+1x8` says the same."""
 
     exclude_after: int = 3
-    """Number of failures of one host (its loss, or a rank on it as root cause) within `exclude_window` after which a
-    spare host, or another one of an elastic job, is used in its place; 0: never."""
+    """Number of failures of one host within `exclude_window` after which another is used in its place; 0: never."""
 
     exclude_window: int = 3600
     """Seconds within which the failures of a host count."""
 
     on_end: str = ""
-    """A shell command that is run once when the job has ended, also without its submitter, and gets the end as JSON on
-    stdin: `curl -d @- https://example.org`. It has 30 seconds; its failure is an event of the job and no more."""
+    """A shell command that is run once when the job has ended, with its end as JSON on stdin."""
 
     timestamps: bool = False
-    """Write the time (UTC, with milliseconds) before each line of the log; off by default. The log files of single
-    ranks stay as the ranks have written them."""
+    """Write the time (UTC, with milliseconds) before each line of the log, but for the log files of single ranks."""
 
 
 @dataclass
@@ -108,8 +101,7 @@ class NetworkOpts(MonarchOpts):
     """Seconds without network traffic from a machine after which it counts as lost."""
 
     rejoin_timeout: int = 60
-    """Seconds for which a host that has lost replica 0 tries to reach its replacement, which may start with a delay of
-    up to 30 s if replica 0 has failed before."""
+    """Seconds for which a host that has lost replica 0 tries to reach its replacement."""
 
     insecure_plain_tcp: bool = False
     """Use no TLS between the hosts. Anyone who can reach one of their ports can run code there."""
@@ -120,12 +112,10 @@ class QueueOpts(StructuredOpts):  # type: ignore[misc]
     """Run options of schedulers whose jobs may wait for a machine."""
 
     gpus: int = 0
-    """GPUs of a machine that the job waits for, and has to itself among your jobs; 0: it starts at once. Jobs with
-    `gpus` or `slots` start in the order of their submission."""
+    """GPUs of a machine that the job waits for, in the order of submission; 0: it starts at once."""
 
     slots: int = 0
-    """The same without GPUs: how many of the machine's slots the job takes, of as many as it has CPUs (or
-    `MONARCH_SLOTS` says)."""
+    """The same without GPUs: how many of the machine's slots the job waits for."""
 
 
 def check_queue(options: QueueOpts) -> None:
