@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -19,6 +20,9 @@ _TIMEOUT = 30.0
 
 _MAX_INPUT = 1 << 16
 """Characters of the message that are passed on; a pipe that is not read holds as many bytes."""
+
+_MAX_SAID = 1000
+"""Bytes that are read of what the command has written to stderr."""
 
 
 @dataclass(frozen=True)
@@ -45,26 +49,29 @@ class JobEnd:
 
     def _run(self, command: str, environ: Mapping[str, str]) -> str:
         text = json.dumps({**asdict(self), "state": str(self.state), "message": self.message[:_MAX_INPUT]})
-        try:
-            process = subprocess.Popen(
-                ["/bin/sh", "-c", command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=environ,
-                start_new_session=True,
-            )
-        except OSError as error:
-            return f"it cannot be started: {error.strerror}"
-        with process:
+        with tempfile.TemporaryFile() as said:  # a pipe may stay open in what the command leaves in the background
             try:
-                _, said = process.communicate(text.encode(errors="backslashreplace"), _TIMEOUT)
-            except subprocess.TimeoutExpired:
-                return f"it has not ended within {_TIMEOUT:g} s, and was killed"
-            finally:
-                with contextlib.suppress(ProcessLookupError):  # also what the command has left in the background
-                    os.killpg(process.pid, signal.SIGKILL)
-        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+                process = subprocess.Popen(
+                    ["/bin/sh", "-c", command],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=said,
+                    env=environ,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                return f"it cannot be started: {error.strerror}"
+            with process:
+                try:
+                    process.communicate(text.encode(errors="backslashreplace"), _TIMEOUT)
+                except subprocess.TimeoutExpired:
+                    return f"it has not ended within {_TIMEOUT:g} s, and was killed"
+                finally:
+                    with contextlib.suppress(ProcessLookupError):  # also what is left in the background
+                        os.killpg(process.pid, signal.SIGKILL)
+            said.seek(0, os.SEEK_END)
+            said.seek(max(0, said.tell() - _MAX_SAID))
+            last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
         return (
             f"exit code {process.returncode}{f': {one_line(last, 200)}' if last else ''}" if process.returncode else ""
         )

@@ -458,8 +458,13 @@ class SupervisorLoop:
         if not first.spec.on_end or first.first:
             return
         assert record.ended is not None
+        # Without one supervisor for all replicas, those that are left of a failed job are stopped on request.
+        asked = stop_request.load_outcome(self._paths) if record.state is State.CANCELLED else None
+        if record.state is State.CANCELLED and asked is None and self._request.networked:
+            return  # its batch system has taken the node away, and may start the job again
+        state = asked.state if asked else record.state
         end = JobEnd(
-            *(record.app_id, record.name, record.state, record.msg, exit_code),
+            *(record.app_id, record.name, state, record.msg, exit_code),
             *(record.started, record.ended, record.restarts),
         )
         if failure := end.run(first.spec.on_end, os.environ):
