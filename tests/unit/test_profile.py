@@ -35,7 +35,7 @@ def test_what_a_rank_names_is_limited_and_escaped() -> None:
     profile = _profile(text=hostile)
     assert [*profile.samples.values()] == [3, 2, 1] and "\x1b" not in str([*profile.samples])
     assert max(len(stack) for stack in profile.samples) < 500
-    assert parse_collapsed("a 1\nbb 3\ncc 2\n", 4) == {"bb": 3, "cc": 2}
+    assert parse_collapsed("a 1\nbb 3\ncc 2\n", 14) == {"bb": 3, "cc": 2}
     graph = flame_graph([profile], "a <title>\x1b")
     assert "<script>" not in graph and ElementTree.fromstring(graph).tag == f"{_SVG}svg"
 

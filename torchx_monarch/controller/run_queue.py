@@ -52,6 +52,9 @@ _RUNS_KEPT = 1000
 _FINISH_TIMEOUT = 30.0
 """Seconds for the hosts to send the last output of a run and to prepare for the next run."""
 
+VALUES_TIMEOUT = 600.0
+"""Seconds that the values of a function have to reach replica 0: at most 16 MiB from each rank."""
+
 _CLOSE_TIMEOUT = 5.0
 """Seconds for clients to receive the last records when the hosts end."""
 
@@ -225,7 +228,8 @@ class RunQueue(Session):
         run = self.current
         assert run is not None
         word = "STOPPED" if result.stopped else "FAILED" if result.code else "SUCCEEDED"
-        finishing = asyncio.wait_for(self.hosts.broadcast(FinishRun(run.token)), _FINISH_TIMEOUT)
+        within = _FINISH_TIMEOUT + (VALUES_TIMEOUT if run.request.function else 0.0)
+        finishing = asyncio.wait_for(self.hosts.broadcast(FinishRun(run.token)), within)
         try:
             await self._events.interrupt(finishing, concerns_hosts)  # a host sends its output before its answer
         except Interrupted:
@@ -378,13 +382,14 @@ class RunQueue(Session):
     async def _feed(self, run: Run, rank: int | None, wait: bool, peer: Peer) -> None:
         others = b'{"type":"output","rank":'
         wanted = others if rank is None else b'{"type":"output","rank":%d,' % rank
+        unwanted = others if rank is None else (others, b'{"type":"value"')
         last = b""
         with contextlib.suppress(OSError, RuntimeError):
             async for lines in run.run_log.follow(wait):
                 if why := run.why_no_rank(rank):  # the run was queued when the rank was checked before
                     await peer.send({"type": "refused", "reason": why})
                     return
-                matching = [line for line in lines if line.startswith(wanted) or not line.startswith(others)]
+                matching = [line for line in lines if line.startswith(wanted) or not line.startswith(unwanted)]
                 last = matching[-1] if matching else last
                 peer.writer.write(b"".join(matching))
                 await peer.writer.drain()

@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torchx_monarch.command.allocation_spec import AllocationSpec, run_command, with_program
@@ -31,7 +31,7 @@ from torchx_monarch.controller.host_messages import (
 )
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.controller.run_queue import RunQueue
+from torchx_monarch.controller.run_queue import VALUES_TIMEOUT, RunQueue
 from torchx_monarch.function import MAX_VALUE_BYTES, VALUE
 from torchx_monarch.host.code_distribution import HostCode, probe
 from torchx_monarch.host.host import Host
@@ -46,6 +46,9 @@ from torchx_monarch.system import safe_files
 _MESSAGE = 30_000
 """Bytes of records in one message to replica 0. A message has at most 64 kB, and JSON may double the size."""
 
+
+_LAST_OUTPUT_TIMEOUT = 10.0
+"""Seconds in which the last output of a run must reach replica 0."""
 
 _VALUE_PART = 18_000
 """Bytes of a value in one record: 24 kB as base64."""
@@ -187,17 +190,20 @@ class LiveRuns(Workload):
         if self._begun is None or self._begun[0] != token or self.pool is None:
             return
         await self.pool.stop(signal.SIGKILL, 0.0)
+        ranks = {rank_exit.rank for rank_exit in self.pool.exits()}
         self.pool.retire()
         if self._function_file:
-            await self._send_values(os.path.dirname(self._function_file))
+            await self._send_values(os.path.dirname(self._function_file), ranks)
         await self._host_code().release()
-        await self._close_run_log()
+        await self._close_run_log(VALUES_TIMEOUT if self._function_file else _LAST_OUTPUT_TIMEOUT)
 
-    async def _send_values(self, folder: str) -> None:
-        """Add what a function has returned in each rank to the run log, and remove its files."""
+    async def _send_values(self, folder: str, ranks: Collection[int]) -> None:
+        """Add what a function has returned in ranks of the last attempt to the run log, and remove its files."""
         with contextlib.suppress(OSError):
             os.unlink(self._function_file)
         for rank in sorted(safe_files.numbered(folder, VALUE)):
+            if rank not in ranks:
+                continue  # of an earlier attempt, on other hosts
             path = os.path.join(folder, f"{VALUE}{rank}")
             try:
                 content = await asyncio.to_thread(safe_files.read_file, path, limit=MAX_VALUE_BYTES + 100)
@@ -223,8 +229,8 @@ class LiveRuns(Workload):
             raise LaunchError(f"cannot make {error.filename}: {error.strerror}") from None
         self._forwarding = asyncio.ensure_future(self._forward(self._run_log, token))
 
-    async def _close_run_log(self) -> None:
-        """Close the run log after a run and wait, at most 10 s, until its last records are sent.
+    async def _close_run_log(self, within: float = _LAST_OUTPUT_TIMEOUT) -> None:
+        """Close the run log after a run and wait, at most so many seconds, until its last records are sent.
 
         On replica 0 the run queue owns the log, and nothing is sent.
         """
@@ -233,7 +239,7 @@ class LiveRuns(Workload):
         if run_log is not None and forwarding is not None:
             run_log.close()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(forwarding, 10.0)
+                await asyncio.wait_for(forwarding, within)
 
     async def _forward(self, run_log: RunLog, token: str) -> None:
         """Send the records of a run log to replica 0 while they are written."""

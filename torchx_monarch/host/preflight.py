@@ -45,7 +45,8 @@ def take_facts(run: RunSpec) -> HostFacts:
 
 def facts_at_launch(run: RunSpec, versions: Mapping[str, str]) -> HostFacts:
     """Return the facts that cost nothing: versions that are known, that of the driver, and the script."""
-    return HostFacts({**versions, **_driver()}, program=_program(run))
+    problem = "" if versions or not run.preload else "the import has failed"
+    return HostFacts({**versions, **_driver()}, problem, program=_program(run))
 
 
 def _driver() -> dict[str, str]:

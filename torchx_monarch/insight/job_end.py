@@ -44,23 +44,23 @@ class JobEnd:
 
     def run(self, command: str, environ: Mapping[str, str]) -> str:
         """Run a shell command, which gets this as JSON on stdin; return what is to be said of its failure, if any."""
-        failure = self._run(command, environ)
+        try:
+            failure = self._run(command, environ)
+        except OSError as error:  # it cannot be started, or there is no room for a temporary file
+            failure = error.strerror or str(error)
         return f"the command of -cfg on_end has failed: {failure}" if failure else ""
 
     def _run(self, command: str, environ: Mapping[str, str]) -> str:
         text = json.dumps({**asdict(self), "state": str(self.state), "message": self.message[:_MAX_INPUT]})
         with tempfile.TemporaryFile() as said:  # a pipe may stay open in what the command leaves in the background
-            try:
-                process = subprocess.Popen(
-                    ["/bin/sh", "-c", command],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    stderr=said,
-                    env=environ,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                return f"it cannot be started: {error.strerror}"
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                env=environ,
+                start_new_session=True,
+            )
             with process:
                 try:
                     process.communicate(text.encode(errors="backslashreplace"), _TIMEOUT)

@@ -47,7 +47,7 @@ def parse_collapsed(text: str, limit: int, own_files: Iterable[str] = ()) -> dic
     """Parse the output of ``py-spy record --format raw``; return the samples of a ``RankProfile``, frequent ones first.
 
     Args:
-        limit: characters of the stacks; the rarest stacks above it are dropped.
+        limit: bytes of the result as JSON; the rarest stacks above it are dropped.
         own_files: files whose frames are left out where they are outside all others, with what is outside of them.
     """
     files, samples = tuple(f" ({file}:" for file in own_files), Counter[str]()
@@ -61,7 +61,7 @@ def parse_collapsed(text: str, limit: int, own_files: Iterable[str] = ()) -> dic
         samples[";".join(one_line(frame, _MAX_NAME) for frame in frames[:_MAX_FRAMES]) or "(no function)"] += int(count)
     found = dict[str, int]()
     for stack, number in samples.most_common():
-        limit -= len(stack)
+        limit -= len(json.dumps(stack)) + len(str(number)) + 2
         if limit >= 0:
             found[stack] = number
     return found

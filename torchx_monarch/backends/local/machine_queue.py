@@ -63,6 +63,7 @@ class MachineQueue:
 
     def __init__(self, ticket: Ticket, submitted: float) -> None:
         self.ticket = ticket
+        self._devices = gpus.devices(os.environ) if ticket.gpus else []
         self._folder = os.path.join(state_files.make_folder("queue"), os.uname().nodename)
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
         self._path = os.path.join(self._folder, f"{submitted:017.6f}-{ticket.app_id}")
@@ -74,6 +75,9 @@ class MachineQueue:
     def take(self) -> str:
         """Take what the job asks for if its turn has come; return what it waits for, empty if it has it."""
         with self._exclusive():
+            is_next = all(ticket.holds for ticket in self._others()[0])
+        busy = _busy_elsewhere() if self.ticket.gpus and is_next else set()  # not under the lock: it may take long
+        with self._exclusive():
             earlier, others = self._others()
             if waiting := [ticket for ticket in earlier if not ticket.holds]:
                 return f"waits for {self.ticket.what} behind {waiting[0].app_id}, which waits for {waiting[0].what}"
@@ -84,10 +88,9 @@ class MachineQueue:
                     return self._describe(free, holders, "")
             else:
                 taken = {device for ticket in holders for device in ticket.devices}
-                unheld = [device for device in gpus.devices(os.environ) if device not in taken]
-                busy = _busy_elsewhere()
+                unheld = [device for device in self._devices if device not in taken]
                 usable = [device for device in unheld if device not in busy]
-                if len(usable) < self.ticket.gpus:
+                if len(usable) < self.ticket.gpus or not is_next:  # its turn has come after the driver was asked
                     foreign = ", ".join(device for device in unheld if device in busy)
                     return self._describe(len(usable), holders, foreign and f"other processes use {foreign}")
                 self.ticket.devices = tuple(usable[: self.ticket.gpus])
@@ -116,7 +119,7 @@ class MachineQueue:
     def _exclusive(self) -> Iterator[None]:
         lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # a supervisor holds it for milliseconds, or nvidia-smi's time
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a supervisor holds it for milliseconds
             yield
         finally:
             os.close(lock)

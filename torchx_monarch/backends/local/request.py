@@ -39,6 +39,7 @@ class LocalRequest:
             MONARCH_JOB; "" until the app is submitted.
         lease: seconds for which a host may be stopped (SIGSTOP) until it counts as lost.
         gpus, slots: how many of this machine's it waits for (``machine_queue``).
+        job_id: the app's id for users, where ``app_id`` is that of the folder of one replica; empty if it is the same.
         queued: when it was submitted, in seconds since the epoch, for its place in the queue; 0 for when it came here.
         networked: whether its hosts meet those of other machines, by addresses in the environments of the replicas.
     """
@@ -54,6 +55,7 @@ class LocalRequest:
     gpus: int = 0
     slots: int = 0
     queued: float = 0.0
+    job_id: str = ""
 
 
 def load(paths: state_files.AppPaths) -> LocalRequest | None:

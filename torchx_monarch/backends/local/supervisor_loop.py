@@ -290,6 +290,8 @@ class SupervisorLoop:
         if outcome is None or outcome.state is State.SUCCEEDED:
             left = sum(sibling.record.state is not State.FAILED for sibling in self._roles[replica.role_index])
             why = f"{left} of {spec.replicas} are left, and {spec.min_replicas} are enough"
+            if spec.min_groups:
+                why = f"its group is lost, and {spec.min_groups} groups are enough"
             text = f"{replica.failure}; {'its role had succeeded' if self._is_over(replica.role_index) else why}"
             self._event("replica_spared", text, replica)
             self._tolerated.add(replica)
@@ -464,7 +466,7 @@ class SupervisorLoop:
             return  # its batch system has taken the node away, and may start the job again
         state = asked.state if asked else record.state
         end = JobEnd(
-            *(record.app_id, record.name, state, record.msg, exit_code),
+            *(self._request.job_id or record.app_id, record.name, state, record.msg, exit_code),
             *(record.started, record.ended, record.restarts),
         )
         if failure := end.run(first.spec.on_end, os.environ):

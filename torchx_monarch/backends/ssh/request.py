@@ -85,7 +85,8 @@ class SshRequest:
             env[CREDENTIALS] = credentials
         roles = [RoleRequest(spec.alone(), [replace(replica, env=env)], first=k)]
         request = LocalRequest(name, self.name, roles, grace=self.grace, lease=self.lease, networked=True)
-        return replace(request, gpus=self.queue[0], slots=self.queue[1], queued=submitted)
+        count, slots = (0, 0) if spec.sidecar else self.queue  # a sidecar shares the machine with the others
+        return replace(request, gpus=count, slots=slots, queued=submitted, job_id=self.app_id)
 
 
 def parse_hosts(hosts: Sequence[str] | None) -> list[str]:

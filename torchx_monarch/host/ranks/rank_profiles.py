@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import IO
 
 from torchx_monarch.host.ranks.rank_main import OWN_FILES
@@ -20,8 +21,8 @@ from torchx_monarch.system.untrusted_text import one_line
 _RATE = 100
 """Samples a second."""
 
-_MAX_SIZE_OF_HOST = 1 << 21
-"""Characters of the stacks of all ranks of one host, which are one message (``messages.MAX_MESSAGE``)."""
+_MAX_SIZE_OF_HOST = 1 << 22
+"""Bytes of the stacks of all ranks of one host as JSON: they are one message (``messages.MAX_MESSAGE``)."""
 
 _MAX_FILE = 1 << 26
 """Bytes that are read of what py-spy has written."""
@@ -43,7 +44,7 @@ async def profile(ranks: Sequence[Rank], replica: int, seconds: float, idle: boo
         samplers = [stack.enter_context(_Sampler(rank, replica, seconds, idle)) for rank in ranks]
         while any(sampler.is_running for sampler in samplers) and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        return [sampler.result(limit) for sampler in samplers]
+        return [await asyncio.to_thread(sampler.result, limit) for sampler in samplers]  # megabytes are parsed
 
 
 class _Sampler:
@@ -86,22 +87,18 @@ class _Sampler:
         return self._process is not None and self._process.poll() is None
 
     def result(self, limit: int) -> RankProfile:
-        """Return the profile, whose stacks have at most ``limit`` characters."""
+        """Return the profile, whose stacks have at most ``limit`` bytes as JSON."""
         if self._process is None:
-            return _with(self._profile, {}, self._problem)
+            return replace(self._profile, problem=self._problem)
         if self._process.poll() is None:
-            return _with(self._profile, {}, f"py-spy has not ended {_MARGIN:g} s after the time was over")
+            return replace(self._profile, problem=f"py-spy has not ended {_MARGIN:g} s after the time was over")
         samples, said = self._files
         for file in self._files:
             file.seek(0)
         found = parse_collapsed(samples.read(_MAX_FILE).decode(errors="replace"), limit, OWN_FILES)
         if found:
-            return _with(self._profile, found, "")
+            return replace(self._profile, samples=found)
         lines = said.read(_MAX_FILE).decode(errors="replace").strip().splitlines()
         errors = [line for line in lines if line.startswith("Error")]
         why = "none of its threads was busy (--idle shows those that wait)" if not self._process.returncode else ""
-        return _with(self._profile, {}, why or f"py-spy: {one_line((errors or lines or ['it failed'])[0], 200)}")
-
-
-def _with(profile: RankProfile, samples: dict[str, int], problem: str) -> RankProfile:
-    return RankProfile(profile.rank, profile.replica, profile.pid, samples, problem)
+        return replace(self._profile, problem=why or f"py-spy: {one_line((errors or lines or ['it failed'])[0], 200)}")
