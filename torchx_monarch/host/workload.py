@@ -177,7 +177,7 @@ class Workload(abc.ABC):
                 return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
             case LaunchRanks():
                 pids = tuple(await pool.launch(request.world))
-                facts = facts_at_launch(pool.run, pool.starter.versions)
+                facts = await asyncio.to_thread(facts_at_launch, pool.run, pool.starter.versions)  # it reads the script
                 return Launched(pids, pool.starter.imported, pool.starter.unshared, facts)
             case WatchRanks():
                 await pool.watch()
