@@ -103,6 +103,18 @@ class Launch:
         """The program's part of the torchrun command."""
         return (*(("-m",) if self.module else ()), self.target, *self.args)
 
+    def torchrun_args(self, role: str, shape: Shape, streams: str, max_restarts: int, log_dir: str | None) -> list[str]:
+        """Return the arguments of the torchrun command of a role that runs the program."""
+        return [
+            *("--nnodes", shape.nnodes),
+            *("--nproc-per-node", shape.nproc),
+            *("--role", role),
+            *("--tee", tee(streams)),
+            *(("--max-restarts", str(max_restarts)) if max_restarts else ()),
+            *(("--log-dir", log_dir) if log_dir else ()),
+            *self.words,
+        ]
+
 
 @dataclass(frozen=True)
 class Shape:

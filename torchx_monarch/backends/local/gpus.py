@@ -40,9 +40,3 @@ def assign(counts: Sequence[int], available: Sequence[str]) -> list[list[str]]:
         return []
     rest = iter(available)
     return [list(itertools.islice(rest, count)) for count in counts]
-
-
-def share(devices: Sequence[str], replicas: int) -> list[Sequence[str]]:
-    """Return equal parts of some GPUs, one for each replica; an empty list without GPUs."""
-    size = len(devices) // max(1, replicas)
-    return [devices[index * size : (index + 1) * size] for index in range(replicas)] if size else []

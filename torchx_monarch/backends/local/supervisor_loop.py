@@ -157,9 +157,11 @@ class SupervisorLoop:
             self.at(time.monotonic() + POLL, self._await_turn)
             return
         self._record.msg = ""
-        users = [replica for replica in self._replicas if not replica.spec.sidecar]
-        for replica, devices in zip(users, gpus.share(self._queue.ticket.devices, len(users)), strict=False):
-            replica.env[gpus.CUDA_VISIBLE_DEVICES] = ",".join(devices)
+        if devices := self._queue.ticket.devices:
+            users = [replica for replica in self._replicas if not replica.spec.sidecar]
+            counts = [len(devices) // max(1, len(users))] * len(users)
+            for replica, share in zip(users, gpus.assign(counts, devices), strict=True):
+                replica.env[gpus.CUDA_VISIBLE_DEVICES] = ",".join(share)
         self._start_all()
 
     def at(self, when: float, call: Callable[[], None]) -> None:

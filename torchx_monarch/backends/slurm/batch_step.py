@@ -280,12 +280,13 @@ class BatchStep:
 
     def _finish(self, state: State, message: str, code: int) -> int:
         self._record.state, self._record.msg, self._record.ended = state, message, time.time()
-        if self._record.outside and not self._is_stopping:  # Slurm queues the job again, or says how it has ended
+        is_outside = self._record.outside and not self._is_stopping
+        if is_outside:  # Slurm queues the job again, or says how it has ended
             self._event("stop", f"Slurm ends the steps: {message}")
         else:
             self._event("ended", f"{state}: {message}" if message else str(state))
         self._write(is_last=True)
-        if self._request.on_end and not (self._record.outside and not self._is_stopping):
+        if self._request.on_end and not is_outside:
             from torchx_monarch.insight.job_end import JobEnd  # imported late: its imports would delay the steps
 
             end = JobEnd(
