@@ -211,17 +211,6 @@ def test_a_set_up_script_may_start_a_plain_python_itself() -> None:
     assert rewritten(given) == given.roles[0]
 
 
-def test_each_torchrun_of_a_string_is_wrapped_if_the_shell_executes_one_of_them() -> None:
-    text = 'if [ -e "$$DATA" ]; then torchrun --nproc-per-node 4 a.py; else torchrun b.py; fi'
-    given = app("bash", "-c", text)
-    [role] = rewrite(given, OPTIONS).app.roles
-    assert role.args[1].count("-m torchx_monarch.host ") == 2
-    parts = role.args[1].split("torchrun")
-    assert [part.endswith(" -- ") for part in parts] == [True, True, False]
-    [found] = [rank_command(role) for role in given.roles]
-    assert found is not None and found.ranks_per_host is None
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -103,26 +103,6 @@ def test_commands_of_a_string(text: str, expected: list[list[str]]) -> None:
     assert words(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "exclusive"),
-    [
-        ("if x; then torchrun a.py; else torchrun b.py; fi", True),
-        ("if x; then torchrun a.py; elif y; then torchrun b.py; fi", True),
-        ("if x; then if y; then torchrun a.py; fi; else (torchrun b.py); fi", True),
-        ("case $$1 in\na) torchrun a.py;;\nb|c) cd x; torchrun b.py\nesac", True),
-        ("if x; then torchrun a.py; fi; torchrun b.py", False),
-        ("if x; then torchrun a.py; fi; if y; then torchrun b.py; fi", False),
-        ("if torchrun a.py; then torchrun b.py; fi", False),
-        ("if x; then y; elif torchrun a.py; then torchrun b.py; fi", False),
-        ("case $$1 in a) torchrun a.py;& b) torchrun b.py;; esac", False),
-        ("torchrun a.py || torchrun b.py", False),
-    ],
-)
-def test_of_commands_in_different_branches_the_shell_executes_one(text: str, exclusive: bool) -> None:
-    first, second = (command for command in simple_commands(text) if command.words[0].value == "torchrun")
-    assert first.excludes(second) is second.excludes(first) is exclusive
-
-
 def test_macros_and_escapes_of_torchx_come_before_the_shell() -> None:
     text = "cd ${img_root} && torchrun --rdzv_endpoint $${${rank0_env}:=localhost}:29500 --rdzv_id '${app_id}' $$X ${Y}"
     assert words(text) == [["cd", X], ["torchrun", "--rdzv_endpoint", f"{X}:29500", "--rdzv_id", X, X, X]]

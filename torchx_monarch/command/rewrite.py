@@ -10,7 +10,6 @@ metadata of roles that are invalid raise ``CommandError`` and ``RoleMetadataErro
 from __future__ import annotations
 
 import copy
-import itertools
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -79,13 +78,13 @@ class _RankCommand:
 
     Attributes:
         string: index of the argument that is a shell string with the command in it; None for other roles.
-        starts: offsets of the command in that string, more than one if the shell executes one of several; otherwise the
-            index of its first word in the role's words, which begin with the entrypoint.
+        start: offset of the command in that string; otherwise the index of its first word in the role's words, which
+            begin with the entrypoint.
     """
 
     command: Command
     string: int | None
-    starts: tuple[int, ...]
+    start: int
 
 
 @dataclass(frozen=True)
@@ -276,7 +275,7 @@ def _find_rank_command(role: Role) -> _RankCommand | None:
         if command is not None:
             # The words before it are a set-up script that executes its arguments. A torchrun among them is the rank
             # command; a plain python may be an argument with another meaning.
-            return _RankCommand(command, None, (position,)) if position == 0 or command.kind != "python" else None
+            return _RankCommand(command, None, position) if position == 0 or command.kind != "python" else None
     return None
 
 
@@ -291,26 +290,21 @@ def _find_in_string(role: Role, string: int) -> _RankCommand | None:
             found.append((simple, command))
     if not found:
         return None
-    text, replicas, reason = f"the string of `{role.entrypoint} -c`", role.num_replicas, ""
-    if not all(first.excludes(other) for (first, _), (other, _) in itertools.combinations(found, 2)):
+    (simple, command), *others = found
+    text, reason = f"the string of `{role.entrypoint} -c`", ""
+    if others:
         reason = (
             f"{text} holds {len(found)} torchrun commands, and a role can execute one. Make a role of each, or leave "
             "it to one torchrun to start the other."
         )
-    elif len({(command.kind, command.fewest(replicas)) for _, command in found}) > 1:
-        reason = f"the torchrun commands in {text} need different numbers of hosts. Give them the same --nnodes."
-    elif any(simple.looped for simple, _ in found):
+    elif simple.looped:
         reason = (
             f"the torchrun in {text} is in a loop, and a role runs one. Put the loop into the script, or submit one "
             "job for each turn."
         )
     if reason:
         raise CommandError(f"role {role.name!r}: {reason}")
-    command = found[0][1]
-    if len({found_command.ranks_per_host for _, found_command in found}) > 1:
-        unexpanded = command.options.unexpanded | {"nproc_per_node"}
-        command = replace(command, options=replace(command.options, unexpanded=unexpanded))
-    return _RankCommand(command, string, tuple(simple.words[0].start for simple, _ in found))
+    return _RankCommand(command, string, simple.words[0].start)
 
 
 def _insert(role: Role, found: _RankCommand, words: Sequence[str]) -> None:
@@ -321,13 +315,11 @@ def _insert(role: Role, found: _RankCommand, words: Sequence[str]) -> None:
         macro = (macros.app_id, macros.replica_id)
         quoted = [f'"{word}"' if word in macro else shlex.quote(word) for word in (escape(python), *options)]
         text = role.args[found.string]
-        for start in reversed(found.starts):
-            text = f"{text[:start]}{' '.join(quoted)} {text[start:]}"
-        role.args[found.string] = text
-    elif found.starts[0] == 0:
+        role.args[found.string] = f"{text[: found.start]}{' '.join(quoted)} {text[found.start :]}"
+    elif found.start == 0:
         role.entrypoint, role.args = python, [*options, escape(role.entrypoint), *role.args]
     else:
-        role.args[found.starts[0] - 1 : found.starts[0] - 1] = [escape(python), *options]
+        role.args[found.start - 1 : found.start - 1] = [escape(python), *options]
 
 
 def _command(words: Sequence[str], role: Role, more: Mapping[str, str] = MappingProxyType({})) -> Command | None:

@@ -8,7 +8,6 @@ marks expansions in the words; the shell expands them when the job runs.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -61,22 +60,11 @@ class SimpleCommand:
             Never empty.
         alone: whether the string holds no other command and no operator.
         looped: whether it is inside a loop.
-        branches: where it is in ``if`` and ``case`` statements: the number of each statement, and that of the branch; 0
-            for a condition.
     """
 
     words: tuple[Word, ...]
     alone: bool
     looped: bool
-    branches: tuple[tuple[int, int], ...]
-
-    def excludes(self, other: SimpleCommand) -> bool:
-        """Return whether the shell executes at most one of this command and another one."""
-        own, others = dict(self.branches), dict(other.branches)
-        return any(
-            own[statement] != others[statement] and own[statement] and others[statement]
-            for statement in own.keys() & others.keys()
-        )
 
 
 def substitute(text: str) -> tuple[str, list[int]]:
@@ -144,24 +132,16 @@ def simple_commands(text: str) -> Iterator[SimpleCommand]:
         scanner.run()
     except _OpenEnded:
         return
-    loops, branches, numbers = 0, list[tuple[int, int]](), itertools.count(1)
+    loops = 0
     for words in scanner.commands:
         prefix = _prefix(words)
         keywords = [word.value for word in words[: prefix + 1] if word.bare]
         loops += sum(keyword in _LOOPS for keyword in keywords) - keywords.count("done")
-        for keyword in keywords:
-            if keyword in ("if", "case"):
-                branches.append((next(numbers), next(numbers) if keyword == "case" else 0))
-            elif keyword in ("fi", "esac") and branches:
-                branches.pop()
-            elif keyword in ("then", "else", "elif", ";;") and branches:
-                branches[-1] = (branches[-1][0], 0 if keyword == "elif" else next(numbers))
-        if prefix < len(words) and keywords[:1] != [";;"]:
+        if prefix < len(words):
             yield SimpleCommand(
                 words=tuple(replace(word, start=offsets[word.start]) for word in words[prefix:]),
                 alone=len(scanner.commands) == 1 and not scanner.compound and _RESERVED.isdisjoint(keywords),
                 looped=loops > 0,
-                branches=tuple(branches),
             )
 
 
@@ -226,8 +206,6 @@ class _Scanner:
         self._position += len(operator)
         self._end_command()
         self.compound |= operator not in (";", "\n")
-        if operator == ";;":
-            self.commands.append([Word(self._position - 2, operator, True)])
         if operator == "\n":
             self._skip_here_documents()
 
