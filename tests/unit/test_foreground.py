@@ -186,31 +186,6 @@ def test_a_disposition_of_the_users_stays(handler: Any, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("options", "has_input", "warnings"),
-    [
-        ({"wait": True}, [True, True], 1),
-        ({"wait": True}, [False, True], 1),  # from a slow writer
-        ({"wait": True}, [False, False], 0),
-        ({"wait": True, "stdin": True}, [True, True], 0),
-        ({}, [True, True], 0),
-    ],
-)
-def test_input_that_no_rank_reads_is_told_once(
-    options: dict[str, bool],
-    has_input: list[bool],
-    warnings: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    is_run(monkeypatch, **options)
-    monkeypatch.setattr("torchx_monarch.schedulers.foreground.has_unread_input", lambda: has_input.pop(0))
-    foreground = foreground_of(Plain(slow=False))
-    submit(foreground)
-    foreground.on_close()
-    assert capsys.readouterr().err.count("standard input is not forwarded") == warnings
-
-
-@pytest.mark.parametrize(
     ("words", "waits"),
     [
         ("run -s monarch_local --wait utils.echo", True),

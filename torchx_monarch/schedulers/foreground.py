@@ -14,13 +14,8 @@ submitted. Other apps, and apps submitted from Python, are described immediately
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import signal
-import stat
-import struct
 import sys
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -48,8 +43,6 @@ _REASONS: dict[int, str] = {
 }
 """Why a signal that is not Ctrl-C cancels an app: its user may look only later, and wants to detach the next one."""
 
-WARNING = "standard input is not forwarded to the job: its ranks have an empty one. Pass the data as a file."
-
 
 class Foreground:
     """Watches the apps that a ``torchx run`` in this process has submitted."""
@@ -65,7 +58,6 @@ class Foreground:
         self._submitted: dict[str, float] = {}
         """When each app was submitted, in seconds since the epoch."""
         self._offsets: dict[str, int] = {}
-        self._has_warned = False
 
     @contextlib.contextmanager
     def submission(self) -> Iterator[Callable[[str], None]]:
@@ -81,8 +73,6 @@ class Foreground:
             if command.run_options is not None:
                 self._polls[app_id] = 0
                 self._submitted[app_id] = time.time()
-                if _waits():
-                    self._warn_of_input()
 
         with termination.held():
             yield submitted
@@ -122,7 +112,6 @@ class Foreground:
         if not isinstance(error, KeyboardInterrupt):
             termination.remove()
             for app_id in self._polls if _waits() else ():
-                self._warn_of_input()  # a slow writer may have begun only now
                 self._show_end(app_id)
             self._polls.clear()
             return
@@ -163,13 +152,6 @@ class Foreground:
     def _handle(self, app_id: str) -> str:
         return f"{self._scheduler}://torchx/{app_id}"
 
-    def _warn_of_input(self) -> None:
-        """Print once that standard input is not forwarded, if the user has given some."""
-        options = command.run_options
-        if not self._has_warned and options is not None and not options.stdin and has_unread_input():
-            self._has_warned = True
-            _print_stderr(f"[monarch] {WARNING}")
-
     def _show_end(self, app_id: str) -> None:
         with contextlib.suppress(BackendError, OSError, ValueError):  # ValueError: stderr is closed
             found = self._apps.read(app_id)
@@ -203,24 +185,3 @@ def _print_stderr(text: str) -> None:
 def _waits() -> bool:
     options = command.run_options
     return options is not None and (options.wait or options.log)
-
-
-def has_unread_input(fd: int = 0) -> bool:
-    """Return whether somebody has given content to this process in particular, of which nothing was read.
-
-    - A file counts if it has content and nobody has read from it. A shell that reads a script or a loop's lines from it
-      has moved its position.
-    - A pipe or a socket counts if bytes wait in it, and the parent process does not have the same one as its own
-      standard input. What cron, CI runners and ``curl … | sh`` give to a script is not meant for the commands in it.
-    """
-    try:
-        given = os.fstat(fd)
-        if stat.S_ISREG(given.st_mode):
-            return given.st_size > 0 and os.lseek(fd, 0, os.SEEK_CUR) == 0
-        if not stat.S_ISFIFO(given.st_mode) and not stat.S_ISSOCK(given.st_mode):
-            return False
-        if os.path.samestat(given, os.stat(f"/proc/{os.getppid()}/fd/0")):
-            return False
-        return bool(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0] > 0)
-    except OSError:  # it is closed, or the parent process is another user's
-        return False
