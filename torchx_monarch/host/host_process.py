@@ -158,8 +158,6 @@ class HostProcess:
             if command is not None:
                 # Before the rest: the imports of the zygote take longer than all steps below.
                 nproc = await self._workload.start()
-                if options.replica == 0 and (too_few := open_files.shortage(nproc, options.replicas)):
-                    raise LaunchError(too_few)
         except LaunchError as failure:
             error = str(failure)
         except ValueError as failure:

@@ -13,7 +13,6 @@ from torchx_monarch.host.ranks.rank_process import RankProcess
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.zygote import Zygote, ZygoteError, Zygotes
 from torchx_monarch.model.world import LaunchError
-from torchx_monarch.system import open_files
 
 _TRIES = 3
 """How many zygotes are started for one order if something else ends them."""
@@ -82,8 +81,6 @@ class RankStarter:
                 raise LaunchError(reason)
             self._run = run
             self._zygotes.fitting(run, self.count)
-        if too_few := open_files.shortage(self.count):
-            raise LaunchError(too_few)
         return self.count
 
     async def open_store(self, endpoint: MasterEndpoint) -> tuple[int, bool]:
