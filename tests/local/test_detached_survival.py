@@ -158,7 +158,7 @@ def test_a_reboot(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
     app_id = make_unended(apps)
     assert [str(a.state) for a in apps.scheduler.list()] == ["FAILED"]
     assert apps.status(app_id).msg.endswith(f"it was killed, or {os.uname().nodename} was rebooted")
-    monkeypatch.setenv("MONARCH_KEEP_APPS", "0")
+    monkeypatch.setenv("MONARCH_KEEP_DAYS", "0")
     assert folder.prune(state_files.apps_dir()) == [app_id]
 
 
@@ -170,7 +170,7 @@ def test_another_machine_whose_locks_are_not_seen(apps: Detached, monkeypatch: p
     assert status.roles[0].replicas[0].hostname == "elsewhere"
     with pytest.raises(RuntimeError, match="runs on elsewhere, which cannot be seen from here: cancel it there"):
         apps.scheduler.cancel(app_id)
-    monkeypatch.setenv("MONARCH_KEEP_APPS", "0")
+    monkeypatch.setenv("MONARCH_KEEP_DAYS", "0")
     assert folder.prune(state_files.apps_dir()) == []
 
 

@@ -19,7 +19,7 @@ from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.core import state_files, stored_apps
 from torchx_monarch.backends.core.errors import RemoveError, StateAccessError, StateDirError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local import folder, status, submit
+from torchx_monarch.backends.local import status, submit
 from torchx_monarch.backends.local.render import render
 from torchx_monarch.backends.slurm.backend import SlurmBackend
 from torchx_monarch.backends.slurm.batch_step import record_path
@@ -39,7 +39,7 @@ def app(name: str, state: State = State.SUCCEEDED, ended: float | None = None) -
     definition = AppDef(name, [Role("r", image="", entrypoint="true")])
     submitted = SubmittedApp(definition, [RoleSpec("r")])
     request = render(definition, submitted.roles, grace=5.0, assign_gpus=False, environ={})
-    request, lock = submit._make_folder(request, submitted.to_json(), lambda folder: None, time.time())
+    request, lock = submit._make_folder(request, submitted.to_json(), lambda root: None, time.time())
     os.close(lock)
     paths = state_files.app_paths(request.app_id)
     record = status.load(paths)
@@ -184,15 +184,6 @@ def test_a_planted_name_does_not_reach_the_terminal(
     error = UnsafeFileError(name, "is a link")
     for shown in (error, StateAccessError.from_os_error(error, ""), StateDirError.from_os_error(error, "")):
         assert str(shown).isprintable()
-
-
-def test_how_many_apps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.time()
-    names = [app("a", ended=now - age).app_id for age in range(4)]
-    for keep, count in (("some", 4), ("3", 3), ("0", 0)):
-        monkeypatch.setenv("MONARCH_KEEP_APPS", keep)
-        folder.prune(state_files.apps_dir())
-        assert sorted(state_files.app_ids()) == sorted(names[:count])
 
 
 # -- monarch_slurm -----------------------------------------------------------------------------------------------------

@@ -24,10 +24,8 @@ _ENDING_TIME = 5.0
 
 TRASH_PREFIX = ".trash-"
 
-KEEP_APPS = 1000
-
 _WORK_TIME = 3600.0
-"""Seconds for which a half-made or half-removed folder is kept: another process may still work on it."""
+"""Seconds for which a half-removed folder is kept: another process may still work on it."""
 
 
 def request_stop(paths: state_files.AppPaths, outcome: Outcome, grace: float | None) -> None:
@@ -195,38 +193,20 @@ def describe_full_disk(paths: state_files.AppPaths) -> str:
     return ""
 
 
-def keep_apps() -> int:
-    """Return the number of ended apps to keep."""
-    with contextlib.suppress(ValueError):
-        return max(0, int(os.environ["MONARCH_KEEP_APPS"])) if "MONARCH_KEEP_APPS" in os.environ else KEEP_APPS
-    return KEEP_APPS
-
-
 def prune(apps: str) -> list[str]:
-    """Remove apps that ended long ago, or before the newest that are kept, and folders half made or half removed.
-
-    Return the ids of the removed apps.
-    """
-    oldest_end = time.time() - state_files.keep_days() * 86400
-    ended: list[tuple[float, state_files.AppPaths]] = []
-    with os.scandir(apps) as entries:
-        for entry in entries:
-            paths, is_trash = state_files.AppPaths(entry.path), entry.name.startswith(TRASH_PREFIX)
-            with contextlib.suppress(state_files.DamagedFileError, OSError):
-                record = None if is_trash else current_state(paths)
-                if record is not None and record.terminal and record.ended is not None:
-                    ended.append((record.ended, paths))
-                # The record of an app of another machine may be unreadable for a moment (NFS): it has a supervisor.
-                is_locked = os.path.exists(paths.lock) and not os.path.exists(paths.supervisor)
-                is_half_made = record is None and (is_locked or not os.listdir(entry.path))
-                is_left = is_trash or (is_half_made and not is_supervised(paths))
-                if is_left and entry.stat().st_mtime < time.time() - _WORK_TIME:
-                    run_dirs.remove_tree(entry.path)
-    newest = keep_apps()
-    ended.sort(key=lambda ended_app: ended_app[0], reverse=True)
-    removed = []
-    for rank, (end, paths) in enumerate(ended):
-        if (rank >= newest or end < oldest_end) and not is_supervised(paths):
-            remove_ended(paths)
-            removed.append(paths.app_id)
+    """Remove apps that ended long ago, and folders half removed; return the ids of the removed apps."""
+    now, removed = time.time(), list[str]()
+    for name in sorted(os.listdir(apps)):
+        paths = state_files.AppPaths(os.path.join(apps, name))
+        with contextlib.suppress(state_files.DamagedFileError, OSError):
+            if name.startswith(TRASH_PREFIX):
+                if os.stat(paths.root).st_mtime < now - _WORK_TIME:
+                    run_dirs.remove_tree(paths.root)
+                continue
+            record = current_state(paths)
+            if record is None or not record.terminal or record.ended is None or is_supervised(paths):
+                continue
+            if record.ended < now - state_files.keep_days() * 86400:
+                remove_ended(paths)
+                removed.append(name)
     return removed
