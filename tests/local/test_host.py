@@ -201,13 +201,6 @@ def test_what_cannot_run_says_so_in_the_last_line(
     assert words in hosts.err().splitlines()[-1]
 
 
-@pytest.mark.skipif(not shutil.which("prlimit"), reason="no prlimit")
-def test_too_few_open_files_are_named(folder: Path, script: Callable[[str], str]) -> None:
-    hosts = Hosts(folder, ["torchrun", script("print()")], wrapper=("prlimit", "--nofile=32")).start()
-    assert hosts.wait() == [1]
-    assert "RLIMIT_NOFILE is 32: ulimit -n" in hosts.err().splitlines()[-1], hosts.err()
-
-
 def test_failure_to_start_on_another_host_is_reported_by_replica_0(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "only_here.py"
     path.write_text("")
