@@ -164,23 +164,6 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def _pipe(path: Path) -> tuple[int, str]:
-    os.mkfifo(path)
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK), str(path)
-
-
-def _link_to_pipe(path: Path) -> tuple[int, str]:
-    reader, target = _pipe(path)
-    path.with_name("link").symlink_to(target)
-    return reader, f"{path.with_name('link')}"
-
-
-def _link_to_terminal(path: Path) -> tuple[int, str]:
-    master, target = _terminal(path)
-    path.symlink_to(target)
-    return master, str(path)
-
-
 def _terminal(path: Path) -> tuple[int, str]:
     master, slave = os.openpty()
     name = os.ttyname(slave)
@@ -189,42 +172,18 @@ def _terminal(path: Path) -> tuple[int, str]:
     return master, name
 
 
-@pytest.mark.parametrize("make", [_pipe, _link_to_pipe, _terminal])
-def test_a_named_device_or_pipe_is_written_and_stays(make: Callable[[Path], tuple[int, str]], tmp_path: Path) -> None:
-    reader, path = make(tmp_path / "file")
-    before = os.lstat(path)
-    try:
-        safe_files.write_named_file(path, b"the cause", is_exposed=False)
-        assert os.read(reader, 100) == b"the cause"
-        after = os.lstat(path)
-        assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
-    finally:
-        os.close(reader)
-
-
 @pytest.mark.parametrize("plant", [_fifo, _link, lambda path: None, lambda path: path.write_text("of an earlier job")])
 def test_any_other_named_file_is_replaced(plant: Callable[[Path], None], tmp_path: Path) -> None:
     plant(path := tmp_path / "file")
-    safe_files.write_named_file(str(path), b"the cause", is_exposed=False)
+    safe_files.replace_or_write(str(path), b"the cause")
     assert path.read_bytes() == b"the cause" and path.lstat().st_mode & 0o170777 == 0o100600
     assert not (target := tmp_path / "target").exists() or target.read_text() == "secret"
 
 
-@pytest.mark.parametrize("plant", [_pipe, _link_to_pipe, _link_to_terminal])
-def test_what_ranks_may_have_put_there_is_replaced(plant: Callable[[Path], tuple[int, str]], tmp_path: Path) -> None:
-    reader, path = plant(tmp_path / "file")
-    try:
-        safe_files.write_named_file(path, b"the cause", is_exposed=True)
-        assert stat.S_ISREG(os.lstat(path).st_mode) and Path(path).read_bytes() == b"the cause"
-    finally:
-        os.close(reader)
-
-
-@pytest.mark.parametrize("is_exposed", [False, True])
-def test_a_device_is_written_and_stays(is_exposed: bool) -> None:
+def test_a_device_is_written_and_stays() -> None:
     master, path = _terminal(Path())
     try:
-        safe_files.write_named_file(path, b"the cause", is_exposed=is_exposed)
+        safe_files.replace_or_write(path, b"the cause")
         assert os.read(master, 100) == b"the cause" and stat.S_ISCHR(os.lstat(path).st_mode)
     finally:
         os.close(master)
@@ -239,7 +198,7 @@ def test_a_mount_point_is_written_in_place(number: int, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "replace", refused)
     inode = path.stat().st_ino
-    safe_files.write_named_file(str(path), b"the cause", is_exposed=False)
+    safe_files.replace_or_write(str(path), b"the cause")
     assert path.read_bytes() == b"the cause" and path.stat().st_ino == inode
     assert os.listdir(tmp_path) == ["termination-log"]
 

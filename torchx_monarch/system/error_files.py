@@ -85,7 +85,7 @@ def write(path: str, text: Callable[[int], str]) -> None:
     ``text`` returns the content in at most the given number of bytes; 0 for no limit, and if the disk is not full.
     """
     try:
-        safe_files.write_named_file(path, text(0).encode(), is_exposed=True)
+        safe_files.replace_or_write(path, text(0).encode())
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -189,5 +189,7 @@ def write_for_caller(cause: str) -> None:
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and cause:
-        with contextlib.suppress(OSError):  # the exit code and the summary still report the failure
-            safe_files.write_named_file(path, cause.encode(), is_exposed=False)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO may have no reader
+        # After an error, the exit code and the summary still report the failure.
+        with contextlib.suppress(OSError), open(os.open(path, flags, 0o600), "wb") as file:
+            file.write(cause.encode())

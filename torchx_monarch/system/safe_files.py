@@ -185,26 +185,14 @@ def replace_file(path: str, data: bytes) -> None:
         raise
 
 
-def write_named_file(path: str, data: bytes, *, is_exposed: bool) -> None:
-    """Write a file whose name is the user's: replace it as ``replace_file`` does, or write to what cannot be replaced.
+def replace_or_write(path: str, data: bytes) -> None:
+    """Write a file as ``replace_file`` does, or write to what cannot be replaced, whatever a rank has put there.
 
     A device gets the data and stays what it is. So does a file that is a mount point or whose folder is not the
     caller's to write, such as the ``/dev/termination-log`` of Kubernetes.
-
-    Args:
-        is_exposed: whether ranks may have put something in the file's place. If so, a symbolic link or a FIFO is
-            replaced: read through a link to ``/dev/zero``, the result would have no end. Otherwise a device behind a
-            link, and a FIFO that has a reader, get the data, too.
     """
-    try:
-        mode = os.stat(path, follow_symlinks=not is_exposed).st_mode
-    except OSError:  # there is none, or a link leads nowhere
-        mode = stat.S_IFREG
-    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        _write_in_place(path, data)
-        return
-    if stat.S_ISFIFO(mode) and not is_exposed:
-        with contextlib.suppress(OSError):  # nobody reads it
+    with contextlib.suppress(OSError):  # there is none
+        if stat.S_IFMT(os.lstat(path).st_mode) in (stat.S_IFCHR, stat.S_IFBLK):
             _write_in_place(path, data)
             return
     try:
@@ -212,12 +200,12 @@ def write_named_file(path: str, data: bytes, *, is_exposed: bool) -> None:
     except OSError as error:
         if error.errno not in (errno.EBUSY, errno.EACCES, errno.EROFS):
             raise
-        _write_in_place(path, data, os.O_NOFOLLOW)
+        _write_in_place(path, data)
 
 
-def _write_in_place(path: str, data: bytes, flags: int = 0) -> None:
-    """Replace the content of an existing file, or write to a device or a FIFO."""
-    fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | flags)
+def _write_in_place(path: str, data: bytes) -> None:
+    """Replace the content of an existing file, or write to a device."""
+    fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         if stat.S_ISREG(os.fstat(fd).st_mode):
             os.ftruncate(fd, 0)
