@@ -77,7 +77,7 @@ def test_what_is_missing_is_named(apps: Apps) -> None:
 
 def test_a_job_that_is_refused_leaves_nothing(apps: Apps) -> None:
     """No such queue; the fixture looks at what is left."""
-    with pytest.raises(RuntimeError, match="AWS refuses batch:SubmitJob: Job queue none does not exist"):
+    with pytest.raises(RuntimeError, match="AWS: .*calling the SubmitJob operation: Job queue none does not exist"):
         apps.run(apps.torchrun("train.py"), queue="none", secret=True, execution_role_arn="arn:aws:iam::1:role/x")
 
 
