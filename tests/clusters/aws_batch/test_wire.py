@@ -257,7 +257,7 @@ def test_a_forgotten_job_can_still_be_deleted(wire: Wire, wired: Apps) -> None:
 def test_follows_a_log_through_attempts_throttling_and_empty_pages(
     wire: Wire, wired: Apps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, seconds in (("POLL", 0.02), ("_POLL_THROTTLED", 0.05), ("_DELAY", 0.1)):
+    for name, seconds in (("POLL", 0.02), ("_DELAY", 0.1)):
         monkeypatch.setattr(logs, name, seconds)
     monkeypatch.setattr(AWSBatchBackend, "poll", 0.01)
     parent = job(wire, wired)
@@ -275,7 +275,7 @@ def test_follows_a_log_through_attempts_throttling_and_empty_pages(
     pages: dict[tuple[str, str], list[Any]] = {
         ("one", ""): [page("a", "b", after="1")],
         ("one", "1"): [page(after="2")],
-        ("one", "2"): [refusal("ThrottlingException")] * 4 + [page("c", after="3")],
+        ("one", "2"): [refusal("ThrottlingException")] * 2 + [page("c", after="3")],
         ("one", "3"): [page(after="3")],
         ("two", ""): [refusal("ResourceNotFoundException"), page("d", after="4")],
         ("two", "4"): [page("late", after="5")],

@@ -16,9 +16,6 @@ from torchx_monarch.model.host_result import verified
 POLL = 2.0
 """Seconds between two polls of a followed log. CloudWatch itself lags by some seconds."""
 
-_POLL_THROTTLED = 15.0
-"""Seconds until the next poll after AWS has throttled one."""
-
 _DELAY = 5.0
 """Seconds after a job's end in which CloudWatch may still receive its last lines."""
 
@@ -30,7 +27,7 @@ _TAIL = 200
 
 
 def lines(aws: Aws, streams: Callable[[], list[tuple[str, str]]], query: LogQuery[Any]) -> Iterator[TimedLine]:
-    """Yield the lines of a node's log streams (group, stream). Throttling of a followed log delays the next poll."""
+    """Yield the lines of a node's log streams (group, stream)."""
     window: dict[str, int] = {}
     if query.since is not None:
         window["startTime"] = int(query.since.timestamp() * 1000)
@@ -38,27 +35,21 @@ def lines(aws: Aws, streams: Callable[[], list[tuple[str, str]]], query: LogQuer
         window["endTime"] = int(query.until.timestamp() * 1000) + 1  # GetLogEvents excludes endTime itself
     at, token, ended_at = 0, "", 0.0
     while True:
-        try:
-            found = streams()
-            # Ask before reading: every line written before the end is then still read.
-            if not ended_at and (not query.follow or query.has_ended()):
-                ended_at = time.monotonic()
-            last = not query.follow or (ended_at > 0 and time.monotonic() >= ended_at + _DELAY)
-            last = last or (query.until is not None and time.time() > query.until.timestamp() + _DELAY)
-            while at < len(found):
-                before = token
-                page, token = _page(aws, found[at], token, window, query.tail)
-                yield from page
-                # An empty page is not the end. At the end, GetLogEvents returns the token of the request.
-                if token == before:
-                    if at + 1 == len(found):
-                        break
-                    at, token = at + 1, ""
-        except AwsError as error:
-            if not query.follow or not error.throttled:
-                raise
-            time.sleep(_POLL_THROTTLED)
-            continue
+        found = streams()
+        # Ask before reading: every line written before the end is then still read.
+        if not ended_at and (not query.follow or query.has_ended()):
+            ended_at = time.monotonic()
+        last = not query.follow or (ended_at > 0 and time.monotonic() >= ended_at + _DELAY)
+        last = last or (query.until is not None and time.time() > query.until.timestamp() + _DELAY)
+        while at < len(found):
+            before = token
+            page, token = _page(aws, found[at], token, window, query.tail)
+            yield from page
+            # An empty page is not the end. At the end, GetLogEvents returns the token of the request.
+            if token == before:
+                if at + 1 == len(found):
+                    break
+                at, token = at + 1, ""
         if last:
             return
         time.sleep(POLL)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -24,14 +23,12 @@ class AwsError(BackendError):
 
     Attributes:
         code: AWS's error code; empty without an answer.
-        throttled: whether AWS throttled the request, so that it may succeed later.
     """
 
     def __init__(self, error: Exception) -> None:
         """Take over botocore's text, which names the request and the reason, in one line."""
         super().__init__(f"AWS: {' '.join(str(error).split())}")
         self.code: str = getattr(error, "response", {}).get("Error", {}).get("Code", "")
-        self.throttled = re.search("Throttl|TooManyRequests|LimitExceeded", self.code) is not None
 
 
 class Aws:
