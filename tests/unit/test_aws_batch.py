@@ -341,13 +341,7 @@ def node(status: str, stopped: int = 0, code: int | None = None, **more: Any) ->
     ("described", "nodes", "state", "message", "shown"),
     [
         (batch_job("SUBMITTED"), {}, P, "", [P, P, P, P]),
-        (
-            batch_job("RUNNABLE", "CAPACITY: none"),
-            {},
-            P,
-            "RUNNABLE: CAPACITY: none (AWS has no such instance",
-            [P, P, P, P],
-        ),
+        (batch_job("RUNNABLE", "CAPACITY: none"), {}, P, "RUNNABLE: CAPACITY: none", [P, P, P, P]),
         (batch_job("RUNNING"), {0: node("RUNNING"), 1: node("STARTING")}, R, "", [R, P, P, P]),
         # Batch looks at the main node alone, and may restart the job.
         (

@@ -155,22 +155,20 @@ def test_nodes_have_states_names_and_addresses(wire: Wire, wired: Apps) -> None:
     [
         ({"exitCode": 3}, "Essential container in task exited", "replica trainer/1 exited with code 3"),
         (
-            {"exitCode": 137, "reason": "OutOfMemoryError: Container killed due to memory usage", "memory": 512},
+            {"exitCode": 137, "reason": "OutOfMemoryError: Container killed due to memory usage"},
             "Essential container in task exited",
             "replica trainer/1 was killed by signal 9 (SIGKILL): OutOfMemoryError: Container killed due to memory "
-            "usage (it had 512 MB (memMB))",
+            "usage",
         ),
         (
             {"reason": "CannotPullContainerError: pull access denied for nothing"},
             "Task failed to start",
-            "replica trainer/1 CannotPullContainerError: pull access denied for nothing (see the name of the image, "
-            "and whether the nodes may and can reach its registry)",
+            "replica trainer/1 CannotPullContainerError: pull access denied for nothing",
         ),
         (
             {},
             "Host EC2 (instance i-0123456789) terminated.",
-            "replica trainer/1 Host EC2 (instance i-0123456789) terminated (the instance was taken away or broke: "
-            "host_retries, or max_retries, starts such a job again)",
+            "replica trainer/1 Host EC2 (instance i-0123456789) terminated.",
         ),
     ],
 )
@@ -202,10 +200,7 @@ def test_a_stuck_job_says_what_it_waits_for(wire: Wire, wired: Apps) -> None:
     reason = "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT - The job resource requirement is higher than that can be met"
     job(wire, wired, "RUNNABLE", statusReason=reason)
     status = wired.status(HANDLE)
-    assert status.state is AppState.PENDING
-    assert status.msg.startswith(
-        f"RUNNABLE: {reason} (no instance type of the queue's compute environments has the cpu"
-    )
+    assert (status.state, status.msg) == (AppState.PENDING, f"RUNNABLE: {reason}")
 
 
 @pytest.mark.scenario("retries", wire="fake")

@@ -39,17 +39,6 @@ Results = Mapping[int, Sequence[str]]
 _GENERIC_REASONS = ("Essential container in task exited", "Task failed to start")
 """Beginnings of status reasons that give no cause; another field of the job gives it."""
 
-_HINTS = {
-    "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT": "no instance type of the queue's compute environments has the cpu, "
-    "memory and gpu asked for (an instance keeps some 4 % of its memory for itself)",
-    "CAPACITY:": "AWS has no such instance free now: wait, or allow other instance types or availability zones",
-    "UNDETERMINED": "see https://docs.aws.amazon.com/batch/latest/userguide/job_stuck_in_runnable.html",
-    "CannotPull": "see the name of the image, and whether the nodes may and can reach its registry",
-    "OutOfMemoryError": "it had {memory} MB (memMB)",
-    "Host EC2": "the instance was taken away or broke: host_retries, or max_retries, starts such a job again",
-}
-"""Beginnings of reasons, and advice that AWS does not give with them."""
-
 
 @dataclass(frozen=True)
 class BatchSnapshot(AppSnapshot):
@@ -119,11 +108,11 @@ def _outcome(job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]]) -> 
     if "jobId" not in job:
         return Outcome(now, _FORGOTTEN)
     if now is State.PENDING and reason:
-        return Outcome(now, f"{job['status']}: {_with_hint(reason, {})}")
+        return Outcome(now, f"{job['status']}: {reason}")
     if now is State.CANCELLED:
         return Outcome(now, CANCELLED)
     if now is State.FAILED and first_failed(nodes) < 0:
-        return Outcome(now, _with_hint(reason, container_of(job)))
+        return Outcome(now, reason)
     return Outcome(now)
 
 
@@ -189,15 +178,7 @@ def _failure(node: Mapping[str, Any], job: Mapping[str, Any]) -> str:
     container = container_of(node)
     given = (container.get("reason"), node.get("statusReason"), job.get("statusReason"))
     reasons = [str(reason) for reason in dict.fromkeys(given) if reason]
-    parts = [_with_hint(reason, container) for reason in reasons if not reason.startswith(_GENERIC_REASONS)]
+    parts = [reason for reason in reasons if not reason.startswith(_GENERIC_REASONS)]
     if code := container.get("exitCode"):
         parts.insert(0, describe_shell_code(code))
     return ": ".join(parts) or "failed"
-
-
-def _with_hint(reason: str, container: Mapping[str, Any]) -> str:
-    """Return a reason followed by advice, if there is any, about a container (empty if it is not about one)."""
-    needed = {needed["type"]: needed["value"] for needed in container.get("resourceRequirements", ())}
-    memory = needed.get("MEMORY", container.get("memory", "?"))
-    hint = next((text for start, text in _HINTS.items() if reason.startswith(start)), "")
-    return f"{reason.rstrip('.')} ({hint.format(memory=memory)})" if hint else reason
