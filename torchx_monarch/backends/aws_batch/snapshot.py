@@ -125,14 +125,12 @@ def _replica(
     container = container_of(node)
     # Batch reports no address of a container on its host's network.
     address = str((container.get("networkInterfaces") or [{}])[0].get("privateIpv4Address", ""))
-    region = (str(job.get("jobArn", "")).split(":") + [""] * 4)[3]
-    domain = "ec2.internal" if region == "us-east-1" else f"{region}.compute.internal"  # the VPC's DNS
     has_failed = state(node) is State.FAILED
     return ReplicaSnapshot(
         role,
         replica,
         state(node),
-        hostname=f"ip-{address.replace('.', '-')}.{domain}" if address else "",
+        hostname=address,
         address=address,
         started=node.get("startedAt", 0) / 1000,
         ended=node.get("stoppedAt", 0) / 1000,
@@ -156,15 +154,13 @@ def streams(job: Mapping[str, Any], node: Mapping[str, Any]) -> list[tuple[str, 
 
 
 def console_url(arn: str, multinode: bool = False) -> str:
-    """Return the URL of a job's page in the AWS console; empty if ``arn`` is not the ARN of a job."""
-    found = re.fullmatch(r"arn:([a-z-]+):batch:([a-z0-9-]+):\d*:job/([a-zA-Z0-9-]+)", arn)
+    """Return the URL of a job's page in the AWS console; empty for a job of a partition with another console."""
+    found = re.fullmatch(r"arn:aws:batch:([a-z0-9-]+):\d*:job/([a-zA-Z0-9-]+)", arn)
     if found is None:
         return ""
-    partition, region, job_id = found.groups()
+    region, job_id = found.groups()
     kind = "mnp-job" if multinode else "detail"
-    domain = {"aws-cn": "amazonaws.cn", "aws-us-gov": "amazonaws-us-gov.com"}.get(partition, "aws.amazon.com")
-    host = f"{region}.console.{domain}" if partition == "aws" else f"console.{domain}"
-    return f"https://{host}/batch/home?region={region}#jobs/{kind}/{job_id}"
+    return f"https://{region}.console.aws.amazon.com/batch/home?region={region}#jobs/{kind}/{job_id}"
 
 
 def container_of(node: Mapping[str, Any]) -> Mapping[str, Any]:
