@@ -26,7 +26,6 @@ from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
-from torchx_monarch.transport import credentials
 
 NAME = "monarch_aws_batch"
 
@@ -175,9 +174,7 @@ def test_retries(retries: int, host_retries: int, expected: dict[str, Any]) -> N
         ),
         ([role(max_retries=1, retry_policy=RetryPolicy.REPLICA)], "AWS Batch replaces no single node"),
         ([role(max_retries=10)], "max_retries is 10; AWS Batch starts a job again at most 9 times"),
-        ([role(str(index), 1) for index in range(6)], "has 6 roles; a job of AWS Batch has at most 5 node ranges"),
         ([role("a", 1), role("a", 1)], "two roles of app 'app' are called 'a'"),
-        ([role(env={"AWS_BATCH_X": "1"})], "sets AWS_BATCH_X; AWS Batch keeps names"),
         ([role(mounts=[DeviceMount("/dev/x", "/dev/x", "rx")])], "permissions 'rx' of /dev/x: r, w and m are known"),
     ],
 )
@@ -277,17 +274,6 @@ def test_only_hosts_get_credentials(secret: bool) -> None:
     mine = [{"name": "MONARCH_CREDENTIALS", key: "given"}]
     assert given == [mine, [], mine]
     assert "given" not in before and "of the user" not in before
-
-
-def test_the_definition_must_have_room_for_the_credentials_of_all_hosts() -> None:
-    def large(**cfg: Any) -> BatchJob:
-        roles = [role(name, 1, env={"X": "x" * 5500}) for name in ("a", "b", "c")]
-        return job(*roles, execution_role_arn="arn:aws:iam::1:role/x", **cfg)
-
-    with pytest.raises(ValueError, match=r"the job definition has \d+ bytes; AWS Batch takes 24576"):
-        large()
-    assert len(json.dumps(large(secret=True).definition)) > 18432
-    assert len(credentials.create()[0].to_text()) <= request._CREDENTIALS_SIZE
 
 
 def test_console_links() -> None:

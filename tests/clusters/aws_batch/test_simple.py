@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
-from torchx.specs import AppDef, AppState, InvalidRunConfigException, Resource
+from torchx.specs import AppDef, AppState, InvalidRunConfigException
 
 from tests.clusters.aws_batch.apps import NAME, Apps, Aws, definitions, request_of
 from torchx_monarch.backends.aws_batch.request import TAG_VERSION
@@ -67,8 +66,6 @@ def test_with_a_secret_aws_batch_shows_no_credentials(apps: Apps, aws: Aws) -> N
 def test_what_is_missing_is_named(apps: Apps) -> None:
     with pytest.raises(InvalidRunConfigException, match="queue"):
         apps.runner.run(AppDef("app", [apps.role("true")]), NAME, cfg={})
-    with pytest.raises(ValueError, match="role 'trainer' asks for -1 MB of memory; AWS Batch must be told how much"):
-        apps.run(apps.role("true", resource=Resource(cpu=1, gpu=0, memMB=-1)))
     with pytest.raises(ValueError, match="name a repository to push it to in the run option image_repo"):
         role = apps.role("true")
         role.image = "sha256:" + "0" * 64
@@ -87,17 +84,6 @@ def test_a_request_is_submitted_once(apps: Apps) -> None:
     with pytest.raises(ValueError, match="submitted already, as first:app-.*; another job needs another dry run"):
         apps.runner.schedule(info)
     assert list(dict(apps.listed())) == [handle]
-
-
-def test_an_app_too_large_for_its_job_is_refused(apps: Apps) -> None:
-    """And leaves nothing, as the fixture checks."""
-    role = apps.role("true")
-    role.metadata = {"noise": [*map(str, random.Random(3).sample(range(10**9), 5000))]}
-    with pytest.raises(ValueError, match=r"the app takes \d+ bytes when it is packed, and AWS Batch takes 30720"):
-        apps.run(role)
-    noise = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz0123456789", k=8000))
-    with pytest.raises(ValueError, match=r"the job definition has \d+ bytes; AWS Batch takes 24576"):
-        apps.run(apps.role("true", env={f"V{index}": noise for index in range(4)}))
 
 
 def test_unknown_apps(apps: Apps) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, check_app, c
 from torchx_monarch.backends.aws_batch.request import BatchJob
 from torchx_monarch.backends.aws_batch.snapshot import BatchSnapshot, Results
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
-from torchx_monarch.backends.core.errors import SubmittedAlreadyError, UserError
+from torchx_monarch.backends.core.errors import SubmittedAlreadyError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
@@ -29,9 +28,6 @@ from torchx_monarch.model.state import State
 
 _MAX_DESCRIBED = 100
 """Jobs in one DescribeJobs request, by Batch's documentation."""
-
-_MAX_SUBMISSION = 30 << 10
-"""AWS Batch's quota for a SubmitJob request, in bytes."""
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -87,12 +83,6 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
             raise SubmittedAlreadyError(job.app_id)
         arguments = copy.deepcopy(job.submit)
         arguments.setdefault("parameters", {})[request.APP_PARAMETER] = submitted.pack()
-        size = len(json.dumps(arguments).encode())
-        if size > _MAX_SUBMISSION:
-            raise UserError(
-                f"the app takes {size} bytes when it is packed, and AWS Batch takes {_MAX_SUBMISSION} with a job; put "
-                "what is large among its arguments, environment and metadata into files"
-            )
         with contextlib.ExitStack() as undo:
             if job.secret:
                 secret = {**job.secret, "SecretString": credentials}

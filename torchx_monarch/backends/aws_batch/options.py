@@ -15,9 +15,6 @@ from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.model.check_result import CheckResult, check
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 
-_MAX_ROLES = 5
-"""Node ranges of one job."""
-
 _log = logging.getLogger("torchx_monarch")
 
 
@@ -94,11 +91,6 @@ def check_options(options: AWSBatchOpts) -> None:
 def check_app(app: AppDef, roles: Sequence[RoleSpec], options: AWSBatchOpts) -> None:
     """Check that Batch can run an app and that its hosts can find each other; warn of roles that end with the first."""
     main, *others = roles
-    if len(roles) > _MAX_ROLES:
-        raise UserError(
-            f"app {app.name!r} has {len(roles)} roles; a job of AWS Batch has at most {_MAX_ROLES} node ranges, one "
-            "for each role"
-        )
     replicas = sum(role.replicas for role in roles)
     if options.job_type == "container" and replicas != 1:
         raise UserError(f"run option job_type is container, which is for one replica; app {app.name!r} has {replicas}")

@@ -60,18 +60,9 @@ _ATTEMPT = "AWS_BATCH_JOB_ATTEMPT"
 
 _MAX_ATTEMPTS, _MAX_NAME, _MAX_TAGS = 10, 128, 50
 
-_MAX_DEFINITION = 24 << 10
-"""AWS Batch's quota for a RegisterJobDefinition request, in bytes."""
-
-_CREDENTIALS_SIZE = 2048
-"""Largest size in bytes of the credentials of the hosts of one role."""
-
 _DEFAULT_LOG_GROUP = "/aws/batch/job"
 
 _PERMISSIONS = {"r": "READ", "w": "WRITE", "m": "MKNOD"}
-
-_MIN_MEMORY = 4
-"""Smallest memory of a container that Batch accepts, in MiB."""
 
 RANK0 = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
 """Batch's variable with the address of the main node (replica 0 of the first role); Batch leaves it unset there."""
@@ -165,24 +156,12 @@ def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJo
             "SecretString": _LATER,
             "Tags": [{"Key": TAG_SCHEDULER, "Value": SCHEDULER}],
         }
-    size = len(json.dumps(with_credentials(job, roles, "arn" if job.secret else "x" * _CREDENTIALS_SIZE)).encode())
-    if size > _MAX_DEFINITION:
-        raise UserError(
-            f"the job definition has {size} bytes; AWS Batch takes {_MAX_DEFINITION}. Arguments and environments "
-            "of all roles are part of it: put the larger ones into the image or into a file that the program reads"
-        )
     return job
 
 
 def _container(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSBatchOpts) -> dict[str, Any]:
     """Return the container properties of all nodes of a role."""
-    memory = role.resource.memMB
-    if memory < _MIN_MEMORY:
-        raise UserError(
-            f"role {role.name!r} asks for {memory} MB of memory; AWS Batch must be told how much, {_MIN_MEMORY} MB or "
-            "more (memMB, or a named resource)"
-        )
-    amounts = {"VCPU": max(1, role.resource.cpu), "MEMORY": memory, "GPU": max(0, role.resource.gpu)}
+    amounts = {"VCPU": max(1, role.resource.cpu), "MEMORY": role.resource.memMB, "GPU": max(0, role.resource.gpu)}
     mounts = [*role.mounts, *get_device_mounts(role.resource.devices)]
     storage = [(f"mount_{index}", mount) for index, mount in enumerate(mounts) if not isinstance(mount, DeviceMount)]
     optional = {
@@ -200,7 +179,7 @@ def _container(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSB
             # The kernel discards signals, SIGTERM among them, that process 1 of a container has no handler for.
             "initProcessEnabled": True,
             # Data loaders need more than 64 MB of shared memory, the usual size in a container.
-            "sharedMemorySize": memory,
+            "sharedMemorySize": role.resource.memMB,
             "devices": [_device(role, mount) for mount in mounts if isinstance(mount, DeviceMount)],
         },
         "logConfiguration": {
@@ -249,20 +228,11 @@ def render_command(role: Role, app_id: str, first: int) -> tuple[list[str], dict
     number = "0" if role.num_replicas == 1 else _UNKNOWN
     applied = macros.Values(img_root="", app_id=app_id, replica_id=number, rank0_env=RANK0).apply(role)
     words, env = [applied.entrypoint, *applied.args], dict(applied.env)
-    for name in env:
-        if name.startswith("AWS_BATCH"):
-            raise UserError(
-                f"role {role.name!r} sets {name}; AWS Batch keeps names that begin with AWS_BATCH for itself"
-            )
     late = {name: value for name, value in env.items() if _UNKNOWN in value}
     if not late and not any(_UNKNOWN in word for word in words):
         return words, env
     lines = [f"{_REPLICA}=$((${{AWS_BATCH_JOB_NODE_INDEX:-{first}}} - {first}))"]
     for name, value in late.items():
-        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            raise UserError(
-                f"role {role.name!r}: the value of {name!r} holds ${{replica_id}}, and a shell cannot set that name"
-            )
         lines.append(f"export {name}={_quoted(value)}")
         del env[name]
     lines.append("exec " + " ".join(map(_quoted, words)))
