@@ -131,22 +131,17 @@ def test_exec_from_another_shell_when_who_took_the_hosts_is_gone(
     listed = torchx("monarch", "ps").stdout.splitlines()
     assert len(listed) == 2 and listed[1].split()[0] == handle
     runs = [line.split() for line in torchx("monarch", "ps", handle).stdout.splitlines()]
-    assert [(row[0], row[1], row[2]) for row in runs[1:]] == [("1", "failed", "5"), ("2", "succeeded", "0")]
+    assert [row[:3] for row in runs[1:]] == [["1", "failed", "5"], ["2", "succeeded", "0"]] and runs[1][-1] == path
     assert torchx("monarch", "follow", handle, "1", check=False).returncode == 5
     torchx("monarch", "stop", handle)
     assert over(jobs[0]) == "SUCCEEDED"
     lines = torchx("log", f"{handle}/trainer/0").stdout
     assert "released by its client" in lines and "out 1" in lines
     assert torchx("monarch", "exec", handle, check=False).returncode == 69
-    done = torchx("monarch", "ps", handle)  # the runs of hosts that have ended
-    assert f"{handle} has ended (SUCCEEDED)" in done.stderr
-    kept = [line.split() for line in done.stdout.splitlines()]
-    assert [row[:3] for row in kept] == [row[:3] for row in runs] and kept[1][-1] == path
-    done = torchx("monarch", "follow", handle, "1", check=False)
-    assert done.returncode == 5 and sorted(done.stdout.splitlines()) == ["out 0", "out 1"]
-    assert f"{handle} has ended (SUCCEEDED); this is the log of its run 1" in done.stderr
-    assert "cause:  rank 1 (local rank 1 on " in done.stderr
-    assert "run 7 is not kept; those kept are: 1, 2" in torchx("monarch", "follow", handle, "7", check=False).stderr
+    for command in ("ps", "follow"):
+        done = torchx("monarch", command, handle, check=False)
+        assert done.returncode == 69 and f"{handle} has ended (SUCCEEDED)" in done.stderr
+        assert f"Its log: torchx log {handle}" in done.stderr
 
 
 DEFAULT_SIGHUP = (

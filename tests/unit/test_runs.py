@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The runs of an allocation: those of one that has ended, from the run logs in its folder, and Ctrl-C to a run."""
+"""Runs of an allocation: hosts that do not answer, connections that break, Ctrl-C to a run, and its result."""
 
 from __future__ import annotations
 
 import argparse
 import io
-import json
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NoReturn, cast
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -24,12 +21,9 @@ from torchx_monarch.client.connection import Target
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.result import RankOutput, RankResult, RunResult
 from torchx_monarch.client.run import Collector, RunHandle, collect_with_interrupts
-from torchx_monarch.client.runs import follow_run, list_runs
-from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
-from torchx_monarch.model.job_result import RankExit
+from torchx_monarch.exceptions import AllocationError, UnreachableError
 from torchx_monarch.system.termination import signal_of, termination
 
-BEGUN = {"type": "run", "run": 1, "command": "python x.py", "cwd": "/w", "code": "ab", "by": "me@here", "submitted": 7}
 OUTPUT = {"type": "output", "rank": 0, "stream": "stdout", "text": "[default0]:out\n", "prefix": "[default0]:"}
 RESULT = {
     "type": "result",
@@ -42,91 +36,10 @@ RESULT = {
     "seconds": 2.5,
     "code": "ab",
 }
-EXIT = vars(RankExit(0, 0, 0, "a", 7, 3, 12.0))
 ERROR = AllocationError("h://torchx/a has ended (SUCCEEDED)")
 
 
-class EndedHosts:
-    """Hosts that have ended, with a folder of logs."""
-
-    handle = "h://torchx/a"
-
-    def __init__(self, folder: Path | None, end_reason: str = "has ended (SUCCEEDED)") -> None:
-        self.end_reason = end_reason
-        self._folder = folder
-
-    def log_folder(self) -> Path | None:
-        return self._folder
-
-    def open(self, greeting: dict[str, Any], ready: bool = False) -> None:
-        raise ERROR
-
-
-def hosts(folder: Path | None, **more: str) -> Hosts:
-    return cast(Hosts, EndedHosts(folder, **more))
-
-
-def write(folder: Path, number: int, *records: object) -> None:
-    (folder / f"run_{number}").mkdir()
-    text = "".join(f"{record if isinstance(record, str) else json.dumps(record)}\n" for record in records)
-    (folder / f"run_{number}" / "journal.jsonl").write_text(text)
-
-
-def test_runs_are_listed_as_the_hosts_did(tmp_path: Path) -> None:
-    write(tmp_path, 10, BEGUN, *[OUTPUT] * 5000, {**RESULT, "exit_code": 0})
-    write(tmp_path, 9, {**BEGUN, "command": "x" * 70000}, OUTPUT, RESULT)
-    (tmp_path / "run_x").mkdir()
-    (tmp_path / "attempt_0").mkdir()
-    first, second = list_runs(hosts(tmp_path))
-    assert [(run["run"], run["state"], run["exit_code"]) for run in (first, second)] == [
-        (9, "failed", 3),
-        (10, "succeeded", 0),
-    ]
-    assert second["command"] == "python x.py" and second["by"] == "me@here" and second["submitted"] == 7.0
-    assert (first["started"], first["ended"], first["reason"]) == (10.0, 12.5, "rank 0 failed")
-
-
-@pytest.mark.parametrize(
-    "records",
-    [
-        (BEGUN, OUTPUT),
-        (),
-        (BEGUN, OUTPUT, '{"type": "result", "run"'),
-    ],
-)
-def test_a_run_without_a_result_was_stopped(
-    records: tuple[Any, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path, 1, *records)
-    [run] = list_runs(hosts(tmp_path))
-    assert (run["state"], run["exit_code"], run["reason"]) == ("stopped", None, "the hosts ended before the run did")
-    if OUTPUT in records:
-        result = Collector("stream").collect(follow_run(hosts(tmp_path), None))
-        assert result.exit_code == 1 and result.stopped
-        assert capsys.readouterr().out.startswith("[0] out\n")
-
-
-def test_a_run_is_followed_to_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, 1, BEGUN, OUTPUT, RESULT)
-    write(tmp_path, 2, BEGUN, OUTPUT, OUTPUT, {**RESULT, "run": 2})
-    assert follow_run(hosts(tmp_path), None).run == 2
-    result = Collector("stream").collect(follow_run(hosts(tmp_path), 1))
-    assert (result.run, result.exit_code, result.reason) == (1, 3, "rank 0 failed")
-    assert capsys.readouterr().out == "[0] out\n"
-    with pytest.raises(RefusedError, match="run 3 is not kept; those kept are: 1, 2"):
-        follow_run(hosts(tmp_path), 3)
-
-
 def test_hosts_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class SilentHosts(EndedHosts):
-        def open(self, *_: object, **__: object) -> Any:
-            link = MagicMock()
-            link.__enter__().receive.side_effect = TimeoutError
-            return link
-
-    with pytest.raises(UnreachableError, match="h://torchx/a: replica 0 has not answered within 15 s"):
-        list_runs(cast(Hosts, SilentHosts(None, end_reason="")))
-
     def unreachable(*_: object) -> NoReturn:
         raise UnreachableError("a:29400: Connection timed out")
 
@@ -136,47 +49,6 @@ def test_hosts_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ps, "_START_TIMEOUT", 0.0)
     with pytest.raises(AllocationError, match=r"after 0 s: waiting for the hosts .RUNNING.: a:29400: Connection timed"):
         ps.run(argparse.Namespace(handle="h://torchx/a", role="", address="", json=False))
-
-
-def test_what_is_kept_nowhere_is_said() -> None:
-    with pytest.raises(AllocationError, match="kept by its hosts alone; for its log: torchx log h://torchx/a"):
-        list_runs(hosts(None))
-    with pytest.raises(AllocationError) as raised:
-        list_runs(hosts(None, end_reason=""))
-    assert raised.value is ERROR
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        {"type": "exit", "exit": {**EXIT, "error": 5}},
-        {"type": "exit", "exit": {**EXIT, "time": "x"}},
-        {"type": "exit", "exit": {**EXIT, "newer": 1}},
-        {"type": "exit", "exit": {"rank": 0}},
-        {"type": "phase", "text": 5},
-        {**OUTPUT, "stream": "stdin"},
-        {**OUTPUT, "text": "\ud800\n"},
-        {**RESULT, "seconds": 1e300},
-        {**RESULT, "started": 10**400, "seconds": "x"},
-        "x" * (1 << 21),
-    ],
-)
-def test_damaged_records_are_left_out(damaged: Any, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
-    write(tmp_path, 1, BEGUN, damaged, OUTPUT, RESULT)
-    write(tmp_path, 2, {**BEGUN, "submitted": 10**400}, OUTPUT, {**RESULT, "started": 10**400})
-    assert [(run["exit_code"], run["submitted"]) for run in list_runs(hosts(tmp_path))] == [(3, 7.0), (None, 0.0)]
-    assert Collector("stream").collect(follow_run(hosts(tmp_path), 1)).exit_code == 3
-    assert capsysbinary.readouterr().out.endswith(b"[0] out\n")
-
-
-def test_links_and_other_files_are_no_runs(tmp_path: Path) -> None:
-    (tmp_path / "run_1").mkdir()
-    (tmp_path / "run_1" / "journal.jsonl").symlink_to("/etc/passwd")
-    [run] = list_runs(hosts(tmp_path))
-    assert run["command"] == "" and run["exit_code"] is None
-    with pytest.raises(RefusedError, match="run 1 cannot be read: .*journal.jsonl is a symbolic link"):
-        Collector("stream").collect(follow_run(hosts(tmp_path), 1))
-    assert list_runs(hosts(tmp_path / "missing")) == []
 
 
 class BreakingLink:

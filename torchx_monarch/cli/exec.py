@@ -17,9 +17,8 @@ from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.output import add_json, print_record
 from torchx_monarch.client.hosts import START_TIMEOUT, Hosts, say
 from torchx_monarch.client.result import RunResult
-from torchx_monarch.client.run import Collector, Records, RunRecords, collect_with_interrupts
+from torchx_monarch.client.run import Collector, Records, collect_with_interrupts
 from torchx_monarch.client.run_options import RunOptions, run_message
-from torchx_monarch.client.runs import follow_run
 from torchx_monarch.client.workspace_sync import SyncMode, current_workspace
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 from torchx_monarch.model.host_result import HostResult
@@ -130,14 +129,12 @@ class CmdFollow:
     def run(self, args: argparse.Namespace) -> None:
         """Show a run's output until its end; Ctrl-C leaves the run running."""
         hosts = hosts_of(args)
-        records = follow_run(hosts, args.run)
-        if hosts.end_reason:
-            say(f"{hosts.handle} {hosts.end_reason}; this is the log of its run {records.run}")
+        records = Records.request(hosts, {"type": "follow", "run": args.run})
         stream_and_exit(hosts, records, verbose=False, ends=False, as_json=args.json)
 
 
 def stream_and_exit(
-    hosts: Hosts, records: RunRecords, verbose: bool, ends: bool = True, as_json: bool = False
+    hosts: Hosts, records: Records, verbose: bool, ends: bool = True, as_json: bool = False
 ) -> NoReturn:
     """Show a run's output, and exit with its exit code; Ctrl-C stops the run if ``ends``, else this command alone."""
     if as_json:

@@ -20,9 +20,8 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot
 from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli.handles import unknown
 from torchx_monarch.client.connection import Connection, Target, ask
-from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.hosts import RUNS, Hosts, read_runs
 from torchx_monarch.client.rank_queries import SAMPLES_TIMEOUT, ask_samples
-from torchx_monarch.client.runs import RUNS, read_runs
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight import timeline
 from torchx_monarch.insight.events import Event

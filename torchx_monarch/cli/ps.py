@@ -17,8 +17,6 @@ from torchx_monarch.cli.jobs import ask_live
 from torchx_monarch.cli.ls import ask_all, list_apps
 from torchx_monarch.cli.output import add_json, print_json, print_table
 from torchx_monarch.client.connection import Target, recorded_roles
-from torchx_monarch.client.hosts import say
-from torchx_monarch.client.runs import list_runs
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
@@ -54,12 +52,10 @@ def run(args: argparse.Namespace) -> None:
     hosts, rows = hosts_of(args, _START_TIMEOUT), []
     if (status := hosts.ask_status()) is not None and status.message:
         raise AllocationError(f"{status.message}, and has no runs; its state: torchx monarch status {args.handle}")
-    runs = list_runs(hosts)
+    runs = hosts.runs()
     if args.json:
         print_json(runs)
         return
-    if hosts.end_reason:
-        say(f"{hosts.handle} {hosts.end_reason}")
     for run in runs:
         code = "" if run["exit_code"] is None else str(run["exit_code"])
         seconds = (run["ended"] or time.time()) - run["started"] if run["started"] else 0.0

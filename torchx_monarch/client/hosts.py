@@ -7,18 +7,17 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchx_monarch.backends.core import torchx_api
-from torchx_monarch.client.connection import Connection, Target, ask
+from torchx_monarch.client.connection import TIMEOUT, Connection, Target, ask
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.system.termination import closed_terminal_is_null
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
 
-    from torchx_monarch.model.role_spec import RoleSpec
+    from torchx_monarch.client.result import RunInfo
 
 T = TypeVar("T")
 
@@ -36,6 +35,9 @@ _ASK_SCHEDULER_EVERY = 5.0
 
 _SHOW_ERROR_AFTER = 5.0
 """Seconds of waiting before progress lines include the connection error: hosts that just started do not listen yet."""
+
+RUNS = {"type": "runs"}
+"""The greeting that asks for the runs of an allocation."""
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
 """The states of apps that have ended."""
@@ -136,38 +138,17 @@ class Hosts:
             self._target = Target.from_handle(self.handle, self._role, self._address, self._runner)
         return self._target
 
-    @property
-    def end_reason(self) -> str:
-        """How the app has ended, as far as its scheduler was asked: ``has ended (STATE): REASON``; else empty."""
-        state, message = self._scheduler_state
-        return f"has ended ({state}){': ' + message if message else ''}" if state in ENDED else ""
-
-    def log_folder(self) -> Path | None:
-        """Return the folder of replica 0's logs, also after the app's end; None if this machine does not have it."""
-        from torchx_monarch.model.role_spec import WorkloadKind
-
-        apps, app_id, roles = self._record()
-        names = [spec.name for spec in roles if spec.workload is WorkloadKind.SESSION]
-        if self._role not in ("", *names) or not names:
-            of_role = f" with a role {self._role}" if self._role else ""
-            raise AllocationError(f"{self.handle} {self.end_reason}; it was no live allocation{of_role}")
-        folder = apps.backend.folder(app_id)
-        return Path(folder.replica_logs(self._role or names[0], 0)) if folder else None
-
     def roles(self) -> list[str]:
         """Return the names of the roles of the app that have hosts; that of this object first."""
-        found = [] if self._address else [spec.name for spec in self._record()[2] if spec.workload]
-        first = self._role or next(iter(found), "")
-        return [first, *(name for name in found if name != first)]
-
-    def _record(self) -> tuple[Any, str, list[RoleSpec]]:
-        """Return the apps of the scheduler, the app's id, and its roles; no roles if the app is not known here."""
         from torchx.specs import parse_app_handle
 
-        scheduler_name, _, app_id = parse_app_handle(self.handle)
-        apps = torchx_api.scheduler_of(self.runner, scheduler_name).apps
-        found = apps.read(app_id)
-        return apps, app_id, [role.spec for role in found[0].roles] if found is not None else []
+        found: list[str] = []
+        if not self._address:
+            scheduler_name, _, app_id = parse_app_handle(self.handle)
+            app = torchx_api.scheduler_of(self.runner, scheduler_name).apps.read(app_id)
+            found = [role.spec.name for role in app[0].roles if role.spec.workload] if app is not None else []
+        first = self._role or next(iter(found), "")
+        return [first, *(name for name in found if name != first)]
 
     def release(self) -> None:
         """Cancel the app through its scheduler; does nothing if the app has ended."""
@@ -233,6 +214,11 @@ class Hosts:
         """Send an idempotent request to replica 0, and return its answer. Exceptions are those of ``reach``."""
         return self.reach(lambda target: ask(target, greeting), wait=wait)
 
+    def runs(self) -> list[RunInfo]:
+        """Return the runs that the hosts know, the ended ones first, then the current one and the queue."""
+        with self.open(RUNS) as link:
+            return read_runs(link)
+
     def wait(self, timeout: float | None, on_progress: Callable[[str], None] | None = None, warm: bool = False) -> None:
         """Wait until a run can start immediately, or with ``warm`` until its ranks find torch imported.
 
@@ -290,7 +276,8 @@ class Hosts:
         if state == "UNKNOWN" and message:
             raise AllocationError(message)
         if state in ENDED:
-            raise AllocationError(f"{self.handle} {self.end_reason}")
+            why = f": {message}" if message else ""
+            raise AllocationError(f"{self.handle} has ended ({state}){why}. Its log: torchx log {self.handle}")
 
     def _missing_since(self, started: float, error: UnreachableError) -> str:
         """Describe why replica 0 cannot be reached yet; raise if waiting does not help."""
@@ -323,3 +310,13 @@ class Hosts:
             said = status.is_terminal() and status.msg != NONE
             self._scheduler_state = str(status.state.name), status.msg if said else ""
         return self._scheduler_state
+
+
+def read_runs(link: Connection, timeout: float = TIMEOUT) -> list[RunInfo]:
+    """Read the answer to ``RUNS``, in parts, each within a time."""
+    found: list[RunInfo] = []
+    while True:
+        answer = link.answer(timeout)
+        found += answer["runs"]
+        if not answer["more"]:
+            return found

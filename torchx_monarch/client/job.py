@@ -18,7 +18,6 @@ from torchx_monarch.client.hosts import ENDED, START_TIMEOUT, AllocationStatus, 
 from torchx_monarch.client.result import RunInfo, RunResult
 from torchx_monarch.client.run import Collector, Records, RunHandle, collect_with_interrupts
 from torchx_monarch.client.run_options import Output, RunOptions, RunOptionsDict, run_message
-from torchx_monarch.client.runs import ask_runs
 from torchx_monarch.client.workspace_sync import SyncMode, check_when
 from torchx_monarch.exceptions import SPMDError, UnreachableError
 from torchx_monarch.model.spelling import did_you_mean
@@ -308,7 +307,7 @@ class SPMDJob(AttachedJob):
 
     def runs(self) -> list[RunInfo]:
         """List the runs that the hosts know, the ended ones first, then the current one and the queue."""
-        return ask_runs(self._role_hosts)
+        return self._role_hosts.runs()
 
     def cancel_run(self, run: int | None = None, kill: bool = False) -> None:
         """Stop a run, and keep the hosts. Does not wait for the end of the run.

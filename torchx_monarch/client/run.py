@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # the built-in one since Python 3.11
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts, say
@@ -39,17 +39,6 @@ _OF_RESULT = ("run", "exit_code", "reason", "seconds", "code", "stopped", "cause
 """The fields of a ``RunResult`` that the record ``result`` has under the same names."""
 
 _LINES = re.compile(r"[^\n]*\n|[^\n]+")
-
-
-class RunRecords(Protocol):
-    """The records of a run, from the hosts (``Records``) or from a file (``runs.StoredRecords``)."""
-
-    run: int
-
-    def __iter__(self) -> Iterator[dict[str, Any]]: ...
-
-    def close(self) -> None:
-        """Stop reading."""
 
 
 class Records:
@@ -154,7 +143,7 @@ class Collector:
         self._texts: dict[int, dict[str, list[str]]] = {}
         self._streams = {"stdout": _RankLines(sys.stdout), "stderr": _RankLines(sys.stderr)}
 
-    def collect(self, records: RunRecords) -> RunResult:
+    def collect(self, records: Records) -> RunResult:
         """Process all records, and return the result of the run; raise UnreachableError if they lack it."""
         for record in records:
             kind = record["type"]
@@ -280,7 +269,7 @@ class RunHandle(Future[RunResult]):
         check: whether ``result`` raises ``SPMDError`` if the run failed.
     """
 
-    def __init__(self, hosts: Hosts, records: RunRecords, collector: Collector, check: bool) -> None:
+    def __init__(self, hosts: Hosts, records: Records, collector: Collector, check: bool) -> None:
         super().__init__()
         self.run = records.run
         self._hosts = hosts
@@ -327,7 +316,7 @@ class RunHandle(Future[RunResult]):
         return f"<run {self.run}: {'done' if self.done() else 'running'}>"
 
 
-def collect_with_interrupts(hosts: Hosts, records: RunRecords, collector: Collector) -> RunResult:
+def collect_with_interrupts(hosts: Hosts, records: Records, collector: Collector) -> RunResult:
     """Wait for the result of a run. The first Ctrl-C stops the run, the second kills it, the third leaves it alone.
 
     A signal that the caller held back or has a handler for (``termination``) stops the run as the first Ctrl-C does.
