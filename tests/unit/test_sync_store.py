@@ -33,11 +33,10 @@ def send(root: Path, store: CodeStore) -> Tree:
     """What client and host do, without anything in between."""
     tree = tree_of(root)
     if store.find_tree(tree.hash) is None:
-        last = store.find_tree(next(reversed(store._trees), ""))
-        assert Tree.decode(tree.encode()) == Tree.decode(tree.encode(last), store.find_tree) == tree
+        assert Tree.decode(tree.encode()) == tree
         for piece in pieces(root, tree, store.expect(tree)):
             store.take(piece)
-        assert store.complete() == tree.hash
+        store.complete()
     return tree
 
 
@@ -204,7 +203,7 @@ def test_a_run_that_begins_leaves_the_contents_of_a_transfer(tmp_path: Path, sto
         store.take(piece)
     store.acquire(first.hash)
     store.take(last)
-    assert store.complete() == tree.hash
+    store.complete()
     assert held(store.acquire(tree.hash)) == tree
 
 
@@ -250,9 +249,7 @@ def test_a_tree_that_reaches_out_is_refused(entries: object, why: str) -> None:
     import json
 
     with pytest.raises(TreeError, match=why):
-        Tree.decode(zlib.compress(json.dumps({"entries": entries}).encode()))
-    with pytest.raises(TreeError, match="differs from 000000000000, which is not here"):
-        Tree.decode(zlib.compress(json.dumps({"base": "0" * 64, "entries": {}}).encode()))
+        Tree.decode(zlib.compress(json.dumps(entries).encode()))
     with pytest.raises(TreeError):
         Tree.decode(b"nonsense")
     with pytest.raises(TreeError, match="cut off"):

@@ -32,9 +32,6 @@ _ANSWER_TIMEOUT = 300.0
 _unscannable: set[str] = set()
 """Shared folders that could not be scanned, mostly because they exceed the limits; another scan would take as long."""
 
-_last_sent: dict[str, Tree] = {}
-"""The tree that was sent last, by workspace. The next tree is sent as the difference from it."""
-
 
 @dataclass(frozen=True)
 class SyncResult:
@@ -129,19 +126,15 @@ def _is_shared(link: Connection, root: str) -> bool:
 
 def _send(link: Connection, root: str, tree: Tree) -> int:
     """Send the tree and the file contents that a host lacks; return the number of bytes sent."""
-    base = _last_sent.get(root)
-    link.send({"type": "tree", "tree": tree.hash, "base": base.hash if base else ""})
-    answer = _answer(link, "have")
-    if answer["have"]:
-        _last_sent[root] = tree
+    link.send({"type": "tree", "tree": tree.hash})
+    if _answer(link, "have")["have"]:
         return 0
-    encoded = tree.encode(base if answer["base"] else None)
+    encoded = tree.encode()
     sent = _send_frames(link, (encoded[at : at + PIECE] for at in range(0, len(encoded), PIECE)))
     bits = int(_answer(link, "missing")["missing"], 16)
     missing = [digest for number, digest in enumerate(tree.contents) if bits >> number & 1]
     sent += _send_frames(link, pack(tree.files(root, missing)))
     _answer(link, "done")
-    _last_sent[root] = tree
     return sent
 
 

@@ -111,8 +111,8 @@ class CodeStore(ContentStore):
         with self._lock, self._as_store_error("write"):
             super().take(piece)
 
-    def complete(self) -> str:
-        """Finish the transfer, and add the expected tree to the store; return its hash."""
+    def complete(self) -> None:
+        """Finish the transfer, and add the expected tree to the store."""
         with self._lock:
             tree = self._incoming
             if tree is None or self._unpacker is None or self._unpacker.missing:
@@ -122,7 +122,6 @@ class CodeStore(ContentStore):
             self._trees.pop(tree.hash, None)
             self._trees[tree.hash] = tree
             self._prune()
-            return tree.hash
 
     def cancel_transfer(self) -> None:
         with self._lock:

@@ -102,41 +102,21 @@ class Tree:
         paths = {entry.content: path for path, entry in self.entries.items() if entry.is_file}
         return ((digest, self.contents[digest], os.path.join(root, paths[digest])) for digest in digests)
 
-    def encode(self, base: Tree | None = None) -> bytes:
-        """Serialise the tree for ``decode``.
-
-        Args:
-            base: a tree that the receiver has; only the difference from it is serialised. None for the whole tree.
-        """
-        before = base.entries if base is not None else {}
-        values = {
-            "base": base.hash if base is not None else "",
-            "gone": [path for path in before if path not in self.entries],
-            "entries": {path: entry for path, entry in self.entries.items() if before.get(path) != entry},
-        }
-        return zlib.compress(json.dumps(values, separators=(",", ":")).encode(), 1)
+    def encode(self) -> bytes:
+        """Serialise the tree for ``decode``."""
+        return zlib.compress(json.dumps(self.entries, separators=(",", ":")).encode(), 1)
 
     @classmethod
-    def decode(cls, data: bytes, find_base: Callable[[str], Tree | None] = lambda base: None) -> Tree:
-        """Deserialise a tree from untrusted bytes, and check it.
-
-        Args:
-            find_base: called with the hash of the base tree; returns the tree, or None if it is unknown.
-        """
+    def decode(cls, data: bytes) -> Tree:
+        """Deserialise a tree from untrusted bytes, and check it."""
         try:
             unpacker = zlib.decompressobj()
             text = unpacker.decompress(data, MAX_TREE)
             if not unpacker.eof:
                 raise ValueError(f"its text is cut off, or longer than {MAX_TREE} bytes")
-            values = json.loads(text)
-            base, gone = str(values.get("base", "")), set(values.get("gone", ()))
-            changed = {path: Entry(*value) for path, value in values["entries"].items()}
-        except (zlib.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            tree = cls({path: Entry(*value) for path, value in json.loads(text).items()})
+        except (zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise TreeError(f"not a tree: {error}") from None
-        before = find_base(base) if base else cls({})
-        if before is None:
-            raise TreeError(f"a tree that differs from {brief(base)}, which is not here")
-        tree = cls({path: entry for path, entry in before.entries.items() if path not in gone} | changed)
         tree.check()
         return tree
 

@@ -5,20 +5,20 @@ After a ``sync`` handshake the client sends requests, one JSON line each; the le
 
 =========  =============================================================================================================
 ``probe``  whether every host sees the file ``path`` with the text ``text``: the answer is ``shared``
-``tree``   the hash ``tree`` of a workspace, and ``base``, the hash of another: the answer is ``have`` and ``base``,
-           whether the leader has the first and the second. If not the first, the client sends it (below). The leader
-           has every host get what it lacks, while it receives the tree itself; the answer is ``done``
+``tree``   the hash ``tree`` of a workspace: the answer is ``have``, whether the leader has it. If not, the client sends
+           it (below). The leader has every host get what it lacks, while it receives the tree itself; the answer is
+           ``done``
 =========  =============================================================================================================
 
-A host that lacks a tree opens a connection of its own to the leader, with the greeting ``code`` and the same fields
-``tree`` and ``base``, so that a slow one delays neither requests nor the other hosts; the leader sends it the tree, and
-contents as it has them itself.
+A host that lacks a tree opens a connection of its own to the leader, with the greeting ``code`` and the same field
+``tree``, so that a slow one delays neither requests nor the other hosts; the leader sends it the tree, and contents as
+it has them itself.
 
-A tree is sent in frames (``Tree.encode``), as a difference from the base if the receiver has that. The receiver answers
-``missing``, a hexadecimal number: bit N is set if it lacks entry N of ``Tree.contents``. These contents follow in
-frames (``pack``). A frame is a length (4 bytes, big-endian) and as many bytes, at most ``FRAME``; an empty frame is the
-last. The length ``_FAILED`` and a JSON line with a ``reason`` may take the place of a frame from the leader, and
-``failed`` with a ``reason`` that of any of its answers.
+A tree is sent in frames (``Tree.encode``). The receiver answers ``missing``, a hexadecimal number: bit N is set if it
+lacks entry N of ``Tree.contents``. These contents follow in frames (``pack``). A frame is a length (4 bytes,
+big-endian) and as many bytes, at most ``FRAME``; an empty frame is the last. The length ``_FAILED`` and a JSON line
+with a ``reason`` may take the place of a frame from the leader, and ``failed`` with a ``reason`` that of any of its
+answers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class HostCode:
         self._store = CodeStore(folder)
         self._host = host
         self._working = ""
-        self._newest = ""
         self._receiving = asyncio.Lock()
 
     async def checkout(self, tree_hash: str, workspace: str) -> str:
@@ -97,7 +96,7 @@ class HostCode:
             if self.has(tree_hash):
                 return
             try:
-                reader, writer = await connect({"type": "code", "tree": tree_hash, "base": self._newest})
+                reader, writer = await connect({"type": "code", "tree": tree_hash})
             except ConnectError as error:
                 raise SyncError(f"the code {tree_hash:.12} is not on this host: {error}") from None
             with contextlib.closing(writer):
@@ -113,13 +112,13 @@ class HostCode:
 
     async def _receive_contents(self, reader: asyncio.StreamReader, silence: float | None) -> None:
         await _receive_frames(reader, self._store.take, silence)
-        self._newest = await _in_thread(self._store.complete)
+        await _in_thread(self._store.complete)
 
     async def serve_host(self, peer: Peer) -> None:
         """Send a tree to another host, after its greeting ``code``, and contents as soon as they are on this one."""
         try:
             tree = self._store.sendable(str(peer.greeting.get("tree")))
-            encoded = await asyncio.to_thread(tree.encode, self._store.find_tree(str(peer.greeting.get("base"))))
+            encoded = await asyncio.to_thread(tree.encode)
             await _send(peer.writer, (encoded[at : at + FRAME] for at in range(0, len(encoded), FRAME)))
             await messages.send_bytes(peer.writer, _END)
             answer = await peer.receive(_SILENCE)
@@ -158,8 +157,8 @@ class HostCode:
         tree_hash = str(message["tree"])
         if self.has(tree_hash):
             await run_queue.hosts.broadcast(FetchCode(tree_hash))
-            return {"type": "have", "have": True, "base": False}
-        await peer.send({"type": "have", "have": False, "base": self.has(str(message.get("base")))})
+            return {"type": "have", "have": True}
+        await peer.send({"type": "have", "have": False})
         try:
             async with self._receiving:
                 await self._receive_tree(tree_hash, peer.reader, peer.writer)
@@ -174,7 +173,7 @@ class HostCode:
     def _expect(self, text: bytes, tree_hash: str) -> str:
         if len(text) > MAX_TREE:
             raise SyncError(f"a tree of more than {MAX_TREE} bytes")
-        tree = Tree.decode(text, self._store.find_tree)
+        tree = Tree.decode(text)
         if tree.hash != tree_hash:
             raise SyncError(f"a tree of the hash {tree.hash} came as {tree_hash}")
         missing = set(self._store.expect(tree))
