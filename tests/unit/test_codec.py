@@ -61,7 +61,7 @@ def test_values_of_the_stated_types_are_taken() -> None:
             "inner.time is 1e\\+300, not a number of seconds, at most 1e\\+11 \\| None",
         ),
         ({"inner": {"name": "a", "time": -2e11}}, "inner.time is -2"),
-        ({"inner": {"name": "a", "ratio": "1"}}, "inner.ratio is '1', not float"),
+        ({"inner": {"name": "a", "ratio": "1"}}, "inner.ratio is '1', not a finite number"),
         ({"inner": {"name": "a", "ratio": 10**400}}, "inner.ratio is 1000"),
         ({"inner": {"name": "a"}, "many": {}}, "many is {}, not a list"),
         ({"inner": {"name": "a"}, "many": [{"name": "b"}, 1]}, "many\\[1\\] is 1, not an object"),

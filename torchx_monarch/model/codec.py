@@ -8,20 +8,18 @@ expects a number. Standard library only.
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import dataclasses
 import enum
 import functools
-import math
+import sys
 import types
 import typing
-from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
-_MAX_SECONDS = 1e11
-
-Seconds: TypeAlias = Annotated[float, _MAX_SECONDS]
+Seconds: TypeAlias = Annotated[float, 1e11]
 """A time in seconds since the epoch, or a duration in seconds; ``decode`` refuses what lies beyond the year 5138, which
 ``time.localtime`` may not convert. Differences of two such numbers are finite."""
 
@@ -29,7 +27,8 @@ _Where: TypeAlias = "str | tuple[_Where, str | int]"
 """The place of a value: a name, or the place of what holds it and its key. It becomes text only in an error: a message
 of the samples of ranks has thousands of values."""
 
-_Decoder = Callable[[Any, _Where], Any]
+_RECORD = object()
+"""The kind of data classes and named tuples."""
 
 
 class DecodeError(ValueError):
@@ -46,134 +45,92 @@ def decode(cls: type[T], data: Any, where: str = "") -> T:
     Args:
         where: the name of ``data`` in messages; empty for the whole document.
     """
-    built: T = _decoder(typing.cast(collections.abc.Hashable, cls))(data, where)
-    return built
+    decoded: T = _decode(cls, data, where)
+    return decoded
 
 
-@functools.cache
-def _decoder(hint: Any) -> _Decoder:
-    """Return the function that decodes values of an annotated type."""
-    if hint is Any:
-        return lambda value, where: value
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        return _limited(_decoder(arguments[0]), arguments[1])
-    if origin in (typing.Union, types.UnionType):
-        return _union([_decoder(argument) for argument in arguments], " | ".join(map(_shown, arguments)))
-    if origin is list:
-        return _list(_decoder(arguments[0]))
-    if origin is tuple:  # JSON has lists only
-        items = _list(_decoder(arguments[0]))
-        return lambda value, where: tuple(items(list(value) if isinstance(value, tuple) else value, where))
-    if origin in (dict, collections.abc.Mapping):
-        return _mapping(_decoder(arguments[1]))
-    if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
-        return _record(hint)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return _enum(hint)
-    return _scalar(type(None) if hint is None else hint)
-
-
-def _scalar(cls: type[Any]) -> _Decoder:
-    def convert(value: Any, where: _Where) -> Any:
-        if type(value) is cls:  # isinstance() would accept a bool for an int
-            if cls is float and not math.isfinite(value):
-                raise _wrong(value, where, "a finite number")
-            return value
-        if cls is float and type(value) is int and abs(value) < 1 << 63:
+def _decode(hint: Any, value: Any, where: _Where) -> Any:
+    if hint is Any or (type(value) is hint and hint is not float):  # isinstance() would accept a bool for an int
+        return value
+    kind, arguments = _kind(hint)
+    if kind is float:
+        if type(value) in (int, float) and abs(value) <= sys.float_info.max:
             return float(value)
-        raise _wrong(value, where, "null" if cls is type(None) else cls.__name__)
-
-    return convert
-
-
-def _limited(number: _Decoder, limit: float) -> _Decoder:
-    def convert(value: Any, where: _Where) -> Any:
-        converted = number(value, where)
-        if abs(converted) > limit:
-            raise _wrong(value, where, _shown(Annotated[float, limit]))
-        return converted
-
-    return convert
-
-
-def _enum(cls: type[enum.Enum]) -> _Decoder:
-    allowed = {member.value: member for member in cls}
-
-    def convert(value: Any, where: _Where) -> Any:
-        if isinstance(value, str) and value in allowed:
-            return allowed[value]
-        raise _wrong(value, where, f"one of {', '.join(filter(None, allowed))}")
-
-    return convert
-
-
-def _union(options: list[_Decoder], wanted: str) -> _Decoder:
-    def convert(value: Any, where: _Where) -> Any:
-        for option in options:
-            try:
-                return option(value, where)
-            except DecodeError:
-                continue
-        raise _wrong(value, where, wanted)
-
-    return convert
-
-
-def _list(item: _Decoder) -> _Decoder:
-    def convert(value: Any, where: _Where) -> Any:
-        if not isinstance(value, list):
-            raise _wrong(value, where, "a list")
-        return [item(entry, (where, index)) for index, entry in enumerate(value)]
-
-    return convert
-
-
-def _mapping(item: _Decoder) -> _Decoder:
-    def convert(value: Any, where: _Where) -> Any:
-        if not isinstance(value, dict):
-            raise _wrong(value, where, "an object")
-        return {name: item(entry, (where, name)) for name, entry in value.items()}
-
-    return convert
-
-
-def _record(cls: Any) -> _Decoder:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    if dataclasses.is_dataclass(cls):
-        names = [field.name for field in dataclasses.fields(cls) if field.init]
-        missing = dataclasses.MISSING
-        required = {f.name for f in dataclasses.fields(cls) if f.default is missing and f.default_factory is missing}
-    else:
-        names = list(cls._fields)
-        required = set(names) - set(cls._field_defaults)
-    fields = [(name, _decoder(hints[name])) for name in names]
-
-    def convert(value: Any, where: _Where) -> Any:
-        if not isinstance(value, dict):
-            raise _wrong(value, where, "an object")
-        given = {}
-        for name, item in fields:
-            if name in value:
-                given[name] = item(value[name], (where, name))
-            elif name in required:
-                raise DecodeError(f"{_text(where) or 'the object'} lacks {name!r}")
-        return cls(**given)
-
-    return convert
-
-
-def _shown(hint: Any) -> str:
-    if typing.get_origin(hint) is Annotated:
-        return f"a number of seconds, at most {typing.get_args(hint)[1]:g}"
-    return "None" if hint is type(None) else hint.__name__ if isinstance(hint, type) else str(hint)
-
-
-def _wrong(value: Any, where: _Where, wanted: str) -> DecodeError:
+    elif kind is Annotated:
+        number = _decode(arguments[0], value, where)
+        if abs(number) <= arguments[1]:
+            return number
+    elif kind is typing.Union:
+        for argument in arguments:
+            with contextlib.suppress(DecodeError):
+                return _decode(argument, value, where)
+    elif kind is list or kind is tuple:
+        if isinstance(value, (list, kind)):  # JSON has lists only
+            return kind(_decode(arguments[0], entry, (where, index)) for index, entry in enumerate(value))
+    elif kind is dict:
+        if isinstance(value, dict):
+            return {name: _decode(arguments[1], entry, (where, name)) for name, entry in value.items()}
+    elif kind is _RECORD:
+        if isinstance(value, dict):
+            return hint(**_arguments(hint, value, where))
+    elif kind is enum.Enum:
+        with contextlib.suppress(ValueError):
+            return hint(value)
     shown = repr(value)
     if len(shown) > 40:
         shown = f"{shown[:40]}…"
-    return DecodeError(f"{_text(where) or 'the whole'} is {shown}, not {wanted}")
+    raise DecodeError(f"{_text(where) or 'the whole'} is {shown}, not {_wanted(hint)}")
+
+
+def _arguments(cls: Any, values: dict[str, Any], where: _Where) -> dict[str, Any]:
+    given = {}
+    for name, hint, is_required in _fields(cls):
+        if name in values:
+            given[name] = _decode(hint, values[name], (where, name))
+        elif is_required:
+            raise DecodeError(f"{_text(where) or 'the object'} lacks {name!r}")
+    return given
+
+
+@functools.cache
+def _kind(hint: collections.abc.Hashable) -> tuple[Any, tuple[Any, ...]]:
+    """Return how values of an annotated type are decoded, and the arguments of the type."""
+    kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind is types.UnionType:
+        kind = typing.Union
+    elif kind is collections.abc.Mapping:
+        kind = dict
+    elif dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):
+        kind = _RECORD
+    elif isinstance(kind, type) and issubclass(kind, enum.Enum):
+        kind = enum.Enum
+    return kind, arguments
+
+
+@functools.cache
+def _fields(cls: Any) -> list[tuple[str, Any, bool]]:
+    """Return the names of the fields of a class, their types, and whether a value is required."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    if not dataclasses.is_dataclass(cls):
+        return [(name, hints[name], name not in cls._field_defaults) for name in cls._fields]
+    missing = dataclasses.MISSING
+    return [
+        (field.name, hints[field.name], field.default is missing and field.default_factory is missing)
+        for field in dataclasses.fields(cls)
+        if field.init
+    ]
+
+
+def _wanted(hint: Any) -> str:
+    kind, arguments = _kind(hint)
+    if kind is Annotated:
+        return f"a number of seconds, at most {arguments[1]:g}"
+    if kind is typing.Union:
+        return " | ".join(map(_wanted, arguments))
+    if kind is enum.Enum:
+        return f"one of {', '.join(filter(None, (member.value for member in hint)))}"
+    names = {list: "a list", tuple: "a list", dict: "an object", _RECORD: "an object", float: "a finite number"}
+    return names.get(kind, "None" if kind is type(None) else kind.__name__)
 
 
 def _text(where: _Where) -> str:
