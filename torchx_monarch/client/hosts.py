@@ -110,8 +110,6 @@ class Hosts:
         self._start_timeout = start_timeout
         self._target: Target | None = None
         self._unreached: UnreachableError | RefusedError = UnreachableError("")
-        self._were_ready = False
-        self._was_reached = False
         self._released = False
         self._scheduler_state = ("", "")
         self._scheduler_asked = -_ASK_SCHEDULER_EVERY
@@ -185,23 +183,17 @@ class Hosts:
     def reach(self, operation: Callable[[Target], T], ready: bool = False, wait: bool = True) -> T:
         """Call ``operation``; if the hosts cannot be reached, wait for them (see ``wait_for``).
 
-        An address from the user that has answered before is not waited for: no scheduler can tell whether the hosts
-        behind it have ended.
-
         Args:
-            ready: whether to wait until a run can start, unless these hosts have been ready before.
+            ready: whether to wait until a run can start.
             wait: whether to wait for hosts that cannot be reached.
         """
-        if self._were_ready or not ready:
+        if not wait:
             try:
-                result = operation(self.target)
-                self._was_reached = True
-                return result
+                return operation(self.target)
             except UnreachableError as error:
                 self._mark_unreachable(error)
-                if not wait or (self._address and self._was_reached):
-                    self.check_alive()
-                    raise
+                self.check_alive()
+                raise
         if ready:
             self.wait(self._start_timeout, say)
         return self.wait_for(operation, self._start_timeout, say)
@@ -235,7 +227,6 @@ class Hosts:
                 raise _NotReady(f"hosts {', '.join(map(str, status.missing))}" if status.missing else "the mesh")
             if warm and not status.warm:
                 raise _NotReady("the import of torch")
-            self._were_ready = True
 
         self.wait_for(check, timeout, on_progress)
 
@@ -249,11 +240,8 @@ class Hosts:
         started, pause, said = time.monotonic(), _POLL, ""
         while True:
             try:
-                result = operation(self.target)
-                self._was_reached = True
-                return result
+                return operation(self.target)
             except _NotReady as error:
-                self._was_reached = True
                 waiting = str(error)
             except UnreachableError as error:
                 self._mark_unreachable(error)
@@ -294,7 +282,6 @@ class Hosts:
 
     def _mark_unreachable(self, error: UnreachableError | RefusedError) -> None:
         self._unreached = error
-        self._were_ready = False
         self._target = None  # the scheduler may have restarted replica 0 at another address
 
     def _ask_scheduler(self) -> tuple[str, str]:
