@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from tests.ports import free_port
-from torchx_monarch.controller import host_network as wires_module
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
@@ -124,7 +123,7 @@ def test_says_why_it_cannot_be_reached(identity: Issuer, address: Address) -> No
 def test_replica_0_tries_the_port_of_every_worker_loop(
     identity: Issuer, foreign: Issuer, address: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wires_module, "_CHECK_TIMEOUT", 0.5)
+    monkeypatch.setattr(connections, "HANDSHAKE_TIMEOUT", 0.5)
 
     async def check(server: Identity | None, worker: str) -> str:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -41,7 +41,9 @@ async def both(
     pair: tuple[socket.socket, socket.socket], server: ssl.SSLContext | None, client: ssl.SSLContext | None
 ) -> tuple[Streams, Streams]:
     """Open streams at both ends."""
-    return await asyncio.gather(open_streams(pair[0], server, None, 60.0), open_streams(pair[1], client, _NAME, 60.0))
+    return await asyncio.gather(
+        open_streams({"sock": pair[0]}, server, None, 60.0), open_streams({"sock": pair[1]}, client, _NAME, 60.0)
+    )
 
 
 @pytest.mark.parametrize("tls", [True, False])
@@ -78,7 +80,7 @@ def test_a_failed_handshake_closes_the_socket_and_tells_the_peer_why(
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        opening = asyncio.ensure_future(open_streams(pair[0], identity.context(server=True), None, 60.0))
+        opening = asyncio.ensure_future(open_streams({"sock": pair[0]}, identity.context(server=True), None, 60.0))
         while not opening.done():
             try:
                 client.read(1) if client.version() else client.do_handshake()
@@ -142,7 +144,7 @@ def test_no_damaged_handshake_is_accepted(identity: Identity) -> None:
             end.setblocking(False)
         trying = asyncio.ensure_future(attempt(ends[1], client, damage))
         try:
-            _, writer = await open_streams(ends[0], server, None, 60.0)
+            _, writer = await open_streams({"sock": ends[0]}, server, None, 60.0)
         except OSError:
             await asyncio.wait_for(trying, 60)
             assert ends[0].fileno() == -1
@@ -160,7 +162,7 @@ def test_no_damaged_handshake_is_accepted(identity: Identity) -> None:
 def test_closes_the_socket_when_it_is_cancelled(pair: tuple[socket.socket, socket.socket], identity: Identity) -> None:
     async def run() -> None:
         with pytest.raises(asyncio.TimeoutError):  # the peer is silent
-            await asyncio.wait_for(open_streams(pair[0], identity.context(server=True), None, 60.0), 0.1)
+            await asyncio.wait_for(open_streams({"sock": pair[0]}, identity.context(server=True), None, 60.0), 0.1)
         assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(pair[1], 1), 60) == b""
 
     asyncio.run(run())

@@ -22,9 +22,6 @@ from torchx_monarch.transport.connections import Address, ConnectError, Identity
 
 _CHECKS_AT_A_TIME = 64
 
-_CHECK_TIMEOUT = 10.0
-"""Seconds for the handshake when replica 0 checks a host, which is busy with importing torch at that time."""
-
 
 @dataclasses.dataclass(frozen=True)
 class HostNetwork:
@@ -73,18 +70,14 @@ class HostNetwork:
         return cls(rendezvous, options, advertised, bind, identity)
 
     async def greet(
-        self,
-        address: Address,
-        greeting: messages.Message,
-        handshake_timeout: float = connections.LATER_HANDSHAKE_TIMEOUT,
+        self, address: Address, greeting: messages.Message
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to an address and send a greeting, to which the protocol's version is added.
 
         Raises:
             ConnectError: the connection or the TLS handshake failed; the message says why.
         """
-        peer_timeout = self.options.peer_timeout
-        reader, writer = await connections.connect(address, self.identity, peer_timeout, handshake_timeout)
+        reader, writer = await connections.connect(address, self.identity, self.options.peer_timeout)
         await messages.send(writer, {**greeting, "version": messages.VERSION})
         return reader, writer
 
@@ -104,9 +97,7 @@ class HostNetwork:
             address = Address(self.rendezvous.scheme, where, int(port))
             async with at_a_time:
                 try:
-                    _, writer = await connections.connect(
-                        address, self.identity, self.options.peer_timeout, _CHECK_TIMEOUT
-                    )
+                    _, writer = await connections.connect(address, self.identity, self.options.peer_timeout)
                     writer.close()
                 except ConnectError as error:
                     return f"{host.name} cannot be reached by replica 0: {error}"

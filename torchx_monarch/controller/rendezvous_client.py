@@ -53,10 +53,10 @@ async def handshake(
         RendezvousError: it refused the greeting, or no try within ``timeout`` seconds had the expected answer.
     """
     started = time.monotonic()
-    pause, why, handshake_timeout = _RETRY_EVERY, "", connections.FIRST_HANDSHAKE_TIMEOUT
+    pause, why = _RETRY_EVERY, ""
     while time.monotonic() < started + timeout:
         try:
-            reader, writer = await network.greet(address, greeting, handshake_timeout)
+            reader, writer = await network.greet(address, greeting)
             try:
                 answer = await messages.receive(reader, _ANSWER_TIMEOUT)
             except messages.ProtocolError as error:
@@ -82,7 +82,6 @@ async def handshake(
         except ConnectError as error:
             why = str(error)
             on_failure(error)
-            handshake_timeout = connections.LATER_HANDSHAKE_TIMEOUT
             if error.final and time.monotonic() > started + _STALE_FOR * network.options.peer_timeout:
                 raise RendezvousError(why) from None
         await asyncio.sleep(pause)

@@ -27,19 +27,16 @@ from typing import TYPE_CHECKING
 
 from torchx_monarch.system import open_files
 from torchx_monarch.transport import messages
-from torchx_monarch.transport.address import CONNECT_TIMEOUT, Address, AddressError, ConnectError, explain
+from torchx_monarch.transport.address import Address, AddressError, ConnectError, explain
 
 if TYPE_CHECKING:
     from torchx_monarch.transport.credentials import HostCredentials
 
 __all__ = ["Address", "AddressError", "ConnectError", "Identity", "Listener", "connect", "explain", "is_client"]
 
-FIRST_HANDSHAKE_TIMEOUT = 3.0
-"""Seconds for the TLS handshake of the first try. A waiting host can then soon report that there is no answer."""
-
-LATER_HANDSHAKE_TIMEOUT = 30.0
-"""Seconds for the TLS handshake of later tries. When thousands of hosts connect together, each waits for the hosts
-before it, and each handshake takes about 1.5 ms of replica 0's CPU time."""
+HANDSHAKE_TIMEOUT = 15.0
+"""Seconds for a TLS handshake with replica 0. When thousands of hosts connect together, each waits for the hosts before
+it, and each handshake takes about 1.5 ms of replica 0's CPU time."""
 
 _BACKLOG = 4096
 """All hosts of a large job connect within a second. The kernel uses the smaller of this and net.core.somaxconn."""
@@ -58,7 +55,8 @@ _AUTHENTICATION_TIMEOUT = 30.0
 """Seconds after which an unauthenticated connection is closed. More than the limits of the handshake, of a greeting's
 header line and of its body together (5 s, and 10 s for either of the others)."""
 
-_HANDSHAKE_TIMEOUT = 5.0
+_ACCEPT_TIMEOUT = 5.0
+"""Seconds for a TLS handshake with a peer that has connected."""
 
 _CLOSE_TIMEOUT = 1.0
 """Seconds to flush the last bytes and, under TLS, to wait for the peer's close_notify, for which asyncio waits 30 s."""
@@ -147,15 +145,15 @@ def _port(bind: str, port: int) -> socket.socket:
 
 
 async def connect(
-    address: Address, identity: Identity | None, peer_timeout: float, handshake_timeout: float = LATER_HANDSHAKE_TIMEOUT
+    address: Address, identity: Identity | None, peer_timeout: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to the address of replica 0, with this host's certificate; ``peer_timeout`` is as for ``watch_peer``."""
     try:
         if not address.networked:
             return await asyncio.open_unix_connection(address.path, limit=messages.MAX_LINE)
-        connection = await asyncio.wait_for(_dial(address), CONNECT_TIMEOUT)
         context = identity.context(server=False) if identity else None
-        reader, writer = await messages.open_streams(connection, context, address.host, handshake_timeout)
+        where = {"host": address.host, "port": address.port}
+        reader, writer = await messages.open_streams(where, context, address.host, HANDSHAKE_TIMEOUT)
     except (OSError, asyncio.TimeoutError, ValueError, OverflowError) as error:
         raise explain(error, address) from None
     watch_peer(writer, peer_timeout)
@@ -167,31 +165,6 @@ def peer_pid(writer: asyncio.StreamWriter) -> int:
     credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid: int = struct.unpack("3i", credentials)[0]
     return pid
-
-
-async def _dial(address: Address) -> socket.socket:
-    if not 0 < address.port < 65536:  # getaddrinfo would use the port modulo 65536
-        raise OverflowError("a port is a number from 1 to 65535")
-    loop = asyncio.get_running_loop()
-    failure = OSError(f"{address.host} has no address")
-    try:
-        # At once for an IP address. A name is resolved in another thread.
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:
-        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    for family, kind, number, _, where in found:
-        connection = socket.socket(family, kind, number)
-        connection.setblocking(False)
-        try:
-            await loop.sock_connect(connection, where)
-            return connection
-        except OSError as error:
-            connection.close()
-            failure = error
-        except BaseException:  # wait_for cancels this task on a time-out
-            connection.close()
-            raise
-    raise failure
 
 
 def watch_peer(writer: asyncio.StreamWriter, seconds: float) -> None:
@@ -293,7 +266,7 @@ class Listener:
 
     async def _receive(self, connection: socket.socket) -> None:
         try:
-            reader, writer = await messages.open_streams(connection, self._context, None, _HANDSHAKE_TIMEOUT)
+            reader, writer = await messages.open_streams({"sock": connection}, self._context, None, _ACCEPT_TIMEOUT)
         except OSError as error:  # the handshake failed or timed out, or the certificate is not accepted
             # The traceback's frames refer to the future that holds the error: a cycle that keeps the buffers alive.
             error.__traceback__ = None

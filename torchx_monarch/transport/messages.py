@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import asyncio.sslproto
 import json
-import socket
 import ssl
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
+
+from torchx_monarch.transport.address import CONNECT_TIMEOUT
 
 VERSION = 1
 """Protocol version, sent in every greeting. All processes of a job run the same release; other versions are refused."""
@@ -123,14 +124,15 @@ class _TLSProtocol(asyncio.sslproto.SSLProtocol):
 
 
 async def open_streams(
-    connection: socket.socket,
+    where: Mapping[str, Any],
     context: ssl.SSLContext | None,
     server_hostname: str | None,
     handshake_timeout: float,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open streams over a connected socket, which they own, after the TLS handshake if there is a context.
+    """Open streams over a connection, after the TLS handshake if there is a context.
 
     Args:
+        where: ``host`` and ``port``, or a connected ``sock``, for asyncio's ``create_connection``.
         server_hostname: name that the peer's certificate must have; None for the accepting end of TLS.
     """
     loop = asyncio.get_running_loop()
@@ -139,7 +141,7 @@ async def open_streams(
     transport: asyncio.Transport | None = None
     try:
         if context is None:
-            transport, _ = await loop.create_connection(lambda: protocol, sock=connection)
+            transport, _ = await asyncio.wait_for(loop.create_connection(lambda: protocol, **where), CONNECT_TIMEOUT)
             return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
         done = loop.create_future()
         tls = _TLSProtocol(
@@ -152,12 +154,10 @@ async def open_streams(
             ssl_handshake_timeout=handshake_timeout,  # type: ignore[arg-type]  # typeshed: int
         )
         encrypted = tls._app_transport
-        transport, _ = await loop.create_connection(lambda: tls, sock=connection)
+        transport, _ = await asyncio.wait_for(loop.create_connection(lambda: tls, **where), CONNECT_TIMEOUT)
         await done
     except BaseException:
         if transport is not None:
             transport.abort()
-        else:
-            connection.close()
         raise
     return reader, asyncio.StreamWriter(encrypted, protocol, reader, loop)
