@@ -175,7 +175,7 @@ def test_without_pidfds_the_exit_of_each_rank_is_seen(monkeypatch: pytest.Monkey
 
 
 def spec(*words: str, preload: str = "json") -> HostSpec:
-    return HostSpec.from_argv(["--app", "app", "--role", "trainer", "--preload", preload, "--", *words], "")
+    return HostSpec.from_argv(["--app", "app", "--role", "trainer", "--preload", preload, "--", *words])
 
 
 @pytest.mark.parametrize(

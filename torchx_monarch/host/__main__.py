@@ -23,7 +23,7 @@ def main(argv: list[str]) -> NoReturn:
     from torchx_monarch.system import processes
 
     processes.become_subreaper()
-    options = HostSpec.from_argv(argv, __doc__ or "")
+    options = HostSpec.from_argv(argv)
     early = start_early(options, os.environ)
     # The rest of the imports takes two thirds of a host's start; the zygote imports meanwhile.
     from torchx_monarch.host.host_process import HostProcess

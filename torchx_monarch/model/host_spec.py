@@ -7,12 +7,12 @@ into a ``HostSpec`` (``from_argv``).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -247,36 +247,19 @@ class HostSpec:
         return words
 
     @classmethod
-    def from_argv(cls, argv: Sequence[str], description: str) -> HostSpec:
-        """Parse the words that follow ``python -m torchx_monarch.host``, or exit as argparse does.
-
-        Args:
-            description: the first paragraph of ``--help``.
-        """
-        parser = argparse.ArgumentParser(
-            "python -m torchx_monarch.host",
-            description=description,
-            allow_abbrev=False,
-            argument_default=argparse.SUPPRESS,
-        )
-        for name, flag in _FLAGS.items():
-            parser.add_argument(_option(name), required=name in ("app", "role"), help=flag.help)
-        parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: the command of the role")
-        words = vars(parser.parse_args(argv))
-        given: dict[str, Any] = {"command": tuple(words.pop("command"))}
-        for name, text in words.items():
-            try:
-                given[name] = _FLAGS[name].parse(text)
-            except ValueError as error:
-                parser.error(f"{_option(name)}: {error}")
-        spec = cls(**given)
-        if not 0 <= spec.replica < spec.replicas:
-            parser.error(f"--replica {spec.replica} is not one of {spec.replicas} replicas, which count from 0")
-        if not 0 <= spec.spares < spec.replicas:
-            parser.error(f"--spares {spec.spares} leaves none of {spec.replicas} replicas")
-        for name, allowed in wrong_values(spec):
-            parser.error(f"{_option(name)} {_FLAGS[name].show(getattr(spec, name))}: it is {allowed}")
-        return spec
+    def from_argv(cls, argv: Sequence[str]) -> HostSpec:
+        """Parse the words that follow ``python -m torchx_monarch.host``: flags with values, ``--``, and the command."""
+        words, given = list(argv), dict[str, Any]()
+        while words[:1] != ["--"]:
+            option, text = words[:2]
+            name = option.removeprefix("--").replace("-", "_")
+            if name not in _FLAGS:
+                sys.exit(
+                    f"torchx_monarch.host has no option {option}: install the submitter's torchx-monarch on the host"
+                )
+            given[name] = _FLAGS[name].parse(text)
+            del words[:2]
+        return cls(**given, command=tuple(words[1:]))
 
 
 _FLAGS: dict[str, _Flag] = {
