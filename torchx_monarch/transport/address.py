@@ -83,12 +83,9 @@ _ALERTS = {
     # TLS alerts that the peer sends about this host's certificate.
     "UNKNOWN_CA": "it does not know the authority of this host's certificate: it belongs to another job",
     "CERTIFICATE_EXPIRED": "it takes this host's certificate for expired or not yet valid: compare the two clocks",
-    "CERTIFICATE_REQUIRED": "it wants a certificate of this host",
     # OpenSSL sends this alert for a certificate that is not valid yet.
     "BAD_CERTIFICATE": "it refuses this host's certificate, perhaps as not valid yet: compare the two clocks",
     "DECRYPT_ERROR": "this host's certificate is not signed by the authority that it knows: it belongs to another job",
-    "UNSUPPORTED_CERTIFICATE": "it refuses this host's certificate as one that is not for this use",
-    "PROTOCOL_VERSION": "it does not speak TLS 1.3",
 }
 
 
