@@ -34,7 +34,7 @@ def new_hosts(
 def test_hosts_that_are_alike_run(new_hosts: Callable[[], tuple[Network, Hosts]]) -> None:
     _, hosts = new_hosts()
     assert hosts.start().wait(90) == [0, 0], hosts.err() + hosts.err(1)
-    assert "[monarch] pre-flight: 2 hosts are fit and alike" in hosts.out() + hosts.err()
+    assert "[monarch] pre-flight: 2 hosts are alike" in hosts.out() + hosts.err()
     assert "rank 1 runs" in hosts.out(1)
 
 
@@ -42,15 +42,11 @@ def test_every_difference_is_named_and_no_rank_starts(
     new_hosts: Callable[[], tuple[Network, Hosts]], tmp_path: Path
 ) -> None:
     machines, hosts = new_hosts()
-    other = tmp_path / "other" / "torch-1.2.3.dist-info"
-    other.mkdir(parents=True)
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
     loop = tmp_path / "loop"  # root may read everything else
     loop.symlink_to(loop)
-    hosts.within[1] = (*machines.within(1), "env", f"PYTHONPATH={other.parent}:{loop}")
+    hosts.within[1] = (*machines.within(1), "env", f"PYTHONPATH={loop}")
     assert hosts.start().wait(90) == [1, 1], hosts.err() + hosts.err(1)
     log = [line for line in (hosts.out() + hosts.err()).splitlines() if "[monarch] pre-flight: " in line]
-    assert any("host 1 (" in line and " has torch 1.2.3, and host 0 (" in line for line in log), log
     assert any("host 1 (" in line and f"cannot read {loop}: Too many levels" in line for line in log), log
     assert not any("host 0 (" in line and "cannot read" in line for line in log), log
     assert "runs" not in hosts.out() + hosts.out(1)

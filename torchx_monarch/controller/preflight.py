@@ -17,13 +17,6 @@ from torchx_monarch.system.untrusted_text import one_line
 
 _LINE = 600
 
-MAX_OFFSET = 1.0
-"""Seconds by which the clock of a host may differ from replica 0's."""
-
-_MIN_SHARED_MEMORY = 16 << 20
-
-_MIN_OPEN_FILES = 1024
-
 _ABSENT = os.strerror(errno.ENOENT)
 
 
@@ -45,21 +38,15 @@ class Preflight:
         if self._mode == "off" or hosts == self._checked:
             return ""
         began = time.monotonic()
-        sent = time.time()
-        facts: dict[int, HostFacts] = {}
-        offsets: dict[int, float] = {}
-        async for replica, answer in self._hosts.ask(TakeFacts()):
-            facts[replica] = answer
-            offsets[replica] = clock_offset(answer, sent, time.time())
+        facts = {replica: answer async for replica, answer in self._hosts.ask(TakeFacts())}
         self._checked = hosts
         names = {host.replica: host.name for host in hosts}
-        facts = {replica: facts[replica] for replica in names}
-        problems = list(compare(names, facts, {replica: offsets[replica] for replica in names}))
+        problems = list(compare(names, {replica: facts[replica] for replica in names}))
         texts = [one_line(problem.text, _LINE) for problem in problems]
         for text in texts:
             self._reporter.line(f"pre-flight: {text}")
         if not problems:
-            self._reporter.line(f"pre-flight: {len(hosts)} hosts are fit and alike ({time.monotonic() - began:.2f} s)")
+            self._reporter.line(f"pre-flight: {len(hosts)} hosts are alike ({time.monotonic() - began:.2f} s)")
         if not problems or self._mode == "warn":
             return ""
         unfit = problems[0].replicas[-1]  # not the leader, if another host is as unfit
@@ -78,16 +65,6 @@ class Preflight:
             self._reporter.report("differences", one_line(f"hosts differ: {'; '.join(found)}", _LINE))
 
 
-def clock_offset(facts: HostFacts, sent: float, received: float) -> float:
-    """Return the least seconds by which a host's clock is ahead of this one; negative if behind, 0 if it may agree.
-
-    The host read its clock after it had taken the facts, and before the answer arrived.
-    """
-    if facts.clock > received:
-        return facts.clock - received
-    return min(0.0, facts.clock - (sent + facts.taken))
-
-
 class Problem(NamedTuple):
     """A difference between hosts, or a deficiency of one; replica 0 comes first."""
 
@@ -95,22 +72,13 @@ class Problem(NamedTuple):
     text: str
 
 
-def compare(
-    names: Mapping[int, str], facts: Mapping[int, HostFacts], offsets: Mapping[int, float]
-) -> Iterator[Problem]:
-    """Yield a problem for each difference or deficiency. Hosts are by replica, and replica 0 is the first.
-
-    ``offsets`` are the results of ``clock_offset``.
-    """
+def compare(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[Problem]:
+    """Yield a problem for each difference or deficiency. Hosts are by replica, and replica 0 is the first."""
     yield from compare_code(names, facts)
     yield from _of_paths(names, facts)
-    for replica, offset in offsets.items():
-        if abs(offset) > MAX_OFFSET:
-            how = f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} replica 0's"
-            yield Problem([replica], f"the clock of {names[replica]} is {how}; run an NTP client on all hosts")
     for replica, host in facts.items():
-        for text in _deficiencies(names[replica], host):
-            yield Problem([replica], text)
+        if host.problem:
+            yield Problem([replica], f"{names[replica]} tells no versions: {host.problem}; see its log")
 
 
 def compare_code(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[Problem]:
@@ -125,18 +93,6 @@ def compare_code(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> It
         }
         advice = "copy the same file to all hosts, or put it on a shared disk"
         yield from _differences(names, shown, "the program", advice)
-
-
-def _deficiencies(name: str, host: HostFacts) -> Iterator[str]:
-    if host.problem:
-        yield f"{name}: the program's interpreter tells no versions: {host.problem}; run it there by hand"
-    if 0 <= host.shared_memory < _MIN_SHARED_MEMORY:
-        free = f"{host.shared_memory >> 20} MiB of shared memory free (/dev/shm)"
-        yield f"{name} has {free}; remove files there, or give the container more (--shm-size)"
-    if 0 <= host.open_files < _MIN_OPEN_FILES:
-        yield f"{name} lets a rank open {host.open_files} files; raise the limit (ulimit -n 65536)"
-    for gpu in host.gpus:
-        yield f"{name}: {gpu} by other processes; end them (nvidia-smi lists them), or take another host"
 
 
 def _differences(names: Mapping[int, str], values: Mapping[int, str], what: str, advice: str) -> Iterator[Problem]:

@@ -44,7 +44,7 @@ from torchx_monarch.controller.mesh_clients import MeshClients
 from torchx_monarch.controller.rank_clients import DebugSessions, HostQueries
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.host.host import Host
-from torchx_monarch.host.preflight import facts_at_launch, take_facts
+from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.rank_output import RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
@@ -177,7 +177,7 @@ class Workload(abc.ABC):
                 return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
             case LaunchRanks():
                 pids = tuple(await pool.launch(request.world))
-                facts = await asyncio.to_thread(facts_at_launch, pool.run, pool.starter.versions)  # it reads the script
+                facts = await asyncio.to_thread(take_facts, pool.run, pool.starter.versions)
                 return Launched(pids, pool.starter.imported, pool.starter.unshared, facts)
             case WatchRanks():
                 await pool.watch()
@@ -196,7 +196,8 @@ class Workload(abc.ABC):
             case SampleRanks():
                 return await pool.samples(request.groups)
             case TakeFacts():
-                return await asyncio.to_thread(take_facts, pool.run)
+                await pool.starter.importer()  # which the ranks wait for, too
+                return await asyncio.to_thread(take_facts, pool.run, pool.starter.versions)
             case RunWorkerLoop():
                 return await self._loops.run(request.token)
             case GetWorkerLoop():

@@ -21,26 +21,16 @@ class HostFacts:
     """Facts of one host.
 
     Attributes:
-        versions: those of torch and others by name; a name is missing where there is no such thing.
-        problem: why the program's interpreter could not tell its versions; empty if it could.
+        versions: those of torch and others by name, as far as the host imports them; a name may be missing.
+        problem: why there are no versions of what the host imports; empty if there are.
         program: the script; None for a module or another program, or if the file cannot be read.
         paths: paths that the program reads, with the reason why the host cannot read them; empty if it can.
-        clock: the host's time when the facts were complete, in seconds since the epoch.
-        taken: seconds that it took to take them.
-        shared_memory: bytes free in /dev/shm; -1 if unknown.
-        open_files: how many files a rank may open; -1 for no limit.
-        gpus: the GPUs with memory that other processes hold, a text for each.
     """
 
     versions: Mapping[str, str]
     problem: str = ""
     program: ProgramFile | None = None
     paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    clock: float = 0.0
-    taken: float = 0.0
-    shared_memory: int = -1
-    open_files: int = -1
-    gpus: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
