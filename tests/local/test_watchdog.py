@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Timers of ``torch.distributed.elastic.timer``: set by ranks, looked at beside the host process."""
+"""Timers of ``torch.distributed.elastic.timer``: set by ranks, served by the host process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.local.hosts import NO_PRELOAD, Hosts
-from tests.waits import until
 
 SET_UP = """
 import os, sys, time
@@ -57,32 +55,32 @@ def test_a_rank_whose_timer_expires_is_killed_and_named(run: Callable[..., Hosts
     assert "its timer 'step of 1' expired" in error
 
 
-def test_a_server_that_cannot_begin_is_named(run: Callable[..., Hosts], tmp_path: Path) -> None:
-    hosts = run("", environ={"TORCHELASTIC_TIMER_FILE": str(tmp_path / "no" / "such")}, options=NO_PRELOAD)
+def test_a_pipe_that_cannot_be_made_is_named(run: Callable[..., Hosts], tmp_path: Path) -> None:
+    path = tmp_path / "no" / "such"
+    hosts = run("", environ={"TORCHELASTIC_TIMER_FILE": str(path)}, options=NO_PRELOAD)
     assert hosts.wait() == [1]
-    assert "torch's timer server does not run: FileNotFoundError: " in hosts.err().splitlines()[-1]
+    assert f"the pipe of torch's timers: No such file or directory: {path}" in hosts.err().splitlines()[-1]
 
 
-def test_the_pipe_is_the_jobs_own_and_the_job_goes_on_without_its_server(
-    run: Callable[..., Hosts], folder: Path, tmp_path: Path
+def test_the_pipe_is_the_jobs_own_and_takes_no_harm_from_what_a_rank_writes(
+    run: Callable[..., Hosts], folder: Path
 ) -> None:
-    body = f"""
+    body = """
+        path = os.environ["TORCHELASTIC_TIMER_FILE"]
+        with open(path, "w") as file:
+            timer_of_init = {"pid": 1, "scope_id": "init", "expiration_time": 0, "signal": 9}
+            for told in (timer_of_init, {**timer_of_init, "pid": -1}, {**timer_of_init, "expiration_time": "soon"}):
+                print(json.dumps(told), file=file)
+            print("no timer", file=file)
         with timer.expires(after=60):
-            path = os.environ["TORCHELASTIC_TIMER_FILE"]
             print(oct(os.stat(path).st_mode), path, flush=True)
-        while not os.path.exists({str(tmp_path / "go")!r}):
-            time.sleep(0.1)
     """
-    hosts = run(body)
-    until(lambda: hosts.out().endswith("\n"), "the rank")
+    hosts = run("import json\n" + textwrap.dedent(body))
+    assert hosts.wait() == [0], hosts.err()
     mode, path = hosts.out().split()
     assert int(mode, 8) == stat.S_IFIFO | 0o600
-    children = psutil.Process(hosts.processes[0].pid).children()
-    next(child for child in children if any("timers.py" in word for word in child.cmdline())).kill()
-    until(lambda: "are not looked at any more: its process has ended" in hosts.err(), "the line")
-    (tmp_path / "go").touch()
-    assert hosts.wait() == [0], hosts.err()
     assert Path(path).is_relative_to(folder) and not os.path.exists(path)
+    assert "expired" not in hosts.err()
 
 
 def test_no_server_unless_asked_for(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ _FOREIGN = {
 """Libraries that a package does not import; "" are the modules beside the packages. No package imports torch."""
 
 _EXEMPT = {
-    *("rank_main.py", "zygote_main.py", "rank_errors.py", "timers.py"),
+    *("rank_main.py", "zygote_main.py", "rank_errors.py"),
     *("attached_job.py", "job.py", "monarch_job.py", "this_job.py"),
 }
 """The files of ranks, where torch belongs, and those of a Monarch client's process, where monarch belongs."""

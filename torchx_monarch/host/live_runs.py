@@ -142,7 +142,7 @@ class LiveRuns(Workload):
         run = self._prepare(command, log_folder(command, folder, cwd, run_id), request.env, cwd, workspace)
         assert self.pool is not None
         nproc = await self.pool.start(run.nproc)
-        self._start_timers(run, run_id, f"timers{begin.number}")
+        self._start_timers(run, f"timers{begin.number}")
         timeout = command.options.shutdown_timeout
         grace = host.grace if timeout is None else float(timeout)
         begun = RunBegun(nproc, run_id, command.options.max_restarts, grace)

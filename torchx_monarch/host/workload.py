@@ -148,11 +148,11 @@ class Workload(abc.ABC):
         if self._host.options.replica == 0 and not self.listens:  # that of a run on a live allocation is not reported
             self._host.reporter.phase("output", "first output")
 
-    def _start_timers(self, run: RunSpec, run_id: str, name: str = "timers") -> None:
-        """Start torch's timer server, if the environment of the ranks enables it."""
+    def _start_timers(self, run: RunSpec, name: str = "timers") -> None:
+        """Serve torch's timers, if the environment of the ranks enables them."""
         assert self.pool is not None
         if run.command.kind == "torchrun" and run.environ.get(ENABLED) == "1":
-            self.pool.start_timers(run.environ.get(FILE) or os.path.join(self._host.sockets, name), run_id)
+            self.pool.start_timers(run.environ.get(FILE) or os.path.join(self._host.sockets, name))
 
     # -- requests of the controller ------------------------------------------------------------------------------------
 
@@ -240,13 +240,12 @@ class BatchRun(Workload):
         host, command = self._host, self.command
         assert command is not None
         run = RunSpec(command, host.environ, host.options.preload_modules, forks=host.options.forks_ranks)
-        run_id = host.run_id(command)
-        self._log_dir = log_folder(command, host.log_dir, os.getcwd(), run_id)
+        self._log_dir = log_folder(command, host.log_dir, os.getcwd(), host.run_id(command))
         self._new_pool(run, self._log_dir)
         assert self.pool is not None
         # A script runs on the first host alone; the others run actors.
         nproc = await self.pool.start(run.nproc if self._script is None or host.options.replica == 0 else "0")
-        self._start_timers(run, run_id)
+        self._start_timers(run)
         return nproc
 
     def first_log_attempt(self, sizes: NodeRange) -> int:

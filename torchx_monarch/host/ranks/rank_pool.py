@@ -21,8 +21,8 @@ from torchx_monarch.host.ranks.rank_profiles import profile
 from torchx_monarch.host.ranks.rank_samples import RankSampler, prepare_progress, read_progress
 from torchx_monarch.host.ranks.rank_stacks import RankStacks
 from torchx_monarch.host.ranks.rank_starter import RankStarter
-from torchx_monarch.host.ranks.run_spec import INTERFACE, interpreter_environment, rank_environment
-from torchx_monarch.host.ranks.timers import FILE, TimerError, TimerServer
+from torchx_monarch.host.ranks.run_spec import INTERFACE, rank_environment
+from torchx_monarch.host.ranks.timers import FILE, TimerServer
 from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.profile import RankProfile
 from torchx_monarch.insight.rank_sample import RankSample
@@ -85,16 +85,15 @@ class RankPool:
         await self._recorders.start()
         return await self.starter.prepare(nproc)
 
-    def start_timers(self, path: str, run_id: str) -> None:
-        """Start the timer server of the ranks; see ``TimerServer`` for the arguments."""
-        env = interpreter_environment(self.run.environ, self.starter.count)
+    def start_timers(self, path: str) -> None:
+        """Serve the timers of the ranks on a named pipe."""
         try:
-            self._timers = TimerServer(self.run.python(), path, run_id, env, self._say)
+            self._timers = TimerServer(path, self._marker, self._say)
         except OSError as error:
-            raise LaunchError(f"cannot start torch's timer server: {error.strerror}: {error.filename}") from None
+            raise LaunchError(f"cannot make the pipe of torch's timers: {error.strerror}: {path}") from None
 
     def close(self) -> None:
-        """End the timer server and release the reserved port; ranks run on."""
+        """End the timers and release the reserved port; ranks run on."""
         if self._timers is not None:
             self._timers.close()
             self._timers = None
@@ -127,11 +126,8 @@ class RankPool:
         store = self.starter.store
         if store.current is not None and store.current.port != world.master_port:
             store.end()  # the ranks meet on another host
-        try:
-            if self._timers is not None:
-                await self._timers.ready()
-        except TimerError as error:
-            raise LaunchError(f"torch's timer server does not run: {error}") from None
+        if self._timers is not None:
+            self._timers.clear()
         stops = self._stops
         await self.starter.renew_importer()
         if stops != self._stops:  # the attempt has ended while the modules were imported
@@ -305,8 +301,7 @@ class RankPool:
         async with self._clearing:
             if ranks is self._ranks:  # otherwise a new attempt has started
                 # Ranks of other hosts may still be shutting down and need the store.
-                timers = [self._timers.process.pid] if self._timers is not None else []
-                await end_orphans(self._marker, [*timers, *self.starter.pids])
+                await end_orphans(self._marker, self.starter.pids)
             for rank in ranks:
                 await rank.process.drain()
 

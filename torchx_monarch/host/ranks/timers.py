@@ -1,152 +1,101 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchelastic's timers: a server kills a rank that lets a timer of ``torch.distributed.elastic.timer`` expire.
+"""torchelastic's timers: the host kills a rank that lets a timer of ``torch.distributed.elastic.timer`` expire.
 
-Under torchrun a thread of the launcher serves these timers. The server needs torch, which the host must not import, so
-here it is a process of its own: the program's interpreter runs this file by path, as ``python -u timers.py PARENT_PID
-FIFO RUN_ID``, and has the standard library alone. The process ends with its parent. It writes JSON
-objects to stdout, one a line: ``{"op": "ready"}`` when the named pipe exists, ``{"op": "expired", "pid", "scope",
-"signal"}`` before it signals a process, or ``{"op": "error", "text"}``. As under torchrun, it runs only when the role's
-environment has ``TORCHELASTIC_ENABLE_FILE_TIMER=1``.
+Ranks write them into a named pipe, as JSON lines: ``FileTimerClient`` of torch 2.13. As under torchrun, it
+exists only if the role's environment has ``TORCHELASTIC_ENABLE_FILE_TIMER=1``. What a rank writes may be anything.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import os
-import sys
+import time
+from collections.abc import Callable
 
-# The folder of this file must not shadow imports. With -P (or PYTHONSAFEPATH) Python does not add it.
-if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False) and not sys.flags.isolated:
-    del sys.path[0]
-
-import asyncio  # noqa: E402
-import contextlib  # noqa: E402
-import ctypes  # noqa: E402
-import json  # noqa: E402
-import signal  # noqa: E402
-import subprocess  # noqa: E402
-from collections.abc import Callable, Mapping, Sequence  # noqa: E402
-from typing import Any  # noqa: E402
+from torchx_monarch.model.codec import Seconds, decode
+from torchx_monarch.system import processes, safe_files
+from torchx_monarch.system.untrusted_text import one_line
 
 ENABLED = "TORCHELASTIC_ENABLE_FILE_TIMER"
 FILE = "TORCHELASTIC_TIMER_FILE"
 
-_READY_TIMEOUT = 120.0
-"""Seconds within which the server must be ready; it imports torch first."""
+_MAX_TIMERS = 10_000
 
-_PR_SET_PDEATHSIG = 1
+_MAX_SCOPE = 200
+"""Characters of a timer's name that are shown."""
 
 
-class TimerError(Exception):
-    """Raised when the timer server does not run; the message gives the reason."""
+@dataclasses.dataclass(frozen=True)
+class _Timer:
+    """A timer that a process sets, or releases by a negative time."""
+
+    pid: int
+    scope_id: str
+    expiration_time: Seconds
+    signal: int
 
 
 class TimerServer:
-    """Start and control the process of the timer server; use from the main thread only, like ``RankProcess``.
+    """Serve the timers of a run's ranks until ``close``.
 
     Attributes:
         path: path of the named pipe on which ranks send their timers.
         expired: the scopes of timers that have expired, by the pids of the processes that were signalled.
+
+    Raises:
+        OSError: the pipe cannot be made.
     """
 
-    def __init__(
-        self, python: Sequence[str], path: str, run_id: str, env: Mapping[str, str], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, path: str, marker: str, say: Callable[[str], None]) -> None:
         self.path = path
-        self._say = say
         self.expired: dict[int, str] = {}
-        self._ready = asyncio.Event()
-        self._error = ""
+        self._marker = marker
+        self._say = say
+        self._timers: dict[tuple[int, str], asyncio.TimerHandle] = {}
         self._partial = b""
-        self.process = subprocess.Popen(
-            [*python, __file__, str(os.getpid()), path, run_id],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            env=env,
-        )
-        assert self.process.stdout is not None
-        self._answers = self.process.stdout
-        asyncio.get_running_loop().add_reader(self._answers, self._readable)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        os.mkfifo(path, 0o600)
+        # Also to write: it is not at its end when the last client has closed it.
+        self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        asyncio.get_running_loop().add_reader(self._pipe, self._readable)
 
-    async def ready(self) -> None:
-        """Wait until ranks can set timers; forget the expired timers of the previous attempt. Raises ``TimerError``."""
+    def clear(self) -> None:
+        """Forget the timers of the previous attempt."""
+        for handle in self._timers.values():
+            handle.cancel()
+        self._timers.clear()
         self.expired.clear()
-        try:
-            await asyncio.wait_for(self._ready.wait(), _READY_TIMEOUT)
-        except asyncio.TimeoutError:
-            raise TimerError(f"it has not begun within {_READY_TIMEOUT:g} s") from None
-        if self._error:
-            raise TimerError(self._error)
 
     def close(self) -> None:
-        """Kill the server and remove its named pipe."""
-        asyncio.get_running_loop().remove_reader(self._answers)
-        self.process.kill()
-        self.process.wait()
-        self._answers.close()
+        """Remove the named pipe."""
+        self.clear()
+        asyncio.get_running_loop().remove_reader(self._pipe)
+        os.close(self._pipe)
         with contextlib.suppress(OSError):
             os.unlink(self.path)
 
     def _readable(self) -> None:
-        data = os.read(self._answers.fileno(), 1 << 16)
-        if not data:
-            asyncio.get_running_loop().remove_reader(self._answers)
-            self._error = self._error or "its process has ended"
-            self._say(f"timers ({FILE}) are not looked at any more: {self._error}")
-            self._ready.set()
+        *lines, self._partial = (self._partial + os.read(self._pipe, 1 << 16))[-(1 << 17) :].split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError):  # no timer
+                self._set(decode(_Timer, safe_files.parse_json(line)))
+
+    def _set(self, timer: _Timer) -> None:
+        key = timer.pid, timer.scope_id
+        if before := self._timers.pop(key, None):
+            before.cancel()
+        if timer.expiration_time >= 0 and len(self._timers) < _MAX_TIMERS:
+            delay = timer.expiration_time - time.time()
+            self._timers[key] = asyncio.get_running_loop().call_later(delay, self._expire, timer)
+
+    def _expire(self, timer: _Timer) -> None:
+        del self._timers[timer.pid, timer.scope_id]
+        if timer.signal <= 0 or timer.pid not in processes.descendants(os.getpid(), self._marker):
             return
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        for message in map(json.loads, lines):
-            if message["op"] == "expired":
-                pid, scope = message["pid"], message["scope"]
-                self.expired[pid] = scope
-                self._say(f"timer {scope!r} of process {pid} expired: it gets signal {message['signal']}")
-            else:
-                self._error = message.get("text", "")
-                self._ready.set()
-
-
-# -- in the process ----------------------------------------------------------------------------------------------------
-
-
-def main(parent: int, path: str, run_id: str) -> None:
-    """Serve timers on a named pipe until the host, the parent, ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-    answers = os.dup(1)
-    os.dup2(2, 1)  # torch may print to stdout: send that to stderr
-    os.umask(0o077)
-
-    def answer(**message: object) -> None:
-        os.write(answers, json.dumps(message).encode() + b"\n")
-
-    try:
-        _start(path, run_id, answer)
-    except Exception as error:
-        answer(op="error", text=f"{type(error).__name__}: {error}")
-        os._exit(1)
-    answer(op="ready")
-    while True:
-        signal.pause()
-
-
-def _start(path: str, run_id: str, answer: Callable[..., None]) -> None:
-    """Start torch's server with the settings of ``LocalElasticAgent._setup_local_watchdog`` of torch 2.13."""
-    from torch.distributed.elastic.timer.file_based_local_timer import FileTimerServer
-
-    class Server(FileTimerServer):
-        def _reap_worker(self, worker_pid: int, signal: int) -> bool:
-            # After any other process, torch's server kills its own, which is the launcher under torchrun.
-            return worker_pid == os.getpid() or bool(super()._reap_worker(worker_pid, signal))
-
-    def log(name: str, request: Any) -> None:
-        if name == "timer expired" and request.signal > 0:
-            answer(op="expired", pid=request.worker_pid, scope=request.scope_id, signal=int(request.signal))
-
-    Server(file_path=path, run_id=run_id, max_interval=0.1, daemon=True, log_event=log).start()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+        scope = self.expired[timer.pid] = one_line(timer.scope_id)[:_MAX_SCOPE]
+        self._say(f"timer {scope!r} of process {timer.pid} expired: it gets signal {timer.signal}")
+        with contextlib.suppress(OSError):  # it has ended, or there is no such signal
+            os.kill(timer.pid, timer.signal)
