@@ -149,11 +149,8 @@ def test_a_rank_that_is_killed_before_it_has_begun_is_called_so() -> None:
     assert forks._answers() == [{"error": "it was killed before it had begun"}]
 
 
-def test_without_pidfds_the_exit_of_each_rank_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Linux 4.18, or in a container that forbids them. More ranks than asyncio's default executor has threads."""
-
-    def forbidden(pid: int) -> int:
-        raise PermissionError
+def test_the_exit_of_each_rank_is_seen() -> None:
+    """More ranks than asyncio's default executor has threads."""
 
     async def main() -> None:
         processes = [RankProcess(lambda: None) for _ in range(min(32, (os.cpu_count() or 1) + 4) + 1)]
@@ -170,7 +167,6 @@ def test_without_pidfds_the_exit_of_each_rank_is_seen(monkeypatch: pytest.Monkey
         for process in processes:
             await process.drain()
 
-    monkeypatch.setattr(os, "pidfd_open", forbidden)
     asyncio.run(main())
 
 

@@ -34,26 +34,13 @@ def watch_child(pid: int, on_end: Callable[[int], None]) -> None:
     """Reap a child of this process when it ends, and call a function with its exit code, -n for death by signal n."""
     loop = asyncio.get_running_loop()
 
-    def reap() -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
     def wait() -> None:
-        code = reap()
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with contextlib.suppress(RuntimeError):  # the loop is closed: the host process is ending
             loop.call_soon_threadsafe(on_end, code)
 
-    def ended(pidfd: int) -> None:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
-        on_end(reap())
-
-    try:
-        pidfd = os.pidfd_open(pid)
-    except (AttributeError, OSError):  # Python or kernel without pidfds, or a container that forbids them
-        # Not in a thread of the default executor, which has fewer than a host may have ranks.
-        threading.Thread(target=wait, daemon=True).start()
-    else:
-        loop.add_reader(pidfd, ended, pidfd)
+    # Not in the default executor, which has fewer threads than a host may have ranks.
+    threading.Thread(target=wait, daemon=True).start()
 
 
 class RankProcess:
