@@ -125,7 +125,6 @@ _EXAMPLES = {
     "trace": "torchx monarch trace last -o job.json",
     "report": "torchx monarch report last -o job.html",
     "top": "torchx monarch top last --by-host",
-    "metrics": "torchx monarch metrics last -o /var/lib/node_exporter/job.prom",
     "completion": "torchx monarch completion bash",
 }
 """An example of each sub-command of ``torchx monarch``."""

@@ -77,9 +77,6 @@ def test_a_job_from_its_start_to_its_end(tmp_path: Path) -> None:
     look = objects("top", handle, "--once")
     assert [row["state"] for row in look["ranks"]] == ["running"] * 4 and not look["missing"]
     assert "step 2 of attempt 1" in monarch("top", "--once", handle)
-    counted = monarch("metrics", handle, "--per-rank")
-    assert counted.count("\ntorchx_monarch_rank_cpu_seconds_total{") == 4
-    assert f'torchx_monarch_job_restarts_total{{job="{handle.rpartition("/")[2]}"}} 1\n' in counted
 
     (listed,) = objects("ls")
     assert set(listed) == set(status) == documented("status, ls, wait") and listed["handle"] == handle

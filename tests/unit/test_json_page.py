@@ -17,7 +17,6 @@ from torchx_monarch.cli import exec as exec_command
 from torchx_monarch.cli import exit_codes, main, ps, top
 from torchx_monarch.cli.debug import Breakpoint
 from torchx_monarch.cli.jobs import JobFacts
-from torchx_monarch.cli.metrics import Family
 from torchx_monarch.client.result import RankResult, RunInfo, RunResult
 from torchx_monarch.insight.rank_sample import RankView
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
@@ -78,14 +77,6 @@ def test_the_fields_of_top() -> None:
     shown: Any = top.to_json(JobFacts(AppSnapshot("a", "a", []), status))
     assert documented("a look") == set(shown)
     assert documented("ranks in `top`") == set(shown["ranks"][0])
-
-
-def test_the_fields_of_metrics() -> None:
-    family = Family("n", "h")
-    family.add({"job": "j"}, 1.0)
-    shown = family.to_json()
-    assert documented("a metric") == set(shown)
-    assert shown["values"] == [{"labels": {"job": "j"}, "value": 1.0}]
 
 
 def test_the_fields_of_checks() -> None:

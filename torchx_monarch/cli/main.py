@@ -34,7 +34,6 @@ SUB_COMMANDS = {
     "trace": "the timeline of a job as a file that Perfetto opens",
     "report": "a page about a job: what ran, why it ended, and where its time went",
     "top": "a job and its ranks on one screen, again and again",
-    "metrics": "metrics of a job, as Prometheus reads them",
     "completion": "a script that completes commands, options and handles in your shell",
 }
 """The sub-commands with their help. Each is the module of its name in this package, with ``add_arguments`` and ``run``,
