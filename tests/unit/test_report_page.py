@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_chrome_trace import dump, entry
 from tests.unit.test_timeline import HOSTS, RESTARTED, START, event
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli.output import write_output
 from torchx_monarch.cli.report import read_stacks
-from torchx_monarch.cli.trace import read_dumps
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.report_page import curves, render, rows_of, shares, ticks
 from torchx_monarch.insight.sample_log import RankUse, SampledMoment
@@ -124,25 +122,12 @@ def write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def test_dumps_and_stacks_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    timeline, good, recorder = build(RESTARTED, ["t"], end=999.0), dump(entry(1, 5.0)), "flight_recorder"
-    write(tmp_path / "t/0/attempt_0" / recorder / "rank_0", good)
-    write(tmp_path / "t/1/attempt_1" / recorder / "gloo_rank_2", good)
-    write(tmp_path / "t/1/attempt_1" / recorder / "nccl_rank_2", good)
-    write(tmp_path / "t/0/attempt_1" / recorder / "rank_1", b"wrong")
-    write(tmp_path / "t/1/attempt_1" / recorder / "rank_x", good)
-    found = {
-        (timeline.attempt_folder(timeline.spans[rank.parent or 0]), rank.number): len(collectives)
-        for at, collectives in read_dumps(str(tmp_path), timeline).items()
-        for rank in [timeline.spans[at]]
-    }
-    assert found == {("attempt_0", 0): 1, ("attempt_1", 1): 0, ("attempt_1", 2): 2}
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "rank_1: it is no dump" in said
+def test_stacks_are_found(tmp_path: Path) -> None:
+    timeline = build(RESTARTED, ["t"], end=999.0)
     write(tmp_path / "t/0/attempt_0/stacks.txt", b"old")
     assert read_stacks(str(tmp_path), timeline) == [("t/0/attempt_0/stacks.txt", "old")]
     write(tmp_path / "t/0/attempt_1/stacks.txt", b"new\x1b[2J\n  here\xff")
-    (tmp_path / "t/1/attempt_1").mkdir(exist_ok=True)
+    (tmp_path / "t/1/attempt_1").mkdir(parents=True)
     (tmp_path / "t/1/attempt_1/stacks.txt").symlink_to("/etc/passwd")
     assert read_stacks(str(tmp_path), timeline) == [("t/0/attempt_1/stacks.txt", "new\\x1b[2J\n  here\ufffd")]
     run = build([*START, event(105, "run", run=1), event(106, "ranks", hosts=HOSTS)], ["t"], end=130.0)
@@ -150,7 +135,7 @@ def test_dumps_and_stacks_are_found(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert read_stacks(str(tmp_path), run) == [("t/0/run_1/attempt_0/stacks.txt", "of a run")]
     again = build([*START, event(106, "ranks", attempt=0, log_attempt=1, hosts=HOSTS)], ["t"], end=130.0)
     assert read_stacks(str(tmp_path), again) == [("t/0/attempt_1/stacks.txt", "new\\x1b[2J\n  here\ufffd")]
-    assert read_stacks(None, timeline) == [] and read_dumps(None, timeline) == {}
+    assert read_stacks(None, timeline) == []
 
 
 def test_the_file_is_replaced_or_left_alone(tmp_path: Path) -> None:

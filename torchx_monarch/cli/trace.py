@@ -10,18 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import STDOUT, add_json, add_output, print_json, write_output
-from torchx_monarch.client.hosts import say
-from torchx_monarch.insight.recorder_dump import DumpError, RecordedCollective, read
 from torchx_monarch.insight.timeline import Span, Timeline
-from torchx_monarch.system.untrusted_text import one_line
 
 _JOB = 1
 """Process id of the job in the trace; those of the hosts follow."""
@@ -32,11 +26,6 @@ _FAILURES = frozenset({"failure", "preempted", "hang", "cancel"})
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser)
     add_output(parser)
-    parser.add_argument(
-        "--collectives",
-        action="store_true",
-        help="with the collectives that torch's flight recorder has of ranks that failed or were stopped",
-    )
     add_json(parser)
 
 
@@ -44,30 +33,10 @@ def run(args: argparse.Namespace) -> None:
     """Write the trace."""
     with opened_job(args.handle) as job:
         facts = job.read(whole_log=True)
-    collectives = None
-    if args.collectives:
-        collectives = read_dumps(facts.status.log_folder, facts.timeline)
-        if not collectives:
-            say("this machine has no dump of the flight recorder of this job")
-    written = trace(facts.timeline, facts.status.name, collectives, from_log=facts.status.from_log)
+    written = trace(facts.timeline, facts.status.name, from_log=facts.status.from_log)
     write_output(args.output, json.dumps(written))
     if args.json and args.output not in STDOUT:
         print_json({"path": os.path.abspath(args.output), "events": len(written["traceEvents"])})
-
-
-def read_dumps(folder: str | None, timeline: Timeline) -> dict[int, list[RecordedCollective]]:
-    """Return the collectives in the dumps of ranks, by the index of a rank's span; say which dumps are wrong."""
-    found: dict[int, list[RecordedCollective]] = {}
-    for at, rank in enumerate(timeline.spans if folder else ()):
-        if rank.kind == "rank":
-            attempt = timeline.attempt_folder(timeline.spans[rank.parent or 0])
-            dumps = Path(folder or ".", path_name(rank.role), str(rank.replica), attempt, "flight_recorder")
-            for path in sorted(dumps.glob(f"*rank_{rank.number}")):
-                try:
-                    found.setdefault(at, []).extend(read(path))
-                except (DumpError, OSError) as error:
-                    say(f"{one_line(str(path))}: {error}")
-    return found
 
 
 # -- the trace ---------------------------------------------------------------------------------------------------------
@@ -100,16 +69,10 @@ class _Tracks:
         return _JOB, self._roles.index(role) if role in self._roles else 0
 
 
-def trace(
-    timeline: Timeline,
-    name: str,
-    collectives: Mapping[int, Iterable[RecordedCollective]] | None = None,
-    from_log: bool = False,
-) -> dict[str, Any]:
+def trace(timeline: Timeline, name: str, from_log: bool = False) -> dict[str, Any]:
     """Return the JSON object of a trace file.
 
     Args:
-        collectives: what the flight recorder has of ranks, by the index of the rank's span; None to leave it out.
         from_log: whether the timeline is of the progress lines in the log, which ranks can imitate.
     """
     start, tracks = timeline.job.start, _Tracks(timeline, name)
@@ -123,10 +86,6 @@ def trace(
         category = "failure" if moment.kind in _FAILURES else "moment"
         event = _instant(moment.kind, category, "p", moment.time - start, tracks.of_role(moment.role))
         events.append({**event, "args": {"message": moment.text}})
-    for at, called in (collectives or {}).items():
-        span = timeline.spans[at]
-        inside = (collective for collective in called if span.start <= collective.called <= span.end)
-        events += [_collective(collective, span, start, tracks.of_span(span)) for collective in inside]
     about = {"start": start, "job": name, "from_log": from_log}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
@@ -165,22 +124,6 @@ def _complete(span: Span, start: float, track: tuple[int, int]) -> dict[str, Any
 def _instant(name: str, category: str, scope: str, seconds: float, track: tuple[int, int]) -> dict[str, Any]:
     place = {"pid": track[0], "tid": track[1]}
     return {"name": name, "cat": category, "ph": "i", "s": scope, "ts": _micros(seconds, 0.0), **place}
-
-
-def _collective(collective: RecordedCollective, rank: Span, start: float, track: tuple[int, int]) -> dict[str, Any]:
-    """Return a span for a collective whose end is known, or that never ended; else the moment of its call."""
-    event = _instant(collective.name, "collective", "t", collective.called - start, track)
-    event["args"] = {
-        "group": collective.group,
-        "number": collective.number,
-        "sizes": collective.sizes,
-        "completed": collective.has_completed,
-    }
-    end = collective.completed if collective.completed is not None else None if collective.has_completed else rank.end
-    if end is not None:
-        del event["s"]
-        event.update(ph="X", dur=max(0, _micros(min(end, rank.end), start) - event["ts"]))
-    return event
 
 
 def _micros(time: float, start: float) -> int:
