@@ -122,7 +122,6 @@ _EXAMPLES = {
     "debug": "torchx monarch debug last --rank 1",
     "stacks": "torchx monarch stacks last --native",
     "profile": "torchx monarch profile last --rank 3 --seconds 10",
-    "trace": "torchx monarch trace last -o job.json",
     "report": "torchx monarch report last -o job.html",
     "top": "torchx monarch top last --by-host",
     "completion": "torchx monarch completion bash",

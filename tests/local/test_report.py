@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The trace and the report of a real job, with a restart and a failure, also in a real browser."""
+"""The report of a real job, with a restart and a failure, also in a real browser."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from docs.tools import browser
 from tests.local.test_cli import run, torchx, write
-from tests.unit.test_chrome_trace import check
 from torchx_monarch.insight import events
 from torchx_monarch.insight.timeline import build, lost_seconds
 
@@ -35,27 +33,24 @@ time.sleep(1000)
 
 @dataclass
 class Job:
-    """A job that has failed after a restart, what the commands write of it, and its events."""
+    """A job that has failed after a restart, its page, and its events."""
 
     work: Path
-    trace: dict[str, Any]
     page: Path
     happened: list[events.Event]
 
 
-def test_the_trace_and_the_report_of_a_job(tmp_path: Path) -> None:
+def test_the_report_of_a_job(tmp_path: Path) -> None:
     name = write(tmp_path, _PROGRAM)
     words = ("--wait", "-cfg", "grace=2", "monarch.spmd", "-j", "1x2", "--max_restarts", "1", "--name", "r", name)
     run(*words, cwd=tmp_path, check=False)
-    trace, page = tmp_path / "job.json", tmp_path / "job.html"
-    said = torchx("monarch", "trace", "last", "-o", str(trace), cwd=tmp_path)
-    assert not said.stdout and not said.stderr
+    page = tmp_path / "job.html"
     told = json.loads(torchx("monarch", "report", "last", "-o", str(page), "--json").stdout)
     assert (told["path"], told["state"]) == (str(page), "FAILED")
     assert sum(told["roles"]["prog"]["phases"].values()) == pytest.approx(told["seconds"])
     paths = list(Path(os.environ["MONARCH_STATE_DIR"]).glob("apps/*/events.jsonl"))
     assert len(paths) == 1
-    job = Job(tmp_path, json.loads(trace.read_text()), page, events.read(paths[0])[0])
+    job = Job(tmp_path, page, events.read(paths[0])[0])
     phases_add_up(job)
     lost_time_is_that_of_the_outage(job)
     page_tells_all(job)
@@ -63,17 +58,14 @@ def test_the_trace_and_the_report_of_a_job(tmp_path: Path) -> None:
 
 
 def phases_add_up(job: Job) -> None:
-    check(job.trace)
-    shown = job.trace["traceEvents"]
+    drawn = build(job.happened, ["prog"], end=job.happened[-1]["time"])
     whole = job.happened[-1]["time"] - job.happened[0]["time"] + job.happened[0]["seconds"]
-    of_phases = [event for event in shown if event.get("cat") == "phase"]
-    assert sum(event["dur"] for event in of_phases) / 1e6 == pytest.approx(whole, rel=0.02)
-    assert {"queue", "hosts", "ranks", "first output", "stopping"} <= {event["name"] for event in of_phases}
-    assert [event["name"] for event in shown if event.get("cat") == "attempt"] == ["attempt 1", "attempt 2"]
-    codes = [event["args"]["exit_code"] for event in shown if event.get("cat") == "rank"]
-    assert sum(event["name"] == "process group formed" for event in shown) == len(codes)
+    assert sum(span.seconds for span in drawn.spans_of("phase")) == pytest.approx(whole, rel=0.02)
+    assert {"queue", "hosts", "ranks", "first output", "stopping"} <= {span.name for span in drawn.spans_of("phase")}
+    assert [span.name for span in drawn.spans_of("attempt")] == ["attempt 1", "attempt 2"]
+    codes = [span.code for span in drawn.spans_of("rank")]
     assert len(codes) == 4 and codes.count(1) == 2
-    assert sum(event.get("cat") == "import" for event in shown) == 1  # once for each host
+    assert len(drawn.spans_of("import")) == 1  # once for each host
 
 
 def lost_time_is_that_of_the_outage(job: Job) -> None:

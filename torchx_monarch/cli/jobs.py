@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Read what is known of a job: its scheduler's answer, its events, its logs, its hosts and its ranks.
 
-``status``, ``top``, ``report`` and ``trace`` show parts of the same ``JobFacts``.
+``status``, ``top`` and ``report`` show parts of the same ``JobFacts``.
 """
 
 from __future__ import annotations

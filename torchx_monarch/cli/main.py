@@ -31,7 +31,6 @@ SUB_COMMANDS = {
     "debug": "the pdb of a rank that waits in breakpoint(), on this terminal",
     "stacks": "where the ranks of a job are: their stacks, equal ones together",
     "profile": "what ranks do with their time, as a flame graph or for speedscope",
-    "trace": "the timeline of a job as a file that Perfetto opens",
     "report": "a page about a job: what ran, why it ended, and where its time went",
     "top": "a job and its ranks on one screen, again and again",
     "completion": "a script that completes commands, options and handles in your shell",

@@ -84,11 +84,6 @@ def _discard() -> None:
 # -- the option -o -----------------------------------------------------------------------------------------------------
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """Define ``-o``."""
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the file to write; - for stdout")
-
-
 def write_output(path: str, text: str) -> None:
     """Write a text aside, and give it the name of ``-o`` and the permissions of the file that has this name.
 

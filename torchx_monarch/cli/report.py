@@ -13,7 +13,7 @@ from pathlib import Path
 from torchx_monarch.backends.core.state_files import path_name
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
-from torchx_monarch.cli.output import STDOUT, add_json, add_output, print_json, write_output
+from torchx_monarch.cli.output import STDOUT, add_json, print_json, write_output
 from torchx_monarch.cli.status import facts, state_and_time
 from torchx_monarch.insight import sample_log
 from torchx_monarch.insight.report_page import Curve, curves, render, rows_of, shares, ticks
@@ -36,7 +36,7 @@ _SHOWN_ELSEWHERE = ("message", "cause", "log", "phase", "hang", "source", "runs"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser)
-    add_output(parser)
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the file to write; - for stdout")
     add_json(parser)
 
 
