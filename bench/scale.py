@@ -168,8 +168,8 @@ def measure(ranks: int, per_host: int, rounds: int) -> dict[str, float]:
     status = JobStatus("monarch_slurm://torchx/1", "job", "RUNNING", activity=activity)
     view = JobFacts(AppSnapshot("1", "job", []), status)
     found["what ranks do"] = 1000 * seconds(lambda: rank_sample.rank_views(job.samples, job.before), rounds)
-    found["top: screen"] = 1000 * seconds(lambda: top.screen(view, 160, 50, 0), rounds)
-    found["top: screen by host"] = 1000 * seconds(lambda: top.screen(view, 160, 50, 0, by_host=True), rounds)
+    found["top: screen"] = 1000 * seconds(lambda: top.lines(view, 160), rounds)
+    found["top: screen by host"] = 1000 * seconds(lambda: top.lines(view, 160, by_host=True), rounds)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "samples.jsonl")
         found["sample log: a moment"] = 1000 * seconds(lambda: SampleLog(str(path)).append(job.samples), 1)

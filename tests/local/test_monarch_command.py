@@ -75,7 +75,7 @@ def test_a_job_from_its_start_to_its_end(tmp_path: Path) -> None:
     assert "attempt 2 of 3; 4 ranks on 2 hosts" in " ".join(torchx("status", "trainer").split())
 
     look = objects("top", handle, "--once")
-    assert [row["state"] for row in look["ranks"]] == ["running"] * 4 and not look["missing"]
+    assert [row["state"] for row in look["status"]["activity"]] == ["running"] * 4 and not look["missing"]
     assert "step 2 of attempt 1" in monarch("top", "--once", handle)
 
     (listed,) = objects("ls")

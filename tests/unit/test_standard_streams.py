@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from torchx_monarch.cli import exit_codes, logs, main, top
+from torchx_monarch.cli import exit_codes, logs, main
 from torchx_monarch.cli.output import open_stderr
 from torchx_monarch.system.processes import user_name
 
@@ -90,8 +90,6 @@ def test_a_closed_stderr_does_not_print_to_stdout(
     ("module", "words", "name", "value"),
     [
         (logs, "H -n 99999999999999999999", "tail", 10**9),
-        (top, "H --interval 1e20", "interval", 86400),
-        (top, "H --interval nan", "interval", 0.5),
     ],
 )
 def test_large_numbers(module: Any, words: str, name: str, value: object) -> None:

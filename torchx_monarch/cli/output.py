@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.exit_codes import CommandError
@@ -43,6 +43,21 @@ def print_json(value: object) -> None:
 def print_record(value: object) -> None:
     """Print a value as one line of a stream of JSON, at once."""
     print(json.dumps(value), flush=True)
+
+
+class Screen:
+    """Show lines on a terminal in place of those that it has shown before."""
+
+    def __init__(self) -> None:
+        self._height = 0
+
+    def show(self, lines: Sequence[str], whole: bool) -> None:
+        """Show lines that the terminal is wide enough for: as many as it has room for, or the ``whole`` at the end."""
+        room = shutil.get_terminal_size().lines - 1  # what scrolls would not be erased
+        if len(lines) > room and not whole:
+            lines = [*lines[: max(0, room - 1)], f"… {len(lines) - room + 1} more lines"]
+        print(f"\x1b[{self._height}A\x1b[J" if self._height else "", "\n".join(lines), sep="", flush=True)
+        self._height = len(lines)
 
 
 def open_stderr() -> None:

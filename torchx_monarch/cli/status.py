@@ -15,7 +15,7 @@ from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import PATIENCE, SAMPLE_PAUSE_S, opened_job
-from torchx_monarch.cli.output import add_json, print_json, print_record
+from torchx_monarch.cli.output import Screen, add_json, print_json, print_record
 from torchx_monarch.insight.rank_sample import Progress, RankView
 from torchx_monarch.insight.summary import Summary, raised_at, show_duration
 from torchx_monarch.model.state import State
@@ -48,22 +48,20 @@ def run(args: argparse.Namespace) -> None:
 def watch(found: Iterator[JobStatus], as_json: bool) -> None:
     """Show a status whenever it changes; on a terminal every time, in place of the one before."""
     in_place = not as_json and sys.stdout.isatty()
-    shown, height = "", 0
+    shown, screen = "", Screen()
     for status in found:
         # The facts without those that change with the clock alone.
         live = status.live and replace(status.live, idle=0)
         facts = repr(replace(status, elapsed=None, last_output=None, live=live, activity=None))
         if in_place:
-            size = shutil.get_terminal_size()
-            width, rows = max(2 * len(_INDENT), size.columns), size.lines
+            width = max(2 * len(_INDENT), shutil.get_terminal_size().columns)
             lines = render(status).split("\n")
-            if not status.has_ended:  # what the terminal wraps, or scrolls, would not be erased
+            if not status.has_ended:  # what the terminal wraps would not be erased
                 wrapped = (
                     textwrap.wrap(line, width, subsequent_indent=_INDENT, break_on_hyphens=False) for line in lines
                 )
-                lines = [line for parts in wrapped for line in parts][: max(1, rows - 1)]
-            print(f"\x1b[{height}A\x1b[J" if height else "", "\n".join(lines), sep="", flush=True)
-            height = len(lines)
+                lines = [line for parts in wrapped for line in parts]
+            screen.show(lines, whole=status.has_ended)
         elif facts != shown:
             print_record(status.to_json()) if as_json else print(render(status), end="\n\n", flush=True)
         shown = facts
