@@ -710,6 +710,23 @@ class Contract:
         assert place.install in place.message_without_client()
 
 
+class QueueContract(Contract):
+    """The tests of a backend whose jobs can wait for slots of a machine."""
+
+    @pytest.mark.scenario("queue for a machine")
+    def test_a_job_waits_for_its_turn(self, place: Place) -> None:
+        role = place.role("sh", "-c", "echo up; exec sleep 1000", replicas=2)
+        first, second = (place.run(role, slots=len(os.sched_getaffinity(0))) for _ in range(2))
+        place.until(lambda: place.log(first).count("up") == 2, "the first job", first)
+        place.until(lambda: "are free" in place.status(second).msg, "the queue", second)
+        status = place.status(second)
+        assert status.state is AppState.PENDING and f"{first.rpartition('/')[2]} has " in status.msg, status
+        place.runner.cancel(first)
+        place.until(lambda: place.log(second).count("up") == 2, "the second job", second)
+        place.cancel(second)
+        place.wait(second, AppState.CANCELLED)
+
+
 def _attach(place: Place, handle: str, words: Sequence[str], address: str) -> int:
     """Run ``_CLIENT`` in a process of its own, and return the number of hosts (see ``Place.client``)."""
     (place.folder / "client.py").write_text(_CLIENT)

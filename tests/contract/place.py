@@ -358,6 +358,18 @@ class Place(abc.ABC):
         self.runner.close()
 
 
+class QueuePlace(Place):
+    """A backend whose jobs can wait for slots of a machine."""
+
+    @contextlib.contextmanager
+    def pending(self) -> Iterator[str]:
+        """Submit a job behind one that has all slots."""
+        role = self.role("sleep", "1000", replicas=2)
+        first, second = (self.run(role, slots=len(os.sched_getaffinity(0))) for _ in range(2))
+        yield second
+        self.runner.cancel(first)
+
+
 class BatchPlace(Place):
     """A batch system on the base ``torchx_monarch.backends.batch``."""
 

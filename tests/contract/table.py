@@ -41,6 +41,7 @@ SCENARIOS = (
     "preemption",
     "credentials not on show",
     "log follow, since, until",
+    "queue for a machine",
     "bad options named",
     "missing tool says what to install",
     "containers: pyxis",
@@ -97,7 +98,8 @@ def column(backend: str) -> dict[str, str]:
                     else:
                         wires[name].add(WIRES[wire or place.wires.get(name, place.wire)])
     assert wires.keys() | reasons.keys() <= set(SCENARIOS)
-    reasons.setdefault("containers: pyxis", "it is Slurm's")
+    reasons.setdefault("containers: pyxis", "Slurm's")
+    reasons.setdefault("queue for a machine", "not its option")
     return {
         name: next((text for text in WIRES.values() if text in wires[name]), "") or f"no: {reasons[name]}"
         for name in SCENARIOS

@@ -3,23 +3,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import threading
-from collections.abc import Iterator
 
-import pytest
-
-from tests.contract.place import Place, left_to_others
+from tests.contract.place import QueuePlace, left_to_others
 from tests.local.detached import Detached
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.local import submit
-from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.schedulers import monarch_local
 
 
-class LocalPlace(Place):
+class LocalPlace(QueuePlace):
     """This machine."""
 
     name = "monarch_local"
@@ -45,34 +38,6 @@ class LocalPlace(Place):
     def preempt(self, handle: str, replica: int) -> None:
         """Send the host SIGTERM, as a machine does that shuts down."""
         os.kill(Detached().host(handle.rpartition("/")[2], replica), signal.SIGTERM)
-
-    @contextlib.contextmanager
-    def pending(self) -> Iterator[str]:
-        """Start the supervisor when the app is cancelled, which waits for the supervisor."""
-        with pytest.MonkeyPatch.context() as patch:
-            started = submit.start_supervisor
-            held: list[tuple[state_files.AppPaths, LocalRequest, int]] = []
-
-            def hold(paths: state_files.AppPaths, request: LocalRequest, lock: int) -> None:
-                held.append((paths, request, os.dup(lock)))
-
-            patch.setattr(submit, "start_supervisor", hold)
-            handle = self.run(self.role("sleep", "1000", replicas=2))
-        (paths, request, lock), over = held[0], threading.Event()
-
-        def start() -> None:
-            while not os.path.exists(paths.cancel) and not over.wait(0.1):
-                pass
-            started(paths, request, lock)
-            os.close(lock)
-
-        supervisor = threading.Thread(target=start)
-        supervisor.start()
-        try:
-            yield handle
-        finally:
-            over.set()
-            supervisor.join()
 
     def left(self, handle: str) -> list[str]:
         """Return the app's folders; that no process is left is checked after each test."""

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from tests.contract.contract import Contract
+from tests.contract.contract import QueueContract
 from tests.local.place import LocalPlace
 
 
-class TestContract(Contract):
+class TestContract(QueueContract):
     kind = LocalPlace

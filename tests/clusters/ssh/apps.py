@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from tests.clusters.ssh.machines import Machines
-from tests.contract.place import Place, left_to_others, tree
+from tests.contract.place import QueuePlace, left_to_others, tree
 from torchx_monarch.backends.ssh.in_job.wire import folder_name
 from torchx_monarch.schedulers import monarch_ssh
 
@@ -25,7 +25,7 @@ STATE = "/root/.local/state/torchx-monarch"
 """Where the machines keep what they know of apps."""
 
 
-class Apps(Place):
+class Apps(QueuePlace):
     """Machines m1, m2, ...
 
     Args:
@@ -43,10 +43,8 @@ class Apps(Place):
         ({"hosts": ["m1", "m2:99999"]}, "'m2:99999' is no machine"),
         ({"hosts": ["m1", "m1"]}, "names m1 twice"),
         ({"hosts": ["@/nonexistent"]}, "/nonexistent: No such file"),
+        ({"slots": 10**6}, r"`slots` is 1000000, and this machine \(m[12]\) has"),
     )
-    cannot = {
-        "cancel while pending": "a job begins as soon as it is submitted: nothing else uses the machines",
-    }
     nightly = left_to_others(
         "test_actors_run_beside_ranks",
         "spare host",

@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 
 from tests.clusters.ssh.apps import Apps
-from tests.contract.contract import Contract
+from tests.contract.contract import QueueContract
 
 pytestmark = [pytest.mark.slow]
 
 
-class TestContract(Contract):
+class TestContract(QueueContract):
     kind = Apps
 
     @pytest.fixture

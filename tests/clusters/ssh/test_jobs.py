@@ -121,21 +121,3 @@ def test_secrets_are_on_no_command_line(apps: Apps) -> None:
     key, _ = apps.credentials(handle)
     assert len(key) > 500
     assert not [words for words in seen if token.encode() in words or key.encode() in words]
-
-
-def test_jobs_wait_for_each_other_on_every_machine(apps: Apps) -> None:
-    most = len(os.sched_getaffinity(0))
-    roles = [apps.role("sh", "-c", "echo up; exec sleep 1000", replicas=2) for _ in range(2)]
-    first, second = (apps.run(role, slots=most) for role in roles)
-    apps.until(lambda: apps.status(first).state is AppState.RUNNING, "the first", first)
-    apps.until(lambda: "waits for" in apps.status(second).msg, "the queue", second)
-    status = apps.status(second)
-    assert status.state is AppState.PENDING and "trainer/0: waits for" in status.msg and " has " in status.msg
-    with pytest.raises(
-        (ComponentValidationException, ValueError), match=rf"`slots` is {most + 1}, and this machine \(m1\)"
-    ):
-        apps.run(apps.role("true"), slots=most + 1)
-    apps.runner.cancel(first)
-    apps.until(lambda: apps.log(second).count("up") == 2, "the second", second)
-    apps.runner.cancel(second)
-    apps.wait(second, AppState.CANCELLED)

@@ -66,7 +66,7 @@ class MachineQueue:
         self._devices = gpus.devices(os.environ) if ticket.gpus else []
         self._folder = os.path.join(state_files.make_folder("queue"), os.uname().nodename)
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
-        self._path = os.path.join(self._folder, f"{submitted:017.6f}-{ticket.app_id}")
+        self._path = os.path.join(self._folder, f"{submitted:017.6f}-{ticket.app_id}-{os.getpid()}")
         with self._exclusive():  # else another job might remove the ticket before it is locked
             self._file = safe_files.open_file(self._path, os.O_RDWR | os.O_CREAT)
             fcntl.flock(self._file, fcntl.LOCK_EX)

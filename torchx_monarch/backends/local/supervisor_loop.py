@@ -126,7 +126,7 @@ class SupervisorLoop:
         if stop_request.load(self._paths) is not None:
             self._end(Outcome(State.CANCELLED, "cancelled before it started"), grace=0)
         elif self._request.gpus or self._request.slots:
-            ticket = Ticket(self._record.app_id, self._request.gpus, self._request.slots)
+            ticket = Ticket(self._request.job_id or self._record.app_id, self._request.gpus, self._request.slots)
             self._queue = MachineQueue(ticket, self._request.queued or self._record.created)
             self._await_turn()
         else:
