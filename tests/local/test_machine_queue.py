@@ -7,8 +7,9 @@ import fcntl
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from torchx.specs import AppState
 
+from tests.contract.place import TORCHX
 from tests.local.detached import Detached, py, sh
 from tests.waits import until
 from torchx_monarch.backends.core.errors import UserError
@@ -43,7 +45,8 @@ for device in os.environ["CUDA_VISIBLE_DEVICES"].split(","):
             if time.monotonic() > until:
                 open(os.path.join(sys.argv[1], "overbooked"), "w").close()
             time.sleep(0.01)
-time.sleep(float(sys.argv[2]))
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.01)
 """
 
 
@@ -143,29 +146,43 @@ def test_what_cannot_be_given_is_refused(driver: Path, apps: Detached, cfg: dict
 
 @pytest.mark.parametrize("count", [12, pytest.param(50, marks=pytest.mark.nightly("12 jobs run every time"))])
 def test_jobs_with_faults_never_share_a_device(driver: Path, apps: Detached, count: int) -> None:
+    """Kill supervisors, and the ``torchx run`` that has submitted a job, while jobs wait and run; cancel some."""
     dice = random.Random(count)
-    ids, faults = list[str](), dict[str, str]()
-    for _ in range(count):
-        fault = dice.choice(["", "", "", "killed", "cancelled"])
-        app_id = apps.run(py(_USES, str(driver), "1000" if fault else "0.05"), gpus=dice.randint(1, 4))
-        ids.append(app_id)
-        faults[app_id] = fault
-    left = [app_id for app_id in ids if faults[app_id]]
-    while left:
-        running = [app_id for app_id in left if apps.status(app_id).state is AppState.RUNNING]
-        for app_id in running or dice.sample(left, 1):
-            left.remove(app_id)
-            if faults[app_id] == "cancelled":
-                apps.runner.cancel(f"monarch_local://torchx/{app_id}")
-                continue
+    chosen = ["orphaned"] * 2 + dice.choices(["", "", "killed", "cancelled", "orphaned"], k=count - 2)
+    faults, submitters = dict[str, str](), dict[str, subprocess.Popen[str]]()
+    (driver / "uses.py").write_text(_USES)
+    (driver / "go").touch()
+    for k, fault in enumerate(chosen):
+        gpus = dice.randint(1, 4) if k else 4  # the second waits for the first
+        words = [str(driver), str(driver / (f"go{k}" if fault else "go"))]
+        if fault != "orphaned":
+            faults[apps.run(py(_USES, *words), gpus=gpus)] = fault
+            continue
+        command = ["run", "--wait", "-s", "monarch_local", "-cfg", f"gpus={gpus}", "--workspace", "", "utils.sh"]
+        command += [sys.executable, str(driver / "uses.py"), *words]
+        submitter = subprocess.Popen([*TORCHX, *command], stdout=subprocess.PIPE, text=True, cwd=driver)
+        assert submitter.stdout is not None
+        handle = next(line for line in submitter.stdout if line.startswith("monarch_local://")).strip()
+        faults[app_id := handle.rpartition("/")[2]] = fault
+        submitters[app_id] = submitter
+    ids = list(faults)
+    left = [app_id for app_id in ids[2:] if faults[app_id]]
+    dice.shuffle(left)
+    until(lambda: apps.status(ids[0]).state is AppState.RUNNING, "the first job")
+    assert apps.status(ids[1]).state is AppState.PENDING
+    for app_id in (ids[1], ids[0], *left):
+        if faults[app_id] == "cancelled":
+            apps.runner.cancel(f"monarch_local://torchx/{app_id}")
+        elif faults[app_id] == "killed":
             os.kill(apps.owner(app_id).supervisor.pid, signal.SIGKILL)
-        time.sleep(0.05)
+        else:
+            with submitters[app_id] as submitter:
+                submitter.kill()
+            assert not apps.status(app_id).is_terminal()
+            (driver / f"go{ids.index(app_id)}").touch()
+    ends = {"killed": AppState.FAILED, "cancelled": AppState.CANCELLED}
     for app_id in ids:
-        state = apps.wait(app_id, 90).state
-        assert (
-            state
-            is {"": AppState.SUCCEEDED, "killed": AppState.FAILED, "cancelled": AppState.CANCELLED}[faults[app_id]]
-        )
+        assert apps.wait(app_id, 90).state is ends.get(faults[app_id], AppState.SUCCEEDED)
     assert not (driver / "overbooked").exists()
 
     def users() -> list[psutil.Process]:
