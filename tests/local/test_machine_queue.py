@@ -26,7 +26,7 @@ from torchx_monarch.backends.local.machine_queue import MachineQueue, Ticket
 _DRIVER = """#!/bin/sh
 case "$1" in
 -L) for i in 0 1 2 3; do echo "GPU $i: Fake (UUID: GPU-$i)"; done;;
---query-compute-apps*) cat {folder}/busy;;
+--query-compute-apps*) cat {folder}/busy || exit 9;;
 --query-gpu*) for i in 0 1 2 3; do echo "$i, GPU-$i"; done;;
 esac
 """
@@ -76,8 +76,11 @@ def test_jobs_get_devices_in_their_order(driver: Path, apps: Detached) -> None:
     assert second.take() == "" and second.ticket.devices == ("1", "2")
     assert third.take() == "" and third.ticket.devices == ("3",)
     fourth = MachineQueue(Ticket("d", 1), 4)
-    assert fourth.take() == "waits for 1 GPU, 0 are free: b has 1,2, c has 3; other processes use 0"
+    assert fourth.take() == "waits for 1 GPU, 0 are free: b has 1,2; c has 3; other processes use 0"
     os.close(second._file)  # as if its supervisor had been killed
+    (driver / "busy").rename(driver / "lost")
+    assert "waits for 1 GPU until nvidia-smi says which are free: Command" in fourth.take()
+    (driver / "lost").rename(driver / "busy")
     assert fourth.take() == "" and fourth.ticket.devices == ("1",)
 
 
@@ -103,6 +106,13 @@ def test_no_job_removes_a_ticket_that_is_being_made(apps: Detached, monkeypatch:
     assert os.path.exists(second._path)
     assert "behind a" in first.take() and second.take() == ""
     assert first.take() == "waits for 2 slots, 0 are free: a has 2 slots"
+
+
+def test_a_number_of_slots_that_is_none_is_refused(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_SLOTS", "two")
+    with pytest.raises(UserError, match="MONARCH_SLOTS of this machine .* is 'two'; it is a number of slots"):
+        apps.run(sh("true"), slots=1)
+    assert apps.scheduler.list() == []
 
 
 def test_slots_are_counted(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from torchx_monarch.backends.core import state_files
@@ -48,6 +48,8 @@ def check(count: int, slots: int, environ: Mapping[str, str]) -> str:
     machine = f"this machine ({os.uname().nodename})"
     if count and count > (there := len(gpus.devices(environ))):
         return f"Run option `gpus` is {count}, and {machine} has {there}"
+    if slots and not (environ.get(_SLOTS) or "1").isdecimal():
+        return f"{_SLOTS} of {machine} is {environ[_SLOTS]!r}; it is a number of slots, such as 4"
     if slots > (total := _count_slots(environ)):
         return f"Run option `slots` is {slots}, and {machine} has {total}: its CPUs, or {_SLOTS}"
     return ""
@@ -74,41 +76,45 @@ class MachineQueue:
 
     def take(self) -> str:
         """Take what the job asks for if its turn has come; return what it waits for, empty if it has it."""
+        busy = set[str]()
+        if self.ticket.gpus:
+            with self._exclusive():
+                if reason := self._choose(busy):
+                    return reason
+            try:
+                busy = _busy_elsewhere()  # not under the lock: it may take long
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                return f"waits for {self.ticket.what} until nvidia-smi says which are free: {error}"
         with self._exclusive():
-            is_next = all(ticket.holds for ticket in self._others()[0])
-        busy = _busy_elsewhere() if self.ticket.gpus and is_next else set()  # not under the lock: it may take long
-        with self._exclusive():
-            earlier, others = self._others()
-            if waiting := [ticket for ticket in earlier if not ticket.holds]:
-                return f"waits for {self.ticket.what} behind {waiting[0].app_id}, which waits for {waiting[0].what}"
-            holders = [ticket for ticket in others if ticket.holds]
-            if self.ticket.slots:
-                free = _count_slots(os.environ) - sum(ticket.slots for ticket in holders)
-                if free < self.ticket.slots:
-                    return self._describe(free, holders, "")
-            else:
-                taken = {device for ticket in holders for device in ticket.devices}
-                unheld = [device for device in self._devices if device not in taken]
-                usable = [device for device in unheld if device not in busy]
-                if len(usable) < self.ticket.gpus or not is_next:  # its turn has come after the driver was asked
-                    foreign = ", ".join(device for device in unheld if device in busy)
-                    return self._describe(len(usable), holders, foreign and f"other processes use {foreign}")
-                self.ticket.devices = tuple(usable[: self.ticket.gpus])
-            self.ticket.holds = True
-            self._write()
-        return ""
+            if not (reason := self._choose(busy)):
+                self.ticket.holds = True
+                self._write()
+        return reason
+
+    def _choose(self, busy: Collection[str]) -> str:
+        """Choose devices that are neither another job's nor busy; return what the job waits for if it must wait."""
+        earlier, others = self._others()
+        if waiting := [ticket for ticket in earlier if not ticket.holds]:
+            return f"waits for {self.ticket.what} behind {waiting[0].app_id}, which waits for {waiting[0].what}"
+        holders = [ticket for ticket in others if ticket.holds]
+        taken = {device for ticket in holders for device in ticket.devices}
+        unheld = [device for device in self._devices if device not in taken]
+        usable = [device for device in unheld if device not in busy]
+        self.ticket.devices = tuple(usable[: self.ticket.gpus])
+        free = len(usable) if self.ticket.gpus else _count_slots(os.environ) - sum(t.slots for t in holders)
+        if free >= self.ticket.gpus + self.ticket.slots:
+            return ""
+        reasons = [f"{ticket.app_id} has {','.join(ticket.devices) or ticket.what}" for ticket in holders]
+        if foreign := [device for device in unheld if device in busy]:
+            reasons.append(f"other processes use {','.join(foreign)}")
+        waits = f"waits for {self.ticket.what}, {free} {'is' if free == 1 else 'are'} free"
+        return f"{waits}: {'; '.join(reasons)}" if reasons else waits
 
     def close(self) -> None:
         """Leave the queue, and give back what the job has."""
         with contextlib.suppress(OSError):
             os.unlink(self._path)
         os.close(self._file)
-
-    def _describe(self, free: int, holders: list[Ticket], more: str) -> str:
-        having = [f"{ticket.app_id} has {','.join(ticket.devices) or ticket.what}" for ticket in holders]
-        reasons = "; ".join(filter(None, (", ".join(having), more)))
-        verb = "is" if free == 1 else "are"
-        return f"waits for {self.ticket.what}, {free} {verb} free{f': {reasons}' if reasons else ''}"
 
     def _write(self) -> None:
         data = json.dumps(asdict(self.ticket)).encode()
@@ -160,13 +166,12 @@ def _busy_elsewhere() -> set[str]:
     """Return the GPUs, by index and by UUID, on which the driver sees processes."""
 
     def ask(what: str) -> list[list[str]]:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-{what}", "--format=csv,noheader"], capture_output=True, text=True, timeout=30
-        )
-        return [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines()]
+        command = ["nvidia-smi", f"--query-{what}", "--format=csv,noheader"]
+        lines = subprocess.run(command, capture_output=True, check=True, text=True, timeout=30).stdout.splitlines()
+        return [[field.strip() for field in line.split(",")] for line in lines]
 
     try:
         used = {uuid for uuid, *_ in ask("compute-apps=gpu_uuid,pid")}
-        return used | {index for index, uuid in ask("gpu=index,uuid") if uuid in used} if used else set()
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return set()  # CUDA_VISIBLE_DEVICES names devices on a machine without the tool
+    except FileNotFoundError:  # CUDA_VISIBLE_DEVICES names devices on a machine without the tool
+        return set()
+    return used | {index for index, uuid in ask("gpu=index,uuid") if uuid in used} if used else used
