@@ -42,6 +42,8 @@ class TaskSpoolerPlace(BatchPlace):
         "test_actors_run_beside_ranks",
         "test_a_client_attaches_during_a_run",
         "spare host",
+        "test_a_group_restarts_alone_and_may_be_lost[3]",
+        "test_a_command_is_told_of_the_end[3]",
         "test_ranks_are_looked_at_and_debugged",
     )
     install = "task-spooler"

@@ -51,7 +51,12 @@ class LocalCwdPlace(Place):
     name = "wrapped_local_cwd"
     is_registered = False
     names_hosts = False
-    nightly = left_to_others("test_a_rank_that_others_wait_for_is_the_root_cause", "test_actors_run_beside_ranks")
+    nightly = left_to_others(
+        "test_a_rank_that_others_wait_for_is_the_root_cause",
+        "test_actors_run_beside_ranks",
+        "test_ranks_are_looked_at_and_debugged",
+        "test_a_command_is_told_of_the_end[0]",
+    )
     cannot = {
         **CANNOT,
         "cancel while pending": "processes start immediately",

@@ -22,7 +22,6 @@ _EVERY_TIME = (
     "test_cancel_while_pending",
     "test_cancel_while_running",
     "test_a_failing_command_is_restarted_and_its_log_followed",
-    "test_a_failing_rank_is_the_root_cause",
     "test_ranks_meet_and_have_their_environment",
     "test_bad_options_are_named",
     "test_doctor_finds_no_fault",

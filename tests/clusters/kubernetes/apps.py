@@ -50,6 +50,8 @@ class Apps(Place):
         "test_a_lost_host_is_replaced[0]",
         "test_the_job_begins_again_when_a_host_is_lost[1]",
         "test_a_preempted_job_goes_on[REPLICA]",
+        "test_a_group_restarts_alone_and_may_be_lost[3]",
+        "test_a_command_is_told_of_the_end[3]",
         "test_delete_leaves_nothing[0]",
         "test_describe_gives_the_original_app[1]",
         "test_a_rank_that_others_wait_for_is_the_root_cause",

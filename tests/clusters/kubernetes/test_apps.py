@@ -46,6 +46,7 @@ WAITS = """
 """Waits for the name ``go``; then the ranks named by its arguments kill their hosts. A later one ends at once."""
 
 
+@pytest.mark.nightly("11 s of processor time: the hosts do it, in tests/local/test_application.py every time")
 def test_all_roles_begin_again_when_one_has_failed(apps: Apps) -> None:
     text = WAITS.replace("os.kill(os.getppid(), 9)  # the host", 'raise ValueError("boom")')
     text += """

@@ -59,6 +59,7 @@ class Apps(Place):
         "test_a_lost_host_is_replaced[1]",
         "test_the_job_begins_again_when_a_host_is_lost[1]",
         "test_a_preempted_job_goes_on[APPLICATION]",
+        "test_a_command_is_told_of_the_end[0]",
         "test_delete_leaves_nothing[0]",
         "test_describe_gives_the_original_app[1]",
     )
