@@ -74,14 +74,22 @@ def test_a_handle_that_is_nearly_right(work: Path) -> None:
     assert "similar ones:" in said and right in said
 
 
-@pytest.mark.parametrize("backend", ["monarch_docker", "monarch_kubernetes", "monarch_slurm", "monarch_aws_batch"])
 @pytest.mark.parametrize(
-    "words", ["run {cfg} monarch.spmd --image i train.py", "list", "status {handle}", "log {handle}/train/0"]
+    ("backend", "words"),
+    [
+        ("monarch_docker", "run monarch.spmd --image i train.py"),
+        ("monarch_docker", "status {handle}"),
+        ("monarch_kubernetes", "run monarch.spmd --image i train.py"),
+        ("monarch_kubernetes", "log {handle}/train/0"),
+        ("monarch_slurm", "run monarch.spmd --image i train.py"),
+        ("monarch_slurm", "list"),
+        ("monarch_aws_batch", "run -cfg queue=q monarch.spmd --image i train.py"),
+        ("monarch_aws_batch", "status {handle}"),
+    ],
 )
 def test_no_cluster(work: Path, backend: str, words: str) -> None:
-    cfg = "-cfg queue=q" if backend == "monarch_aws_batch" else ""
     app = "1" if backend == "monarch_slurm" else "q:1"
-    command, *rest = words.format(cfg=cfg, handle=f"{backend}://torchx/{app}").split()
+    command, *rest = words.format(handle=f"{backend}://torchx/{app}").split()
     where = ["-s", backend] if command in ("run", "list") else []
     said = answer(work, command, *where, *rest)
     assert any(name in said for name in ("Docker", "Kubernetes", "Slurm", "AWS")), said

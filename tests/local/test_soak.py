@@ -24,6 +24,7 @@ def _short(plan: Plan) -> Plan:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("7 s of processor time, of which most tests of tests/local have a part")
 def test_what_jobs_say_of_their_end_is_true_and_they_leave_nothing() -> None:
     outcomes: list[Outcome] = []
     # The first small job of each kind of fault.

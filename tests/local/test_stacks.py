@@ -251,9 +251,9 @@ def test_a_profile_shows_where_a_rank_spends_its_time(folder: Path, script: Call
         def waits():
             ready()
             time.sleep(1000)
-        [computes, waits, computes][rank]()
+        [computes, waits, waits][rank]()
     """)
-    hosts = Hosts(folder, torchrun(path, nproc=3)).start()
+    hosts = Hosts(folder, torchrun(path, nproc=3), options=("--grace", "1", "--preload", "json")).start()
     wait_for(hosts, "ready", 3)
     profiles, missing = ask_profiles(hosts.client, [0, 1], 1)
     assert not missing and [profile.rank for profile in profiles] == [0, 1]
@@ -271,7 +271,7 @@ def test_a_profile_shows_where_a_rank_spends_its_time(folder: Path, script: Call
 def test_a_profile_ends_with_its_rank(folder: Path, script: Callable[[str], str]) -> None:
     path = script(f"{READY}\nready()\nwhile not os.path.exists(os.environ['SEEN']): sum(range(1000))\n")
     seen = folder / "seen"
-    hosts = Hosts(folder, torchrun(path), environ={"SEEN": str(seen)}).start()
+    hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD, environ={"SEEN": str(seen)}).start()
     wait_for(hosts, "ready", 2)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask_profiles, hosts.client, (), 600)
@@ -285,7 +285,7 @@ def test_a_profile_ends_with_its_rank(folder: Path, script: Callable[[str], str]
 
 
 def test_a_profile_ends_with_its_client(folder: Path, script: Callable[[str], str]) -> None:
-    hosts = Hosts(folder, torchrun(script(SLEEPS), nnodes=2), replicas=2).start()
+    hosts = Hosts(folder, torchrun(script(SLEEPS), nnodes=2), replicas=2, options=NO_PRELOAD).start()
     wait_for(hosts, "ready", 4)
     greeting = {"type": "profile", "ranks": [], "seconds": 600, "idle": False}
     with Connection.open(Target(Address("unix", path=str(folder / "r.sock"))), greeting):
