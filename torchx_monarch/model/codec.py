@@ -130,7 +130,7 @@ def _wanted(hint: Any) -> str:
     if kind is enum.Enum:
         return f"one of {', '.join(filter(None, (member.value for member in hint)))}"
     names = {list: "a list", tuple: "a list", dict: "an object", _RECORD: "an object", float: "a finite number"}
-    return names.get(kind, "None" if kind is type(None) else kind.__name__)
+    return names.get(kind) or ("None" if kind is type(None) else str(kind.__name__))
 
 
 def _text(where: _Where) -> str:

@@ -138,7 +138,7 @@ async def open_streams(
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=MAX_LINE)
     protocol = asyncio.StreamReaderProtocol(reader)
-    transport: asyncio.Transport | None = None
+    transport: Any = None  # asyncio.Transport, once it is connected
     try:
         if context is None:
             transport, _ = await asyncio.wait_for(loop.create_connection(lambda: protocol, **where), CONNECT_TIMEOUT)
