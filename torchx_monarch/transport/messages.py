@@ -137,14 +137,12 @@ async def open_streams(
     """
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=MAX_LINE)
-    protocol = asyncio.StreamReaderProtocol(reader)
-    transport: Any = None  # asyncio.Transport, once it is connected
-    try:
+    protocol, done = asyncio.StreamReaderProtocol(reader), loop.create_future()
+
+    def made() -> asyncio.BaseProtocol:
         if context is None:
-            transport, _ = await asyncio.wait_for(loop.create_connection(lambda: protocol, **where), CONNECT_TIMEOUT)
-            return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
-        done = loop.create_future()
-        tls = _TLSProtocol(
+            return protocol
+        return _TLSProtocol(
             loop,
             protocol,
             context,
@@ -153,11 +151,13 @@ async def open_streams(
             server_hostname=server_hostname,
             ssl_handshake_timeout=handshake_timeout,  # type: ignore[arg-type]  # typeshed: int
         )
-        encrypted = tls._app_transport
-        transport, _ = await asyncio.wait_for(loop.create_connection(lambda: tls, **where), CONNECT_TIMEOUT)
+
+    transport, tls = await asyncio.wait_for(loop.create_connection(made, **where), CONNECT_TIMEOUT)
+    if context is None:
+        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+    try:
         await done
     except BaseException:
-        if transport is not None:
-            transport.abort()
+        transport.abort()
         raise
-    return reader, asyncio.StreamWriter(encrypted, protocol, reader, loop)
+    return reader, asyncio.StreamWriter(tls._app_transport, protocol, reader, loop)
