@@ -152,6 +152,7 @@ async def open_streams(
             ssl_handshake_timeout=handshake_timeout,  # type: ignore[arg-type]  # typeshed: int
         )
 
+    tls: Any
     transport, tls = await asyncio.wait_for(loop.create_connection(made, **where), CONNECT_TIMEOUT)
     if context is None:
         return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
