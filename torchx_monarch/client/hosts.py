@@ -110,6 +110,7 @@ class Hosts:
         self._start_timeout = start_timeout
         self._target: Target | None = None
         self._unreached: UnreachableError | RefusedError = UnreachableError("")
+        self._was_reached = False
         self._released = False
         self._scheduler_state = ("", "")
         self._scheduler_asked = -_ASK_SCHEDULER_EVERY
@@ -240,7 +241,9 @@ class Hosts:
         started, pause, said = time.monotonic(), _POLL, ""
         while True:
             try:
-                return operation(self.target)
+                result = operation(self.target)
+                self._was_reached = True
+                return result
             except _NotReady as error:
                 waiting = str(error)
             except UnreachableError as error:
@@ -268,9 +271,13 @@ class Hosts:
             raise AllocationError(f"{self.handle} has ended ({state}){why}. Its log: torchx log {self.handle}")
 
     def _missing_since(self, started: float, error: UnreachableError) -> str:
-        """Describe why replica 0 cannot be reached yet; raise if waiting does not help."""
+        """Describe why replica 0 cannot be reached yet; raise if waiting does not help.
+
+        An address from the user that has answered before is not waited for: no scheduler can tell whether the hosts
+        behind it have ended.
+        """
         self.check_alive()
-        if error.final:
+        if error.final or (self._address and self._was_reached):
             raise error
         if self._released:
             return "the end of the hosts"
