@@ -8,7 +8,6 @@ Clients send these greetings to replica 0, one per connection, in addition to th
 ``follow``     the same for a run that was accepted before, from its first record on
 ``runs``       list the known runs; the answer is ``runs``, oldest first
 ``end-run``    stop a run and keep the hosts; the answer is ``ending``
-``touch``      restart the idle timeout, as a run does; the answer is ``state``
 =============  =====================================================================================================
 
 The answer to ``look`` has a further field ``live``, and ``stop`` releases the hosts. A run continues when its client
@@ -174,7 +173,6 @@ class RunQueue(Session):
         rendezvous.on_output = self._output
         for kind, handler in {
             "look": self._look,
-            "touch": self._touch,
             "stop": self._stop,
             "run": self._run,
             "follow": self._follow,
@@ -315,8 +313,6 @@ class RunQueue(Session):
     def state(self) -> messages.Message:
         idle = 0.0 if self.current or self._queue or self._users else time.monotonic() - self._busy_at
         live = {
-            "app": self.hosts.options.spec.app,
-            "role": self.hosts.options.spec.role,
             "ready": self.hosts.formed.is_set(),
             "run": self.current.number if self.current else None,
             "queued": len(self._queue),
@@ -324,7 +320,6 @@ class RunQueue(Session):
             "idle": idle,
             "idle_timeout": self.idle_timeout,
             "warm": self._is_warm(),
-            "command": list(self._default_command),
         }
         return {**self._rendezvous.state(), "ended": self._result is not None, "live": live}
 
@@ -398,10 +393,6 @@ class RunQueue(Session):
                 await peer.send(run.last_record)
 
     async def _look(self, peer: Peer) -> None:
-        await peer.send(self.state())
-
-    async def _touch(self, peer: Peer) -> None:
-        self.touch()
         await peer.send(self.state())
 
     async def _stop(self, peer: Peer) -> None:
