@@ -282,8 +282,7 @@ class _Client:
         The URL is empty if the hosts run on this machine; there are no paths without TLS.
 
         Raises:
-            ClientError: this process is the client of another job over a network, or was that of one with TLS and this
-                one is without, or the reverse.
+            ClientError: this process is the client of another job over a network.
         """
         address = attachment.address
         self._attached = {other: job for other, job in self._attached.items() if other.is_open}
@@ -297,14 +296,9 @@ class _Client:
                     "job first, or use another process"
                 )
         scheme = "tls" if attachment.leaf else "tcp"
-        if not self._url:
+        if not self._url.startswith(f"{scheme}:"):  # Monarch refuses a second address (``become_client``)
             here = local_addresses.advertised(address, False, HostSpec())
             self._url = f"{scheme}://{here}:0"
-        elif not self._url.startswith(scheme):  # its hosts would connect to it without TLS
-            raise ClientError(
-                f"this process was the client of a job {'without' if attachment.leaf else 'with'} TLS, unlike "
-                f"{handle}, and Monarch has one listening address for each process: use another process"
-            )
         self._attached[attachment] = handle
         return self._url, self.files(attachment.leaf) if attachment.leaf else []
 
