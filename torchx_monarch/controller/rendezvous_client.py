@@ -44,8 +44,6 @@ async def handshake(
     expected: str,
     timeout: float,
     on_failure: Callable[[ConnectError], None] = lambda error: None,
-    aim: str = "replica 0 was not reached",
-    refused: str = "replica 0 refused this host",
 ) -> tuple[messages.Message, asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to a replica 0 and greet it. Retry until it listens and sends the expected answer.
 
@@ -67,7 +65,7 @@ async def handshake(
                 return answer, reader, writer
             writer.close()
             if answer is not None:
-                refusal = f"{refused}: {answer.get('reason')}"
+                refusal = f"replica 0 refused this host: {answer.get('reason')}"
                 if answer.get("later"):
                     raise PutOffError(refusal)
                 if answer.get("taken"):
@@ -86,7 +84,7 @@ async def handshake(
                 raise RendezvousError(why) from None
         await asyncio.sleep(pause)
         pause = min(pause * 1.2, _MAX_RETRY_DELAY)
-    raise RendezvousError(f"{aim} in {timeout:g} s: {why}")
+    raise RendezvousError(f"replica 0 was not reached in {timeout:g} s: {why}")
 
 
 class RendezvousClient:

@@ -168,10 +168,7 @@ class Roles:
         """Look up the address on which replica 0 of a role listens, and retry until it has registered."""
         assert self.server is not None
         greeting = {"type": "lookup-role", **dataclasses.asdict(_Greeting(role, self.start))}
-        aim = f"where replica 0 of role {role!r} listens was not to be learned from the first role's replica 0"
-        answer, _, writer = await handshake(
-            network, self.server, greeting, "found", timeout, on_failure, aim, str(self.server)
-        )
+        answer, _, writer = await handshake(network, self.server, greeting, "found", timeout, on_failure)
         writer.close()
         found = f"{self.server.scheme}:{answer.get('host')}:{answer.get('port')}"
         try:
@@ -390,12 +387,8 @@ class RoleClient(RoleCoordinator):
         options, server = self._roles.options, self._roles.server
         assert server is not None
         timeout = options.host_timeout if self._roles.looks_up else _TRY_FOR
-        aim = (
-            f"the first role's replica 0, through which the hosts of role {options.role!r} find theirs, was not reached"
-        )
-        _, reader, writer = await handshake(
-            self._network, server, greeting, "registered", timeout, self._not_registered, aim, str(server)
-        )
+        registering = handshake(self._network, server, greeting, "registered", timeout, self._not_registered)
+        _, reader, writer = await registering
         return reader, writer
 
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
