@@ -338,7 +338,7 @@ class SPMDJob(AttachedJob):
         readers: dict[tuple[int, str], LineReader] = {}
         with contextlib.closing(self._records(greeting)) as records:
             for record in records:
-                if record["type"] == "output":
+                if record["type"] == "output" and rank in (None, record["rank"]):
                     reader = readers.setdefault((record["rank"], record["stream"]), LineReader())
                     for line in reader.feed(record["text"].encode(errors="surrogateescape")):
                         yield line.decode(errors="replace").removesuffix("\n")

@@ -44,13 +44,12 @@ _LINES = re.compile(r"[^\n]*\n|[^\n]+")
 class Records:
     """Iterate over the records of a run, from the first one; reconnect if the connection breaks.
 
-    The greeting of the connection was ``run`` or ``follow``, with the rank, or of all ranks (None).
+    The greeting of the connection was ``run`` or ``follow``.
     """
 
-    def __init__(self, hosts: Hosts, link: Connection, rank: int | None = None) -> None:
+    def __init__(self, hosts: Hosts, link: Connection) -> None:
         self._hosts = hosts
         self._link = link
-        self._rank = rank
         self._seen = 0
         self._closed = False
         self.run = 0
@@ -60,7 +59,7 @@ class Records:
         """Start or follow a run, after waiting for hosts that have not started yet."""
         link = hosts.open(greeting, ready=greeting["type"] == "run")
         try:
-            records = cls(hosts, link, greeting.get("rank"))
+            records = cls(hosts, link)
             records._accepted()
         except BaseException:
             link.close()
@@ -100,7 +99,7 @@ class Records:
         while time.monotonic() < until and not self._closed:
             self._link.close()
             try:
-                self._link = self._hosts.open({"type": "follow", "run": self.run, "rank": self._rank}, wait=False)
+                self._link = self._hosts.open({"type": "follow", "run": self.run}, wait=False)
                 self._accepted()
                 for _ in range(self._seen):
                     self._link.receive()

@@ -5,7 +5,7 @@ Clients send these greetings to replica 0, one per connection, in addition to th
 
 =============  =====================================================================================================
 ``run``        submit a run; the answer is ``accepted`` and then the run's records up to its ``result``
-``follow``     the same for a run that was accepted before, from its first record on
+``follow``     the same for a run that was accepted before, from its first record on; refused if it has no such ``rank``
 ``runs``       list the known runs; the answer is ``runs``, oldest first
 ``end-run``    stop a run and keep the hosts; the answer is ``ending``
 =============  =====================================================================================================
@@ -364,29 +364,20 @@ class RunQueue(Session):
     def _unended(self) -> list[Run]:
         return [*([self.current] if self.current else []), *self._queue]
 
-    async def _serve_records(self, run: Run, peer: Peer, rank: int | None = None, wait: bool = True) -> None:
-        """Send a run's records to a client, of one rank alone or (None) of all, until the last or its disconnection."""
-        if why := run.why_no_rank(rank):
-            raise RendezvousError(why)
+    async def _serve_records(self, run: Run, peer: Peer, wait: bool = True) -> None:
+        """Send a run's records to a client, until the last or its disconnection."""
         if await peer.send({"type": "accepted", "run": run.number}):
-            feeding = asyncio.ensure_future(self._feed(run, rank, wait, peer))
+            feeding = asyncio.ensure_future(self._feed(run, wait, peer))
             self._feeding.add(feeding)
             feeding.add_done_callback(self._feeding.discard)
             await peer.while_connected(feeding)
 
-    async def _feed(self, run: Run, rank: int | None, wait: bool, peer: Peer) -> None:
-        others = b'{"type":"output","rank":'
-        wanted = others if rank is None else b'{"type":"output","rank":%d,' % rank
-        unwanted = others if rank is None else (others, b'{"type":"value"')
+    async def _feed(self, run: Run, wait: bool, peer: Peer) -> None:
         last = b""
         with contextlib.suppress(OSError, RuntimeError):
             async for lines in run.run_log.follow(wait):
-                if why := run.why_no_rank(rank):  # the run was queued when the rank was checked before
-                    await peer.send({"type": "refused", "reason": why})
-                    return
-                matching = [line for line in lines if line.startswith(wanted) or not line.startswith(unwanted)]
-                last = matching[-1] if matching else last
-                peer.writer.write(b"".join(matching))
+                last = lines[-1]
+                peer.writer.write(b"".join(lines))
                 await peer.writer.drain()
             # The log lacks its last record if the disk was full.
             if run.last_record is not None and not last.startswith(b'{"type":"result"'):
@@ -411,7 +402,9 @@ class RunQueue(Session):
         rank = peer.greeting.get("rank")
         if rank is not None and type(rank) is not int:
             raise RendezvousError(f"rank={rank!r:.20} is no number")
-        await self._serve_records(run, peer, rank, wait)
+        if why := run.why_no_rank(rank):
+            raise RendezvousError(why)
+        await self._serve_records(run, peer, wait)
 
     async def _runs(self, peer: Peer) -> None:
         runs = [run.to_json() for run in (*self._ended, *self._unended())]
