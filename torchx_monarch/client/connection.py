@@ -35,13 +35,11 @@ class Target:
     Attributes:
         role: name of the role; empty for the role that listens at the address.
         credentials: text of ``transport.credentials.ClientCredentials``; empty if this machine has none.
-        given: whether the user gave the address; otherwise it comes from the scheduler or this machine's records.
     """
 
     address: Address
     role: str = ""
     credentials: str = ""
-    given: bool = False
 
     @classmethod
     def from_handle(cls, handle: str, role: str = "", address: str = "", runner: Runner | None = None) -> Target:
@@ -61,7 +59,7 @@ class Target:
         stored = stored_apps.load_credentials(scheduler, app_id)
         credentials, addresses = stored.credentials, stored.rendezvous
         if address:
-            return cls(_given(address, addresses, role), role, credentials, given=True)
+            return cls(_given(address, addresses, role), role, credentials)
         if not addresses:
             return cls(_on_this_machine(handle, app_id, role), role)
         role = role or next(iter(addresses))
@@ -255,9 +253,8 @@ def _connected(target: Target, timeout: float) -> socket.socket:
             forward = f"ssh -N -L 9000:{address.host}:{address.port} LOGIN_NODE"
             hint = f". From outside its network forward the port, as by `{forward}`, and use --address localhost:9000"
         why = explain(error, address)
-        # An address from the scheduler may not belong to replica 0 yet: Kubernetes reuses the addresses of pods, so
-        # another program may listen there until the host is ready. Only an address from the user is final.
-        raise UnreachableError(f"{why}{hint}", why.final and target.given) from None
+        # Not final: another program may listen there until the host is ready; Kubernetes reuses the addresses of pods.
+        raise UnreachableError(f"{why}{hint}") from None
 
 
 def _open_socket(address: Address, context: ssl.SSLContext | None, timeout: float) -> socket.socket:
