@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 import threading
 from collections.abc import Container, Iterator
 
@@ -152,7 +151,7 @@ class CodeStore(ContentStore):
             try:
                 yield from pack((digest, tree.contents[digest], self.path(digest)) for digest in digests)
             except ChangedError as error:
-                self._forget_changed(tree, os.path.basename(str(error)))
+                raise StoreError(f"a program has changed the code on this host: {error}") from None
 
     # -- working folders of runs ---------------------------------------------------------------------------------------
 
@@ -171,11 +170,7 @@ class CodeStore(ContentStore):
             if folder is None:
                 folder = self._choose_folder(tree_hash, workspace)
                 is_held = folder.tree == tree_hash
-                try:
-                    folder.checkout(tree, self.path)
-                except OSError:
-                    self._forget_changed(tree)
-                    raise
+                folder.checkout(tree, self.path)
                 if not is_held:
                     self._name(folder, brief(tree_hash))
             self._folders.remove(folder)
@@ -236,27 +231,6 @@ class CodeStore(ContentStore):
             with contextlib.suppress(OSError):
                 os.unlink(self.path(digest))
             self._contents.discard(digest)
-
-    def _forget_changed(self, tree: Tree, *digests: str) -> None:
-        """Delete the contents of a tree that a program has changed, and all trees that need them; raise ``StoreError``.
-
-        Args:
-            digests: contents that are known to be changed.
-        """
-        changed = {*digests, *(digest for digest, size in tree.contents.items() if not self._has(digest, size))}
-        with self._lock:
-            for digest in changed:
-                self._contents.discard(digest)
-                self._trees = {key: other for key, other in self._trees.items() if digest not in other.contents}
-                run_dirs.remove_tree(self.path(digest))
-        if changed:
-            raise StoreError(f"a program has changed it: {self.path(min(changed))}: the code must be sent again")
-
-    def _has(self, digest: str, size: int) -> bool:
-        with contextlib.suppress(OSError):
-            status = os.lstat(self.path(digest))
-            return stat.S_ISREG(status.st_mode) and status.st_size == size
-        return False
 
     @contextlib.contextmanager
     def _as_store_error(self, what: str) -> Iterator[None]:
