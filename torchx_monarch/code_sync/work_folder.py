@@ -2,8 +2,8 @@
 """Check out trees into the folder in which runs work.
 
 The files are copies of the stored contents, not links to them, because a run may write to its files and must not change
-the store. (On file systems that support it, a copy shares its blocks.) Before the next run, a checkout restores the
-files of the tree that runs have changed, and keeps the files that they have added, such as results and checkpoints.
+the store. Before the next run, a checkout restores the files of the tree that runs have changed, and keeps the files
+that they have added, such as results and checkpoints.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torchx_monarch.system import safe_files
 
 BYTECODE = "__pycache__"
 
-_SMALL = 1 << 20
-"""Largest file in bytes that is copied with read and write, which takes two system calls less than copy_file_range."""
+_PIECE = 1 << 20
+"""Most bytes that are read at a time."""
 
 _Mark = tuple[int, int, int, int]
 """Values that reveal a changed file: mode, size in bytes, ctime in nanoseconds, inode number. Unlike mtime, ctime
@@ -195,11 +195,7 @@ def _make(where: str, entry: Entry, source: Callable[[str], str]) -> None:
 
 def _copy(source: int, target: int, size: int) -> None:
     left = size
-    if size > _SMALL:
-        with contextlib.suppress(AttributeError, OSError):  # not on every file system; the loop below copies
-            while left and (copied := os.copy_file_range(source, target, left)):
-                left -= copied
-    while left and (data := os.read(source, min(left, _SMALL))):
+    while left and (data := os.read(source, min(left, _PIECE))):
         left -= len(data)
         safe_files.write_all(target, data)
 
