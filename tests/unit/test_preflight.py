@@ -16,7 +16,7 @@ from torchx_monarch.command.command import parse
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import TakeFacts
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
-from torchx_monarch.controller.preflight import Preflight, Problem, compare
+from torchx_monarch.controller.preflight import Preflight, compare
 from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.insight.progress import Reporter
@@ -34,12 +34,8 @@ GOOD = HostFacts(
 NO_FILE = os.strerror(2)
 
 
-def problems(*facts: HostFacts) -> list[Problem]:
-    return list(compare({replica: f"host {replica}" for replica in range(len(facts))}, dict(enumerate(facts))))
-
-
 def lines(*facts: HostFacts) -> list[str]:
-    return [problem.text for problem in problems(*facts)]
+    return list(compare({replica: f"host {replica}" for replica in range(len(facts))}, dict(enumerate(facts))))
 
 
 def with_version(name: str, version: str) -> HostFacts:
@@ -92,9 +88,9 @@ def test_a_path_that_exists_nowhere_is_no_difference() -> None:
 
 def test_a_problem_is_about_the_hosts_that_differ() -> None:
     other = with_version("torch", "2")
-    assert [problem.replicas for problem in problems(GOOD, other, GOOD, other)] == [[1, 3]]
+    assert [line.partition(" have ")[0] for line in lines(GOOD, other, GOOD, other)] == ["host 1 and host 3"]
     unreadable = dataclasses.replace(GOOD, paths={"/x": "Permission denied"})
-    assert [problem.replicas for problem in problems(unreadable, GOOD, unreadable, GOOD)] == [[0, 2]]
+    assert lines(unreadable, GOOD, unreadable, GOOD)[0].startswith("host 0 and host 2 cannot read /x: ")
 
 
 def test_many_hosts_are_not_all_listed() -> None:
@@ -184,9 +180,3 @@ def test_an_import_that_has_failed_is_said(tmp_path: Path) -> None:
     facts = take_facts(spec(["torchrun", "-m", "train"], tmp_path), {})
     assert facts.problem == "the import has failed" and facts.program is None
     assert take_facts(spec(["torchrun", "--no-python", "train"], tmp_path), {}).problem == ""
-
-
-def test_a_difference_names_its_host(capfd: pytest.CaptureFixture[str]) -> None:
-    preflight = Preflight(cast(JobHosts, ScriptedHosts("2")))
-    assert preflight.culprit is None
-    assert asyncio.run(preflight.check(HOSTS)) and preflight.culprit is HOSTS[1]

@@ -93,9 +93,6 @@ class Attempts:
         if self._launched < 0:
             self._restarts_left = options.max_restarts
         if reason := await self._preflight.check(hosts):
-            unfit = self._preflight.culprit
-            if unfit is not None and (excluded := self._gatherer.blame(unfit, reason, unfit=True)):
-                raise Interrupted(excluded)
             return JobResult(1, reason)
         budget, unjoined = options.max_restarts, frozenset[int]()
         backoff, clock = Backoff(), asyncio.get_running_loop().time

@@ -194,18 +194,14 @@ class HostGatherer:
         """Return the hosts that would join the present attempt if it were formed now."""
         return [host for host in self._choose() if host not in self._registry.members]
 
-    def blame(self, host: Registration, reason: str, unfit: bool = False) -> HostExcluded | None:
-        """Count a failure of a host, or exclude an unfit one; return the event that puts another host in its place."""
+    def blame(self, host: Registration, reason: str) -> HostExcluded | None:
+        """Count a failure of a host; return the event that puts another host in its place, if it is excluded now."""
         if len(self._registry.registered) == 1:  # no other host can take its place
             return None
         name = machine(host, self._registry.registered.values())
-        if unfit and self._failures.after and name not in self._failures.excluded:
-            self._failures.excluded.add(name)
-            message = f"{name} is excluded: {reason}"
-        elif not unfit and self._failures.add(name):
-            message = f"{name} is excluded after {self._failures.describe(name)}, the last: {reason}"
-        else:
+        if not self._failures.add(name):
             return None
+        message = f"{name} is excluded after {self._failures.describe(name)}, the last: {reason}"
         if host.replica in {chosen.replica for chosen in self._choose()}:
             why = "the controller runs there" if host.replica == 0 else "no other host can take its place now"
             message = f"{message}; it stays, because {why}"

@@ -8,7 +8,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from torchx_monarch.controller.host_messages import TakeFacts
 from torchx_monarch.controller.hosts import JobHosts
@@ -21,14 +20,13 @@ _ABSENT = os.strerror(errno.ENOENT)
 
 
 class Preflight:
-    """Compare the hosts of a run, once for each set of hosts; ``culprit`` is the unfit host that the last has found."""
+    """Compare the hosts of a run, once for each set of hosts."""
 
     def __init__(self, hosts: JobHosts) -> None:
         self._mode = hosts.options.spec.preflight
         self._hosts = hosts
         self._reporter = hosts.reporter
         self._checked: list[Registration] = []
-        self.culprit: Registration | None = None
 
     async def check(self, hosts: list[Registration]) -> str:
         """Check the hosts, unless these have been checked; return why the run must not start, empty if it may.
@@ -41,18 +39,16 @@ class Preflight:
         facts = {replica: answer async for replica, answer in self._hosts.ask(TakeFacts())}
         self._checked = hosts
         names = {host.replica: host.name for host in hosts}
-        problems = list(compare(names, {replica: facts[replica] for replica in names}))
-        texts = [one_line(problem.text, _LINE) for problem in problems]
-        for text in texts:
-            self._reporter.line(f"pre-flight: {text}")
+        found = compare(names, {replica: facts[replica] for replica in names})
+        problems = [one_line(problem, _LINE) for problem in found]
+        for problem in problems:
+            self._reporter.line(f"pre-flight: {problem}")
         if not problems:
             self._reporter.line(f"pre-flight: {len(hosts)} hosts are alike ({time.monotonic() - began:.2f} s)")
         if not problems or self._mode == "warn":
             return ""
-        unfit = problems[0].replicas[-1]  # not the leader, if another host is as unfit
-        self.culprit = next(host for host in hosts if host.replica == unfit)
         more = f" (and {len(problems) - 1} more, see the log)" if len(problems) > 1 else ""
-        return f"pre-flight: {texts[0]}{more}"
+        return f"pre-flight: {problems[0]}{more}"
 
     def report_differences(self, hosts: list[Registration], facts: Mapping[int, HostFacts]) -> None:
         """Report how hosts differ whose ranks have started, once for each set of hosts; not if they were checked."""
@@ -60,29 +56,21 @@ class Preflight:
             return
         self._checked = hosts
         names = {host.replica: host.name for host in hosts}
-        found = [problem.text for problem in compare_code(names, {replica: facts[replica] for replica in names})]
-        if found:
+        if found := list(compare_code(names, {replica: facts[replica] for replica in names})):
             self._reporter.report("differences", one_line(f"hosts differ: {'; '.join(found)}", _LINE))
 
 
-class Problem(NamedTuple):
-    """A difference between hosts, or a deficiency of one; replica 0 comes first."""
-
-    replicas: Sequence[int]
-    text: str
-
-
-def compare(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[Problem]:
-    """Yield a problem for each difference or deficiency. Hosts are by replica, and replica 0 is the first."""
+def compare(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[str]:
+    """Yield a text for each difference or deficiency. Hosts are by replica, and replica 0 is the first."""
     yield from compare_code(names, facts)
     yield from _of_paths(names, facts)
     for replica, host in facts.items():
         if host.problem:
-            yield Problem([replica], f"{names[replica]} tells no versions: {host.problem}; see its log")
+            yield f"{names[replica]} tells no versions: {host.problem}; see its log"
 
 
-def compare_code(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[Problem]:
-    """Yield a problem for each version, and for the script, if hosts have different ones."""
+def compare_code(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[str]:
+    """Yield a text for each version, and for the script, if hosts have different ones."""
     for name in sorted({name for host in facts.values() for name in host.versions}):
         values = {replica: host.versions.get(name, "none") for replica, host in facts.items() if not host.problem}
         yield from _differences(names, values, name, f"install the same {name} on all hosts")
@@ -95,28 +83,26 @@ def compare_code(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> It
         yield from _differences(names, shown, "the program", advice)
 
 
-def _differences(names: Mapping[int, str], values: Mapping[int, str], what: str, advice: str) -> Iterator[Problem]:
-    """Yield a problem for each value that differs from that of most hosts; that of the first host if it is a tie."""
+def _differences(names: Mapping[int, str], values: Mapping[int, str], what: str, advice: str) -> Iterator[str]:
+    """Yield a text for each value that differs from that of most hosts; that of the first host if it is a tie."""
     usual = Counter(values.values()).most_common(1)[0][0] if values else ""  # of equal counts, the first to be seen
     others = [names[replica] for replica, value in values.items() if value == usual]
     for value in dict.fromkeys(values.values()):
         if value != usual:
-            replicas = [replica for replica in values if values[replica] == value]
-            hosts = _listed([names[replica] for replica in replicas])
-            verb = "has" if len(replicas) == 1 else "have"
-            yield Problem(replicas, f"{hosts} {verb} {what} {value}, and {_listed(others)} {usual}; {advice}")
+            hosts = [names[replica] for replica in values if values[replica] == value]
+            verb = "has" if len(hosts) == 1 else "have"
+            yield f"{_listed(hosts)} {verb} {what} {value}, and {_listed(others)} {usual}; {advice}"
 
 
-def _of_paths(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[Problem]:
-    """Yield a problem for each path that some host cannot read; one that exists nowhere disturbs no program."""
+def _of_paths(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[str]:
+    """Yield a text for each path that some host cannot read; one that exists nowhere disturbs no program."""
     for path in dict.fromkeys(path for host in facts.values() for path in host.paths):
         reasons = {replica: host.paths.get(path, "") for replica, host in facts.items()}
         if all(reason == _ABSENT for reason in reasons.values()):
             continue
         for reason in dict.fromkeys(filter(None, reasons.values())):
-            replicas = [replica for replica in reasons if reasons[replica] == reason]
-            hosts = _listed([names[replica] for replica in replicas])
-            yield Problem(replicas, f"{hosts} cannot read {path}: {reason}; mount it there, or fix its permissions")
+            hosts = _listed([names[replica] for replica in reasons if reasons[replica] == reason])
+            yield f"{hosts} cannot read {path}: {reason}; mount it there, or fix its permissions"
 
 
 def _listed(hosts: Sequence[str]) -> str:
