@@ -32,18 +32,12 @@ _READ = 1 << 20
 _PASSES = 5
 """Largest number of passes over a workspace that changes during the scan."""
 
-_TRIES = 20
-"""Largest number of times that a file is read if it changes while it is read."""
-
 _MAX_CACHE_BYTES = 256 << 20
 """Largest size of a file with cached values: a million files have about half of it."""
 
 _SAVE_THRESHOLD = 100
 """The cache is written to disk only if the ignore rules or more than this number of entries changed: reading a few
 files again is faster than writing the whole cache."""
-
-_PAUSE = 0.02
-"""Seconds between two attempts to read a changing file."""
 
 _MAX_FILE_BYTES, _MAX_TOTAL_BYTES = 100 << 20, 1 << 30
 """The largest size of a file and of all files: a larger folder is assumed to hold more than code."""
@@ -279,23 +273,14 @@ def _key(status: os.stat_result) -> tuple[int, int, int, int]:
 
 
 def _hash(path: str) -> tuple[os.stat_result, int, str]:
-    """Read a file until its status is the same before and after; return its status, size in bytes and digest.
-
-    For a file that changes all the time, such as a growing log, size and digest are those of the last read, and the
-    status may not match them.
-    """
-    for _ in range(_TRIES):
-        digest, size = hashlib.sha256(), 0
-        with open(path, "rb", buffering=0) as file:
-            before = os.fstat(file.fileno())
-            while data := file.read(_READ):
-                digest.update(data)
-                size += len(data)
-            after = os.fstat(file.fileno())
-        if _key(before) == _key(after) and size == after.st_size:
-            break
-        time.sleep(_PAUSE)
-    return after, size, digest.hexdigest()
+    """Read a file; return its status before that, and the size in bytes and the digest of what was read."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        while data := file.read(_READ):
+            digest.update(data)
+            size += len(data)
+    return status, size, digest.hexdigest()
 
 
 def _in_words(size: int) -> str:
