@@ -314,7 +314,6 @@ class RoleClient(RoleCoordinator):
         self._network = network
         self._reporter = reporter
         self._joint = bool(roles.options.application)
-        self._adopted = ""
         self._why = "no answer yet"
         self._may_begin = asyncio.Event()
         self._registered = asyncio.Event()
@@ -337,7 +336,7 @@ class RoleClient(RoleCoordinator):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._registered.wait(), within)
         if self._joint and self._writer is not None:
-            message = {"type": "ended", **_explained(result, self._roles.options.role, self._adopted)}
+            message = {"type": "ended", **_explained(result, self._roles.options.role)}
             await messages.send(self._writer, message)
 
     def _what(self) -> str:
@@ -401,12 +400,11 @@ class RoleClient(RoleCoordinator):
                 return
             ended = decode(JobResult, message or {})
         if not self._ended:
-            self._adopted = ended.reason
             self._events.post(_failure(ended))
         await asyncio.Event().wait()  # keep the connection open: it shows that hosts of this role still exist
 
 
-def _explained(result: JobResult, role: str, adopted: str) -> dict[str, Any]:
+def _explained(result: JobResult, role: str, adopted: str = "") -> dict[str, Any]:
     """Return the result of a role for a message; ``adopted`` is the reason that came from another role, if one did."""
     replica = result.cause.replica if result.cause else max(0, result.replica)
     reason = result.reason[: messages.MAX_ERROR]
