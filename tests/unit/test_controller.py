@@ -55,7 +55,7 @@ class Job:
         self.spared = sizes.spares > 0
         self._steps = list(steps)
         reporter = Reporter(Console(2), None, "trainer")
-        self.gatherer = HostGatherer(sizes, self.rendezvous.hosts, reporter, HostFailures(2, 60.0))
+        self.gatherer = HostGatherer(sizes, self.rendezvous.hosts, reporter, HostFailures(2))
         options = JobOptions(HostSpec(replacements=replacements, lease=0.05), sizes, "id", 1.0, report_timeout=0.05)
         self.hosts = SimpleNamespace(options=options, reporter=reporter)
         self.controller = Controller(self.rendezvous, self.gatherer, cast(Session, self))
@@ -228,7 +228,7 @@ def test_a_host_that_fails_again_makes_way_for_the_spare_and_without_one_it_stay
     assert job.gatherer.blame(hosts[1], "boom") is None
     excluded = job.gatherer.blame(hosts[1], "boom")
     assert isinstance(excluded, HostExcluded) and excluded.replica == 1
-    assert excluded.result.reason == "node (replica 1) is excluded after 2 failures within 60 s, the last: boom"
+    assert excluded.result.reason == "node (replica 1) is excluded after 2 failures within 1 h, the last: boom"
     assert [host.replica for host in job.gatherer._form()] == [0, 2]
     assert [job.gatherer.blame(hosts[2], "boom") for _ in range(2)] == [None, None], "the other one is bad, too"
     assert [host.replica for host in job.gatherer._form()] == [0, 2]

@@ -93,7 +93,7 @@ class ScriptedHosts(JobHosts):
 
 
 def new_attempts(hosts: JobHosts, failures: HostFailures | None = None) -> Callable[[], Attempts]:
-    gatherer = HostGatherer(FIXED, HostRegistry(2), hosts.reporter, failures or HostFailures(0, 1.0))
+    gatherer = HostGatherer(FIXED, HostRegistry(2), hosts.reporter, failures or HostFailures(0))
     return lambda: Attempts(hosts, gatherer, HangWatch(hosts))
 
 
@@ -166,9 +166,9 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
     ids=["all hosts alike", "one host", "each differently"],
 )
 def test_a_failure_that_all_hosts_share_is_not_counted_for_a_machine(codes: tuple[int, ...], blamed: list[str]) -> None:
-    failures, ended = HostFailures(9, 60.0), [exits(replica, code)[1][0] for replica, code in enumerate(codes)]
+    failures, ended = HostFailures(9), [exits(replica, code)[1][0] for replica, code in enumerate(codes)]
     assert batch([(0, ended)], GOOD, failures=failures).code == 0
-    assert [name for name in ("node0", "node1") if failures.describe(name) == "1 failure within 60 s"] == blamed
+    assert [name for name in ("node0", "node1") if failures.describe(name) == "1 failure within 1 h"] == blamed
 
 
 @pytest.mark.parametrize(

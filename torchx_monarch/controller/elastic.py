@@ -29,6 +29,10 @@ _ORDER_TIMEOUT = 2.0
 """Seconds for which the first attempt waits for hosts with lower numbers when a spare host has arrived before them."""
 
 
+_FAILURES_WITHIN = 3600.0
+"""Seconds within which the failures of a host count."""
+
+
 class TooFewHosts(Exception):
     """Fewer hosts than the minimum arrived in time; the message says which are missing."""
 
@@ -330,22 +334,21 @@ def machine(host: Registration, others: Collection[Registration]) -> str:
 
 
 class HostFailures:
-    """The failures of each machine, and the machines that are excluded: those with ``after`` failures, 0 for never,
-    within ``window`` seconds."""
+    """The failures of each machine, and the machines that are excluded: those with ``after`` failures within an hour,
+    0 for never."""
 
-    def __init__(self, after: int, window: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, after: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.excluded: set[str] = set()
-        self.after = after
-        self._window = window
+        self._after = after
         self._clock = clock
         self._failures: dict[str, list[float]] = {}
 
     def add(self, name: str) -> bool:
         """Count a failure of a machine; return whether it is the one that excludes the machine."""
         now = self._clock()
-        recent = [at for at in self._failures.get(name, ()) if at > now - self._window]
+        recent = [at for at in self._failures.get(name, ()) if at > now - _FAILURES_WITHIN]
         self._failures[name] = [*recent, now]
-        if not self.after or name in self.excluded or len(recent) + 1 < self.after:
+        if not self._after or name in self.excluded or len(recent) + 1 < self._after:
             return False
         self.excluded.add(name)
         return True
@@ -353,6 +356,4 @@ class HostFailures:
     def describe(self, name: str) -> str:
         """Return how often a machine has failed: ``3 failures within 1 h``."""
         count = len(self._failures.get(name, ()))
-        hours = self._window / 3600
-        within = f"{hours:g} h" if hours >= 1 else f"{self._window:g} s"
-        return f"{count} failure{'' if count == 1 else 's'} within {within}"
+        return f"{count} failure{'' if count == 1 else 's'} within 1 h"

@@ -227,7 +227,7 @@ class HostProcess:
             # Over a network, the loss of a machine is noticed only after peer_timeout seconds of silence.
             options.peer_timeout + 3.0 if network.rendezvous.networked else 1.0,
         )
-        failures = HostFailures(options.exclude_after, options.exclude_window)
+        failures = HostFailures(options.exclude_after)
         gatherer = HostGatherer(sizes, rendezvous.hosts, host.reporter, failures)
         session = workload.session(rendezvous, network, gatherer, job)
         controller = Controller(rendezvous, gatherer, session)

@@ -167,8 +167,7 @@ class HostSpec:
     )
     same_step_limit: int = _count(3, "failures in a row at one step after which ranks are not restarted; 0: any number")
     spares: int = _count(0, "how many of the replicas are spare hosts, which take the place of lost or bad ones")
-    exclude_after: int = _count(3, "failures of a host after which another takes its place; 0: any number")
-    exclude_window: float = _seconds(3600.0, "seconds within which the failures of a host count", 1)
+    exclude_after: int = _count(3, "failures of a host in an hour after which another takes its place; 0: any number")
     replacements: int = _count(0, "how many lost hosts the backend replaces while the job goes on")
     rendezvous: str = _flag(
         "",

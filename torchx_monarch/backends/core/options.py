@@ -72,10 +72,7 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     4+1x8` says the same."""
 
     exclude_after: int = 3
-    """Number of failures of one host within `exclude_window` after which another is used in its place; 0: never."""
-
-    exclude_window: int = 3600
-    """Seconds within which the failures of a host count."""
+    """Number of failures of one host within an hour after which another is used in its place; 0: never."""
 
     on_end: str = ""
     """A shell command that is run once when the job has ended, with its end as JSON on stdin."""
