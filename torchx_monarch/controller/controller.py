@@ -135,8 +135,6 @@ class Session:
             Interrupted: the refusal, or what a host itself reports meanwhile, ends the job.
         """
         reason = (refusal.reason.splitlines() or ["refused"])[0]
-        if refusal.own:
-            raise Interrupted(StopRequested(0, JobResult(1, f"host 0: {reason}")))
         failure = StopRequested(0, JobResult(1, reason))
         raise Interrupted(await self._events.report_within(self.hosts.options.report_timeout, failure))
 

@@ -50,15 +50,11 @@ class HostError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class HostRefused(HostError):
-    """A host cannot execute a request; ``own`` says that the request was to the leader's own host alone.
-
-    ``code`` is the exit code of the run that needs the request.
-    """
+    """A host cannot execute a request; ``code`` is the exit code of the run that needs it."""
 
     host: str
     reason: str
     code: int = 1
-    own: bool = False
 
     def __str__(self) -> str:
         return f"{self.host}: {self.reason}"

@@ -99,11 +99,7 @@ class JobHosts:
 
     async def ask_own(self, request: Request[AnswerT], timeout: float) -> AnswerT:
         """Send a request to the leader's own host alone, and return the answer (see ``ask``)."""
-        try:
-            return [answer async for _, answer in self.ask(request, timeout, self.present[:1])][0]
-        except HostRefused as refusal:
-            refusal.own = True
-            raise
+        return [answer async for _, answer in self.ask(request, timeout, self.present[:1])][0]
 
     async def ask(
         self, request: Request[AnswerT], timeout: float | None = None, hosts: Sequence[Registration] | None = None
