@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import resource
@@ -14,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from torchx_monarch.backends.core.snapshot import ReplicaSnapshot
 from torchx_monarch.backends.core.state import HOST_EXTRA
@@ -118,9 +117,8 @@ class Replica:
         self._request = request
         self.env = dict(env)
         self._selector = selector
-        self._pipes: dict[int, str] = {}
+        self._pipes: dict[IO[bytes], str] = {}
         self._error_file = self.env["TORCHELASTIC_ERROR_FILE"]
-        self._unreadable = ""
 
     @property
     def name(self) -> str:
@@ -160,54 +158,54 @@ class Replica:
             "MONARCH_STOP_FILE": self._stop_file,
         }
         try:
-            pid, pipes = spawn(self._request.args, env, self._request.cwd)
+            process = spawn(self._request.args, env, self._request.cwd)
         except (OSError, ValueError) as e:  # ValueError: a null byte in an argument
-            reason = e.strerror if isinstance(e, SpawnError) else f"{e}{open_files.hint(e)}"
             self.final = True
-            self._ended(EXIT_NOT_STARTED, f"replica {self.name} could not be started: {reason}")
+            self._ended(EXIT_NOT_STARTED, f"replica {self.name} could not be started: {e}{open_files.hint(e)}")
             return False
-        self.record.pid, self.record.state = pid, State.RUNNING
-        for stream, end in zip((log_files.STDOUT, log_files.STDERR), pipes, strict=True):
-            os.set_blocking(end, False)
-            self._pipes[end] = stream
-            self._selector.register(end, selectors.EVENT_READ, self)
+        self.record.pid, self.record.state = process.pid, State.RUNNING
+        for stream, pipe in (log_files.STDOUT, process.stdout), (log_files.STDERR, process.stderr):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            self._pipes[pipe] = stream
+            self._selector.register(pipe, selectors.EVENT_READ, self)
         return True
 
-    def read(self, fd: int) -> None:
+    def read(self, pipe: IO[bytes]) -> None:
         """Read what one of its pipes holds."""
         # A pipe of an earlier start may still be in the batch of events that the selector has returned.
-        if fd in self._pipes:
-            self._drain(fd, 4 * log_files.CHUNK)
+        if pipe in self._pipes:
+            self._drain(pipe, 4 * log_files.CHUNK)
 
-    def _drain(self, fd: int, limit: int) -> None:
+    def _drain(self, pipe: IO[bytes], limit: int) -> None:
         while limit > 0:
             try:
-                data = os.read(fd, log_files.CHUNK)
+                data = os.read(pipe.fileno(), log_files.CHUNK)
             except BlockingIOError:
                 return
             if not data:  # all writers are gone
-                self._close_pipe(fd)
+                self._close_pipe(pipe)
                 return
-            self.logs.feed(self._pipes[fd], data)
+            self.logs.feed(self._pipes[pipe], data)
             limit -= len(data)
 
-    def _close_pipe(self, fd: int) -> None:
-        self._selector.unregister(fd)
-        del self._pipes[fd]
-        os.close(fd)
+    def _close_pipe(self, pipe: IO[bytes]) -> None:
+        self._selector.unregister(pipe)
+        del self._pipes[pipe]
+        pipe.close()
 
     def close_pipes(self) -> None:
         """Read what is left in the pipes and close them, even if other processes still hold the write ends."""
-        for fd in list(self._pipes):
+        for pipe in list(self._pipes):
             # Read at most a pipe's capacity: an orphan process may write without end.
-            self._drain(fd, _PIPE_BYTES)
-            if fd in self._pipes:
-                self._close_pipe(fd)
+            self._drain(pipe, _PIPE_BYTES)
+            if pipe in self._pipes:
+                self._close_pipe(pipe)
 
     def exited(self, code: int) -> None:
         """Record that its process has ended."""
-        for fd in list(self._pipes):
-            self._drain(fd, _PIPE_BYTES)
+        for pipe in list(self._pipes):
+            self._drain(pipe, _PIPE_BYTES)
         text = f"replica {self.name} (pid {self.record.pid}) {describe_code(code)}"
         if self._killed_for:
             text += f": {self._killed_for}"
@@ -225,8 +223,6 @@ class Replica:
             self.record.state = State.SUCCEEDED
             return
         self.record.error = self.read_error()
-        if self._unreadable:
-            text += f"; its error file is unreadable: {self._unreadable}"
         self.logs.say(text)
         self.record.state = State.CANCELLED if self.stopping else State.FAILED
         if not self.stopping:
@@ -243,11 +239,9 @@ class Replica:
         """Return the known fields of its error file as JSON; None if the file is missing or unreadable."""
         # A role may set TORCHELASTIC_ERROR_FILE itself; that file may be left over from an earlier job.
         since = (self.record.started or 0.0) - 0.1
-        self._unreadable = ""
         try:
             found = error_files.read(self._error_file, since)
-        except error_files.UnreadableError as error:
-            self._unreadable = str(error)
+        except error_files.UnreadableError:
             return None
         return None if found is None else json.dumps(found)
 
@@ -310,76 +304,41 @@ def error_message(error: str | None) -> str:
     return one_line(lines[0], 500) if lines else ""
 
 
-class SpawnError(OSError):
-    """Raised when a command cannot be started; the text is one complete sentence."""
-
-
 def _find_program(name: str, path: str, cwd: str) -> str:
     """Return the path of a command's program: the first match on PATH, then in the working directory."""
-    folders = [] if "/" in name else [folder or "." for folder in path.split(os.pathsep)]
-    candidates = [os.path.join(cwd, folder, name) for folder in (*folders, "")]
-    present = [candidate for candidate in candidates if os.path.isfile(candidate)]
-    for candidate in present:
-        if os.access(candidate, os.X_OK):
+    for folder in () if "/" in name else path.split(os.pathsep):
+        candidate = os.path.join(cwd, folder, name)
+        if os.path.isfile(candidate) and os.access(candidate, os.X_OK):
             return candidate
-    if present:
-        raise SpawnError(
-            errno.EACCES, f"{present[0]} is not executable. Run chmod +x on it, or start it with its interpreter."
-        )
-    if "/" in name:
-        raise SpawnError(errno.ENOENT, f"the program {candidates[0]} does not exist.")
-    raise SpawnError(errno.ENOENT, f"the program {name!r} is neither on the PATH ({path}) nor in {cwd}.")
+    return os.path.join(cwd, name)
 
 
-def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> tuple[int, tuple[int, int]]:
-    """Start a process; return its pid when it runs its program, and the read ends of its stdout and stderr.
+def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> subprocess.Popen[bytes]:
+    """Start a process, and return when it runs its program. The caller reaps it.
 
     It leads a new session, reads /dev/null, has default signals, and is killed when the calling thread ends.
-
-    Raises:
-        SpawnError: the program or the working directory cannot be used.
-        OSError: the system refuses another process or another pipe.
     """
-    if not os.path.isdir(cwd):
-        raise SpawnError(errno.ENOENT, f"the working directory {cwd} does not exist.")
-    program = _find_program(argv[0], env.get("PATH", os.defpath), cwd)
-    parent = os.getpid()
-    stdout, stdout_end = os.pipe()
-    try:
-        stderr, stderr_end = os.pipe()
-    except OSError:
-        os.close(stdout)
-        os.close(stdout_end)
-        raise
+    program, parent = _find_program(argv[0], env.get("PATH", os.defpath), cwd), os.getpid()
     # Block signals: a handler in the child would write to the wake-up pipe that it shares with its parent.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         process = subprocess.Popen(
             argv,
+            bufsize=0,
             executable=program,
             stdin=subprocess.DEVNULL,
-            stdout=stdout_end,
-            stderr=stderr_end,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env=env,
             cwd=cwd,
             start_new_session=True,
             close_fds=False,  # a batch system may give its tasks descriptors (PMI_FD); Python's own are not inheritable
             preexec_fn=lambda: _set_up_child(parent),
         )
-    except BaseException as error:
-        os.close(stdout)
-        os.close(stderr)
-        if not isinstance(error, OSError) or error.filename not in (program, cwd) or error.errno is None:
-            raise
-        refused = f"the working directory {cwd} cannot be entered"
-        refused = refused if error.filename == cwd else f"{program} cannot be executed"
-        raise SpawnError(error.errno, f"{refused}: {os.strerror(error.errno)}.") from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os.close(stdout_end)
-        os.close(stderr_end)
-    process.returncode = 0  # the caller reaps its children; without this, Popen would reap some of them
-    return process.pid, (stdout, stderr)
+    process.returncode = 0  # without this, Popen would reap some of the caller's children
+    return process
 
 
 def _set_up_child(parent: int) -> None:

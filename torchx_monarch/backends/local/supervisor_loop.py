@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from typing import ClassVar
+from typing import IO, ClassVar, cast
 
 from torchx_monarch.backends.core import state_files, stop_request
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
@@ -138,7 +138,7 @@ class SupervisorLoop:
         while not self._done:
             for key, _ in self._selector.select(self._on_time()):
                 if isinstance(key.data, Replica):
-                    key.data.read(key.fd)
+                    key.data.read(cast("IO[bytes]", key.fileobj))
                 else:
                     self._on_signals(os.read(wake, 4096))
 
