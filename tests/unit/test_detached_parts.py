@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torchx.runner import Runner
 from torchx.specs import (
     NULL_RESOURCE,
     AppDef,
@@ -31,6 +32,7 @@ from torchx_monarch.backends.local import gpus, render
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.supervisor.replica import ReplicaRequest, error_message
 from torchx_monarch.system import processes, safe_files
 
@@ -109,24 +111,14 @@ def test_counting_gpus(tmp_path: Path) -> None:
     assert gpus.devices({"PATH": str(tmp_path / "none")}) == []
 
 
-def gpu_app(replicas: int, gpus: int) -> AppDef:
-    role = Role("r", image="", entrypoint="x", num_replicas=replicas, resource=Resource(1, gpus, 1))
-    return AppDef("a", [role, Role("cpu", image="", entrypoint="x")])
-
-
-def test_gpus_of_replicas(caplog: pytest.LogCaptureFixture) -> None:
-    environ = {"CUDA_VISIBLE_DEVICES": "4,5,6"}
-    request = rendered(gpu_app(2, 1), grace=1, assign_gpus=True, environ=environ)
-    assert [r.env.get("CUDA_VISIBLE_DEVICES") for role in request.roles for r in role.replicas] == ["4", "5", None]
-    assert not caplog.records
-    request = rendered(gpu_app(2, 2), grace=1, assign_gpus=True, environ=environ)
-    assert request.roles[0].replicas[0].env == {}
-    assert "asks for 4 GPUs, and this machine has 3" in caplog.text
-    caplog.clear()
-    rendered(gpu_app(1, 2), grace=1, assign_gpus=False, environ=environ)
-    assert not caplog.records, "one replica may have all GPUs"
-    rendered(gpu_app(2, 1), grace=1, assign_gpus=False, environ=environ)
-    assert "auto_set_cuda_visible_devices=True" in caplog.text
+def test_gpus_that_are_not_divided(caplog: pytest.LogCaptureFixture) -> None:
+    runner = Runner("", {"monarch_local": monarch_local})
+    for replicas, warnings in ((1, 0), (2, 1)):
+        role = Role("r", image="", entrypoint="x", num_replicas=replicas, resource=Resource(1, 2, 1))
+        runner.dryrun(AppDef("a", [role]), "monarch_local")
+        assert caplog.text.count(f"-cfg gpus={2 * replicas} divides") == warnings
+    runner.dryrun(AppDef("a", [role]), "monarch_local", {"gpus": 2})
+    assert len(caplog.records) == 1
 
 
 def test_rendering_leaves_the_app_alone() -> None:
@@ -134,7 +126,7 @@ def test_rendering_leaves_the_app_alone() -> None:
         "a", [Role("r", image="", entrypoint="x", args=["${app_id}"], env={"A": "${replica_id}"}, num_replicas=2)]
     )
     before = copy.deepcopy(app)
-    request = rendered(app, grace=1, assign_gpus=False, environ={})
+    request = rendered(app, grace=1)
     assert app == before
     assert request.roles[0].replicas[1] == ReplicaRequest(["x", request.app_id], {"A": "1"}, os.getcwd())
 

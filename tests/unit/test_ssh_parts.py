@@ -22,12 +22,12 @@ from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.backend import LogQuery
-from torchx_monarch.backends.core.errors import BackendError, StateAccessError, SubmitError, UserError
+from torchx_monarch.backends.core.errors import BackendError, StateAccessError, UserError
 from torchx_monarch.backends.core.snapshot import RoleSnapshot
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.stored_apps import StoredApps
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.local import folder, gpus
+from torchx_monarch.backends.local import folder
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.backends.ssh import native, workspace
 from torchx_monarch.backends.ssh.backend import SshBackend
@@ -271,19 +271,6 @@ def test_another_users_list_of_machines(tmp_path: Path, caplog: pytest.LogCaptur
     assert f"{folder} is a symbolic link" in caplog.text
     stored.remove("x")
     assert (tmp_path / "x").exists()
-
-
-def test_a_living_replica_keeps_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of its supervisors runs here; that is not asked."""
-    monkeypatch.setattr(gpus, "devices", lambda environ: ["0", "1", "2"])
-    monkeypatch.setattr(folder, "current_state", lambda paths: AppRecord("x.0.0", "x", 0.0))
-    paths = entry.paths_of("x.0.0")
-    os.makedirs(paths.root)
-    place = Place("x", 0, 0, 0.0, 5.0, Layout([["a"]]), "", gpus=["1", "2"])
-    state_files.write_json(f"{paths.root}/place.json", asdict(place))
-    assert entry.free_gpus(1, "") == ["0"]
-    with pytest.raises(SubmitError, match="asks for 2 of this machine's 3 GPUs, and 1 are free"):
-        entry.free_gpus(2, "")
 
 
 def test_the_home_folder_is_no_workspace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runner: Runner) -> None:

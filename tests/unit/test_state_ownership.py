@@ -38,7 +38,7 @@ def app(name: str, state: State = State.SUCCEEDED, ended: float | None = None) -
     """Write the folder of an app; no process runs."""
     definition = AppDef(name, [Role("r", image="", entrypoint="true")])
     submitted = SubmittedApp(definition, [RoleSpec("r")])
-    request = render(definition, submitted.roles, grace=5.0, assign_gpus=False, environ={})
+    request = render(definition, submitted.roles, grace=5.0)
     request, lock = submit._make_folder(request, submitted.to_json(), lambda root: None, time.time())
     os.close(lock)
     paths = state_files.app_paths(request.app_id)
@@ -138,7 +138,7 @@ def test_another_users_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
         scheduler.list()
     definition = AppDef("mine", [Role("r", image="", entrypoint="true")])
     submitted = SubmittedApp(definition, [RoleSpec("r")])
-    request = render(definition, submitted.roles, grace=5.0, assign_gpus=False, environ={})
+    request = render(definition, submitted.roles, grace=5.0)
     with pytest.raises(StateDirError, match="belongs to .*MONARCH_STATE_DIR"):
         submit.submit(request, submitted.to_json())
     with pytest.raises(OSError, match="belongs to"):

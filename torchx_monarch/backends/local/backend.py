@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pprint
 from collections.abc import Iterator
@@ -26,13 +27,12 @@ from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_files
 
+_log = logging.getLogger("torchx_monarch")
+
 
 @dataclass
 class LocalOpts(QueueOpts, MonarchOpts):
     """Run options of monarch_local."""
-
-    auto_set_cuda_visible_devices: bool = False
-    """Divide this machine's GPUs between the replicas by setting CUDA_VISIBLE_DEVICES."""
 
 
 class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
@@ -53,10 +53,14 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         check_queue(options)
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: LocalOpts) -> LocalRequest:
-        assign_gpus = options.auto_set_cuda_visible_devices and not options.gpus
-        request = render.render(
-            app, submitted.roles, grace=options.grace, assign_gpus=assign_gpus, environ=os.environ, lease=options.lease
-        )
+        counts = [role.resource.gpu for role in app.roles for _ in range(role.num_replicas) if role.resource.gpu > 0]
+        if len(counts) > 1 and not options.gpus:
+            _log.warning(
+                "several replicas of this app ask for GPUs, and all of them will see all GPUs of this machine; "
+                "-cfg gpus=%d divides so many between them",
+                sum(counts),
+            )
+        request = render.render(app, submitted.roles, grace=options.grace, lease=options.lease)
         replicas = sum(len(role.replicas) for role in request.roles if not role.spec.sidecar)
         if options.gpus % max(1, replicas):
             raise UserError(f"Run option `gpus` is {options.gpus}, which {replicas} replicas cannot share equally")

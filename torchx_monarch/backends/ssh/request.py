@@ -45,7 +45,7 @@ class SshRequest:
     Attributes:
         app_id: id of the app: its name, a random suffix, ``@`` and its first machine.
         machines: for each role the machines of its replicas.
-        gpus: for each role the GPUs that a replica needs.
+        gpus: for each role the GPUs that a replica asks for, and waits for without run options.
         queue: the GPUs and the slots that each replica waits for (``machine_queue``).
         workspaces: for each role the folders of its workspace (``workspace.projects``).
     """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -75,23 +74,6 @@ def _address() -> str:
     words = os.environ.get("SSH_CONNECTION", "").split()
     own = words[2] if len(words) == 4 else ""
     return own if own and not own.startswith("127.") and own != "::1" else os.uname().nodename
-
-
-def free_gpus(count: int, path: str) -> list[str]:
-    """Return GPUs that no living replica has; empty on a machine without any."""
-    from torchx_monarch.backends.core.errors import SubmitError
-
-    every = gpus.devices({**os.environ, "PATH": path})
-    if not every:
-        return []
-    living = [replica for name in _names() if (replica := _find(name)) and not replica.record.terminal]
-    free = [gpu for gpu in every if not any(gpu in replica.place.gpus for replica in living)]
-    if len(free) < count:
-        raise SubmitError(
-            f"the replica asks for {count} of this machine's {len(every)} GPUs, and {len(free)} are free; other jobs "
-            "have the rest"
-        )
-    return free[:count]
 
 
 def _find(name: str, brief: bool = True) -> FoundReplica | None:
@@ -177,6 +159,7 @@ class OrderServer:
         Args:
             request: its ``LocalRequest``. Its command may begin with ``python``: this interpreter.
             place: its ``Place``.
+            gpu_count: the GPUs for which it waits, if the machine has any and its role names none.
             workspace: the hash of the one in which the replica runs; empty without one.
         """
         from torchx_monarch.backends.local import submit  # imports TorchX, which the other orders do without
@@ -193,8 +176,10 @@ class OrderServer:
         if replica.args[0] == "python":
             replica.args[0] = sys.executable
         replica.env.setdefault("PATH", f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}")
-
-        if reason := machine_queue.check(decoded.gpus, decoded.slots, {**os.environ, "PATH": replica.env["PATH"]}):
+        environ = {**os.environ, "PATH": replica.env["PATH"]}
+        if gpu_count and gpus.CUDA_VISIBLE_DEVICES not in replica.env and gpus.devices(environ):
+            decoded.gpus = gpu_count
+        if reason := machine_queue.check(decoded.gpus, decoded.slots, environ):
             raise ValueError(reason)
 
         def fill(root: str) -> None:
@@ -202,16 +187,7 @@ class OrderServer:
             if workspace:
                 self._code.check_out(workspace, os.path.join(root, _WORKSPACE))
 
-        lock = os.open(state_files.make_folder("apps"), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one client at a time chooses GPUs, which it notes in the folder
-            if gpu_count > 0 and gpus.CUDA_VISIBLE_DEVICES not in replica.env:
-                where.gpus = free_gpus(gpu_count, replica.env["PATH"])
-                if where.gpus:
-                    replica.env[gpus.CUDA_VISIBLE_DEVICES] = ",".join(where.gpus)
-            submit.submit(decoded, app, fill)
-        finally:
-            os.close(lock)
+        submit.submit(decoded, app, fill)
         with contextlib.suppress(OSError):  # for clients that have no more than a handle
             safe_files.replace_file(os.path.join(state_files.state_dir(), PYTHON_FILE), os.fsencode(sys.executable))
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.local.status import AppRecord
@@ -52,7 +52,6 @@ class Place:
         replica: its index in the role.
         created: when the app was submitted, in seconds since the epoch.
         packed: the app, as ``SubmittedApp.pack`` has encoded it.
-        gpus: the GPUs that it has, as CUDA_VISIBLE_DEVICES names them.
         address: the address of its machine.
     """
 
@@ -63,7 +62,6 @@ class Place:
     grace: float
     layout: Layout
     packed: str
-    gpus: list[str] = field(default_factory=list)
     address: str = ""
 
 
