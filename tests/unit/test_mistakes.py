@@ -158,17 +158,10 @@ def test_an_option_that_is_none(torchx: Command, tmp_path: Path, monkeypatch: py
     assert "`grace` is None; it needs a value. Leave it out for its default, 30" in said
 
 
-def test_the_section_of_torchxs_scheduler(torchx: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / "config"))
-    (tmp_path / "config").write_text("[slurm]\nnomem = quux\n")
-    said = torchx("run", "-s", "monarch_slurm", "--dryrun", "utils.echo")
-    assert "Run option `nomem` is 'quux', which is no bool" in said
-
-
 def test_options_are_read_as_by_torchx() -> None:
     plain = runopts()
     plain.add("grace", type_=int, default=1, help="seconds")
-    options = CheckedRunopts(plain, {})
+    options = CheckedRunopts(plain)
     assert options.cfg_from_str("grace=5") == {"grace": 5}
     with pytest.raises(InvalidRunConfigException, match="`grace` is 'x'"):
         options.cfg_from_str("grace=x")

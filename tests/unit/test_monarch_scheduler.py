@@ -71,15 +71,6 @@ def test_what_torchx_cannot_pack_is_named(runner: Runner, app: AppDef, tmp_path:
         runner.dryrun(app, "monarch_slurm", cfg={"job_dir": str(tmp_path / "job")}, workspace=f"file://{workspace}")
 
 
-def test_section_of_the_wrapped_scheduler_is_honoured(
-    runner: Runner, app: AppDef, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config").write_text("[slurm]\npartition = fromfile\n")
-    monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / "config"))
-    assert "--partition=fromfile" in str(runner.dryrun(app, "monarch_slurm"))
-    assert "--partition=typed" in str(runner.dryrun(app, "monarch_slurm", cfg={"partition": "typed"}))
-
-
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
-from torchx.schedulers import DEFAULT_SCHEDULER_MODULES
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, InvalidRunConfigException, Role, runopts
 from torchx.workspace import WorkspaceMixin
@@ -36,7 +35,7 @@ from torchx_monarch.schedulers.command import keep_threads_quiet, subcommand
 from torchx_monarch.schedulers.description import describe, shorten, summarize
 from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.log_display import LogDisplay
-from torchx_monarch.schedulers.run_options import CheckedRunopts, read_section
+from torchx_monarch.schedulers.run_options import CheckedRunopts
 from torchx_monarch.system.error_files import write_for_caller
 from torchx_monarch.system.processes import raise_file_limit
 
@@ -88,14 +87,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     # -- options -------------------------------------------------------------------------------------------------------
 
     def run_opts(self) -> runopts:
-        """Return the options of the backend.
-
-        Defaults come from the section in ``.torchxconfig`` of TorchX's own scheduler for the same place, if it has one.
-        """
-        name = self.inner.config_section
-        # Without TorchX's scheduler of this name, nobody means its section.
-        section = read_section(name) if name in DEFAULT_SCHEDULER_MODULES else {}
-        return CheckedRunopts(self.inner.run_opts(), section)
+        return CheckedRunopts(self.inner.run_opts())
 
     def _options(self, cfg: Cfg) -> MonarchOpts:
         """Convert run options, with defaults filled in, to the backend's type and check them."""

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import configparser
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from torchx.runner import config
 from torchx.specs import CfgVal, InvalidRunConfigException, runopts
 from torchx.specs.api import runopt
 from torchx.util.types import to_dict
@@ -37,9 +35,9 @@ class _NamedOption(runopt):  # type: ignore[misc]
 
 
 class CheckedRunopts(runopts):  # type: ignore[misc]
-    """Run options whose errors name the option that has a wrong value; a section of a file replaces the defaults."""
+    """Run options whose errors name the option that has a wrong value."""
 
-    def __init__(self, options: runopts, section: Mapping[str, str]) -> None:
+    def __init__(self, options: runopts) -> None:
         super().__init__()
         self._needs_value = {name: run_option.default for name, run_option in options if run_option.default is not None}
         for name, run_option in options:
@@ -48,10 +46,6 @@ class CheckedRunopts(runopts):  # type: ignore[misc]
                 name,
                 _NamedOption(run_option.default, run_option.opt_type, run_option.is_required, run_option.help, name),
             )
-        for given, value in section.items():
-            option = self.get(given)
-            if option is not None:
-                option.default, option.is_required = None if value == "None" else option.cast_to_type(value), False
 
     def resolve(self, cfg: Mapping[str, CfgVal], *, ignore_unknown: bool = False) -> dict[str, CfgVal]:
         """Check options and add defaults. TorchX reads ``grace = None`` in a file as None, whatever the type."""
@@ -77,21 +71,6 @@ class CheckedRunopts(runopts):  # type: ignore[misc]
             hint = " (a value that contains = needs quotes: OPTION='A=B')" if cfg_str.count("=") > 1 else ""
             reason = f"-cfg {cfg_str!r} is not of the form OPTION=VALUE,OPTION=VALUE{hint}: {error}"
             raise InvalidRunConfigException(reason, cfg_str, {}) from None
-
-
-def read_section(name: str) -> dict[str, str]:
-    """Return a section of TorchX's configuration files; where two have a value, that of the first file."""
-    section: dict[str, str] = {}
-    try:
-        for path in config.find_configs():
-            parser = configparser.ConfigParser()
-            parser.optionxform = str  # type: ignore[assignment, method-assign]  # keep upper case, as TorchX does
-            parser.read_string(read_config(path), path)
-            if parser.has_section(name):
-                section = {**dict(parser.items(name)), **section}
-    except (OSError, configparser.Error) as error:
-        raise UserError(f"TorchX's configuration cannot be read: {error}") from None
-    return section
 
 
 def read_config(path: str) -> str:

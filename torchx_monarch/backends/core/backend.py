@@ -96,8 +96,6 @@ class Backend(abc.ABC, Generic[O, R, S]):
         request_type: its request, if ``folder`` has it.
         capabilities: what it can do.
         poll: seconds between two checks while waiting for an app's end.
-        config_section: TorchX's scheduler for the same place, whose section of ``.torchxconfig`` sets defaults for the
-            options; empty for none.
         workspace: builds workspaces into images or folders; None if the backend does not take workspaces along. The
             images of a builder with a push step (``dryrun_push_images``) are pushed before ``submit``.
     """
@@ -106,7 +104,6 @@ class Backend(abc.ABC, Generic[O, R, S]):
     request_type: type[R]
     capabilities: ClassVar[Capabilities] = Capabilities()
     poll: ClassVar[float] = 1.0
-    config_section: ClassVar[str] = ""
     workspace: WorkspaceMixin[Any] | None = None
 
     @property

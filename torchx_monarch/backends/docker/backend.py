@@ -63,7 +63,6 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
     options = DockerOpts
     capabilities = Capabilities(separates_roles=True, waits_for_cancel=True, limits_resources=True, needs_image=True)
     poll = 0.2
-    config_section = "local_docker"
 
     def __init__(self) -> None:
         self._daemon = Daemon()

@@ -49,7 +49,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         separate_streams=False,
         needs_image=True,
     )
-    config_section = "kubernetes"
 
     def __init__(self) -> None:
         self.workspace = DockerWorkspaceMixin()
