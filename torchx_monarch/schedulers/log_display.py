@@ -2,14 +2,11 @@
 """Show log lines in ``torchx log`` and ``torchx run --log`` with the short prefix of ``insight.log_lines``.
 
 TorchX writes ``ROLE/REPLICA`` before every piece of text that ``log_iter`` yields (``torchx.cli.cmd_log``), and again
-after each carriage return. In files and pipes that stays, and progress bars are shown as their last states. On a
-terminal a line that names its rank does without it: the text begins with the control sequences that move the cursor to
-the first column and erase the line.
+after each carriage return. In files and pipes progress bars are shown as their last states.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 import sys
@@ -24,12 +21,6 @@ from torchx_monarch.insight.log_lines import TEMPLATE, LastStates, LineParser, L
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.schedulers.command import subcommand
 
-_ERASE = "\x1b[G\x1b[K"
-"""Moves the cursor to the first column, and erases to the end of the line. (A carriage return would not do: TorchX
-repeats its prefix after it.)"""
-
-_REDRAW = re.compile("\r(?!\n)")
-
 _TEMPLATE_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
@@ -40,8 +31,6 @@ class LogDisplay:
         self._parser = parser_of(app, role, replica)
         self._is_terminal = is_terminal(stream)
         self._is_coloured = is_coloured(stream)
-        self._is_alone = len(app.replicas) == 1
-        self._has_one_role = len(app.roles) == 1
 
     @classmethod
     def for_command(cls, app: AppSnapshot, role: str, replica: int) -> LogDisplay | None:
@@ -63,20 +52,12 @@ class LogDisplay:
             texts = (line.plain() for _, line in found)
             yield from (text for text in texts if wanted is None or wanted.search(text))
             return
-        last, goes_on = LogLine(""), False
+        goes_on = False
         for piece in pieces:
-            line = dataclasses.replace(last, text=piece) if goes_on else self._parser.parse(piece)
-            if wanted is None or wanted.search(piece if goes_on else line.plain()):
-                yield self._on_terminal(line, goes_on)
-            last, goes_on = line, not piece.endswith("\n")
-
-    def _on_terminal(self, line: LogLine, goes_on: bool) -> str:
-        before = "" if goes_on else dataclasses.replace(line, text="").on_terminal(self._is_coloured)
-        if not self._has_one_role or (line.rank is None and not self._is_alone):
-            return before + line.text  # TorchX's prefix is the only one that names the role or the replica
-        drawn = dataclasses.replace(line, text="", time="").on_terminal(self._is_coloured)
-        text = _REDRAW.sub(lambda _: _ERASE + drawn, line.text)
-        return text if goes_on else _ERASE + before + text
+            line = LogLine(piece) if goes_on else self._parser.parse(piece)
+            if wanted is None or wanted.search(line.plain()):
+                yield line.on_terminal(self._is_coloured)
+            goes_on = not piece.endswith("\n")
 
 
 def parser_of(app: AppSnapshot, role_name: str, replica: int) -> LineParser:
