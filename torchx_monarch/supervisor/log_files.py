@@ -4,10 +4,9 @@
     stdout.log, stderr.log   the bytes as received
     combined.log             whole lines of both, in the order in which they ended
 
-A log that cannot be written (a full disk) loses text. The lost bytes are counted, and noted in the log when the disk
-has room again; the job is never blocked. Beside each log is a sparse index of times, ``<log>.idx``: records of (offset,
-time), each at the start of a line, at most one in RESOLUTION seconds. A line's time is that of the last record at or
-before it, so it is right to RESOLUTION.
+A log that cannot be written (a full disk) loses text. The lost bytes are counted; the job is never blocked. Beside each
+log is a sparse index of times, ``<log>.idx``: records of (offset, time), each at the start of a line, at most one in
+RESOLUTION seconds. A line's time is that of the last record at or before it, so it is right to RESOLUTION.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ class LogFile:
     def __init__(self, folder: str, stream: str) -> None:
         self.lost = 0
         self.reason = ""
-        self._unreported = 0
         self._fd = self._open(os.path.join(folder, f"{stream}.log"))
         self._index = self._open(os.path.join(folder, f"{stream}.log.idx"))
         self._size = os.fstat(self._fd).st_size if self._fd >= 0 else 0
@@ -84,15 +82,9 @@ class LogFile:
         """Append data; count the bytes that cannot be written in ``lost``."""
         if not data:
             return
-        if self._unreported:
-            note = b"\n[monarch] %d bytes of output were lost here: %s\n" % (self._unreported, self.reason.encode())
-            if self._append(note) == len(note):
-                self._unreported = 0
         self._note_time(data)
         done = self._append(data)
-        if done < len(data):
-            self.lost += len(data) - done
-            self._unreported += len(data) - done
+        self.lost += len(data) - done
         if done:
             self.at_line_start = data[done - 1 : done] == b"\n"
 
