@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import resource
 import signal
@@ -33,17 +32,6 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _OWN_END, _TERM_GRACE = 4.0, 2.0
 """Seconds for processes that are left behind to end by themselves (``torch_shm_manager``, which removes shared memory,
 takes 2 s), and between SIGTERM and SIGKILL."""
-
-_COLLECT_EVERY = 50_000
-"""Objects between two collections. With Python's 700, these take a tenth of the time in which replica 0 registers 4,096
-hosts, and a full one delays the result for these by 0.2 s."""
-
-
-def collect_rarely() -> None:
-    """Have Python look for unreachable cycles of objects less often, in a process that holds many connections."""
-    gc.freeze()  # modules: no collection needs to look at them
-    gc.set_threshold(_COLLECT_EVERY)
-
 
 def raise_file_limit() -> tuple[int, int] | None:
     """Raise the limit on open files as far as allowed: this process holds several files for each of its children.
