@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -29,7 +28,6 @@ from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes, parse_ports, wrong_values
 from torchx_monarch.model.role_spec import RoleMetadataError
-from torchx_monarch.model.spelling import nearest
 from torchx_monarch.schedulers import command, image_push
 from torchx_monarch.schedulers.command import keep_threads_quiet, subcommand
 from torchx_monarch.schedulers.description import describe, shorten, summarize
@@ -213,7 +211,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         if found is None:
             if subcommand() in ("cancel", "delete", "describe", "log", "status"):
                 # For an unknown app, `cancel`, `delete` and `log` do nothing, or wait, and exit with 0.
-                reason = f"there is no app {app_id!r} of {self.backend}{self._similar(app_id)}"
+                reason = f"there is no app {app_id!r} of {self.backend}"
                 raise UserError(f"{reason}; `torchx list -s {self.backend}` shows all")
             return None
         response = describe(*found, lambda: self.read_events(app_id)[0])
@@ -228,13 +226,6 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         """Return the events of an app, as ``events.read`` does; none if this machine does not have them."""
         folder = self.inner.folder(app_id)
         return events.read(folder.events, offset, below=folder.trusted) if folder is not None else ([], 0)
-
-    def _similar(self, app_id: str) -> str:
-        """Return a suggestion to append to the message about an app that does not exist; empty if no name is near."""
-        near = None
-        with contextlib.suppress(Exception):  # a list that fails must not hide that message
-            near = nearest(app_id, [app.app_id for app, _ in self.apps.list({})])
-        return f" (did you mean {self.backend}://torchx/{near}?)" if near else ""
 
     def exists(self, app_id: str) -> bool:
         return self.apps.read(app_id, brief=True) is not None
