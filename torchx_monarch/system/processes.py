@@ -33,6 +33,7 @@ _OWN_END, _TERM_GRACE = 4.0, 2.0
 """Seconds for processes that are left behind to end by themselves (``torch_shm_manager``, which removes shared memory,
 takes 2 s), and between SIGTERM and SIGKILL."""
 
+
 def raise_file_limit() -> tuple[int, int] | None:
     """Raise the limit on open files as far as allowed: this process holds several files for each of its children.
 

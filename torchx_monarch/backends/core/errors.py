@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.backends.core import state_files
 from torchx_monarch.exceptions import TorchXMonarchError
 from torchx_monarch.system.safe_files import UnsafeFileError
 from torchx_monarch.system.untrusted_text import one_line
@@ -66,13 +65,8 @@ class StateAccessError(BackendError):
     @classmethod
     def from_os_error(cls, error: OSError, path: str) -> StateAccessError:
         """Build the error from one of the system; ``path`` is shown if that names none."""
-        refused, own = str(error.filename or path), state_files.state_dir()
         reason = error.strerror or str(error)
         if not isinstance(error, UnsafeFileError):
             reason = f"cannot be read: {reason}"
-        if refused == own:
-            return cls(f"{one_line(refused)} {reason}. Set MONARCH_STATE_DIR to a folder that belongs to you")
-        return cls(
-            f"{one_line(refused)} {reason}. The state of your own jobs is in {own}; "
-            "MONARCH_STATE_DIR sets another folder, which must belong to you"
-        )
+        refused = one_line(str(error.filename or path))
+        return cls(f"{refused} {reason}. Set MONARCH_STATE_DIR to a folder that belongs to you")
