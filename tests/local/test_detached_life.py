@@ -29,7 +29,6 @@ def test_everything_is_private(apps: Detached) -> None:
 def test_an_app_that_does_not_exist(apps: Detached) -> None:
     for app_id in ("nothing-x1", "..", ".", "a\0b", "x" * 300):
         assert apps.scheduler.describe(app_id) is None
-        assert apps.scheduler.describe_native(app_id) is None
         apps.scheduler.cancel(app_id)
         apps.scheduler.delete(app_id)
         apps.scheduler.apps.cancel(app_id, 0)

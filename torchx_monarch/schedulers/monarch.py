@@ -20,7 +20,6 @@ from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import Backend
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, check_images, check_names
-from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rank_command, rewrite
@@ -229,20 +228,6 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def exists(self, app_id: str) -> bool:
         return self.apps.read(app_id, brief=True) is not None
-
-    def describe_native(self, app_id: str) -> AppDryRunInfo[Any, Any] | None:
-        """Return the request of an app as its backend keeps it; None if the app or its request does not exist."""
-        try:
-            found = self.inner.native_request(app_id)
-        except DamagedFileError as error:
-            raise BackendError(str(error)) from None
-        if found is None:
-            return None
-        request, submitted = found
-        info: AppDryRunInfo[Any, Any] = AppDryRunInfo(request, self.inner.show)
-        if submitted is not None:
-            info.app, info.cfg = submitted.app, submitted.cfg
-        return info
 
     def list(self, cfg: Cfg | None = None) -> list[ListAppResponse]:
         """List the backend's apps, the newest first."""

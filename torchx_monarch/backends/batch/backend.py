@@ -124,7 +124,6 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
     job_id: ClassVar[str] = r"(\d+)"
     unknown_job: ClassVar[str] = r"(?i)not exist|unknown|invalid job|not found|finished"
     install: ClassVar[str] = ""
-    request_type: type[BatchRequest] = BatchRequest
 
     def __init__(self) -> None:
         self._asked: dict[str, float] = {}

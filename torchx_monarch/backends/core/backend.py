@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torchx.specs import AppDef, CfgVal, runopts
 from torchx.workspace import WorkspaceMixin
 
-from torchx_monarch.backends.core import state_files, submitted_app
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import StateAccessError
 from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_options
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
@@ -93,7 +93,6 @@ class Backend(abc.ABC, Generic[O, R, S]):
 
     Attributes:
         options: its run options; ``NetworkOpts`` among its bases if hosts reach each other over a network.
-        request_type: its request, if ``folder`` has it.
         capabilities: what it can do.
         poll: seconds between two checks while waiting for an app's end.
         workspace: builds workspaces into images or folders; None if the backend does not take workspaces along. The
@@ -101,7 +100,6 @@ class Backend(abc.ABC, Generic[O, R, S]):
     """
 
     options: type[O]
-    request_type: type[R]
     capabilities: ClassVar[Capabilities] = Capabilities()
     poll: ClassVar[float] = 1.0
     workspace: WorkspaceMixin[Any] | None = None
@@ -203,12 +201,6 @@ class Backend(abc.ABC, Generic[O, R, S]):
     @abc.abstractmethod
     def read_log(self, app: S, role: str, replica: int, query: LogQuery[S]) -> Iterable[TimedLine]:
         """Yield lines of the log of a replica that exists, in the order in which they were written."""
-
-    def native_request(self, app_id: str) -> tuple[R, SubmittedApp | None] | None:
-        """Return the request of a submitted app; None if the app does not exist or the backend does not keep it."""
-        folder = self.folder(app_id)
-        request = state_files.load(self.request_type, folder.request, folder.trusted) if folder else None
-        return (request, submitted_app.load(folder.app, folder.trusted)) if folder and request else None
 
     def folder(self, app_id: str) -> state_files.AppPaths | None:
         """Return the folder of an app with its request, events and logs; None if this machine does not have it."""

@@ -130,15 +130,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
 
         return logs.lines(self._api, collection("v1", "Pod", app.objects.namespace), attempts, query)
 
-    def native_request(self, app_id: str) -> tuple[KubernetesRequest, SubmittedApp | None] | None:
-        """Return the app's record and Jobs as the API server has them."""
-        app = self.snapshot(app_id, brief=True)
-        if app is None:
-            return None
-        found = app.objects
-        submitted = SubmittedApp(app.app, [role.spec for role in app.roles]) if app.app else None
-        return KubernetesRequest(found.mode, found.namespace, found.name, [found.record, *found.jobs]), submitted
-
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def stop(self, app: KubernetesSnapshot, outcome: Outcome, grace: float | None) -> None:

@@ -43,7 +43,6 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
     """
 
     options = LocalOpts
-    request_type = LocalRequest
     capabilities = Capabilities(separates_roles=True, supervises=True, waits_for_cancel=True, shares_interpreter=True)
     poll = 0.02
 

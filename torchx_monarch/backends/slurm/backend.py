@@ -53,7 +53,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     name, index, cancel_command = "slurm", "ids", ("scancel",)
     job_id = r"(\d+)(?:;\S+)?\s*$"  # with several clusters, --parsable prints ID;CLUSTER
     poll = 0.1
-    request_type: type[BatchRequest] = SlurmRequest
 
     def __init__(self) -> None:
         super().__init__()
