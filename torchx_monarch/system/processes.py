@@ -119,24 +119,12 @@ def identity(pid: int) -> ProcessIdentity | None:
 
 
 def send(target: ProcessIdentity, signum: int) -> bool:
-    """Signal exactly this process, never another one with the same pid; return False if it has ended."""
-    fd = -1
-    with contextlib.suppress(AttributeError, OSError):  # Python or the kernel has no pidfds, or the process has ended
-        fd = os.pidfd_open(target.pid)
-    try:
-        # The descriptor keeps referring to one process: if its identity is right now, it stays right.
-        if identity(target.pid) != target:
-            return False
-        if fd < 0:
+    """Signal this process, not another one with the same pid; return False if it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        if identity(target.pid) == target:
             os.kill(target.pid, signum)
-        else:
-            signal.pidfd_send_signal(fd, signum)
-    except ProcessLookupError:
-        return False
-    finally:
-        if fd >= 0:
-            os.close(fd)
-    return True
+            return True
+    return False
 
 
 def _pids() -> Iterable[int]:
