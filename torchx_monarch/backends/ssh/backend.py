@@ -118,15 +118,10 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
     ) -> None:
         answers, _ = at_once(lambda name: connections[name].ask("hello"), connections, needs_all=True)
         first = [answers[machines[0]]["address"] for machines in request.machines]
-        # Roles with the same workspace run the same code: it is read and sent once.
-        hashes: list[str] = []
-        roles = list(zip(request.workspaces, request.machines, strict=True))
-        for index, (projects, _) in enumerate(roles):
-            if (first_user := request.workspaces.index(projects)) < index:
-                hashes.append(hashes[first_user])
-                continue
-            machines = {name for other, names in roles if other == projects for name in names}
-            hashes.append(workspace.send(projects, {name: connections[name] for name in machines}))
+        hashes = [
+            workspace.send(projects, {name: connections[name] for name in machines})
+            for projects, machines in zip(request.workspaces, request.machines, strict=True)
+        ]
         app, layout = submitted.to_json(), request.layout
         place = Place(request.app_id, 0, 0, time.time(), request.grace, layout, submitted.pack())
 
