@@ -95,19 +95,10 @@ def check_state_dir(path: str) -> CheckResult:
     folder = path
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
-    try:
-        found = os.stat(folder)
-    except OSError as error:
-        return check("state folder", path, fail=f"{folder}: {error.strerror}; name another in MONARCH_STATE_DIR")
-    mode, uid, wrong = stat.S_IMODE(found.st_mode), os.geteuid(), ""
-    if not stat.S_ISDIR(found.st_mode):
-        wrong = f"{folder} is no folder"
-    elif folder == path and found.st_uid != uid:
-        wrong = f"it belongs to uid {found.st_uid}, and you are uid {uid}"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        wrong = f"{folder} (mode {mode:04o}, uid {found.st_uid}) cannot be written by you (uid {uid})"
-    if wrong:
-        return check("state folder", path, fail=f"{wrong}; name another in MONARCH_STATE_DIR")
+    if not os.access(folder, os.W_OK | os.X_OK) or (folder == path and os.stat(folder).st_uid != os.geteuid()):
+        advice = f"{folder} is no folder of yours that you can write to; name another in MONARCH_STATE_DIR"
+        return check("state folder", path, fail=advice)
+    mode = stat.S_IMODE(os.stat(folder).st_mode)
     advice = f"others may enter it (mode {mode:04o}), and it holds credentials; run: chmod 700 {path}"
     return check("state folder", path, warn=advice if folder == path and mode & 0o077 else "")
 
