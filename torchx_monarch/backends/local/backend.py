@@ -118,14 +118,6 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         paths = state_files.app_paths(app.app_id)
         return folder.is_supervised(paths) or bool(folder.left(paths))
 
-    def has_ended(self, app_id: str) -> bool:
-        paths = state_files.app_paths(app_id)
-        try:
-            record = _read_record(paths)
-        except state_files.DamagedFileError:
-            return not folder.is_supervised(paths)
-        return record is None or record.terminal
-
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def stop(self, app: AppSnapshot, outcome: Outcome, grace: float | None) -> None:
