@@ -376,5 +376,5 @@ from torchx.cli.main import main
 main(sys.argv[1:])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WITHIN)
-    said = "monarch_docker needs Docker's client for Python; run: pip install 'docker>=7'\n"
+    said = "monarch_docker needs docker; run: pip install 'docker>=7'\n"
     assert (done.returncode, done.stderr) == (1, said)

@@ -6,55 +6,33 @@ The module is light to import: a factory imports its backend when it is called.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torchx.schedulers.api import Scheduler
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """Where a backend is, and what it needs beyond this package's own requirements.
-
-    Attributes:
-        module: the module that defines the backend, below ``torchx_monarch.backends``.
-        packages: the packages whose absence means that its client library is not installed; empty for no library.
-        client: the client library, as messages name it; ``pip install`` takes ``install`` for it, and ``extra`` is that
-            of this package.
-    """
+class _Entry(NamedTuple):
+    """Where a backend is, below ``torchx_monarch.backends``; the client library that it needs, and this one's extra."""
 
     module: str
     name: str
-    packages: tuple[str, ...] = ()
     client: str = ""
-    install: str = ""
     extra: str = ""
 
 
 _BACKENDS = {
     "monarch_local": _Entry("local.backend", "LocalBackend"),
-    "monarch_docker": _Entry(
-        "docker.backend", "DockerBackend", ("docker",), "Docker's client for Python", "docker>=7", "docker"
-    ),
-    "monarch_kubernetes": _Entry(
-        "kubernetes.backend",
-        "KubernetesBackend",
-        ("kubernetes", "urllib3"),
-        "Kubernetes' client for Python",
-        "kubernetes>=29,!=37.0.2",
-        "kubernetes",
-    ),
+    "monarch_docker": _Entry("docker.backend", "DockerBackend", "docker>=7", "docker"),
+    "monarch_kubernetes": _Entry("kubernetes.backend", "KubernetesBackend", "kubernetes>=29,!=37.0.2", "kubernetes"),
     "monarch_slurm": _Entry("slurm.backend", "SlurmBackend"),
     "monarch_pbs": _Entry("batch.pbs", "PbsBackend"),
     "monarch_lsf": _Entry("batch.lsf", "LsfBackend"),
     "monarch_htcondor": _Entry("batch.htcondor", "HTCondorBackend"),
     "monarch_sge": _Entry("batch.sge", "SgeBackend"),
     "monarch_ssh": _Entry("ssh.backend", "SshBackend"),
-    "monarch_aws_batch": _Entry(
-        "aws_batch.backend", "AWSBatchBackend", ("boto3", "botocore"), "AWS's client for Python", "boto3>=1.34", "aws"
-    ),
+    "monarch_aws_batch": _Entry("aws_batch.backend", "AWSBatchBackend", "boto3>=1.34", "aws"),
 }
 
 
@@ -84,11 +62,12 @@ def create(name: str, session_name: str, **kwargs: object) -> Scheduler[dict[str
     try:
         backend = getattr(importlib.import_module(f"torchx_monarch.backends.{entry.module}"), entry.name)()
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in entry.packages:
+        missing = (error.name or "").partition(".")[0]
+        if not entry.client or missing == "torchx_monarch":
             raise
         from torchx_monarch.backends.core.errors import MissingClientError
 
-        raise MissingClientError(f"{name} needs {entry.client}; run: pip install '{entry.install}'") from None
+        raise MissingClientError(f"{name} needs {missing}; run: pip install '{entry.client}'") from None
     from torchx_monarch.schedulers import monarch
 
     # PATH may have no `python`, or the `python` of another environment.

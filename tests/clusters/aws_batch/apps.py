@@ -142,7 +142,7 @@ class Apps(Place):
         ({"host_retries": 10}, "host_retries is 10; AWS Batch starts a job again at most 9 times"),
     )
     package = "boto3"
-    install = "monarch_aws_batch needs AWS's client for Python; run: pip install 'boto3>=1.34'"
+    install = "monarch_aws_batch needs boto3; run: pip install 'boto3>=1.34'"
     names_hosts = False
     resource = Resource(cpu=1, gpu=0, memMB=512)
 
