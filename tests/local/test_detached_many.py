@@ -79,7 +79,7 @@ def test_waiting_costs_nothing(apps: Detached) -> None:
     supervisor = psutil.Process(apps.owner(app_id).supervisor.pid)
     before = supervisor.num_ctx_switches().voluntary
     time.sleep(1.5)
-    # The supervisor looks for the folder and for stopped hosts every three seconds; nobody polls.
+    # The supervisor looks for the folder every three seconds; nobody polls.
     assert supervisor.num_ctx_switches().voluntary - before < 15
     apps.scheduler.apps.cancel(app_id, 0)
     apps.wait(app_id)

@@ -144,17 +144,6 @@ def run_host(apps: Detached, path: str, **cfg: Any) -> tuple[str, int]:
     return app_id, next(event["pid"] for event in events if event["kind"] == "replica_started")
 
 
-def test_the_only_host_of_a_job_is_ended_when_it_is_stopped_for_longer_than_the_lease(
-    apps: Detached, script: Callable[[str], str]
-) -> None:
-    app_id, host = run_host(apps, script(SLEEPER), lease=1)
-    until(lambda: any("pid" in line for line in apps.log(app_id)), "the rank", seconds=60)
-    os.kill(host, signal.SIGSTOP)
-    status = apps.wait(app_id, 60)
-    assert status.state == AppState.FAILED
-    assert f"its host (pid {host}) does not answer: stopped (SIGSTOP) for " in status.msg
-
-
 def test_a_stopped_host_that_is_cancelled_ends_its_ranks_in_good_order(
     apps: Detached, script: Callable[[str], str], tmp_path: Path
 ) -> None:

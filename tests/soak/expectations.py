@@ -39,12 +39,10 @@ def finished(folder: Path) -> bool:
 def _blame(job: Job, injection: Injection) -> str | None:
     """What a message must say of a job that ended because of this fault; None for a fault that ends no job."""
     pid, replica, action, target = injection.pid, injection.replica, injection.fault.action, injection.fault.target
+    if action == "freeze" and target == "host":
+        return rf"host {replica} \(\S+, pid {pid}\) does not answer"
     if injection.fault.hangs:
         return None
-    if action == "freeze":
-        # The supervisor says so of a host that no other host waits for.
-        by_supervisor = rf"^replica {ROLE}/{replica} \(.*its host \(pid {pid}\)"
-        return rf"({by_supervisor}|host {replica} \(\S+, pid {pid}\)) does not answer"
     how = {"kill": r"killed by signal 9 \(SIGKILL\)", "term": r"killed by signal 15 \(SIGTERM\)"}[action]
     if target == "supervisor":
         return rf"^the supervisor \(pid {pid}\) has ended without a result: it was killed, or"

@@ -142,8 +142,8 @@ class Fault:
 
     @property
     def hangs(self) -> bool:
-        """Whether a job may hang while the process lives: nobody can tell a frozen rank from a busy one."""
-        return self.action == "freeze" and self.target in ("supervisor", "rank")
+        """Whether a job may hang while the process lives: a frozen rank, or only host, may be a busy one."""
+        return self.action == "freeze" and self.target in ("supervisor", "host", "rank")
 
     @property
     def harmless(self) -> bool:

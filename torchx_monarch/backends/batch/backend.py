@@ -184,7 +184,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         folder = JobFolder(self.new_folder(app.name, self.root))
         roles = [batch_role(role, spec) for role, spec in zip(app.roles, submitted.roles, strict=True)]
         commands = [list(self.submit_command(job, options)) for job in self._jobs(folder, app.roles, options)]
-        return BatchRequest(app.name, folder.root, roles, commands, float(options.grace), float(options.lease))
+        return BatchRequest(app.name, folder.root, roles, commands, float(options.grace))
 
     def _jobs(self, folder: JobFolder, roles: Sequence[Role], options: O) -> Iterator[Job]:
         """Yield the jobs of an app, role by role."""

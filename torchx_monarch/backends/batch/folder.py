@@ -52,7 +52,6 @@ class BatchRequest:
         roles: its roles.
         commands: the commands that submit its jobs.
         grace: seconds from SIGTERM to SIGKILL when its replicas are stopped.
-        lease: seconds for which a host may be stopped (SIGSTOP) until it counts as lost.
     """
 
     name: str
@@ -60,7 +59,6 @@ class BatchRequest:
     roles: list[BatchRole]
     commands: list[list[str]]
     grace: float = 30.0
-    lease: float = 30.0
 
     def moved(self: R, folder: str) -> R:
         """Return the same request with another folder, whose path occurs in its commands and options."""

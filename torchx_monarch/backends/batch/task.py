@@ -106,7 +106,7 @@ def _request(stored: BatchRequest, index: int, replica: int, app_id: str, run_di
     command, env = substitute(role.command, role.env, values)
     only = RoleRequest(role.spec.alone(), [ReplicaRequest(command, env, role.cwd)], first=replica)
     job = f"{app_id}:{os.path.basename(stored.folder)}"
-    return LocalRequest(app_id, stored.name, [only], stored.grace, run_dir, job, stored.lease, networked=True)
+    return LocalRequest(app_id, stored.name, [only], stored.grace, run_dir, job, networked=True)
 
 
 def substitute(

@@ -59,7 +59,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
                 "-cfg gpus=%d divides so many between them",
                 sum(counts),
             )
-        request = render.render(app, submitted.roles, grace=options.grace, lease=options.lease)
+        request = render.render(app, submitted.roles, grace=options.grace)
         replicas = sum(len(role.replicas) for role in request.roles if not role.spec.sidecar)
         if options.gpus % max(1, replicas):
             raise UserError(f"Run option `gpus` is {options.gpus}, which {replicas} replicas cannot share equally")

@@ -30,11 +30,11 @@ def new_app_id(name: str) -> str:
     return app_id
 
 
-def render(app: AppDef, specs: Sequence[RoleSpec], *, grace: float, lease: float = 30.0) -> LocalRequest:
+def render(app: AppDef, specs: Sequence[RoleSpec], *, grace: float) -> LocalRequest:
     """Return the request that runs an app."""
     app_id = new_app_id(app.name)
     roles = [render_role(role, spec, app_id) for role, spec in zip(app.roles, specs, strict=True)]
-    return LocalRequest(app_id=app_id, name=app.name, roles=roles, grace=float(grace), lease=float(lease))
+    return LocalRequest(app_id=app_id, name=app.name, roles=roles, grace=float(grace))
 
 
 def working_folder(role: Role) -> str:

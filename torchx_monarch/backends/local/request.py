@@ -37,7 +37,6 @@ class LocalRequest:
         run_dir: the folder for sockets; "" until the app is submitted.
         job: the app's marker, ``<app id>:<random>``, which all of its processes have in their environment as
             MONARCH_JOB; "" until the app is submitted.
-        lease: seconds for which a host may be stopped (SIGSTOP) until it counts as lost.
         gpus, slots: how many of this machine's it waits for (``machine_queue``).
         job_id: the app's id for users, where ``app_id`` is that of the folder of one replica; empty if it is the same.
         queued: when it was submitted, in seconds since the epoch, for its place in the queue; 0 for when it came here.
@@ -50,7 +49,6 @@ class LocalRequest:
     grace: float = 30.0
     run_dir: str = ""
     job: str = ""
-    lease: float = 30.0
     networked: bool = False
     gpus: int = 0
     slots: int = 0

@@ -2,7 +2,7 @@
 """The supervisor's event loop: start the replicas, watch them, restart them, and record the result.
 
 One thread sleeps in a selector until a pipe has data, a child has ended, a signal asks for the end, or a deadline has
-passed. Two things are polled: the app's folder, for its removal and a request to cancel, and whether hosts are stopped.
+passed. One thing is polled: the app's folder, for its removal and a request to cancel.
 
 The rules:
 
@@ -42,9 +42,6 @@ from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.replica import Replica, stop
 from torchx_monarch.system import processes
 
-_CHECK_EVERY = 3.0
-"""Seconds between two checks whether a host is stopped."""
-
 _MAX_WAIT = 3600.0
 """The most seconds of one wait for events; epoll counts milliseconds in 32 bits, and a grace period has no limit."""
 
@@ -75,8 +72,6 @@ class SupervisorLoop:
         self._tolerated: set[Replica] = set()
         """Replicas that had failed before the app failed by another one."""
         self._leftovers: Iterator[float] = processes.terminate(lambda: processes.own_descendants(request.job))
-        self._stopped_checks: dict[int, int] = {}
-        """For how many checks in a row each host has been stopped (SIGSTOP)."""
         self._queue: MachineQueue | None = None
         self._is_changed = False
         self._done = False
@@ -134,7 +129,6 @@ class SupervisorLoop:
         self._write_status()
         on_ready()
         self._check_folder()
-        self._check_stopped_hosts()
         while not self._done:
             for key, _ in self._selector.select(self._on_time()):
                 if isinstance(key.data, Replica):
@@ -199,25 +193,6 @@ class SupervisorLoop:
         elif self._outcome is None and self._is_removed():
             self._end(Outcome(State.CANCELLED, f"its folder {self._paths.root} was removed"))
         self.at(time.monotonic() + self.folder_interval, self._check_folder)
-
-    def _check_stopped_hosts(self) -> None:
-        """Kill hosts that have been stopped for longer than their lease: other hosts cannot, so that they are replaced.
-
-        It counts checks, not seconds: the supervisor may have been stopped as well, and then continues with the hosts.
-        """
-        if self._outcome is not None:
-            return
-        living = self._living(replica for replica in self._replicas if not replica.stopping)
-        for pid, hosts in processes.hosts(living).items():
-            for host in hosts:
-                found = processes.process(host)
-                is_stopped = found is not None and found.state == "T"
-                checks = self._stopped_checks[host] = self._stopped_checks.get(host, 0) + 1 if is_stopped else 0
-                # One check more than the lease: the leases of the other hosts expire first, and they report more.
-                if checks > int(self._request.lease / _CHECK_EVERY) + 1:
-                    seconds = f"{checks * _CHECK_EVERY:g} s"
-                    living[pid].kill(f"its host (pid {host}) does not answer: stopped (SIGSTOP) for {seconds}")
-        self.at(time.monotonic() + _CHECK_EVERY, self._check_stopped_hosts)
 
     def _is_removed(self) -> bool:
         try:

@@ -66,7 +66,6 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
         roles=roles,
         commands=[],
         grace=float(options.grace),
-        lease=float(options.lease),
         requeue=requeue,
         retries=max(whole, default=0) if options.retry == "requeue" else 0,
         on_end=options.on_end,

@@ -60,7 +60,6 @@ class SshRequest:
     python: str
     setup: str
     grace: float
-    lease: float
 
     @property
     def layout(self) -> Layout:
@@ -84,7 +83,7 @@ class SshRequest:
         if spec.runs_hosts and credentials:
             env[CREDENTIALS] = credentials
         roles = [RoleRequest(spec.alone(), [replace(replica, env=env)], first=k)]
-        request = LocalRequest(name, self.name, roles, grace=self.grace, lease=self.lease, networked=True)
+        request = LocalRequest(name, self.name, roles, grace=self.grace, networked=True)
         count, slots = (0, 0) if spec.sidecar else self.queue  # a sidecar shares the machine with the others
         return replace(request, gpus=count, slots=slots, queued=submitted, job_id=self.app_id)
 
@@ -132,7 +131,6 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest
         python=options.python,
         setup=options.setup,
         grace=float(options.grace),
-        lease=float(options.lease),
     )
 
 
