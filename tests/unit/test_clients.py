@@ -65,7 +65,7 @@ def test_a_stray_file_hides_no_app(caplog: pytest.LogCaptureFixture) -> None:
     linked.rename(clients.parent / "elsewhere")
     linked.symlink_to(clients.parent / "elsewhere")
     assert stored_apps.apps_with_credentials() == [("monarch_batch", "7"), ("monarch_ssh", "7")]
-    assert f"{linked} is a symbolic link" in caplog.text
+    assert f"{linked}: is a symbolic link" in caplog.text
     stored_apps.credentials("monarch_slurm").remove("7")
     assert (clients.parent / "elsewhere" / "7").exists()
 

@@ -264,7 +264,7 @@ def test_another_users_list_of_machines(tmp_path: Path, caplog: pytest.LogCaptur
     folder.symlink_to(tmp_path)
     with pytest.raises(OSError, match=f"{folder} is a symbolic link"):
         stored.store("x@a", Layout([["a"]]))
-    with pytest.raises(StateAccessError, match=f"{folder} is a symbolic link"):
+    with pytest.raises(StateAccessError, match=f"{folder}: is a symbolic link"):
         stored.app_ids()
     (tmp_path / "x").write_text("")
     assert stored.load("x") is None

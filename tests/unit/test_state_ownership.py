@@ -83,8 +83,8 @@ def test_a_planted_app_is_refused_by_name(tmp_path: Path, whose: str, caplog: py
         os.symlink(elsewhere, planted.root)
         reason = "is a symbolic link"
     assert [app.app_id for app in monarch_local("torchx").list()] == [mine.app_id]
-    assert f"{planted.root} {reason}" in caplog.text
-    assert f"{planted.root} {reason}" in refused(planted.app_id)
+    assert f"{planted.root}: {reason}" in caplog.text
+    assert f"{planted.root}: {reason}" in refused(planted.app_id)
     assert precious.read_text() == "mine\n"
 
 
@@ -152,7 +152,7 @@ def test_an_unreadable_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(13, "Permission denied", paths.trusted)
 
     monkeypatch.setattr("torchx_monarch.system.safe_files.open_folder", closed)  # root may read everything
-    with pytest.raises(StateAccessError, match=f"{paths.trusted} cannot be read: Permission denied"):
+    with pytest.raises(StateAccessError, match=f"{paths.trusted}: Permission denied"):
         monarch_local("torchx").list()
 
 
@@ -238,7 +238,7 @@ def test_another_users_jobs_of_slurm(tmp_path: Path, forgetful_slurm: Path) -> N
     asked: list[Callable[[], object]] = [scheduler.list, partial(scheduler.describe, "99")]
     asked.append(partial(scheduler.delete, "99"))
     for ask in asked:
-        with pytest.raises(StateAccessError, match=f"{ids} belongs to uid {SOMEBODY_ELSE}.*MONARCH_STATE_DIR"):
+        with pytest.raises(StateAccessError, match=f"{ids}: belongs to uid {SOMEBODY_ELSE}.*MONARCH_STATE_DIR"):
             ask()
     runner = Runner("torchx", {"monarch_slurm": monarch_slurm})
     role = Role("r", image="", entrypoint="true")

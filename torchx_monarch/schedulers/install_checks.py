@@ -90,11 +90,7 @@ def require_torchx_nightly() -> None:
     from torchx.specs import Role
 
     if "workspace" not in getattr(Role, "__dataclass_fields__", {}):
-        import torchx
-
-        version = getattr(getattr(torchx, "version", None), "__version__", stable) or "unknown"
-        beside = " (it has overwritten torchx-nightly's files)" if stable else ""
-        message = f"torchx-monarch needs torchx-nightly, but torchx {version} is installed{beside}; {_REMEDY}"
+        message = f"torchx-monarch needs the files of torchx-nightly, and has those of torchx {stable or '(an early nightly)'}; {_REMEDY}"
         if os.path.basename(sys.argv[0]) == "torchx":  # which would show a traceback
             raise SystemExit(message)
         raise ImportError(message)

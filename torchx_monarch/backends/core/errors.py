@@ -9,7 +9,6 @@ from __future__ import annotations
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.exceptions import TorchXMonarchError
-from torchx_monarch.system.safe_files import UnsafeFileError
 from torchx_monarch.system.untrusted_text import one_line
 
 
@@ -39,8 +38,7 @@ class RemoveError(BackendError):
     """Raised when the folder of an app cannot be removed; the app is kept."""
 
     def __init__(self, app_id: str, folder: str, error: OSError) -> None:
-        where = one_line(str(error.filename or folder))
-        super().__init__(f"app {app_id} cannot be deleted: {where}: {error.strerror or error}")
+        super().__init__(f"app {app_id} cannot be deleted: {_describe(error, folder)}")
 
 
 class SubmitError(BackendError):
@@ -53,10 +51,8 @@ class StateDirError(SubmitError):
     @classmethod
     def from_os_error(cls, error: OSError, path: str) -> StateDirError:
         """Build the error from one of the system; ``path`` is shown if that names none."""
-        return cls(
-            f"cannot write the state of the app to {one_line(str(error.filename or path))}: "
-            f"{error.strerror or error}. Set MONARCH_STATE_DIR to a folder on this machine that you can write to."
-        )
+        advice = "Set MONARCH_STATE_DIR to a folder on this machine that you can write to."
+        return cls(f"cannot write the state of the app to {_describe(error, path)}. {advice}")
 
 
 class StateAccessError(BackendError):
@@ -65,8 +61,8 @@ class StateAccessError(BackendError):
     @classmethod
     def from_os_error(cls, error: OSError, path: str) -> StateAccessError:
         """Build the error from one of the system; ``path`` is shown if that names none."""
-        reason = error.strerror or str(error)
-        if not isinstance(error, UnsafeFileError):
-            reason = f"cannot be read: {reason}"
-        refused = one_line(str(error.filename or path))
-        return cls(f"{refused} {reason}. Set MONARCH_STATE_DIR to a folder that belongs to you")
+        return cls(f"{_describe(error, path)}. Set MONARCH_STATE_DIR to a folder that belongs to you")
+
+
+def _describe(error: OSError, path: str) -> str:
+    return f"{one_line(str(error.filename or path))}: {error.strerror or error}"
