@@ -139,7 +139,6 @@ class Apps(Place):
         ({"timeout": 59}, "timeout is 59; it is a number of seconds, 60 or more"),
         ({"ulimits": ["memlock:-1"]}, "'memlock:-1' is not NAME:SOFT:HARD"),
         ({"secret": True}, "secret needs execution_role_arn"),
-        ({"host_retries": 10}, "host_retries is 10; AWS Batch starts a job again at most 9 times"),
     )
     package = "boto3"
     install = "monarch_aws_batch needs boto3; run: pip install 'boto3>=1.34'"

@@ -57,10 +57,6 @@ class AWSBatchOpts(NetworkOpts):
     timeout: int | None = None
     """Seconds after which Batch ends an attempt, 60 or more. Default: no limit."""
 
-    host_retries: int = 0
-    """How often the job is restarted after AWS has reclaimed an instance (Spot), if no role has max_retries. With
-    max_retries, such an end counts as any other failure."""
-
     log_group: str | None = None
     """The CloudWatch log group, which must exist. Default: /aws/batch/job."""
 
@@ -79,7 +75,6 @@ def check_options(options: AWSBatchOpts) -> None:
         (options.job_type in ("auto", "multinode", "container"), "job_type", "auto, multinode or container"),
         (0 <= options.priority <= 9999, "priority", "a number from 0 to 9999"),
         (options.timeout is None or options.timeout >= 60, "timeout", "a number of seconds, 60 or more"),
-        (options.host_retries >= 0, "host_retries", "a number, 0 or more"),
     )
     for is_allowed, name, allowed in checks:
         if not is_allowed:

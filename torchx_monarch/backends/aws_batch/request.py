@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import shlex
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -132,7 +131,7 @@ def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJo
         first += role.num_replicas
     # That of a named resource, such as ``aws_p4d.24xlarge``.
     instance_types = [role.resource.capabilities.get(K8S_ITYPE) for role in app.roles]
-    definition: dict[str, Any] = {"jobDefinitionName": name, "tags": tags, "retryStrategy": _retries(app, cfg)}
+    definition: dict[str, Any] = {"jobDefinitionName": name, "tags": tags, "retryStrategy": _retries(app)}
     if cfg.job_type == "container" or (cfg.job_type == "auto" and first == 1 and not instance_types[0]):
         properties = ranges[0]["container"]
         definition |= {"type": "container", "platformCapabilities": ["EC2"], "containerProperties": properties}
@@ -254,21 +253,15 @@ def with_credentials(job: BatchJob, roles: Sequence[RoleSpec], value: str) -> di
     return definition
 
 
-def _retries(app: AppDef, cfg: AWSBatchOpts) -> dict[str, Any]:
+def _retries(app: AppDef) -> dict[str, Any]:
     """Return Batch's retry strategy. Batch restarts a whole job when its main node has failed, whatever the policy."""
     retries = max(role.max_retries for role in app.roles)
-    attempts = 1 + (retries or cfg.host_retries)
-    if attempts > _MAX_ATTEMPTS:
-        option = "max_retries" if retries else "run option host_retries"
-        raise UserError(f"{option} is {attempts - 1}; AWS Batch starts a job again at most {_MAX_ATTEMPTS - 1} times")
-    if attempts == 1:
-        return {"attempts": 1}
-    rules = [{"onExitCode": str(os.EX_CONFIG), "action": "EXIT"}]  # a program asks for no restart
+    if retries >= _MAX_ATTEMPTS:
+        raise UserError(f"max_retries is {retries}; AWS Batch starts a job again at most {_MAX_ATTEMPTS - 1} times")
     if not retries:
-        # The instance sends its containers SIGTERM before it shuts down.
-        shutdown = {"onExitCode": str(128 + signal.SIGTERM), "action": "RETRY"}
-        rules = [{"onStatusReason": "Host EC2*", "action": "RETRY"}, shutdown, {"onReason": "*", "action": "EXIT"}]
-    return {"attempts": attempts, "evaluateOnExit": rules}
+        return {"attempts": 1}
+    no_restart = {"onExitCode": str(os.EX_CONFIG), "action": "EXIT"}  # a program asks for none
+    return {"attempts": 1 + retries, "evaluateOnExit": [no_restart]}
 
 
 def _tags(app: AppDef, cfg: AWSBatchOpts) -> dict[str, str]:
