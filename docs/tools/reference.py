@@ -107,7 +107,7 @@ def _options(component: Callable[..., Any]) -> list[tuple[str, str]]:
 
 
 _EXAMPLES = {
-    "doctor": "torchx monarch doctor -s monarch_slurm -cfg partition=gpu",
+    "doctor": "torchx monarch doctor -s monarch_slurm",
     "init": "torchx monarch init -s monarch_slurm",
     "ls": "torchx monarch ls --state running,failed --since 1d",
     "status": "torchx monarch status last --watch",

@@ -7,21 +7,13 @@ import argparse
 import gc
 import json
 import os
-import shutil
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
-from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, check_cloud
-from torchx_monarch.backends.kubernetes.backend import check_cluster
-from torchx_monarch.backends.kubernetes.options import KubernetesOpts
-from torchx_monarch.backends.slurm import commands
-from torchx_monarch.backends.slurm.options import SlurmOpts, check_slurm
 from torchx_monarch.cli import doctor as command
 from torchx_monarch.model.check_result import CheckResult, check
 from torchx_monarch.schedulers import doctor, install_checks
@@ -84,92 +76,6 @@ def test_a_state_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.M
     assert found.level == "fail" and "is no folder of yours" in found.advice
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert doctor.check_state_dir(str(tmp_path / "new")).level == "fail"
-
-
-# -- places ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ping", "sinfo", "options", "expected"),
-    [
-        ("is UP", "main* up 4\nmain* up 2", SlurmOpts(), {"slurmctld": "ok", "partition": "ok"}),
-        ("is UP", "main* up 4", None, {"slurmctld": "ok"}),
-        ("is UP", "other up 4", SlurmOpts(), {"slurmctld": "ok", "partition": "fail"}),
-        ("is UP", "old down 4", SlurmOpts(partition="old"), {"slurmctld": "ok", "partition": "fail"}),
-        ("is UP", "", SlurmOpts(partition="none"), {"slurmctld": "ok", "partition": "fail"}),
-        ("is DOWN", "main* up 4", SlurmOpts(), {"slurmctld": "fail"}),
-        ("is DOWN\nSlurmctld(backup) at b is UP", "main* up 4", None, {"slurmctld": "ok"}),
-    ],
-)
-def test_slurm(
-    ping: str, sinfo: str, options: SlurmOpts | None, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(words: list[str], timeout: float) -> str:
-        answer = f"Slurmctld(primary) at up1 {ping}" if words[0] == "scontrol" else sinfo
-        return "slurm 24.05" if "--version" in words else answer
-
-    monkeypatch.setattr(commands, "run", run)
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    found = levels(check_slurm(options))
-    assert {name: found[name] for name in ("slurmctld", "partition") if name in found} == expected
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert levels(check_slurm(options)) == {"Slurm's commands": "fail"}
-
-
-class Cluster:
-    """An API server with or without Volcano, where a user has some rights."""
-
-    host, namespace = "https://cluster", "mine"
-
-    def __init__(self, version: str, volcano: bool, denied: str) -> None:
-        self._version, self._volcano, self._denied = version, volcano, denied
-
-    def get(self, path: str) -> dict[str, Any]:
-        return {"gitVersion": self._version}
-
-    def find(self, path: str) -> dict[str, Any] | None:
-        return {} if self._volcano else None
-
-    def create(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        asked = body["spec"]["resourceAttributes"]
-        assert asked["namespace"] == self.namespace
-        return {"status": {"allowed": f"{asked['verb']} {asked['resource']}/{asked['subresource']}" != self._denied}}
-
-
-@pytest.mark.parametrize(
-    ("cluster", "options", "wrong"),
-    [
-        (Cluster("v1.31.2", False, ""), KubernetesOpts(), {}),
-        (Cluster("v1.28.0", False, ""), None, {"Kubernetes": "warn"}),
-        (Cluster("v0.0.0-master+faecb1", False, ""), None, {}),
-        (Cluster("v1.31.2", False, ""), KubernetesOpts(mode="volcano"), {"mode": "fail"}),
-        (Cluster("v1.31.2", True, "create secrets/"), KubernetesOpts(), {"namespace": "fail"}),
-        (Cluster("v1.31.2", True, "get pods/log"), KubernetesOpts(), {"namespace": "fail"}),
-    ],
-)
-def test_kubernetes(cluster: Any, options: KubernetesOpts | None, wrong: dict[str, str]) -> None:
-    found = levels(check_cluster(cluster, options))
-    assert {name: level for name, level in found.items() if level != "ok"} == wrong
-
-
-@pytest.mark.parametrize(
-    ("queues", "share_id", "wrong"),
-    [
-        ([{"state": "ENABLED", "status": "VALID"}], None, {}),
-        ([], None, {"queue": "fail"}),
-        ([{"state": "DISABLED", "status": "VALID"}], None, {"queue": "fail"}),
-        ([{"state": "ENABLED", "status": "VALID", "schedulingPolicyArn": "arn"}], None, {"share_id": "fail"}),
-        ([{"state": "ENABLED", "status": "VALID"}], "s", {"share_id": "fail"}),
-    ],
-)
-def test_aws(queues: list[dict[str, str]], share_id: str | None, wrong: dict[str, str]) -> None:
-    aws: Any = SimpleNamespace(
-        call=lambda service, operation, **more: {"Arn": "arn:me"} if service == "sts" else {"jobQueues": queues},
-        client=lambda service: SimpleNamespace(meta=SimpleNamespace(region_name="eu-west-1")),
-    )
-    found = levels(check_cloud(aws, AWSBatchOpts(queue="q", share_id=share_id)))
-    assert {name: level for name, level in found.items() if level != "ok"} == wrong
-    assert levels(check_cloud(aws, None)) == {"AWS": "ok"}
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def test_what_is_not_used_without_containers_is_said(tmp_path: Path, caplog: pyt
 def test_clusters_without_pyxis_are_told_before_submission(monkeypatch: pytest.MonkeyPatch) -> None:
     help_text = "--container=PATH"
 
-    def run(command: Sequence[str], timeout: float = 0) -> str:
+    def run(command: Sequence[str]) -> str:
         return help_text
 
     monkeypatch.setattr(commands, "run", run)

@@ -15,7 +15,7 @@ from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
 from torchx_monarch.backends.aws_batch import logs, request, snapshot
 from torchx_monarch.backends.aws_batch.native import Aws, AwsError
-from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, check_app, check_cloud, check_options
+from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, check_app, check_options
 from torchx_monarch.backends.aws_batch.request import BatchJob
 from torchx_monarch.backends.aws_batch.snapshot import BatchSnapshot, Results
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
@@ -23,7 +23,7 @@ from torchx_monarch.backends.core.errors import SubmittedAlreadyError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.model.check_result import CheckResult
+from torchx_monarch.model.check_result import CheckResult, check
 from torchx_monarch.model.state import State
 
 _MAX_DESCRIBED = 100
@@ -62,7 +62,9 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def checks(self, options: AWSBatchOpts | None) -> Iterable[CheckResult]:
-        return check_cloud(self._aws, options)
+        identity = self._aws.call("sts", "GetCallerIdentity")
+        where = f"{identity['Arn']}, region {self._aws.client('batch').meta.region_name}"
+        return [check("AWS", where)]
 
     def check_options(self, options: AWSBatchOpts) -> None:
         check_options(options)

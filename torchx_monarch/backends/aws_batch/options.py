@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The run options and their checks, offline and with AWS. Options of TorchX's former aws_batch keep their names."""
+"""The run options and their checks. Options of TorchX's former aws_batch keep their names."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchx.specs import AppDef
 
-from torchx_monarch.backends.aws_batch.native import Aws
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import NetworkOpts
-from torchx_monarch.model.check_result import CheckResult, check
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 
 _log = logging.getLogger("torchx_monarch")
@@ -122,25 +120,3 @@ def _check_hosts(role: RoleSpec, main: RoleSpec) -> None:
             f"role {role.name!r} has RetryPolicy.REPLICA, and AWS Batch replaces no single node: it starts a job again "
             "as a whole (RetryPolicy.APPLICATION)"
         )
-
-
-def check_cloud(aws: Aws, options: AWSBatchOpts | None) -> Iterator[CheckResult]:
-    """Check that jobs can be submitted with run options; with None, only the credentials."""
-    identity = aws.call("sts", "GetCallerIdentity")
-    yield check("AWS", f"{identity.get('Arn', '')}, region {aws.client('batch').meta.region_name}")
-    if options is None:
-        return
-    queues = aws.call("batch", "DescribeJobQueues", jobQueues=[options.queue]).get("jobQueues") or []
-    if not queues:
-        advice = "there is no such queue in this account and region; see AWS_PROFILE, AWS_REGION and -cfg queue"
-        yield check("queue", options.queue, fail=advice)
-        return
-    state, status = queues[0].get("state", ""), queues[0].get("status", "")
-    usable = state == "ENABLED" and status == "VALID"
-    advice = f"it accepts no jobs: {queues[0].get('statusReason') or 'enable it'}; or name another in -cfg queue"
-    yield check("queue", f"{options.queue}, {state}, {status}", fail="" if usable else advice)
-    if bool(queues[0].get("schedulingPolicyArn")) != bool(options.share_id):
-        advice = "the queue has no scheduling policy: leave -cfg share_id out"
-        if not options.share_id:
-            advice = "the queue has a scheduling policy: name a share in -cfg share_id"
-        yield check("share_id", options.share_id or "none", fail=advice)

@@ -157,7 +157,8 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
                     raise
 
     def checks(self, options: O | None) -> Iterable[CheckResult]:
-        yield check(self.name, f"{len(self.queued())} of your jobs wait or run")
+        jobs = [job for job in self.queued().values() if not job.state.is_terminal]
+        return [check(self.name, f"{len(jobs)} of your jobs wait or run")]
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 

@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 
 from torchx_monarch.backends.core.errors import BackendError
 
+_TIMEOUT = 60.0
+"""Seconds that a command may take: a batch system may answer late under load."""
 
-def run(command: Sequence[str], environ: Mapping[str, str], install: str, timeout: float = 60.0) -> str:
-    """Run a command of a batch system, which may answer late under load, and return what it prints.
+
+def run(command: Sequence[str], environ: Mapping[str, str], install: str) -> str:
+    """Run a command of a batch system and return what it prints.
 
     Args:
         install: what to install if it is missing.
-        timeout: seconds that it may take.
 
     Raises:
         BackendError: it is missing, fails, or does not end in time.
@@ -27,7 +29,7 @@ def run(command: Sequence[str], environ: Mapping[str, str], install: str, timeou
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=timeout,
+            timeout=_TIMEOUT,
             check=False,
             start_new_session=True,  # Ctrl-C is for this process, which needs the answer (``BatchBackend.submit``)
         )
@@ -36,7 +38,7 @@ def run(command: Sequence[str], environ: Mapping[str, str], install: str, timeou
     except OSError as error:
         raise BackendError(f"{command[0]!r} cannot be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
-        raise BackendError(f"`{' '.join(command[:2])}` has not answered for {timeout:g} s") from None
+        raise BackendError(f"`{' '.join(command[:2])}` has not answered for {_TIMEOUT:g} s") from None
     if done.returncode:
         answer = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         raise BackendError(f"{command[0]} refuses: {answer}")

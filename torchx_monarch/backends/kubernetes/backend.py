@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from torchx.specs import AppDef
@@ -27,14 +26,8 @@ from torchx_monarch.backends.kubernetes.request import KubernetesRequest, collec
 from torchx_monarch.backends.kubernetes.snapshot import Attempt, KubernetesSnapshot
 from torchx_monarch.model.check_result import CheckResult, check
 
-_MIN_VERSION = (1, 29)
-"""The oldest Kubernetes with what ``mode=job`` needs."""
-
 _MAX_ANNOTATIONS = 256 << 10
 """Largest total size of an object's annotations in bytes; the API server refuses more."""
-
-_RIGHTS = "create services, create secrets, patch secrets, list pods, delete pods, get pods/log, create jobs"
-"""The rights that both modes need; docs/how_to/set_up_security.md has all."""
 
 
 class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSnapshot]):
@@ -64,7 +57,8 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def checks(self, options: KubernetesOpts | None) -> Iterable[CheckResult]:
-        return check_cluster(self._api, options)
+        version = self._api.get("/version").get("gitVersion")
+        return [check("Kubernetes", f"{version} at {self._api.host}")]
 
     def check_options(self, cfg: KubernetesOpts) -> None:
         """Check the options and, for those that need a cluster, the cluster's configuration."""
@@ -138,36 +132,3 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
 
     def remove(self, app: KubernetesSnapshot) -> None:
         objects.remove(self._api, app)
-
-
-def check_cluster(api: Api, options: KubernetesOpts | None) -> Iterator[CheckResult]:
-    """Check that jobs can be submitted with run options; with None, that the cluster answers."""
-    version = str(api.get("/version").get("gitVersion", ""))
-    found = re.match(r"v?(\d+)\.(\d+)", version)
-    # 0.0 is a build without a version.
-    is_old = found is not None and (0, 0) < (int(found[1]), int(found[2])) < _MIN_VERSION
-    advice = f"mode=job needs Kubernetes {_MIN_VERSION[0]}.{_MIN_VERSION[1]} or later" if is_old else ""
-    yield check("Kubernetes", f"{version} at {api.host}", warn=advice)
-    if options is None:
-        return
-    namespace = options.namespace or api.namespace
-    has_volcano = objects.has_volcano(api)
-    mode = options.mode if options.mode != "auto" else "volcano" if has_volcano else "job"
-    advice = "Volcano is not installed in the cluster; use -cfg mode=job"
-    yield check("mode", mode, fail=advice if mode == "volcano" and not has_volcano else "")
-    group = "batch.volcano.sh" if mode == "volcano" else "batch"
-    lacking = [right for right in _RIGHTS.split(", ") if not _may(api, namespace, right, group)]
-    advice = f"you lack the rights to {', '.join(lacking)}; 'Set up security' in the documentation has a role with all"
-    yield check("namespace", namespace, fail=advice if lacking else "")
-
-
-def _may(api: Api, namespace: str, right: str, job_group: str) -> bool:
-    """Return whether the user has a right in a namespace; True if the cluster does not tell."""
-    verb, _, resource = right.partition(" ")
-    name, _, part = resource.partition("/")
-    group = job_group if name == "jobs" else ""
-    attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": name, "subresource": part}
-    version = "authorization.k8s.io/v1"
-    body = {"apiVersion": version, "kind": "SelfSubjectAccessReview", "spec": {"resourceAttributes": attributes}}
-    answer = api.create(f"/apis/{version}/selfsubjectaccessreviews", body)
-    return bool((answer.get("status") or {}).get("allowed", True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torchx.specs import AppDef, Role
@@ -24,9 +24,8 @@ from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.slurm import commands, render
 from torchx_monarch.backends.slurm.batch_step import BatchRecord, load_record
-from torchx_monarch.backends.slurm.options import SlurmOpts, check_pyxis, check_slurm
+from torchx_monarch.backends.slurm.options import SlurmOpts, check_pyxis
 from torchx_monarch.backends.slurm.request import SlurmRequest, option_words
-from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 
@@ -70,9 +69,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     def queued(self) -> Mapping[str, QueuedJob]:
         """Return the user's jobs as slurmctld reports them, also for some minutes after their end."""
         return {job_id: job.queued for job_id, job in commands.listed_jobs().items()}
-
-    def checks(self, options: SlurmOpts | None) -> Iterable[CheckResult]:
-        return check_slurm(options)
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 

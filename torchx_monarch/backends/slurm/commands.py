@@ -91,9 +91,9 @@ def environ() -> dict[str, str]:
     }
 
 
-def run(command: Sequence[str], timeout: float = 60.0) -> str:
+def run(command: Sequence[str]) -> str:
     """Run one of Slurm's commands; arguments, return and errors as for ``batch.commands.run``."""
-    return batch_commands.run(command, environ(), _INSTALL, timeout)
+    return batch_commands.run(command, environ(), _INSTALL)
 
 
 _JOB_ID = re.compile(r"(\d+)(?:\+0+)?")
