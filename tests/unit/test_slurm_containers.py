@@ -7,7 +7,6 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ from torchx.specs import (
 )
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.backends.core.errors import BackendError, UserError
-from torchx_monarch.backends.slurm import commands, options
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.slurm.backend import SlurmBackend
 from torchx_monarch.backends.slurm.batch_step import last_error
 from torchx_monarch.backends.slurm.request import SlurmRequest
@@ -132,19 +130,6 @@ def test_what_is_not_used_without_containers_is_said(tmp_path: Path, caplog: pyt
     assert texts == [f"role 'trainer': the image me/image is {end}", f"role 'trainer': its mounts are {end}"]
 
 
-def test_clusters_without_pyxis_are_told_before_submission(monkeypatch: pytest.MonkeyPatch) -> None:
-    help_text = "--container=PATH"
-
-    def run(command: Sequence[str]) -> str:
-        return help_text
-
-    monkeypatch.setattr(commands, "run", run)
-    with pytest.raises(BackendError, match="cannot run -cfg container=pyxis: .* pyxis is not installed"):
-        options.check_pyxis()
-    help_text = "--container-image=X"
-    options.check_pyxis()
-
-
 @pytest.mark.parametrize(
     ("log", "error"),
     [
@@ -162,6 +147,10 @@ def test_clusters_without_pyxis_are_told_before_submission(monkeypatch: pytest.M
             "0: slurmstepd-n1: error: pyxis: no such image\n"
             "slurmstepd-n1: error: write to unblock task 0 failed: Broken pipe\n",
             "pyxis: no such image",
+        ),
+        (
+            "srun: unrecognized option '--container-image=x'\nTry \"srun --help\" for more information\nrole r ended\n",
+            "srun: unrecognized option '--container-image=x'",
         ),
         ("srun: error: Unable to create step for job 7\nrole r ended with code 1\n", "Unable to create step for job 7"),
     ],

@@ -24,7 +24,7 @@ from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.slurm import commands, render
 from torchx_monarch.backends.slurm.batch_step import BatchRecord, load_record
-from torchx_monarch.backends.slurm.options import SlurmOpts, check_pyxis
+from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest, option_words
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -91,12 +91,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
             lines += [f"export {name}={shlex.quote(value)}" for name, value in role.env.items()]
             lines += [shlex.join(["srun", *option_words(role.srun), *role.command]), ""]
         return "\n".join(lines)
-
-    def submit(self, request: BatchRequest, submitted: SubmittedApp, credentials: str) -> str:
-        assert isinstance(request, SlurmRequest)
-        if any(role.image_name for role in request.roles):
-            check_pyxis()
-        return super().submit(request, submitted, credentials)
 
     def fill_folder(self, folder: JobFolder, request: BatchRequest) -> None:
         assert isinstance(request, SlurmRequest)

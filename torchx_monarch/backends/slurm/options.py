@@ -5,11 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.options import NetworkOpts
-from torchx_monarch.backends.slurm import commands
-
-_NO_PYXIS = "its srun has no option --container-image: pyxis is not installed (plugstack.conf)"
 
 
 @dataclass
@@ -74,9 +70,3 @@ class SlurmOpts(NetworkOpts):
     signal: str | None = None
     """`B:TERM@SECONDS`: stop the job, as its time limit or a preemption nears, so many seconds before; with requeue it
     then goes back into the queue."""
-
-
-def check_pyxis() -> None:
-    """Raise BackendError if the cluster cannot run containers."""
-    if "--container-image" not in commands.run(["srun", "--help"]):
-        raise BackendError(f"this cluster cannot run -cfg container=pyxis: {_NO_PYXIS}")
