@@ -132,17 +132,3 @@ def parse_jobs(text: str) -> dict[str, SlurmJob]:
         if found is not None and fields:
             jobs.setdefault(found[1], SlurmJob(found[1], *(field.strip() for field in fields)))
     return jobs
-
-
-def partition_memory(partition: str | None) -> int | None:
-    """Return the memory of the nodes of a partition, or the default one, in MB; None if sinfo does not report it."""
-    try:
-        partitions = run(["sinfo", "--noheader", "--format=%P|%m", "--noconvert"])
-    except BackendError:
-        return None  # a dry run needs no cluster
-    for line in partitions.splitlines():
-        name, _, memory = line.partition("|")
-        if (name.rstrip("*") == partition) if partition else name.endswith("*"):
-            digits = re.match(r"\d+", memory)
-            return int(digits[0]) if digits else None
-    return None

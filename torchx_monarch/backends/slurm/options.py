@@ -44,7 +44,7 @@ class SlurmOpts(NetworkOpts):
     an image that is a folder is the working directory."""
 
     nomem: bool = False
-    """Ask for no memory (partitions whose nodes have 1000 MB or less by Slurm's configuration are asked for none)."""
+    """Ask for no memory, where Slurm does not know that of the nodes (`Memory specification can not be satisfied`)."""
 
     comment: str | None = None
     """Comment of the job; a note that says where its folder is follows it."""

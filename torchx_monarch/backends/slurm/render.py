@@ -15,15 +15,11 @@ from torchx.specs import NULL_RESOURCE, AppDef, BindMount, DeviceMount, InvalidR
 from torchx_monarch.backends.batch.backend import batch_role
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.slurm import commands
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole, option_words
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 
 _log = logging.getLogger(__name__)
-
-_SMALL_PARTITION = 1000
-"""MB of memory; Slurm's configuration lacks the memory of nodes that report no more (aws-parallelcluster#2198)."""
 
 MARK = "torchx-monarch:"
 """Precedes the path of the folder in a job's comment, and marks the job as this scheduler's."""
@@ -48,9 +44,6 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
     whole = [spec.max_retries for spec in submitted.roles if spec.retry_policy is RetryPolicy.APPLICATION]
     retries = max((role.max_retries for role in app.roles), default=0)
     requeue = retries > 0 if options.requeue is None else options.requeue
-    asks = any(role.resource != NULL_RESOURCE and role.resource.memMB > 0 for role in app.roles)
-    memory = commands.partition_memory(options.partition) if asks and not options.nomem else None
-    nomem = options.nomem or (memory is not None and memory <= _SMALL_PARTITION)
     if options.container and re.search("[:,]", path):
         raise UserError(
             f"pyxis cannot mount the job's folder {path}: it must have neither ':' nor ',' (option job_dir)"
@@ -59,7 +52,7 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
     for role, spec in zip(app.roles, submitted.roles, strict=True):
         if options.retry == "requeue" and spec.retry_policy is RetryPolicy.APPLICATION:
             spec = replace(spec, max_retries=0)
-        roles.append(_role(role, replace(spec, on_end=""), nomem, _gres(role, app, options), options, path))
+        roles.append(_role(role, replace(spec, on_end=""), _gres(role, app, options), options, path))
     request = SlurmRequest(
         name=app.name,
         folder=path,
@@ -125,7 +118,7 @@ def _gres(role: Role, app: AppDef, cfg: SlurmOpts) -> str | None:
     return f"gpu:{gpus}" if gpus else None
 
 
-def _role(role: Role, spec: RoleSpec, nomem: bool, gres: str | None, cfg: SlurmOpts, job: str) -> SlurmRole:
+def _role(role: Role, spec: RoleSpec, gres: str | None, cfg: SlurmOpts, job: str) -> SlurmRole:
     nodes = str(role.num_replicas)
     sbatch: dict[str, str | None] = {"nodes": nodes, "ntasks-per-node": "1"}
     srun: dict[str, str | None] = {
@@ -143,7 +136,7 @@ def _role(role: Role, spec: RoleSpec, nomem: bool, gres: str | None, cfg: SlurmO
         if resource.cpu > 0:
             # Since Slurm 22.05, srun does not inherit it from the job.
             sbatch["cpus-per-task"] = srun["cpus-per-task"] = str(int(resource.cpu))
-        if resource.memMB > 0 and not nomem:
+        if resource.memMB > 0 and not cfg.nomem:
             sbatch["mem"] = srun["mem"] = str(resource.memMB)
     if spec.spares:
         # A job goes on without a node that has failed: a spare one takes its place.
