@@ -153,12 +153,6 @@ def test_a_task_starts_its_replica_again(runner: Runner) -> None:
     assert "--replacements" in trainer.command
 
 
-def test_a_job_that_is_to_be_queued_again_has_no_retries_in_place(runner: Runner) -> None:
-    request = dryrun(runner, app(max_retries=2), retry="requeue")
-    assert (request.retries, request.roles[0].spec.max_retries) == (2, 0)
-    assert dryrun(runner, app(max_retries=2)).retries == 0
-
-
 def test_macros_are_filled_in_on_the_node(runner: Runner) -> None:
     values = {"img_root": "", "app_id": "42", "replica_id": "2", "rank0_env": "TORCHX_RANK0_HOST"}
     trainer, reader = dryrun(runner, app(env={"WHERE": "${rank0_env}", "K": "${replica_id}$$"})).roles
@@ -171,7 +165,6 @@ def test_macros_are_filled_in_on_the_node(runner: Runner) -> None:
     ("cfg", "words"),
     [
         ({"partitoin": "x"}, "partitoin.*partition"),
-        ({"retry": "later"}, "`retry` is 'later'; allowed is in_place or requeue"),
         ({"signal": "USR1@60"}, "`signal` is 'USR1@60'; allowed is B:TERM@SECONDS"),
         ({"grace": -1}, "`grace` is -1"),
     ],
@@ -409,21 +402,7 @@ def batch_step(job: JobFolder, runner: Runner, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     role = Role("r", image="", entrypoint="true", max_retries=1)
-    return BatchStep(job, dryrun(runner, AppDef("app", [role]), retry="requeue"))
-
-
-def test_a_failed_job_goes_back_into_the_queue_while_it_has_retries(
-    batch_step: BatchStep, job: JobFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[tuple[str, ...]] = []
-    monkeypatch.setattr("torchx_monarch.backends.slurm.batch_step._run", lambda *words: said.append(words))
-    write(job, State.FAILED, 3, "replica r/0 exited with code 3")
-    assert batch_step._conclude() == 1 and said[1:] == [("scontrol", "requeue", "7")]  # Slurm refuses
-    record = load_record(job)
-    assert record is not None and (record.state, record.retries) == (State.FAILED, 1)
-    assert batch_step._conclude() == 3 and [words[0] for words in said[2:]] == ["squeue"]
-    write(job, State.SUCCEEDED, 0)
-    assert batch_step._conclude() == 0
+    return BatchStep(job, dryrun(runner, AppDef("app", [role])))
 
 
 def test_steps_that_end_as_slurm_queues_the_job_again_do_not_end_the_job(
@@ -434,7 +413,7 @@ def test_steps_that_end_as_slurm_queues_the_job_again_do_not_end_the_job(
     write(job, State.FAILED, 3, "replica r/0 exited with code 3")
     assert batch_step._conclude() == 3
     record = load_record(job)
-    assert record is not None and (record.state, record.outside, record.retries) == (State.FAILED, True, 0)
+    assert record is not None and (record.state, record.outside) == (State.FAILED, True)
     (event,) = map(json.loads, Path(job.events).read_text().splitlines())
     assert event["kind"] == "stop"
 

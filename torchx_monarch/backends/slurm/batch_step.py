@@ -22,15 +22,13 @@ from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob, read_replica
 from torchx_monarch.backends.batch.task import APP_ID, load_request
 from torchx_monarch.backends.core import state_files, stop_request
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
-from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, AppStatus, reduce
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
+from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, count_restarts, reduce
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.env_names import replica0_variable
-from torchx_monarch.model.host_result import no_retry_reason
 from torchx_monarch.model.job_result import shell_code
-from torchx_monarch.model.role_spec import RetryPolicy
 from torchx_monarch.model.state import State
 from torchx_monarch.system import processes, safe_files
 
@@ -80,7 +78,6 @@ class BatchRecord:
         msg: the reason, for the user; may be empty.
         ended: when it ended, in seconds since the epoch; None until then.
         outside: whether Slurm itself has ended it, so that Slurm's state says how.
-        retries: how often it went back into the queue after a failure.
         hosts: the node of each role's replica 0.
     """
 
@@ -90,7 +87,6 @@ class BatchRecord:
     msg: str = ""
     ended: Seconds | None = None
     outside: bool = False
-    retries: int = 0
     hosts: list[str] = field(default_factory=list)
 
 
@@ -117,7 +113,7 @@ class BatchStep:
             self._record.hosts.append(first_node(nodes))
         self._is_queued_again = before is not None
         if before is not None:
-            self._record.started, self._record.retries = before.started, before.retries
+            self._record.started = before.started
         self._steps: dict[int, int] = {}
         """The index of each role whose step runs, by the process of its srun."""
         self._is_stopping = False
@@ -192,7 +188,7 @@ class BatchStep:
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
-    def _status(self) -> AppStatus:
+    def _snapshot(self) -> AppSnapshot:
         ending = stop_request.load_outcome(self._folder)
         running = set(self._steps.values())
         roles = []
@@ -200,7 +196,7 @@ class BatchStep:
             step = QueuedJob(State.RUNNING if index in running else State.FAILED, self._failure(index))
             replicas = [read_replica(role.spec, k, self._folder, step, ending) for k in range(role.spec.replicas)]
             roles.append(RoleSnapshot(role.spec, replicas))
-        return reduce(AppSnapshot(self._record.job_id, self._request.name, roles, ending=ending))
+        return AppSnapshot(self._record.job_id, self._request.name, roles, ending=ending)
 
     def _failure(self, index: int) -> str:
         """Return why no task of a role has started; empty if one has, or its step runs."""
@@ -219,15 +215,13 @@ class BatchStep:
             grace = self._request.grace if stop.grace is None else stop.grace
             self._kill_at = min(self._kill_at, time.monotonic() + grace + _STOP_EXTRA)
             return
-        status = self._status()
+        status = reduce(self._snapshot())
         if status.outcome is None or not status.is_stop_due:
             self._decided = float("inf")
             return
         self._decided = min(self._decided, time.monotonic())
         if status.outcome.state is State.SUCCEEDED or time.monotonic() > self._decided + SETTLE:
-            # What is to be queued again does not end the app: it may still be cancelled.
-            again = status.outcome.state is State.FAILED and self._record.retries < self._request.retries
-            self._stop(Outcome(State.PENDING, status.outcome.message) if again else status.outcome)
+            self._stop(status.outcome)
 
     def _stop(self, outcome: Outcome) -> None:
         message = outcome.message or str(outcome.state)
@@ -238,7 +232,7 @@ class BatchStep:
 
     def _conclude(self) -> int:
         """Record how the job has ended, or queue it again; return its exit code."""
-        status, stop = self._status(), stop_request.load(self._folder)
+        status, stop = reduce(self._snapshot()), stop_request.load(self._folder)
         if status.outcome is not None and status.outcome.state is State.SUCCEEDED:
             return self._finish(State.SUCCEEDED, "", 0)
         if stop is not None and stop.state is State.CANCELLED:
@@ -250,31 +244,21 @@ class BatchStep:
         state = (_run("squeue", "-h", "-o", "%T", "-j", self._record.job_id) or "").split()[:1]
         if self._is_stopping:
             if self._request.requeue and state == ["RUNNING"]:  # else Slurm itself may be about to queue it again
-                return self._requeue("told to stop by Slurm")
+                return self._requeue()
             self._record.outside = True
             reason = "told to stop by Slurm (see the job's state there)"
             return self._finish(State.FAILED, reason, 128 + signal.SIGTERM)
         # When a node is lost, Slurm queues the job again and ends its steps, perhaps before SIGTERM comes here.
         self._record.outside = state not in ([], ["RUNNING"], ["SIGNALING"], ["RESIZING"])
-        cause, message = status.cause, status.message
-        code = shell_code(cause.exit_code or 1) if cause else 1
-        if not self._record.outside and self._may_retry(cause) and not no_retry_reason(code, status.error):
-            self._record.retries += 1
-            return self._requeue(message)
-        return self._finish(State.FAILED, message, code)
+        code = shell_code(status.cause.exit_code or 1) if status.cause else 1
+        return self._finish(State.FAILED, status.message, code)
 
-    def _may_retry(self, cause: ReplicaSnapshot | None) -> bool:
-        """Return whether the whole app is started again; replicas of the other policies have been, each alone."""
-        policies = {role.spec.name: role.spec.retry_policy for role in self._request.roles}
-        is_whole = cause is None or policies[cause.role] is RetryPolicy.APPLICATION
-        return is_whole and self._record.retries < self._request.retries
-
-    def _requeue(self, message: str) -> int:
-        self._event("requeue", f"{message}; the job goes back into the queue")
-        self._write()
+    def _requeue(self) -> int:
+        self._event("requeue", "told to stop by Slurm; the job goes back into the queue")
         if _run("scontrol", "requeue", self._record.job_id) is not None:
             time.sleep(_REQUEUE_TIMEOUT)
-        return self._finish(State.FAILED, f"{message}; it could not be queued again (see {self._folder.job_log})", 1)
+        message = f"told to stop by Slurm; the job could not be queued again (see {self._folder.job_log})"
+        return self._finish(State.FAILED, message, 1)
 
     # -- the record ----------------------------------------------------------------------------------------------------
 
@@ -291,7 +275,7 @@ class BatchStep:
 
             end = JobEnd(
                 *(self._record.job_id, self._request.name, state, message, code),
-                *(self._record.started, self._record.ended, self._record.retries),
+                *(self._record.started, self._record.ended, count_restarts(self._snapshot())),
             )
             if failure := end.run(self._request.on_end, os.environ):
                 self._event("on_end", failure)

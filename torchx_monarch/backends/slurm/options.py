@@ -63,10 +63,6 @@ class SlurmOpts(NetworkOpts):
     """Start the job again from its beginning when a node is lost or the job is preempted. Default: if a role has
     max_retries."""
 
-    retry: str = "in_place"
-    """What max_retries does after a failure: `in_place` starts again on the same nodes, `requeue` gives them
-    back and queues the job again (Slurm holds it for two minutes)."""
-
     signal: str | None = None
     """`B:TERM@SECONDS`: stop the job, as its time limit or a preemption nears, so many seconds before; with requeue it
     then goes back into the queue."""

@@ -17,7 +17,7 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole, option_words
-from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
+from torchx_monarch.model.role_spec import RoleSpec
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,6 @@ MARK = "torchx-monarch:"
 """Precedes the path of the folder in a job's comment, and marks the job as this scheduler's."""
 
 _ALLOWED = {
-    "retry": ("in_place|requeue", "in_place or requeue"),
     "container": ("pyxis", "pyxis"),
     # Without B:, Slurm signals all processes of a step, including Monarch's, which the signal would kill.
     "signal": (r"(R?B:|B:?R?:)TERM(@\d+)?", "B:TERM@SECONDS, such as B:TERM@120"),
@@ -41,17 +40,13 @@ _SBATCH = (
 
 def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) -> SlurmRequest:
     """Return the request for an app; ``path`` is the job's folder."""
-    whole = [spec.max_retries for spec in submitted.roles if spec.retry_policy is RetryPolicy.APPLICATION]
-    retries = max((role.max_retries for role in app.roles), default=0)
-    requeue = retries > 0 if options.requeue is None else options.requeue
+    requeue = any(role.max_retries for role in app.roles) if options.requeue is None else options.requeue
     if options.container and re.search("[:,]", path):
         raise UserError(
             f"pyxis cannot mount the job's folder {path}: it must have neither ':' nor ',' (option job_dir)"
         )
     roles = []
     for role, spec in zip(app.roles, submitted.roles, strict=True):
-        if options.retry == "requeue" and spec.retry_policy is RetryPolicy.APPLICATION:
-            spec = replace(spec, max_retries=0)
         roles.append(_role(role, replace(spec, on_end=""), _gres(role, app, options), options, path))
     request = SlurmRequest(
         name=app.name,
@@ -60,7 +55,6 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
         commands=[],
         grace=float(options.grace),
         requeue=requeue,
-        retries=max(whole, default=0) if options.retry == "requeue" else 0,
         on_end=options.on_end,
     )
     request.commands.append(_sbatch(request, _job_options(app, options, path, requeue)))

@@ -43,13 +43,11 @@ class SlurmRequest(BatchRequest):
 
     Attributes:
         requeue: whether Slurm may restart the job after a lost node or a preemption.
-        retries: how often the job goes back into the queue after a failure (the run option ``retry=requeue``).
         on_end: the command that the batch step runs when the job has ended; empty for none.
     """
 
     roles: list[SlurmRole]  # type: ignore[assignment]
     requeue: bool = False
-    retries: int = 0
     on_end: str = ""
 
     @property
