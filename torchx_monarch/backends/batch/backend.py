@@ -34,6 +34,7 @@ from torchx_monarch.backends.core.errors import (
     StateAccessError,
     StateDirError,
     SubmitError,
+    SubmittedAlreadyError,
     UserError,
 )
 from torchx_monarch.backends.core.options import NetworkOpts
@@ -212,8 +213,8 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         return "\n".join(lines)
 
     def submit(self, request: BatchRequest, submitted: SubmittedApp, credentials: str) -> str:
-        if os.path.exists(request.folder):  # the same dry run may be submitted twice
-            request = request.moved(self.new_folder(request.name, os.path.dirname(request.folder)))
+        if os.path.exists(request.folder):
+            raise SubmittedAlreadyError(os.path.basename(request.folder))
         folder, created = JobFolder(request.folder), time.time()
         jobs: list[str] = []
         try:

@@ -8,15 +8,13 @@ request to stop it, ``job.log`` what the batch system and the tasks have to say,
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local.status import AppRecord
-from torchx_monarch.model import codec
 from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.role_spec import RoleSpec
 
@@ -59,11 +57,6 @@ class BatchRequest:
     roles: list[BatchRole]
     commands: list[list[str]]
     grace: float = 30.0
-
-    def moved(self: R, folder: str) -> R:
-        """Return the same request with another folder, whose path occurs in its commands and options."""
-        old, new = (json.dumps(path)[1:-1] for path in (self.folder, folder))
-        return codec.decode(type(self), json.loads(json.dumps(asdict(self)).replace(old, new)))
 
     def with_credentials(self: R, credentials: str) -> R:
         """Return the same request with the job's credentials in the environment of all hosts."""
