@@ -30,7 +30,7 @@ from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
-from torchx_monarch.backends.slurm import commands, render
+from torchx_monarch.backends.slurm import commands
 from torchx_monarch.backends.slurm.backend import SlurmBackend
 from torchx_monarch.backends.slurm.batch_step import BatchRecord, BatchStep, first_node, load_record, record_path
 from torchx_monarch.backends.slurm.commands import SlurmJob
@@ -102,7 +102,7 @@ def test_command_line_says_what_is_asked_for(runner: Runner) -> None:
     ):
         assert f"--{name}={options[name]}" in first
         assert f"--{name}={options[name]}" in second
-    assert f"--comment=it's mine torchx-monarch:{request.folder}" in first
+    assert "--comment=it's mine" in first
     assert "--exclusive" in first and "--exclude=n7,n[1-3]" in first
     for words in ("--cpus-per-task=3", "--mem=2048", "--gres=gpu:2", "--job-name=my-app", "--no-requeue"):
         assert words in first.split()
@@ -207,8 +207,9 @@ def test_missing_commands_are_named(runner: Runner, monkeypatch: pytest.MonkeyPa
         runner.run(app(), "monarch_slurm")
     assert SlurmBackend().folders() == {}
     with pytest.raises(RuntimeError, match="'squeue' is not on the PATH"):
-        runner.status("monarch_slurm://torchx/1")
-    assert runner.status("monarch_slurm://torchx/nonsense") is None
+        runner.list("monarch_slurm")
+    for app_id in ("1", "nonsense"):
+        assert runner.status(f"monarch_slurm://torchx/{app_id}") is None
 
 
 def test_ctrl_c_while_sbatch_answers_leaves_nothing(
@@ -246,15 +247,15 @@ def test_submitting_within_a_job_does_not_inherit_its_shape(monkeypatch: pytest.
 
 def test_answers_of_squeue_and_sacct_are_read_and_each_job_is_there_once() -> None:
     text = (
-        "17|PENDING|Resources|torchx-monarch:/x\n15+0|RUNNING|None|my|note\n15+1|RUNNING|None|x\n"
-        "8_[3-5%2]|PENDING|None|\n8_2|RUNNING|None|\n3|CANCELLED by 0\n7+0|FAILED\n7+1|COMPLETED\n"
+        "17|PENDING|Resources\n15+0|RUNNING|None\n15+1|RUNNING|None\n"
+        "8_[3-5%2]|PENDING|None\n8_2|RUNNING|None\n3|CANCELLED by 0\n7+0|FAILED\n7+1|COMPLETED\n"
     )
     jobs = commands.parse_jobs(text)
-    assert [(job.job_id, job.state, job.comment) for job in jobs.values()] == [
-        ("17", "PENDING", "torchx-monarch:/x"),
-        ("15", "RUNNING", "my|note"),
-        ("3", "CANCELLED by 0", ""),
-        ("7", "FAILED", ""),
+    assert [(job.job_id, job.state) for job in jobs.values()] == [
+        ("17", "PENDING"),
+        ("15", "RUNNING"),
+        ("3", "CANCELLED by 0"),
+        ("7", "FAILED"),
     ]
     assert jobs["17"].queued == QueuedJob(State.PENDING, "PENDING: waits for Resources")
 
@@ -321,7 +322,7 @@ def test_state_of_a_job(
     words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(commands, "listed_jobs", lambda *_: {"7": SlurmJob("7", said, reason)} if said else {})
+    monkeypatch.setattr(commands, "listed_jobs", lambda: {"7": SlurmJob("7", said, reason)} if said else {})
     monkeypatch.setattr(commands, "accounted_jobs", lambda *_: {})
     write(job, State.RUNNING)
     if record is not None:
@@ -338,36 +339,20 @@ def test_state_of_a_job(
     assert words or not found.message
 
 
-def test_a_job_is_found_by_the_link_or_by_the_comment_of_ones_own_job(
-    job: JobFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = SlurmBackend()
-
-    def found(app_id: str) -> str:
-        folder = backend.folder(app_id)
-        return folder.root if folder else ""
-
-    assert list(backend.folders()) == ["7"] and found("7") == job.root
-    os.unlink(os.path.join(backend._index, "7"))
-    comment = f"mine {render.MARK}{job.root}"
-    monkeypatch.setattr(commands, "listed_jobs", lambda *_: {"7": SlurmJob("7", "RUNNING", "None", comment)})
-    assert (backend.folders(), found("7"), found("8")) == ({}, job.root, "")
-
-
 @pytest.mark.parametrize("recorded", [True, False])
 def test_folders_of_jobs_that_ended_long_ago_are_removed(
     recorded: bool, job: JobFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = SlurmBackend()
-    monkeypatch.setattr(commands, "listed_jobs", lambda *_: {"7": SlurmJob("7", "RUNNING")})
+    monkeypatch.setattr(commands, "listed_jobs", lambda: {"7": SlurmJob("7", "RUNNING")})
     os.utime(job.root, (time.time() - 15 * 86400,) * 2)
     backend.prune()
     assert set(backend.folders()) == {"7"}
     if recorded:
         state_files.write_json(record_path(job), asdict(OVER))
-        monkeypatch.setattr(commands, "listed_jobs", lambda *_: {})
+        monkeypatch.setattr(commands, "listed_jobs", dict)
     else:  # it was killed
-        monkeypatch.setattr(commands, "listed_jobs", lambda *_: {"7": SlurmJob("7", "TIMEOUT")})
+        monkeypatch.setattr(commands, "listed_jobs", lambda: {"7": SlurmJob("7", "TIMEOUT")})
     os.utime(job.root)
     backend.prune()
     assert set(backend.folders()) == {"7"}  # written to just now

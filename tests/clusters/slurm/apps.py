@@ -102,7 +102,7 @@ class Apps(Place):
 
     def slurm_state(self, app_id: str) -> str:
         """Slurm's word; empty for a job that it has forgotten."""
-        job = commands.listed_jobs(app_id).get(app_id)
+        job = commands.listed_jobs().get(app_id)
         return job.state if job else ""
 
     def output(self, handle: str, replica: int = 0, role: str = "trainer", **more: Any) -> str:

@@ -117,17 +117,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def folder(self, app_id: str) -> JobFolder | None:
-        """Return the folder of a job: the one that was submitted here, or that of the comment of this user's job."""
-        if not (app_id.isascii() and app_id.isdigit()):
-            return None
-        found = super().folder(app_id)
-        if found is None:
-            job = commands.listed_jobs(app_id).get(app_id)
-            _, mark, path = (job.comment if job else "").partition(render.MARK)
-            found = JobFolder(path) if mark and os.path.exists(JobFolder(path).app) else None
-        return found
-
     def report(self, folders: Mapping[str, JobFolder]) -> Mapping[str, QueuedJob]:
         """Add jobs that Slurm's controller has forgotten, from the accounting database."""
         queued = dict(self.queued())

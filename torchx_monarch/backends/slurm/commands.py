@@ -63,7 +63,6 @@ class SlurmJob:
     job_id: str
     state: str
     reason: str = ""
-    comment: str = ""
 
     @property
     def queued(self) -> QueuedJob:
@@ -101,16 +100,11 @@ _JOB_ID = re.compile(r"(\d+)(?:\+0+)?")
 that of another component (``15+1``), nor that of tasks of an array (``3_7``), which is no job of ours."""
 
 
-def listed_jobs(job_id: str = "") -> dict[str, SlurmJob]:
-    """Return the jobs of this user, or one of them, from slurmctld, by id, without arrays."""
-    which = [f"--jobs={job_id}"] if job_id else []
-    command = ["squeue", "--noheader", "--all", f"--user={os.getuid()}", "--states=all", "--format=%i|%T|%r|%k", *which]
-    try:
-        return parse_jobs(run(command))
-    except BackendError as error:
-        if "Invalid job id" not in str(error):
-            raise
-        return {}
+def listed_jobs() -> dict[str, SlurmJob]:
+    """Return the jobs of this user from slurmctld, by id, without arrays."""
+    return parse_jobs(
+        run(["squeue", "--noheader", "--all", f"--user={os.getuid()}", "--states=all", "--format=%i|%T|%r"])
+    )
 
 
 def accounted_jobs(job_ids: Sequence[str]) -> dict[str, SlurmJob]:
@@ -124,10 +118,10 @@ def accounted_jobs(job_ids: Sequence[str]) -> dict[str, SlurmJob]:
 
 
 def parse_jobs(text: str) -> dict[str, SlurmJob]:
-    """Parse lines of ``ID|STATE|REASON|COMMENT``, of which the last fields may be missing."""
+    """Parse lines of ``ID|STATE|REASON``, of which the last may be missing."""
     jobs: dict[str, SlurmJob] = {}
     for line in text.splitlines():
-        job_id, *fields = line.split("|", 3)
+        job_id, *fields = line.split("|", 2)
         found = _JOB_ID.fullmatch(job_id.strip())
         if found is not None and fields:
             jobs.setdefault(found[1], SlurmJob(found[1], *(field.strip() for field in fields)))

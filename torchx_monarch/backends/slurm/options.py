@@ -47,7 +47,7 @@ class SlurmOpts(NetworkOpts):
     """Ask for no memory, where Slurm does not know that of the nodes (`Memory specification can not be satisfied`)."""
 
     comment: str | None = None
-    """Comment of the job; a note that says where its folder is follows it."""
+    """Comment of the job."""
 
     mail_user: str | None = field(default=None, metadata={"cfg_key": "mail-user"})
     """User to mail."""

@@ -21,9 +21,6 @@ from torchx_monarch.model.role_spec import RoleSpec
 
 _log = logging.getLogger(__name__)
 
-MARK = "torchx-monarch:"
-"""Precedes the path of the folder in a job's comment, and marks the job as this scheduler's."""
-
 _ALLOWED = {
     "container": ("pyxis", "pyxis"),
     # Without B:, Slurm signals all processes of a step, including Monarch's, which the signal would kill.
@@ -32,7 +29,7 @@ _ALLOWED = {
 """A regular expression for the values of some run options, and what messages say."""
 
 _SBATCH = (
-    *("partition", "account", "qos", "time", "constraint", "reservation"),
+    *("partition", "account", "qos", "time", "constraint", "reservation", "comment"),
     *("mail-user", "mail-type", "signal"),
 )
 """The run options that sbatch has under the same names."""
@@ -89,7 +86,6 @@ def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[
         "output": os.path.join(path, "job.log"),
         "open-mode": "append",
         "chdir": path,
-        "comment": f"{cfg.comment} {MARK}{path}" if cfg.comment else f"{MARK}{path}",
         "requeue" if requeue else "no-requeue": None,
     }
     given = {name: getattr(cfg, name.replace("-", "_")) for name in _SBATCH}
