@@ -31,7 +31,7 @@ def test_scancel_gives_them_slurms(apps: Apps) -> None:
     apps.wait_for_output(handle, "waiting", 0, times=2)
     apps.wait_for_output(handle, "waiting", 1, times=2)
     subprocess.run(["scancel", handle.rpartition("/")[2]], check=True, timeout=WITHIN)
-    assert "scancel" in apps.wait(handle, AppState.CANCELLED).msg
+    assert "Slurm reports CANCELLED" in apps.wait(handle, AppState.CANCELLED).msg
     for replica in (0, 1):
         apps.wait_for_output(handle, "saved", replica, times=2)
 

@@ -36,19 +36,6 @@ _STATES = {
 }
 """Slurm's states for each of an app's (squeue(1), section JOB STATE CODES)."""
 
-_REASONS = {
-    "BOOT_FAIL": "a node could not be booted",
-    "CANCELLED": "by scancel, or by an administrator",
-    "DEADLINE": "it could not end before its deadline",
-    "LAUNCH_FAILED": "Slurm could not launch it",
-    "NODE_FAIL": "a node that it ran on was lost",
-    "OUT_OF_MEMORY": "a process needed more memory than the job had asked for",
-    "PREEMPTED": "a job of higher priority took its nodes",
-    "REVOKED": "a sibling of it runs on another cluster",
-    "SUSPENDED": "suspended by the administrator",
-    "TIMEOUT": "it ran into its time limit",
-}
-
 
 @dataclass(frozen=True)
 class SlurmJob:
@@ -70,10 +57,12 @@ class SlurmJob:
         words = self.state.split()
         name = words[0].rstrip("+") if words else ""
         state = next((state for state, names in _STATES.items() if name in names.split()), State.UNKNOWN)
-        reason = _REASONS.get(name, "")
-        if not reason and state is State.PENDING and self.reason not in ("", "None", "(null)"):
-            reason = f"waits for {self.reason}"
-        return QueuedJob(state, f"{name}: {reason}" if reason else "")
+        reason = ""
+        if state is State.PENDING and self.reason not in ("", "None", "(null)"):
+            reason = f"{name}: waits for {self.reason}"
+        elif name == "SUSPENDED" or (state in (State.CANCELLED, State.FAILED) and name != "FAILED"):
+            reason = f"Slurm reports {self.state}"
+        return QueuedJob(state, reason)
 
 
 def environ() -> dict[str, str]:
