@@ -268,16 +268,6 @@ def test_lists_are_read_from_the_command_line(runner: Runner) -> None:
     assert options.cfg_from_str("tolerations=spot:NoExecute,gpu") == {"tolerations": ["spot:NoExecute", "gpu"]}
 
 
-def test_too_large_apps_and_names_are_refused(runner: Runner) -> None:
-    import random
-
-    noise = "".join(random.choices("0123456789abcdefghijklmnopqrstuvwxyz", k=500_000))
-    with pytest.raises(ValueError, match="takes [0-9]+ bytes when it is packed"):
-        objects(runner, trainer(env={"NOISE": noise}))
-    with pytest.raises(ValueError, match="host names have 63 at most; give the app or the role a shorter name"):
-        objects(runner, trainer("x" * 60), **VOLCANO)
-
-
 # -- what pods say
 
 

@@ -14,7 +14,6 @@ from torchx.specs import AppDef
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
-from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
@@ -25,9 +24,6 @@ from torchx_monarch.backends.kubernetes.render import render_job, render_volcano
 from torchx_monarch.backends.kubernetes.request import KubernetesRequest, collection
 from torchx_monarch.backends.kubernetes.snapshot import Attempt, KubernetesSnapshot
 from torchx_monarch.model.check_result import CheckResult, check
-
-_MAX_ANNOTATIONS = 256 << 10
-"""Largest total size of an object's annotations in bytes; the API server refuses more."""
 
 
 class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSnapshot]):
@@ -72,12 +68,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
             request.ANNOTATION_APP: submitted.pack(),
             request.ANNOTATION_OPTIONS: json.dumps({"grace": options.grace, "pull_timeout": options.pull_timeout}),
         }
-        size = sum(len(key) + len(value) for key, value in record.items())
-        if size > _MAX_ANNOTATIONS:
-            raise UserError(
-                f"the app takes {size} bytes when it is packed, and Kubernetes keeps {_MAX_ANNOTATIONS} "
-                "with an object; put what is large among its arguments and environment into files"
-            )
         mode = options.mode
         if mode == "auto":
             mode = "volcano" if objects.has_volcano(self._api) else "job"

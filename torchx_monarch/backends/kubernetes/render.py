@@ -27,14 +27,12 @@ from torchx.specs import AppDef, RetryPolicy, Role, macros
 from torchx.specs.overlays import get_overlay
 
 from torchx_monarch.backends.core import torchx_api
-from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.kubernetes import options, request
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import (
     LABEL_APP,
     LABEL_ROLE,
-    MAX_LABEL,
     SECRET_KEY,
     TERMINATION_VARIABLE,
     KubernetesRequest,
@@ -188,12 +186,6 @@ def render_volcano(
     # Volcano's plugin svc names a pod's host JOB-TASK-0 and its domain like the job.
     replicas = [(index, replica) for index, role in enumerate(adapted.roles) for replica in range(role.num_replicas)]
     hosts = [f"{app_id}-{task['name']}-0" for task in job["spec"]["tasks"]]
-    for (index, replica), host in zip(replicas, hosts, strict=True):
-        if len(host) > MAX_LABEL:
-            raise UserError(
-                f"replica {adapted.roles[index].name}/{replica} would be the host {host!r}, which has {len(host)} "
-                f"characters, and host names have {MAX_LABEL} at most; give the app or the role a shorter name"
-            )
     first_hosts = [f"{host}.{app_id}" for (_, replica), host in zip(replicas, hosts, strict=True) if replica == 0]
     context = _PodContext(app_id, namespace, cfg, first_hosts)
     for (index, _), task in zip(replicas, job["spec"]["tasks"], strict=True):

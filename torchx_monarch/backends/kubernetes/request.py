@@ -37,9 +37,6 @@ SECRET_KEY = "credentials"
 TERMINATION_VARIABLE = "MONARCH_TERMINATION_LOG"
 """The variable of a container that runs a host: the file for its termination message."""
 
-MAX_LABEL = 63
-"""Characters of a host name, DNS label or Service name."""
-
 _LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 """Pattern of a DNS label."""
 
@@ -104,7 +101,7 @@ def split(app_id: str) -> tuple[str, str] | None:
 
 def is_namespace(name: str) -> bool:
     """Whether this is a valid namespace name. Only such a name may become part of a URL."""
-    return len(name) <= MAX_LABEL and re.fullmatch(_LABEL, name) is not None
+    return len(name) <= 63 and re.fullmatch(_LABEL, name) is not None
 
 
 def _safe(name: str) -> str:
