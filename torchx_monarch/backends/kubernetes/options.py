@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from torchx.schedulers.kubernetes_scheduler import RESERVED_MEMMB, RESERVED_MILLICPU
 from torchx.specs import InvalidRunConfigException
 
 from torchx_monarch.backends.core.options import NetworkOpts
@@ -36,9 +35,6 @@ class KubernetesOpts(NetworkOpts):
     kueue_queue: str | None = None
     """With `mode=job`: the Kueue LocalQueue that admits the job; the label `kueue.x-k8s.io/queue-name`."""
 
-    kueue_priority: str | None = None
-    """With `mode=job`: Kueue's WorkloadPriorityClass; the label `kueue.x-k8s.io/priority-class`."""
-
     service_account: str | None = None
     """The pods' service account."""
 
@@ -60,7 +56,7 @@ class KubernetesOpts(NetworkOpts):
     with a value in quotes, `tolerations='pool=a100:NoSchedule;spot:NoExecute'`. Without an effect, all effects."""
 
     labels: dict[str, str] | None = None
-    """Additional labels of all objects."""
+    """Additional labels of all objects, such as `kueue.x-k8s.io/priority-class:high`."""
 
     annotations: dict[str, str] | None = None
     """Additional annotations of jobs and pods."""
@@ -74,15 +70,6 @@ class KubernetesOpts(NetworkOpts):
 
     validate_spec: bool = True
     """Have the API server validate the request (server-side dry run) before it is submitted."""
-
-    reserved_millicpu: int = RESERVED_MILLICPU
-    """CPU in millicores by which a pod's request is lower than the role's, reserved for other processes of the node."""
-
-    reserved_memmb: int = RESERVED_MEMMB
-    """Memory in MB by which a pod's request is lower than the role's."""
-
-    efa_device_count: int | None = None
-    """Number of EFA devices of each pod. Default: that of the role's resource."""
 
 
 def check(cfg: KubernetesOpts) -> None:
@@ -100,10 +87,10 @@ def check(cfg: KubernetesOpts) -> None:
             parse_toleration(taint)
     except ValueError as error:
         refuse("tolerations", str(error))
-    for name in ("pull_timeout", "ttl_seconds_after_finished", "reserved_millicpu", "reserved_memmb"):
+    for name in ("pull_timeout", "ttl_seconds_after_finished"):
         if (cfg[name] or 0) < 0:
             refuse(name, "allowed is 0 or more")
-    only = {"volcano": ("kueue_queue", "kueue_priority", "ttl_seconds_after_finished"), "job": ("queue",)}
+    only = {"volcano": ("kueue_queue", "ttl_seconds_after_finished"), "job": ("queue",)}
     for name in only.get(cfg.mode, ()):
         if cfg[name] is not None:
             other = "job" if cfg.mode == "volcano" else "volcano"

@@ -90,8 +90,9 @@ def render_job(
 
 
 def _job(name: str, index: int, spec: RoleSpec, labels: Object, cfg: KubernetesOpts, template: Object) -> Object:
-    kueue = {"kueue.x-k8s.io/queue-name": cfg.kueue_queue, "kueue.x-k8s.io/priority-class": cfg.kueue_priority}
-    labels = {**labels, LABEL_ROLE: str(index), **{label: value for label, value in kueue.items() if value}}
+    labels = {**labels, LABEL_ROLE: str(index)}
+    if cfg.kueue_queue:
+        labels["kueue.x-k8s.io/queue-name"] = cfg.kueue_queue
     job: Object = {
         "completionMode": "Indexed",
         "completions": spec.replicas,
@@ -136,9 +137,7 @@ def _template(app: AppDef, index: int, runs_hosts: bool, context: _PodContext) -
     values = macros.Values(img_root="", app_id=context.app_id, replica_id=_REPLICA, rank0_env=RANK0_HOST)
     applied: Role = values.apply(role)
     applied.env["TORCHX_IMAGE"] = applied.image  # as in TorchX
-    pod = role_to_pod(
-        "main", applied, cfg.service_account, cfg.reserved_millicpu, cfg.reserved_memmb, cfg.efa_device_count
-    )
+    pod = role_to_pod("main", applied, cfg.service_account)
     if overlay := get_overlay(role, "kubernetes", "V1Pod"):
         torchx_api.apply_pod_overlay(pod, overlay)
     made: Object = sanitize_for_serialization(pod)
@@ -175,10 +174,9 @@ def render_volcano(
         role.env = {name: value.replace(macros.rank0_env, RANK0_HOST) for name, value in role.env.items()}
         if role.retry_policy is RetryPolicy.ROLE:
             role.retry_policy = RetryPolicy.APPLICATION  # TorchX raises KeyError; Volcano has no policy per role
-    sizes = (cfg.reserved_millicpu, cfg.reserved_memmb, cfg.efa_device_count)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchX warns about retries in Volcano 1.4
-        resource = app_to_resource(adapted, cfg.queue or "default", cfg.service_account, cfg.priority_class, *sizes)
+        resource = app_to_resource(adapted, cfg.queue or "default", cfg.service_account, cfg.priority_class)
     job: Object = sanitize_for_serialization(resource)
     app_id = job["metadata"]["name"]
     job["metadata"]["labels"] = {LABEL_APP: app_id, **(cfg.labels or {})}
