@@ -216,15 +216,9 @@ class Api:
         with contextlib.suppress(ValueError, AttributeError, urllib3.exceptions.HTTPError):
             message = json.loads(answer.data).get("message") or ""
         answer.release_conn()
-        if answer.status == 401:
-            message = (
-                f"{message or 'Unauthorized'}: the credentials of the kubeconfig are not, or no longer, good there"
-            )
-        elif answer.status == 403 and "system:anonymous" in message:
-            message += ": the kubeconfig gives no credentials (no such user, or its credential plugin has failed)"
-        elif answer.status == 403:
-            message += ": the user of the kubeconfig lacks a right there (RBAC)"
         message = message or f"{method} {path} was answered with HTTP status {answer.status}"
+        if answer.status in (401, 403):
+            message += " (see the user, credentials and rights of the kubeconfig)"
         return KubernetesError(f"the cluster at {self.host} refuses: {message}", answer.status)
 
     def _unreachable(self, error: urllib3.exceptions.HTTPError) -> KubernetesError:
