@@ -45,8 +45,8 @@ def test_a_container_that_is_removed_fails_its_job(apps: Apps, daemon: Daemon) -
 @pytest.mark.parametrize(
     ("path", "code", "words"),
     [
-        ("/usr/bin:/bin", 127, "exec python failed.*; the image needs a `python` on its PATH, in which torchx-monarch"),
-        ("/opt", 1, "No module named '?torchx_monarch.*; install torchx-monarch in the image"),
+        ("/usr/bin:/bin", 127, "exec python failed"),
+        ("/opt", 1, "No module named '?torchx_monarch"),
     ],
 )
 def test_an_image_without_what_is_needed(apps: Apps, daemon: Daemon, path: str, code: int, words: str) -> None:

@@ -9,7 +9,6 @@ gives the final state of the replica; the state that dockerd reports is that of 
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -226,8 +225,4 @@ def _why_no_host(container: Container) -> str:
     if 0 < code <= _NO_SUCH_COMMAND:
         with contextlib.suppress(DockerException):
             line = one_line(container.logs(tail=1).decode(errors="replace").strip(), _MAX_LINE)
-    if re.search(r"No module named '?torchx_monarch", line):
-        line += "; install torchx-monarch in the image"
-    elif line and code == _NO_SUCH_COMMAND:
-        line += "; the image needs a `python` on its PATH, in which torchx-monarch is installed"
     return f"; its last output: {line}" if line else ""
