@@ -33,7 +33,6 @@ from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.backends.slurm import commands
 from torchx_monarch.backends.slurm.backend import SlurmBackend
 from torchx_monarch.backends.slurm.batch_step import BatchRecord, BatchStep, first_node, load_record, record_path
-from torchx_monarch.backends.slurm.commands import SlurmJob
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.model import codec
 from torchx_monarch.model.role_spec import RetryPolicy as SpecPolicy
@@ -251,13 +250,12 @@ def test_answers_of_squeue_and_sacct_are_read_and_each_job_is_there_once() -> No
         "8_[3-5%2]|PENDING|None\n8_2|RUNNING|None\n3|CANCELLED by 0\n7+0|FAILED\n7+1|COMPLETED\n"
     )
     jobs = commands.parse_jobs(text)
-    assert [(job.job_id, job.state) for job in jobs.values()] == [
-        ("17", "PENDING"),
-        ("15", "RUNNING"),
-        ("3", "CANCELLED by 0"),
-        ("7", "FAILED"),
-    ]
-    assert jobs["17"].queued == QueuedJob(State.PENDING, "PENDING: waits for Resources")
+    assert jobs == {
+        "17": QueuedJob(State.PENDING, "PENDING: waits for Resources"),
+        "15": QueuedJob(State.RUNNING),
+        "3": QueuedJob(State.CANCELLED, "Slurm reports CANCELLED by 0"),
+        "7": QueuedJob(State.FAILED),
+    }
 
 
 # -- the state of a job ------------------------------------------------------------------------------------------------
@@ -322,7 +320,7 @@ def test_state_of_a_job(
     words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(commands, "listed_jobs", lambda: {"7": SlurmJob("7", said, reason)} if said else {})
+    monkeypatch.setattr(commands, "listed_jobs", lambda: commands.parse_jobs(f"7|{said}|{reason}" if said else ""))
     monkeypatch.setattr(commands, "accounted_jobs", lambda *_: {})
     write(job, State.RUNNING)
     if record is not None:
@@ -344,7 +342,7 @@ def test_folders_of_jobs_that_ended_long_ago_are_removed(
     recorded: bool, job: JobFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = SlurmBackend()
-    monkeypatch.setattr(commands, "listed_jobs", lambda: {"7": SlurmJob("7", "RUNNING")})
+    monkeypatch.setattr(commands, "listed_jobs", lambda: commands.parse_jobs("7|RUNNING"))
     os.utime(job.root, (time.time() - 15 * 86400,) * 2)
     backend.prune()
     assert set(backend.folders()) == {"7"}
@@ -352,7 +350,7 @@ def test_folders_of_jobs_that_ended_long_ago_are_removed(
         state_files.write_json(record_path(job), asdict(OVER))
         monkeypatch.setattr(commands, "listed_jobs", dict)
     else:  # it was killed
-        monkeypatch.setattr(commands, "listed_jobs", lambda: {"7": SlurmJob("7", "TIMEOUT")})
+        monkeypatch.setattr(commands, "listed_jobs", lambda: commands.parse_jobs("7|TIMEOUT"))
     os.utime(job.root)
     backend.prune()
     assert set(backend.folders()) == {"7"}  # written to just now

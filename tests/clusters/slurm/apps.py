@@ -102,8 +102,9 @@ class Apps(Place):
 
     def slurm_state(self, app_id: str) -> str:
         """Slurm's word; empty for a job that it has forgotten."""
-        job = commands.listed_jobs().get(app_id)
-        return job.state if job else ""
+        words = ["squeue", "--noheader", "--states=all", "--format=%i|%T"]
+        shown = [line.split("|") for line in commands.run(words).splitlines()]
+        return next((state for job, state in shown if job.partition("+")[0] == app_id), "")
 
     def output(self, handle: str, replica: int = 0, role: str = "trainer", **more: Any) -> str:
         """Return the log of one replica."""

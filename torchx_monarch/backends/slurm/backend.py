@@ -25,7 +25,7 @@ from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.slurm import commands, render
 from torchx_monarch.backends.slurm.batch_step import BatchRecord, load_record
 from torchx_monarch.backends.slurm.options import SlurmOpts
-from torchx_monarch.backends.slurm.request import SlurmRequest, option_words
+from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 
@@ -68,7 +68,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
 
     def queued(self) -> Mapping[str, QueuedJob]:
         """Return the user's jobs as slurmctld reports them, also for some minutes after their end."""
-        return {job_id: job.queued for job_id, job in commands.listed_jobs().items()}
+        return commands.listed_jobs()
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
@@ -83,14 +83,10 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         return render.render(app, submitted, options, self.new_folder(app.name, parent))
 
     def show(self, request: BatchRequest) -> str:
-        """Return the sbatch command and the batch script, and for each role its environment and srun command."""
+        """Return the sbatch command, the roles, the batch script and the commands of the roles' steps."""
         assert isinstance(request, SlurmRequest)
-        lines = [shlex.join(request.commands[0]), "", "# job.sh", request.script]
-        for role in request.roles:
-            lines.append(f"# role {role.spec.name}: {role.spec.replicas} x, in {role.cwd}")
-            lines += [f"export {name}={shlex.quote(value)}" for name, value in role.env.items()]
-            lines += [shlex.join(["srun", *option_words(role.srun), *role.command]), ""]
-        return "\n".join(lines)
+        steps = [shlex.join(request.step(index)) for index in range(len(request.roles))]
+        return "\n".join([super().show(request), "", "# job.sh", request.script, *steps])
 
     def fill_folder(self, folder: JobFolder, request: BatchRequest) -> None:
         assert isinstance(request, SlurmRequest)
@@ -121,7 +117,7 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         """Add jobs that Slurm's controller has forgotten, from the accounting database."""
         queued = dict(self.queued())
         forgotten = [app_id for app_id in folders.keys() - queued.keys() if not self.has_recorded_end(folders[app_id])]
-        return {**queued, **{job_id: job.queued for job_id, job in commands.accounted_jobs(forgotten).items()}}
+        return {**queued, **commands.accounted_jobs(forgotten)}
 
     def has_recorded_end(self, folder: JobFolder) -> bool:
         """Return whether the batch step has recorded the end, and Slurm cannot know more."""

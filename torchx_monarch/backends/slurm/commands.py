@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torchx_monarch.backends.batch import commands as batch_commands
 from torchx_monarch.backends.batch.snapshot import QueuedJob
@@ -37,34 +36,6 @@ _STATES = {
 """Slurm's states for each of an app's (squeue(1), section JOB STATE CODES)."""
 
 
-@dataclass(frozen=True)
-class SlurmJob:
-    """One job as Slurm reports it.
-
-    Attributes:
-        job_id: id of the job; of a heterogeneous one that of its first component, which runs the batch script.
-        state: the state as Slurm prints it; may have several words, such as ``CANCELLED by 1000``, and end in ``+``.
-        reason: why it waits.
-    """
-
-    job_id: str
-    state: str
-    reason: str = ""
-
-    @property
-    def queued(self) -> QueuedJob:
-        """Return the job for the base."""
-        words = self.state.split()
-        name = words[0].rstrip("+") if words else ""
-        state = next((state for state, names in _STATES.items() if name in names.split()), State.UNKNOWN)
-        reason = ""
-        if state is State.PENDING and self.reason not in ("", "None", "(null)"):
-            reason = f"{name}: waits for {self.reason}"
-        elif name == "SUSPENDED" or (state in (State.CANCELLED, State.FAILED) and name != "FAILED"):
-            reason = f"Slurm reports {self.state}"
-        return QueuedJob(state, reason)
-
-
 def environ() -> dict[str, str]:
     """Return the environment for Slurm's commands.
 
@@ -89,14 +60,14 @@ _JOB_ID = re.compile(r"(\d+)(?:\+0+)?")
 that of another component (``15+1``), nor that of tasks of an array (``3_7``), which is no job of ours."""
 
 
-def listed_jobs() -> dict[str, SlurmJob]:
+def listed_jobs() -> dict[str, QueuedJob]:
     """Return the jobs of this user from slurmctld, by id, without arrays."""
     return parse_jobs(
         run(["squeue", "--noheader", "--all", f"--user={os.getuid()}", "--states=all", "--format=%i|%T|%r"])
     )
 
 
-def accounted_jobs(job_ids: Sequence[str]) -> dict[str, SlurmJob]:
+def accounted_jobs(job_ids: Sequence[str]) -> dict[str, QueuedJob]:
     """Return jobs from the accounting database, by id; none without accounting."""
     if not job_ids:
         return {}
@@ -106,12 +77,22 @@ def accounted_jobs(job_ids: Sequence[str]) -> dict[str, SlurmJob]:
     return {}
 
 
-def parse_jobs(text: str) -> dict[str, SlurmJob]:
+def parse_jobs(text: str) -> dict[str, QueuedJob]:
     """Parse lines of ``ID|STATE|REASON``, of which the last may be missing."""
-    jobs: dict[str, SlurmJob] = {}
+    jobs: dict[str, QueuedJob] = {}
     for line in text.splitlines():
         job_id, *fields = line.split("|", 2)
         found = _JOB_ID.fullmatch(job_id.strip())
         if found is not None and fields:
-            jobs.setdefault(found[1], SlurmJob(found[1], *(field.strip() for field in fields)))
+            jobs.setdefault(found[1], _job(*(field.strip() for field in fields)))
     return jobs
+
+
+def _job(shown: str, reason: str = "") -> QueuedJob:
+    """Return a job by its state, which may be shown as ``CANCELLED by 1000`` or ``CANCELLED+``, and why it waits."""
+    name = shown.partition(" ")[0].rstrip("+")
+    state = next((state for state, names in _STATES.items() if name in names.split()), State.UNKNOWN)
+    if state is State.PENDING and reason not in ("", "None", "(null)"):
+        return QueuedJob(state, f"{name}: waits for {reason}")
+    is_said = name == "SUSPENDED" or (state in (State.CANCELLED, State.FAILED) and name != "FAILED")
+    return QueuedJob(state, f"Slurm reports {shown}" if is_said else "")
