@@ -13,8 +13,6 @@ from torchx_monarch.backends.kubernetes.request import Object, is_namespace
 
 _MODES = ("auto", "job", "volcano")
 
-_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-
 _TAINT = re.compile(r"(?P<key>[^=:\s]+)(=(?P<value>[^=:\s]*))?(:(?P<effect>\w+))?")
 
 
@@ -106,6 +104,4 @@ def parse_toleration(taint: str) -> Object:
     if found is None:
         raise ValueError(f"{taint!r} is not of the form KEY=VALUE:EFFECT, KEY:EFFECT, KEY=VALUE or KEY")
     parts = {name: value for name, value in found.groupdict().items() if value is not None}
-    if parts.get("effect", _EFFECTS[0]) not in _EFFECTS:
-        raise ValueError(f"{taint!r} has the effect {parts['effect']!r}; effects are {', '.join(_EFFECTS)}")
     return {**parts, "operator": "Equal" if "value" in parts else "Exists"}
