@@ -38,10 +38,6 @@ _SBATCH = (
 def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) -> SlurmRequest:
     """Return the request for an app; ``path`` is the job's folder."""
     requeue = any(role.max_retries for role in app.roles) if options.requeue is None else options.requeue
-    if options.container and re.search("[:,]", path):
-        raise UserError(
-            f"pyxis cannot mount the job's folder {path}: it must have neither ':' nor ',' (option job_dir)"
-        )
     roles = []
     for role, spec in zip(app.roles, submitted.roles, strict=True):
         roles.append(_role(role, replace(spec, on_end=""), _gres(role, app, options), options, path))
@@ -148,12 +144,6 @@ def _container(role: Role, cwd: str, job: str) -> dict[str, str]:
     The job's folder and the working directory are mounted under their own paths, so that every path of the request
     means the same inside and outside.
     """
-    if not role.image or _is_default(role.image):
-        given = f"TorchX's default image, {role.image}, has not" if role.image else "it names none"
-        raise UserError(
-            f"role {role.name!r} runs in a container (-cfg container=pyxis) and needs an image that has "
-            f"torchx-monarch, and {given}. Name one with --image: a name in a registry, or a squashfs file"
-        )
     mounts = {path: _bind(role, path, path) for path in (job, cwd) if path != "/"}
     for mount in [*role.mounts, *get_device_mounts(role.resource.devices)]:
         if not isinstance(mount, (BindMount, DeviceMount)):
