@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,8 +11,6 @@ from torchx.specs import AppDef
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
-
-_log = logging.getLogger("torchx_monarch")
 
 
 @dataclass(kw_only=True)
@@ -82,8 +79,7 @@ def check_options(options: AWSBatchOpts) -> None:
 
 
 def check_app(app: AppDef, roles: Sequence[RoleSpec], options: AWSBatchOpts) -> None:
-    """Check that Batch can run an app and that its hosts can find each other; warn of roles that end with the first."""
-    main, *others = roles
+    """Check that Batch can run an app and that its hosts can find each other."""
     replicas = sum(role.replicas for role in roles)
     if options.job_type == "container" and replicas != 1:
         raise UserError(f"run option job_type is container, which is for one replica; app {app.name!r} has {replicas}")
@@ -93,17 +89,7 @@ def check_app(app: AppDef, roles: Sequence[RoleSpec], options: AWSBatchOpts) -> 
                 f"role {role.name!r} has spare hosts, and a job of AWS Batch ends when it loses a node: leave them out"
             )
         if role.runs_hosts and role.replicas > 1:
-            _check_hosts(role, main)
-    # Only host processes wait for another role.
-    ended = [other.name for other in others if not (other.runs_hosts and main.runs_hosts) and not other.sidecar]
-    if ended:
-        _log.warning(
-            "AWS Batch ends role %s when the first role, %s, has ended: only roles of torchrun or Python commands wait "
-            "for each other. Mark what is to end so as a sidecar, or make it an app of its own "
-            "(documentation: Backends, monarch_aws_batch)",
-            ", ".join(ended),
-            main.name,
-        )
+            _check_hosts(role, roles[0])
 
 
 def _check_hosts(role: RoleSpec, main: RoleSpec) -> None:
