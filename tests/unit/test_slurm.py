@@ -306,8 +306,8 @@ def write(folder: JobFolder, state: State, code: int | None = None, message: str
         ("PREEMPTED", "None", None, False, "FAILED", "Slurm reports PREEMPTED"),
         ("", "", replace(OVER, state=State.SUCCEEDED, msg=""), False, "SUCCEEDED", ""),
         ("", "", None, True, "CANCELLED", "cancelled"),
-        ("", "", None, False, "FAILED", "killed by the batch system, or its node was lost; Slurm's controller"),
-        ("", "", replace(OVER, outside=True), False, "FAILED", "code 3; Slurm's controller has forgotten the job"),
+        ("", "", None, False, "FAILED", "killed by the batch system, or its node was lost"),
+        ("", "", replace(OVER, outside=True), False, "FAILED", "exited with code 3"),
     ],
 )
 def test_state_of_a_job(

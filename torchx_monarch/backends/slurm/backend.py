@@ -29,8 +29,6 @@ from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 
-_FORGOTTEN = "Slurm's controller has forgotten the job, and accounting (sacct) is not there or does not know its end"
-
 
 class _DirWorkspace(DirWorkspaceMixin):  # type: ignore[misc]
     """Copies workspaces into ``job_dir``, and leaves roles the image of their container."""
@@ -133,7 +131,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         if app is None:
             return None
         outcome = _outcome(job, record, folder)
-        is_forgotten = job is None and app.ending is None and not brief and not self.has_recorded_end(folder)
         active = job is not None and not job.state.is_terminal and (outcome is None or not outcome.state.is_terminal)
         roles = []
         for index, role in enumerate(app.roles):
@@ -144,7 +141,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         return replace(
             app,
             native=outcome,
-            notes=[_FORGOTTEN] if is_forgotten else [],
             is_supervised=True,
             started=record.started if record else 0.0,
             roles=roles,
