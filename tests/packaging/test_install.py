@@ -247,7 +247,7 @@ def test_one_sub_command_is_added(plain: Environment, installed: Environment) ->
     before, after = plain.torchx("--help"), installed.torchx("--help")
     assert names(after.stdout) == names(before.stdout) | {"monarch"}
     assert after.stderr == before.stderr
-    assert installed.torchx("monarch", "ps").stdout.split() == ["HANDLE", "ROLE", "HOSTS", "STATE", "RUNS", "IDLE"]
+    assert installed.torchx("monarch", "ls").stdout.split() == ["ID", "STATE", "AGE", "TIME", "CODE", "HOSTS"]
 
 
 # --- components

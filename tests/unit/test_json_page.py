@@ -14,7 +14,7 @@ import pytest
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.cli import exec as exec_command
-from torchx_monarch.cli import exit_codes, main, ps, top
+from torchx_monarch.cli import exit_codes, main, top
 from torchx_monarch.cli.debug import Breakpoint
 from torchx_monarch.cli.jobs import JobFacts
 from torchx_monarch.client.result import RankResult, RunInfo, RunResult
@@ -58,8 +58,6 @@ def test_the_fields_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(re.findall(r"`(\w+)`", line)) - {"ranks"} == names(RankResult)
     assert [set(rank) for rank in result["ranks"]] == [names(RankResult)]
     assert documented("a run") == set(RunInfo.__annotations__)
-    live = LiveState(True, 1, None, 0, 0, 0.0, 0.0)
-    assert documented("an allocation") - {"live"} == set(ps._to_json("h", "r", live))
 
 
 def test_the_fields_of_breakpoints() -> None:

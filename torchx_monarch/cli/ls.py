@@ -9,11 +9,8 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
-from torchx_monarch.backends.core.snapshot import AppSnapshot
-from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli.allocation_arguments import since
 from torchx_monarch.cli.handles import used_schedulers
 from torchx_monarch.cli.jobs import opened
@@ -26,8 +23,6 @@ from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.doctor import run_groups
 from torchx_monarch.schedulers.job_status import JobStatus, build
 from torchx_monarch.system.untrusted_text import one_line
-
-T = TypeVar("T")
 
 _MIN_WIDTH = 12
 """The fewest characters of a name or an id that are shown."""
@@ -62,7 +57,7 @@ def _states(text: str) -> set[str]:
 
 def run(args: argparse.Namespace) -> None:
     """Print a table of jobs, the newest first."""
-    found = _jobs(args.scheduler) if args.scheduler else ask_all(used_schedulers(), _jobs)
+    found = _jobs(args.scheduler) if args.scheduler else _all_jobs()
     found = [
         job
         for job in sorted(found, key=lambda job: job.submitted or 0.0, reverse=True)
@@ -77,8 +72,8 @@ def run(args: argparse.Namespace) -> None:
             say(f"{len(found) - args.limit} older jobs are not shown; --limit 0 lists all")
 
 
-def list_apps(name: str) -> list[tuple[AppSnapshot, AppStatus]]:
-    """Return the apps of a scheduler, with the run options of ``.torchxconfig``, the newest first."""
+def _jobs(name: str) -> list[JobStatus]:
+    """Return the jobs of a scheduler, with the run options of ``.torchxconfig``."""
     from torchx.runner import config
     from torchx.specs import CfgVal
 
@@ -86,17 +81,15 @@ def list_apps(name: str) -> list[tuple[AppSnapshot, AppStatus]]:
     with opened(name) as scheduler:
         logging.getLogger("torchx.runner.config").setLevel(logging.WARNING)  # it names each file that it reads
         config.apply(scheduler=name, cfg=cfg)
-        return list(scheduler.apps.list(cfg))
+        now = time.time()
+        return [
+            build(f"{name}://torchx/{app.app_id}", app, status, now=now) for app, status in scheduler.apps.list(cfg)
+        ]
 
 
-def _jobs(name: str) -> list[JobStatus]:
-    now = time.time()
-    return [build(f"{name}://torchx/{app.app_id}", app, status, now=now) for app, status in list_apps(name)]
-
-
-def ask_all(names: Sequence[str], read: Callable[[str], list[T]]) -> list[T]:
-    """Return what is read of several schedulers at the same time; say in one line if one of them does not answer."""
-    answers = run_groups({name: functools.partial(read, name) for name in names}, _PATIENCE)
+def _all_jobs() -> list[JobStatus]:
+    """Return the jobs of all schedulers, asked at the same time; say in one line if one of them does not answer."""
+    answers = run_groups({name: functools.partial(_jobs, name) for name in used_schedulers()}, _PATIENCE)
     for name, (_, failure) in answers.items():
         if failure:
             say(f"{name} is left out: {one_line(failure, 160)}")

@@ -23,7 +23,7 @@ SUB_COMMANDS = {
     "logs": "the output of all ranks of a job, in the order of time",
     "exec": "run a command on an allocation's hosts",
     "follow": "the output of a run that was begun elsewhere, and its exit code",
-    "ps": "allocations, or the runs of one",
+    "ps": "the runs of an allocation",
     "stop": "give an allocation's hosts back, or end one run",
     "wait": "wait for the end of a job, and exit with its exit code",
     "cancel": "end a job and keep its logs, as torchx cancel does",

@@ -99,16 +99,6 @@ def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
     return Address("unix", path=os.path.join(request.run_dir, f"{index}.sock"))
 
 
-def recorded_roles(scheduler: str, app_id: str) -> list[str]:
-    """Return the roles of an app that have hosts, as this machine has recorded them; none if the record is damaged."""
-    if addresses := stored_apps.load_credentials(scheduler, app_id).rendezvous:
-        return list(addresses)
-    request = None
-    with contextlib.suppress(UnreachableError):
-        request = _request(app_id)
-    return [role.name for role in request.roles if role.spec.runs_hosts] if request is not None else []
-
-
 def _request(app_id: str) -> LocalRequest | None:
     """Return the stored request of an app of this machine; None if there is no such app."""
     from torchx_monarch.backends.local import request  # needed for apps of this machine alone

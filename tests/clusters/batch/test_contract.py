@@ -102,7 +102,8 @@ class _StandInContract(Contract):
     def test_an_allocation_in_the_queue_is_listed(self, place: _StandInPlace) -> None:
         held = ("--workspace", "", "-cfg", f"submit_args='{place.held}'")
         handle = place.adopt(place.torchx("run", "-s", place.name, *held, "monarch.hosts", "-j", "2x1").split()[-1])
-        assert place.torchx("monarch", "ps").split()[-3:] == [handle, "hosts", "queued"]
+        listed = place.torchx("monarch", "ls").splitlines()[1].split()
+        assert listed[:2] == [handle.rpartition("/")[2], "PENDING"]
 
 
 class TestPbs(_StandInContract):
