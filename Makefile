@@ -44,7 +44,7 @@ BENCHFLAGS ?=
 SOAKFLAGS ?=
 
 # Debian's packages that tests need beyond Python's; see `system` below.
-SYSTEM_PACKAGES := iproute2 openssl fuse3 zsh fish chromium task-spooler
+SYSTEM_PACKAGES := iproute2 openssl fuse3 chromium task-spooler
 
 # The option table against torchrun's parser, programs beside torchrun, and what uses torch's own functions.
 NEWEST ?= tests/unit/test_options.py tests/unit/test_command.py tests/local/test_numa.py tests/local/test_digits.py \
@@ -83,9 +83,9 @@ $(STAMP): $(RUN)
 
 # Where they are missing and may not be installed, the tests that need them skip and say why.
 system:
-	@command -v ip >/dev/null && command -v openssl >/dev/null && command -v fusermount3 >/dev/null && command -v zsh >/dev/null && command -v fish >/dev/null && command -v chromium >/dev/null && command -v tsp >/dev/null || { test "$$(id -u)" = 0 && \
+	@command -v ip >/dev/null && command -v openssl >/dev/null && command -v fusermount3 >/dev/null && command -v chromium >/dev/null && command -v tsp >/dev/null || { test "$$(id -u)" = 0 && \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
-		$(SYSTEM_PACKAGES) >/dev/null; } || echo "not installed: $(SYSTEM_PACKAGES); the tests over networks, of mounts, of shells, of the example backend and of the report in a browser will skip"
+		$(SYSTEM_PACKAGES) >/dev/null; } || echo "not installed: $(SYSTEM_PACKAGES); the tests over networks, of mounts, of the example backend and of the report in a browser will skip"
 
 # Without constraints, in an environment of its own; pip's own configuration decides which build of torch that is.
 # CONTRIBUTING.md has its latest outcome.

@@ -124,7 +124,6 @@ _EXAMPLES = {
     "profile": "torchx monarch profile last --rank 3 --seconds 10",
     "report": "torchx monarch report last -o job.html",
     "top": "torchx monarch top last --by-host",
-    "completion": "torchx monarch completion bash",
 }
 """An example of each sub-command of ``torchx monarch``."""
 

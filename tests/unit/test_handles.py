@@ -16,7 +16,7 @@ from torchx_monarch.cli import exec as exec_command
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import since
 from torchx_monarch.cli.exit_codes import CommandError
-from torchx_monarch.cli.handles import check_local, complete, recorded_apps, resolve, used_schedulers
+from torchx_monarch.cli.handles import check_local, recorded_apps, resolve, used_schedulers
 
 DIGITS = "monarch_local://torchx/digits-c2jz0w1r"
 DIGITS_2 = "monarch_local://torchx/digits-x7"
@@ -111,12 +111,6 @@ def test_an_app_of_this_machine_exists_or_is_unknown(apps: None) -> None:
     with pytest.raises(CommandError, match="there is no app") as caught:
         check_local("monarch_local://torchx/digits-x8")
     assert caught.value.exit_code == exit_codes.UNKNOWN_APP and DIGITS_2 in str(caught.value)
-
-
-def test_a_shell_is_offered_ids_or_handles(apps: None) -> None:
-    offered = {*("digits-c2jz0w1r", "digits-x7", "4711", "pretrain", "default:bert-b9z", "last")}
-    assert set(complete("")) == offered
-    assert SLURM in complete("monarch_")
 
 
 def test_the_schedulers_in_use(apps: None) -> None:

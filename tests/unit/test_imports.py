@@ -101,8 +101,8 @@ def test_what_starts_hosts_needs_the_standard_library_alone(module: str) -> None
     assert not theirs & {"torchx", "psutil", "rich", "cryptography", "yaml"}
 
 
-@pytest.mark.parametrize("module", ["completion", "exec", "handles"])
-def test_what_runs_at_a_tab_or_begins_a_run_asks_no_scheduler(module: str) -> None:
+@pytest.mark.parametrize("module", ["exec", "handles"])
+def test_what_begins_a_run_asks_no_scheduler(module: str) -> None:
     assert "torchx" not in imported_by(f"import torchx_monarch.cli.{module}")
 
 

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torchx_monarch.backends.core import state_files, stored_apps
 from torchx_monarch.cli import exit_codes
@@ -35,10 +34,7 @@ _CANDIDATES = 8
 def add_handle(parser: argparse.ArgumentParser, default: str | None = LAST, required: bool = False) -> None:
     """Define the argument ``handle`` of a sub-command; ``resolve`` is applied to it before the sub-command runs."""
     text = f"{HELP} (default: last)" if default == LAST and not required else HELP
-    argument: Any = parser.add_argument(
-        "handle", nargs=None if required else "?", default=default, metavar="HANDLE", help=text
-    )
-    argument.completer = complete
+    parser.add_argument("handle", nargs=None if required else "?", default=default, metavar="HANDLE", help=text)
 
 
 def resolve(word: str) -> str:
@@ -95,17 +91,6 @@ def unknown(word: str) -> CommandError:
 def _first(lines: Sequence[str]) -> list[str]:
     more = len(lines) - _CANDIDATES
     return [*lines[:_CANDIDATES], *([f"  and {more} more"] if more > 0 else [])]
-
-
-def complete(prefix: str, **_: object) -> list[str]:
-    """Return the words that a shell may offer for a handle: ids, names and ``last``; handles if something is typed."""
-    apps = []
-    with contextlib.suppress(CommandError):  # the line that is completed has no room for it
-        apps = [app for app in recorded_apps() if app.app_id.isprintable() and app.name.isprintable()]
-    handles = [app.handle for app in apps] if prefix else []
-    # Most ids begin with the name: offering both would complete neither.
-    names = {app.name for app in apps if app.name and not app.app_id.rpartition(":")[2].startswith(app.name)}
-    return [*(app.app_id for app in apps), *sorted(names), LAST, *handles]
 
 
 # -- the apps of this machine ------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -33,7 +32,6 @@ SUB_COMMANDS = {
     "profile": "what ranks do with their time, as a flame graph or for speedscope",
     "report": "a page about a job: what ran, why it ended, and where its time went",
     "top": "a job and its ranks on one screen, again and again",
-    "completion": "a script that completes commands, options and handles in your shell",
 }
 """The sub-commands with their help. Each is the module of its name in this package, with ``add_arguments`` and ``run``,
 or a class of ``_CLASSES``."""
@@ -59,14 +57,10 @@ class _SubCommandParser(argparse.ArgumentParser):
 
     sub_command = ""
 
-    def define(self) -> None:
-        """Define the arguments, unless they are defined."""
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         if self.sub_command:
             load(self.sub_command).add_arguments(self)
             self.sub_command = ""
-
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        self.define()
         return super().parse_known_args(args, namespace)
 
 
@@ -107,12 +101,6 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
 
         # argparse suggests names itself from Python 3.14 on, if it is asked to.
         subparser.error = error  # type: ignore[method-assign]
-        if "_ARGCOMPLETE" in os.environ:
-            from torchx_monarch.cli.completion import complete
-
-            for name in set(os.environ.get("COMP_LINE", "").split()) & set(SUB_COMMANDS):
-                commands.choices[name].define()
-            complete()
 
     def run(self, args: argparse.Namespace) -> None:
         """Execute the sub-command; exit with its exit code, or with an error message."""

@@ -105,7 +105,7 @@ def write_output(path: str, text: str) -> None:
     Raises:
         UserError: the file cannot be written, or something else has the name.
     """
-    from torchx_monarch.backends.core.errors import UserError  # imports TorchX, which completion does not need
+    from torchx_monarch.backends.core.errors import UserError  # imports TorchX, which `exec` does not need
 
     data = text.encode(errors="backslashreplace")  # a surrogate: a byte of a file name that is no UTF-8 (os.fsdecode)
     if path in STDOUT:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 from torchx.cli.cmd_base import AppHandleSubCommand
 from torchx.cli.cmd_cancel import CmdCancel as TorchXCmdCancel
@@ -40,8 +39,7 @@ class _NamedJob(AppHandleSubCommand):  # type: ignore[misc]
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         """Define the handle."""
-        argument: Any = subparser.add_argument("app_handle", metavar="HANDLE", help=handles.HELP)
-        argument.completer = handles.complete
+        subparser.add_argument("app_handle", metavar="HANDLE", help=handles.HELP)
 
     def run(self, args: argparse.Namespace) -> None:
         args.app_handle = _resolve(args.app_handle)
