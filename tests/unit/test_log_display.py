@@ -186,7 +186,7 @@ def test_time_is_utc_in_files_and_local_on_a_terminal() -> None:
     assert line.on_terminal(coloured=False).endswith(":50.123 [1] text\n")
     odd = "2026-99-99T17:28:50.123Z "
     assert stamped.parse(f"{odd}[r1]:text").on_terminal(coloured=False) == f"{odd}[1] text"
-    assert stamped.parse("[monarch] of the supervisor").is_of_host
+    assert stamped.parse("[monarch] of the supervisor").prefix == "[monarch] "
     assert [host_text(line) for line in (f"{odd}[monarch] mesh", "[monarch] mesh", "mesh")] == ["mesh", "mesh", None]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Output that cannot be written, input that counts as given to a command, and numbers that are too large."""
+"""Output that cannot be written."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TextIO
 
 import pytest
 
-from torchx_monarch.cli import exit_codes, logs, main
+from torchx_monarch.cli import exit_codes, main
 from torchx_monarch.cli.output import open_stderr
 from torchx_monarch.system.processes import user_name
 
@@ -84,18 +84,6 @@ def test_a_closed_stderr_does_not_print_to_stdout(
     with sys.stderr:
         print("progress", file=sys.stderr)
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(
-    ("module", "words", "name", "value"),
-    [
-        (logs, "H -n 99999999999999999999", "tail", 10**9),
-    ],
-)
-def test_large_numbers(module: Any, words: str, name: str, value: object) -> None:
-    parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
-    assert getattr(parser.parse_args(words.split()), name) == value
 
 
 def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

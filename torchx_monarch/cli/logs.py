@@ -23,7 +23,6 @@ from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import add_json, print_record
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import LastStates, LogLine, is_coloured, is_terminal, stamp
-from torchx_monarch.schedulers.job_status import most_ranks
 from torchx_monarch.schedulers.log_display import parser_of
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.system.line_output import LineOutput
@@ -35,9 +34,6 @@ Source = tuple[str, int]
 
 _Line = tuple[Source, float, LogLine]
 """A line, and when it was written, in seconds since the epoch; 0 if that is not known."""
-
-_MAX_LINES = 10**9
-"""Lines that ``-n`` keeps at most; a backend's own limit is a number of 64 bits."""
 
 PATIENCE = 0.5
 """Seconds that lines of other logs wait for a log that is followed and silent."""
@@ -65,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
-    return min(int(text), _MAX_LINES)
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -75,20 +71,13 @@ def run(args: argparse.Namespace) -> None:
     with opened_job(args.handle) as job:
         app, status = job.read_app()
         roles = _roles(app, args)
-        if args.rank is not None:
-            happened = job.scheduler.read_events(job.app_id)[0]
-            _check_ranks(args, [most_ranks(app, role, happened) for role in roles])
         merged = _merged(job.scheduler, app, roles, args, args.follow and not status.state.is_terminal)
         printer = _Printer(app, args.timestamps, args.json)
         for shown in _tail(printer.chosen(merged, args.rank), args.tail, began):
             printer.show(*shown)
-    if args.rank is None or printer.has_named_ranks:
-        return
-    if printer.has_output:
-        say("no line of this log names its rank: torchrun's --tee 3, which monarch.spmd sets, has the lines name them")
-    else:
-        runs = not args.follow and not status.state.is_terminal
-        say("no rank has written a line to this log" + (" yet; -f follows it" if runs else ""))
+    if args.rank is not None and not printer.has_chosen:
+        hint = "; torchrun's --tee 3, which monarch.spmd sets, has lines name their rank"
+        say(f"this log has no line of these ranks{'' if printer.has_named_ranks else hint}")
 
 
 def _tail(lines: Iterable[_Line | None], count: int | None, began: float) -> Iterator[_Line]:
@@ -111,14 +100,6 @@ def _roles(app: AppSnapshot, args: argparse.Namespace) -> list[str]:
     if args.role is not None and args.role not in roles:
         raise UserError(f"{args.handle} has no role {args.role!r}; its roles are {', '.join(roles)}")
     return [role for role in roles if args.role in (None, role)]
-
-
-def _check_ranks(args: argparse.Namespace, counts: Sequence[int | None]) -> None:
-    """Check that the chosen roles have the ranks in the arguments, of which they have ``counts``, None if not known."""
-    last, most = max(rank_range[-1] for rank_range in args.rank), max(filter(None, counts), default=0)
-    if None not in counts and last >= most:
-        existing = f"ranks 0 to {most - 1}" if most > 1 else "rank 0 alone"
-        raise UserError(f"{args.handle} has no rank {last}; it has {existing}")
 
 
 def _merged(
@@ -145,10 +126,10 @@ def _readable(lines: Iterable[TimedLine]) -> Iterator[TimedLine]:
 
 
 class _Printer:
-    """Parses lines and shows them; remembers whether one has named its rank, and one was not of a host process."""
+    """Parses lines and shows them; remembers whether one has named its rank, and whether one was chosen."""
 
     def __init__(self, app: AppSnapshot, timestamps: bool, as_json: bool) -> None:
-        self.has_named_ranks = self.has_output = False
+        self.has_named_ranks = self.has_chosen = False
         self._timestamps = timestamps
         self._as_json = as_json
         self._parsers = {
@@ -171,9 +152,9 @@ class _Printer:
             if line is not None:
                 _, _, parsed = line
                 self.has_named_ranks = self.has_named_ranks or parsed.rank is not None
-                self.has_output = self.has_output or not parsed.is_of_host
                 if ranks is not None and not any(parsed.rank in rank_range for rank_range in ranks):
                     continue
+                self.has_chosen = True
             yield line
 
     def _parsed(self, merged: Iterable[tuple[Source, TimedLine] | None]) -> Iterator[_Line | None]:

@@ -73,11 +73,6 @@ class LogLine:
     rank: int | None = None
     time: str = ""
 
-    @property
-    def is_of_host(self) -> bool:
-        """Whether a host process or a supervisor has written it, unless a rank imitates them."""
-        return self.prefix == f"{_HOST} "
-
     def plain(self) -> str:
         """Return the line for files and pipes."""
         return f"{self.time}{' ' if self.time else ''}{self.prefix}{self.text}"

@@ -346,14 +346,6 @@ def _ranks_asked(replicas: int, command: Command | None) -> int | None:
     return replicas * ranks if ranks is not None else None
 
 
-def most_ranks(app: AppSnapshot, role_name: str, happened: Sequence[Event]) -> int | None:
-    """Return the number of ranks in the largest attempt of a role; None if it is not known."""
-    counts = [event.get("count") for event in happened if event["kind"] == "ranks" and event.get("role") == role_name]
-    roles = [role for role in (app.app.roles if app.app is not None else ()) if role.name == role_name]
-    counts += [_ranks_asked(role.num_replicas, rank_command(role)) for role in roles]
-    return max(filter(None, counts), default=None)
-
-
 def _last_failure(happened: Sequence[Event]) -> Failure | None:
     last: Failure | None = None
     failed: list[Event] = []  # since the last start
