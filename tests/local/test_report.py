@@ -54,7 +54,6 @@ def test_the_report_of_a_job(tmp_path: Path) -> None:
     phases_add_up(job)
     lost_time_is_that_of_the_outage(job)
     page_tells_all(job)
-    assert torchx("monarch", "report", "last", "-o", "/dev/null", check=False).returncode == 64
 
 
 def phases_add_up(job: Job) -> None:

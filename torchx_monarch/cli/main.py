@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -111,20 +112,21 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         from torchx_monarch.cli import exit_codes
         from torchx_monarch.cli.exit_codes import CommandError
         from torchx_monarch.cli.handles import resolve
-        from torchx_monarch.cli.output import open_stderr, written_output
         from torchx_monarch.client.hosts import say
         from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
         from torchx_monarch.system.termination import signal_of
 
-        open_stderr()
         try:
-            with written_output():
+            try:
                 if getattr(args, "handle", None) is not None:
                     args.handle = resolve(args.handle)
                 load(args.sub_command).run(args)
+            finally:
+                sys.stdout.flush()
         except KeyboardInterrupt as error:
             sys.exit(128 + signal_of(error))
         except BrokenPipeError:  # a run continues on the hosts
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own end
             sys.exit(exit_codes.BROKEN_PIPE)
         except CommandError as error:
             say(str(error))
