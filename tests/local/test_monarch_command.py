@@ -171,7 +171,7 @@ def test_an_interrupted_follower_leaves_the_job_running(tmp_path: Path) -> None:
     assert follower.returncode == 128 + signal.SIGINT
     text = monarch("stop", handle, code=exit_codes.UNAVAILABLE)
     assert text == f"[monarch] {handle} is not a live allocation; to end it: torchx cancel {handle}\n"
-    assert "is not a live allocation" in monarch("stop", handle, "--run", code=exit_codes.UNAVAILABLE)
+    assert "is not a live allocation" in monarch("stop", handle, "--run", "1", code=exit_codes.UNAVAILABLE)
     text = monarch("exec", handle, "--", "python", "x.py", code=exit_codes.UNAVAILABLE)
     assert "to get one: torchx run -s monarch_local monarch.hosts -j 1x4" in text
     status = objects("status", handle)
@@ -236,11 +236,9 @@ def test_a_live_allocation(tmp_path: Path) -> None:
     live = objects("status", "hosts")["live"]
     assert (live["ready"], live["runs"], [run["run"] for run in live["last_runs"]]) == (True, 4, [1, 2, 3, 4])
     assert "  runs         4 so far\n" in monarch("status", handle)
-    assert "--run x: give the number of a run" in monarch("stop", "last", "--run", "x", code=exit_codes.USAGE)
-    assert "name the allocation" in monarch("stop", code=2)
+    assert "the following arguments are required: HANDLE" in monarch("stop", code=2)
     run = {"handle": handle, "stopped": "run"}
-    assert objects("stop", "--run", "last") == objects("stop", "last", "--run") == {**run, "run": None}
-    assert objects("stop", "last", "--run", "2") == objects("stop", "--run=2", "last") == {**run, "run": 2}
+    assert objects("stop", "last", "--run", "2") == {**run, "run": 2}
     assert objects("stop", "last") == {"handle": handle, "stopped": "allocation", "run": None}
     until(lambda: objects("status", handle)["state"] != "RUNNING", "the end of the hosts")
     assert objects("status", handle)["live"] is None

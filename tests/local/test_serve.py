@@ -151,7 +151,7 @@ def test_ctrl_c_and_signals_stop_the_run_and_not_the_allocation(
         assert shell.returncode == 128 + number and out == "begun\ntold to stop\n", err
         assert f"stopping run {run}{name}; Ctrl-C again kills it" in err and f"killing run {run}" in err
     assert job.run_spmd([path, "again"]).exit_code == 0
-    assert torchx("monarch", "stop", job.handle, "--run", check=False).returncode == 0  # it has ended already
+    assert torchx("monarch", "stop", job.handle, "--run", "1", check=False).returncode == 0  # it has ended already
     assert job.status().ready
     torchx("monarch", "stop", job.handle)
     assert over(job) == "SUCCEEDED"

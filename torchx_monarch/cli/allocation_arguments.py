@@ -10,16 +10,15 @@ import time
 from datetime import datetime, timezone
 
 from torchx_monarch.cli import handles
-from torchx_monarch.cli.handles import LAST
 from torchx_monarch.client.hosts import START_TIMEOUT, Hosts
 from torchx_monarch.insight.rank_sample import parse_ranks
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-def add_handle(parser: argparse.ArgumentParser, default: str | None = LAST, required: bool = False) -> None:
+def add_handle(parser: argparse.ArgumentParser, required: bool = False) -> None:
     """Define the handle of an allocation, see ``handles.add_handle``, and the options that say where its hosts are."""
-    handles.add_handle(parser, default, required)
+    handles.add_handle(parser, required)
     add_role_and_address(parser)
 
 

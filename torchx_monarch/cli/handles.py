@@ -31,10 +31,10 @@ _CANDIDATES = 8
 """Apps that a message lists at most."""
 
 
-def add_handle(parser: argparse.ArgumentParser, default: str | None = LAST, required: bool = False) -> None:
+def add_handle(parser: argparse.ArgumentParser, required: bool = False) -> None:
     """Define the argument ``handle`` of a sub-command; ``resolve`` is applied to it before the sub-command runs."""
-    text = f"{HELP} (default: last)" if default == LAST and not required else HELP
-    parser.add_argument("handle", nargs=None if required else "?", default=default, metavar="HANDLE", help=text)
+    text = HELP if required else f"{HELP} (default: last)"
+    parser.add_argument("handle", nargs=None if required else "?", default=LAST, metavar="HANDLE", help=text)
 
 
 def resolve(word: str) -> str:

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
-from torchx_monarch.cli.exit_codes import CommandError
-from torchx_monarch.cli.handles import resolve
 from torchx_monarch.cli.output import add_json, print_json
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.hosts import say
@@ -16,31 +13,24 @@ from torchx_monarch.exceptions import AllocationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_handle(parser, default=None)
-    parser.add_argument("--run", nargs="?", const="", help="end this run, or the one that runs; keep the hosts")
+    add_handle(parser, required=True)
+    parser.add_argument("--run", type=int, help="end the run of this number, and keep the hosts")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """End the allocation, or the run that ``--run`` names."""
-    if args.handle is None and args.run:  # argparse takes the handle of `stop --run HANDLE` for the value of --run
-        args.handle, args.run = resolve(args.run), ""
-    if args.handle is None:
-        raise CommandError("name the allocation, as in: torchx monarch stop last", 2)
-    if args.run and not args.run.isdecimal():
-        raise UserError(f"--run {args.run}: give the number of a run, which `torchx monarch ps {args.handle}` lists")
-    number = int(args.run) if args.run else None
     if args.run is not None:
-        answer = hosts_of(args).ask({"type": "end-run", "run": number, "kill": False})
+        answer = hosts_of(args).ask({"type": "end-run", "run": args.run, "kill": False})
         is_running = answer["state"] in ("queued", "running")
-        done = f"stopping run {answer['run']}" if is_running else f"run {answer['run']} has ended"
+        done = f"stopping run {args.run}" if is_running else f"run {args.run} has ended"
     else:
         done = _stop_hosts(args)
     if not args.json:
         say(done)
     else:
         stopped = "allocation" if args.run is None else "run"
-        print_json({"handle": args.handle, "stopped": stopped, "run": number})
+        print_json({"handle": args.handle, "stopped": stopped, "run": args.run})
 
 
 def _stop_hosts(args: argparse.Namespace) -> str:
