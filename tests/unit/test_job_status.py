@@ -69,7 +69,7 @@ RESTARTED = [
 
 
 def test_a_running_job() -> None:
-    found = status_of(snapshot(started=910.0), STARTED, last_output=997.0, log_folder="/logs")
+    found = replace(status_of(snapshot(started=910.0), STARTED, log_folder="/logs"), last_output=997.0)
     assert (found.state, found.phase, found.elapsed) == ("RUNNING", "running", 90.0)
     assert (found.attempt, found.attempts, found.hosts, found.ranks) == (1, 3, 2, 8)
     assert (found.submitted, found.started, found.ended, found.exit_code) == (900.0, 910.0, None, None)

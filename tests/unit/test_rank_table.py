@@ -153,7 +153,7 @@ def test_a_status_shows_what_ranks_do_in_a_few_lines() -> None:
         calling(0, called=(1.0, 2.0, 3.0), cpu_seconds=7.0, progress=progress, last_output=99.0, devices=(device,)),
         calling(1, called=(1.2, 2.2, 3.2), cpu_seconds=7.2, rss_bytes=3 << 29, state="stopped"),
     ]
-    status = JobStatus("h://s/a", "a", "RUNNING", phase="running", last_output=50.0, activity=rank_views(now, before))
+    status = JobStatus("h://s/a", "a", "RUNNING", phase="running", last_output=99.0, activity=rank_views(now, before))
     assert render(status, 101.0).splitlines()[2:] == [
         "  last output  2.0 s ago",
         "  progress     step 20 of 100, 1 min 20 s left, checkpoint of step 10, loss 0.1234, \\x1b 1",

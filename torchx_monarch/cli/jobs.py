@@ -204,20 +204,13 @@ class JobReader:
         if role is not None:
             with contextlib.suppress(UnreachableError, RefusedError, TimeoutError):
                 target = Target.from_handle(self.handle, role)
-                if (live := ask_live(target)) is not None:
+                answer = ask(target, {"type": "look"}, PATIENCE)
+                if (live := answer.get("live")) is not None:
+                    facts = {name: live[name] for name in ("ready", "run", "runs", "queued", "idle", "idle_timeout")}
                     with Connection.open(target, RUNS) as link:
-                        return replace(live, last_runs=tuple(read_runs(link, PATIENCE)[-_RUNS_SHOWN:]))
+                        last_runs = tuple(read_runs(link, PATIENCE)[-_RUNS_SHOWN:])
+                    return LiveState(hosts=len(answer["hosts"]), last_runs=last_runs, **facts)
         return None
-
-
-def ask_live(target: Target) -> LiveState | None:
-    """Return what the hosts of a live allocation answer, without their runs; None if they are of another job."""
-    answer = ask(target, {"type": "look"}, PATIENCE)
-    live = answer.get("live")
-    if live is None:
-        return None
-    facts = {name: live[name] for name in ("ready", "run", "runs", "queued", "idle", "idle_timeout")}
-    return LiveState(hosts=len(answer["hosts"]), **facts)
 
 
 @contextlib.contextmanager

@@ -149,7 +149,7 @@ def facts(status: JobStatus, now: float | None = None) -> list[tuple[str, str]]:
         ("hang", _ago(status.hang, now)),
         *(("breakpoint", _ago(waiting, now)) for waiting in status.breakpoints[:_MAX_BREAKPOINTS]),
         ("source", _FROM_LOG if status.from_log else ""),
-        ("last output", _last_output(status, now)),
+        ("last output", f"{show_duration(now - status.last_output)} ago" if status.last_output else ""),
         ("progress", _slowest_progress(activity)),
         ("collectives", _collectives(activity)),
         ("each rank", _use(activity)),
@@ -183,12 +183,6 @@ def _ago(failure: Failure | None, now: float) -> str:
     if failure is None:
         return ""
     return (f"{show_duration(now - failure.time)} ago: " if failure.time else "") + failure.message
-
-
-def _last_output(status: JobStatus, now: float) -> str:
-    printed = [rank.last_output for rank in status.activity or () if rank.last_output is not None]
-    last = max(printed, default=status.last_output)
-    return f"{show_duration(now - last)} ago" if last else ""
 
 
 def _slowest_progress(ranks: Sequence[RankView]) -> str:

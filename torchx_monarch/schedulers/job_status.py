@@ -179,7 +179,6 @@ def build(
     happened: Sequence[Event] = (),
     *,
     now: float | None = None,
-    last_output: float = 0.0,
     log_folder: str = "",
     live: LiveState | None = None,
     from_log: bool = False,
@@ -218,7 +217,6 @@ def build(
         last_failure=_last_failure(happened),
         hang=None if status.state is State.SUCCEEDED else _hang(happened),
         breakpoints=_breakpoints(happened, status),
-        last_output=last_output or None,
         log_folder=log_folder or None,
         roles=[
             RoleCommand(one_line(role.name), role.num_replicas, one_line(shlex.join([role.entrypoint, *role.args])))
