@@ -24,7 +24,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 # What is installed: first the package and its examples, then also what the tests need.
 RUN := $(VENV)/.installed
 STAMP := $(VENV)/.installed-tests
-TEST_EXTRAS := docker,kubernetes,aws,otel,examples,test,docs,dev
+TEST_EXTRAS := docker,kubernetes,aws,examples,test,docs,dev
 # The first supported interpreter that answers (a pyenv shim may stand on PATH and still refuse), by its full path and
 # never one of a virtual environment, which the rules below may be about to replace.
 ifndef PYTHON

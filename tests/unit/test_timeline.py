@@ -134,14 +134,13 @@ def test_runs_of_a_live_allocation() -> None:
         event(120, "run", run=2),
         event(121, "ranks", attempt=0),
     ]
-    for live in (["t"], []):
-        timeline = build(happened, ["t"], end=125.0, live=live)
-        check(timeline)
-        runs = [(span.number, span.start, span.end, span.code) for span in timeline.spans_of("run")]
-        assert runs == [(1, 110, 118, 3), (2, 120, 125, None)]
-        assert [span.name for span in timeline.spans_of("attempt")] == ["attempt 1", "attempt 2", "attempt 1"]
-        assert [timeline.spans[span.parent or 0].number for span in timeline.spans_of("attempt")] == [1, 1, 2]
-        assert ("idle", 110) in phases(timeline) and ("idle", 120) in phases(timeline)
+    timeline = build(happened, ["t"], end=125.0, live=["t"])
+    check(timeline)
+    runs = [(span.number, span.start, span.end, span.code) for span in timeline.spans_of("run")]
+    assert runs == [(1, 110, 118, 3), (2, 120, 125, None)]
+    assert [span.name for span in timeline.spans_of("attempt")] == ["attempt 1", "attempt 2", "attempt 1"]
+    assert [timeline.spans[span.parent or 0].number for span in timeline.spans_of("attempt")] == [1, 1, 2]
+    assert ("idle", 110) in phases(timeline) and ("idle", 120) in phases(timeline)
     assert phases(build(START, ["t"], end=125.0, live=["t"]))[-1] == ("idle", 125)
 
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torchx_monarch.command.command import CommandError, parse
 from torchx_monarch.controller import host_events
@@ -33,7 +33,7 @@ from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.host.workload import BatchRun, Workload
 from torchx_monarch.insight.job_end import JobEnd
 from torchx_monarch.insight.progress import Reporter, write_result
-from torchx_monarch.model.env_names import CREDENTIALS, TRACE_ENDPOINTS
+from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.host_spec import HostSpec
@@ -43,9 +43,6 @@ from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import error_files, open_files, processes, run_dirs, safe_files
 from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.transport.connections import ConnectError
-
-if TYPE_CHECKING:
-    from torchx_monarch.host.trace_export import TraceExport
 
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to exit before it exits."""
@@ -77,14 +74,12 @@ class HostProcess:
         self._rendezvous: Rendezvous | None = None
         self._registration: Registration | None = None
         self._no_restart_marker = NoRestartMarker(environ)
-        self._traces: TraceExport | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = time.time()
 
     def main(self) -> NoReturn:
         """Run the replica and exit with the exit code of the job's result."""
         self._redirect_own_output()
-        self._start_traces()
         if self._error_file:
             error_files.make_reserve(self._error_file)
         asyncio.run(self._main())
@@ -133,8 +128,6 @@ class HostProcess:
             error_files.remove_reserve(self._error_file)
         if not self._no_restart_marker.end(result):
             host.reporter.line("it may be started again: there is no folder here to note that it must not be")
-        if self._traces is not None:
-            self._traces.end()
         self._workload.close()
         processes.kill_descendants(host.environ.get(processes.MARKER, ""))
         folder = host.sockets if "MONARCH_RUN_DIR" in host.environ else self._run_dir
@@ -188,15 +181,6 @@ class HostProcess:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-
-    def _start_traces(self) -> None:
-        """Have the events of the job sent as a trace, where its environment names a collector."""
-        if self._host.options.replica == 0 and any(self._host.environ.get(name) for name in TRACE_ENDPOINTS):
-            from torchx_monarch.host import trace_export
-
-            self._traces = trace_export.start(self._host.options, self._host.environ)
-            if self._traces is not None:
-                self._host.reporter.listener = self._traces.add
 
     def _handle_signals(self, more: str = "") -> None:
         """Have the stop signals, and ``--signals-to-handle``, stop the job; other SIGUSR1 and SIGUSR2 go to ranks."""

@@ -37,7 +37,6 @@ class Reporter:
 
     Attributes:
         echo: also called with each line.
-        listener: also called with the kind, the seconds and the fields of each event.
 
     Args:
         termination_log: path of the container's termination message (see ``write_result``); None for none.
@@ -61,7 +60,6 @@ class Reporter:
         self.rank_restarts = 0
         self._last = time.monotonic()
         self.echo: Callable[[str], None] | None = None
-        self.listener: Callable[[str, float | None, Mapping[str, object]], None] | None = None
 
     def line(self, text: str) -> None:
         """Write a line to the log, without an event."""
@@ -132,8 +130,6 @@ class Reporter:
         self._console.write(self, f"{stamp(time.time()) if stamped else ''}[monarch] {text}\n".encode())
 
     def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
-        if self.listener is not None:
-            self.listener(kind, seconds, fields)
         if self._events_path:
             more = {"time": time.time(), "role": self._role, **fields}
             append = functools.partial(events.append, self._events_path, kind, one_line(text), seconds=seconds, **more)

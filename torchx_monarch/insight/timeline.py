@@ -211,8 +211,6 @@ def _phases(happened: Sequence[Event], job: Span, live: bool) -> list[tuple[str,
             continue
         if kind == "hosts" and live:
             following = "idle"
-        elif kind == "run" and name == "ranks":
-            name = "idle"  # a live allocation whose kind the caller did not know
         elif kind == "output":
             if name != "running":
                 continue

@@ -48,9 +48,6 @@ def keep_monarch_log_private(environ: MutableMapping[str, str]) -> None:
 MONARCH_NOISE = re.compile(rb"(Monarch internal logs are being written to|unable to create log file in) .*")
 """Lines that Monarch prints of its log file whenever it is imported."""
 
-TRACE_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-"""OpenTelemetry's variables that name a collector. With one of them in its environment a job sends its trace."""
-
 _REPLICA0 = re.compile(r"MONARCH_REPLICA0_\d+")
 
 
