@@ -35,10 +35,8 @@ def app(*args: str, replicas: int = 1, roles: int = 1, env: dict[str, str] | Non
     )
 
 
-def shown(
-    snapshot: AppSnapshot, *pieces: str, stream: io.TextIOBase | None = None, regex: str = "", replica: int = 0
-) -> list[str]:
-    display = LogDisplay(snapshot, "r0", replica, stream or io.StringIO())  # type: ignore[arg-type]
+def shown(snapshot: AppSnapshot, *pieces: str, stream: io.TextIOBase | None = None, regex: str = "") -> list[str]:
+    display = LogDisplay(snapshot, "r0", stream or io.StringIO())  # type: ignore[arg-type]
     return list(display.show(pieces, regex))
 
 
@@ -62,13 +60,6 @@ def test_in_a_pipe_a_line_has_a_short_prefix_and_no_control_sequence() -> None:
 )
 def test_of_a_progress_bar_the_last_state_is_shown(pieces: list[str], lines: list[str]) -> None:
     assert shown(app("--tee", "3", "--role", "d"), *pieces) == lines
-
-
-def test_a_template_without_the_rank_is_shown_behind_it() -> None:
-    env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[w${local_rank}]:"}
-    assert shown(app(env=env, replicas=2), "[w1]:text\n", replica=1) == ["[3] [w1]:text\n"]
-    elastic = app("--nnodes", "1:2", "--tee", "3", env=env, replicas=2)
-    assert shown(elastic, "[w1]:text\n", replica=1) == ["[w1]:text\n"]  # rank 1 or 3
 
 
 def test_a_regular_expression_is_for_what_is_shown() -> None:
@@ -131,9 +122,6 @@ def test_exec_names_every_rank_on_a_terminal(
     assert stamped.startswith(DIM) and stamped.endswith(f":50.123 {END}{rank1}{own}")
 
 
-LOCAL = "[w${local_rank}]:"
-
-
 @pytest.mark.parametrize(
     ("role_name", "template", "line", "rank", "plain"),
     [
@@ -149,7 +137,6 @@ LOCAL = "[w${local_rank}]:"
         ("a.b", TEMPLATE, "[aXb3]:text", None, "[aXb3]:text"),
         ("r", "${rank}/${local_rank} ${rank} $$ é|", "3/1 3 $ é|text", 3, "3/1 3 $ é|text"),
         ("r", "${rank}/${rank}:", "3/4:text", None, "3/4:text"),
-        ("r", LOCAL, "[w1]:text", 7, "[7] [w1]:text"),
         ("r", "${hostname} ${nothing} ${rank}|", "node-1 ${nothing} 5|text", 5, "node-1 ${nothing} 5|text"),
         ("r", TEMPLATE, f"[r{'9' * 5000}]:text", None, f"[r{'9' * 5000}]:text"),
         ("r", "", "[r3]:text", None, "[r3]:text"),
@@ -158,7 +145,7 @@ LOCAL = "[w${local_rank}]:"
 def test_the_prefix_names_the_rank_and_a_template_stays(
     role_name: str, template: str, line: str, rank: int | None, plain: str
 ) -> None:
-    parsed = LineParser(role_name, template, first_rank=6).parse(line)
+    parsed = LineParser(role_name, template).parse(line)
     assert parsed.rank == rank
     assert parsed.plain() == plain
     assert parsed.on_terminal(coloured=False) == plain
@@ -170,8 +157,7 @@ def test_the_prefix_names_the_rank_and_a_template_stays(
         (LineParser("r", TEMPLATE, is_complete=False), "[r3]:a line of --tee 1 has it, another can look so", 3),
         (LineParser(), "[step10]: loss=10", None),
         (LineParser(), "2026-11-25T10:00:00.123Z the program's own time", None),
-        (LineParser("r", LOCAL), "[w1]:the replica's ranks are not known", None),
-        (LineParser("r", LOCAL, is_complete=False, first_rank=6), "[w1]:text", 7),
+        (LineParser("r", "[w${local_rank}]:"), "[w1]:the template does not name the rank", None),
     ],
 )
 def test_what_a_program_may_have_written_stays(parser: LineParser, line: str, rank: int | None) -> None:

@@ -132,9 +132,8 @@ class _Printer:
         self.has_named_ranks = self.has_chosen = False
         self._timestamps = timestamps
         self._as_json = as_json
-        self._parsers = {
-            (replica.role, replica.id): parser_of(app, replica.role, replica.id) for replica in app.replicas
-        }
+        parsers = {role.spec.name: parser_of(app, role.spec.name) for role in app.roles}
+        self._parsers = {(replica.role, replica.id): parsers[replica.role] for replica in app.replicas}
         self._several_roles = len(app.roles) > 1
         self._several = len(app.replicas) > 1
         self._is_terminal, self._is_coloured = is_terminal(sys.stdout), is_coloured(sys.stdout)

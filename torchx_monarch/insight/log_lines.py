@@ -100,31 +100,24 @@ def host_text(line: str) -> str | None:
 
 
 class LineParser:
-    """Parse the lines that the host of one replica has written.
+    """Parse the lines that the hosts of a role have written.
 
     Args:
         role_name: torchrun's ``--role``.
-        template: the prefix of the lines of ranks; empty if they have none, or none is known.
+        template: the prefix of the lines of ranks; empty if they have none, or none is known. Only ``${rank}`` in it
+            tells the rank.
         is_complete: whether all lines of all ranks have the prefix. Otherwise a program can have printed what looks so,
             and lines are shown as they are.
         stamped: whether the host writes the time before each line.
-        first_rank: the lowest rank of the host; None if it is not known. Only a template without ``${rank}`` needs it.
     """
 
     def __init__(
-        self,
-        role_name: str = "",
-        template: str = "",
-        *,
-        is_complete: bool = True,
-        stamped: bool = False,
-        first_rank: int | None = None,
+        self, role_name: str = "", template: str = "", *, is_complete: bool = True, stamped: bool = False
     ) -> None:
         self._prefix = re.compile(_pattern(template, role_name)) if template else None
         self._is_default = template == TEMPLATE
         self._is_complete = is_complete
         self._stamped = stamped
-        self._first_rank = first_rank
 
     def parse(self, line: str) -> LogLine:
         """Parse one line, or the beginning of one."""
@@ -133,17 +126,12 @@ class LineParser:
         if rest.startswith(f"{_HOST} "):
             return LogLine(rest[len(_HOST) + 1 :], f"{_HOST} ", time=time)
         match = self._prefix.match(rest) if self._prefix is not None else None
-        values = match.groupdict() if match is not None else {}
-        if "rank" in values:
-            rank, prefix = int(values["rank"]), ""
-        elif "local_rank" in values and self._first_rank is not None:
-            rank = self._first_rank + int(values["local_rank"])
-            prefix = f"[{rank}] "
-        else:
+        if match is None or "rank" not in match.groupdict():
             return LogLine(rest, time=time)
-        if match is None or not self._is_complete:
+        rank = int(match["rank"])
+        if not self._is_complete:
             return LogLine(rest, rank=rank, time=time)
-        return LogLine(rest[match.end() :], f"[{rank}] " if self._is_default else prefix + match[0], rank, time)
+        return LogLine(rest[match.end() :], f"[{rank}] " if self._is_default else match[0], rank, time)
 
 
 class LastStates:
@@ -200,11 +188,11 @@ def last_state(line: str) -> str:
 
 
 def _pattern(template: str, role_name: str) -> str:
-    """Return a regular expression for the prefixes of a template, with the groups ``rank`` and ``local_rank``."""
+    """Return a regular expression for the prefixes of a template, with the group ``rank``."""
     values = {
         "role_name": re.escape(role_name),
         "rank": r"(?P<rank>\d{1,9})",
-        "local_rank": r"(?P<local_rank>\d{1,9})",
+        "local_rank": r"\d{1,9}",
         "hostname": r"\S*?",
     }
     pattern, position = "", 0
@@ -212,8 +200,8 @@ def _pattern(template: str, role_name: str) -> str:
         pattern += re.escape(template[position : placeholder.start()])
         name = placeholder["named"] or placeholder["braced"]
         pattern += "\\$" if placeholder["escaped"] else values.get(name or "", re.escape(placeholder[0]))
-        if name in ("rank", "local_rank"):
-            values[name] = f"(?P={name})"
+        if name == "rank":
+            values[name] = "(?P=rank)"
         position = placeholder.end()
     return pattern + re.escape(template[position:])
 

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from torchx_monarch.backends.core.options import matching
 from torchx_monarch.backends.core.snapshot import AppSnapshot
-from torchx_monarch.command.command import Command, Streams
+from torchx_monarch.command.command import Streams
 from torchx_monarch.command.rewrite import rank_command
 from torchx_monarch.insight.log_lines import TEMPLATE, LastStates, LineParser, LogLine, is_coloured, is_terminal
 from torchx_monarch.model.role_spec import RoleSpec
@@ -25,20 +25,20 @@ _TEMPLATE_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
 class LogDisplay:
-    """Decide how the log lines of one replica look on a stream (None if it is closed)."""
+    """Decide how the log lines of one role look on a stream (None if it is closed)."""
 
-    def __init__(self, app: AppSnapshot, role: str, replica: int, stream: TextIO | None) -> None:
-        self._parser = parser_of(app, role, replica)
+    def __init__(self, app: AppSnapshot, role: str, stream: TextIO | None) -> None:
+        self._parser = parser_of(app, role)
         self._is_terminal = is_terminal(stream)
         self._is_coloured = is_coloured(stream)
 
     @classmethod
-    def for_command(cls, app: AppSnapshot, role: str, replica: int) -> LogDisplay | None:
+    def for_command(cls, app: AppSnapshot, role: str) -> LogDisplay | None:
         """Return how this process's ``torchx log`` or ``torchx run --log`` shows lines; None in any other program."""
         command = subcommand()
         if command not in ("log", "run"):
             return None
-        return cls(app, role, replica, sys.stdout if command == "log" else sys.stderr)
+        return cls(app, role, sys.stdout if command == "log" else sys.stderr)
 
     def show(self, pieces: Iterable[str], regex: str | None) -> Iterator[str]:
         """Return the lines to show: if there is a regular expression, those that it matches without their colours."""
@@ -60,8 +60,8 @@ class LogDisplay:
             goes_on = not piece.endswith("\n")
 
 
-def parser_of(app: AppSnapshot, role_name: str, replica: int) -> LineParser:
-    """Return the parser of the lines of a replica. Each run on a live allocation has its own prefix: none is known."""
+def parser_of(app: AppSnapshot, role_name: str) -> LineParser:
+    """Return the parser of the lines of a role. Each run on a live allocation has its own prefix: none is known."""
     written = app.app.roles if app.app is not None else ()
     role = next((app_role for app_role in written if app_role.name == role_name), None)
     specs = {role_snapshot.spec.name: role_snapshot.spec for role_snapshot in app.roles}
@@ -75,12 +75,4 @@ def parser_of(app: AppSnapshot, role_name: str, replica: int) -> LineParser:
         options.log_line_prefix_template or role.env.get(_TEMPLATE_VARIABLE, TEMPLATE),
         is_complete=options.tee == Streams(every=3),
         stamped=spec.stamped,
-        first_rank=_first_rank(command, spec, replica),
     )
-
-
-def _first_rank(command: Command, spec: RoleSpec, replica: int) -> int | None:
-    """Return the lowest rank of a replica; None if it is not known, or may differ between attempts."""
-    count = command.options.nproc_per_node
-    is_fixed = not spec.spares and command.fewest(spec.replicas) == spec.replicas
-    return replica * int(count) if is_fixed and count.isdecimal() else None

@@ -246,7 +246,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     ) -> Iterable[str]:
         """Return the log lines of one replica; of both streams if ``streams`` is None."""
         found = self.apps.recent(app_id)
-        display = LogDisplay.for_command(found[0], role_name, k) if found is not None else None
+        display = LogDisplay.for_command(found[0], role_name) if found is not None else None
         lines = functools.partial(
             self.apps.lines, app_id, role_name, k, since=since, until=until, follow=should_tail, stream=streams
         )
