@@ -186,11 +186,13 @@ def test_an_interrupted_follower_leaves_the_job_running(tmp_path: Path) -> None:
 def test_apps_that_do_not_exist(tmp_path: Path) -> None:
     for command in ("status", "logs", "ps", "follow", "stop"):
         assert "no app was submitted" in monarch(command, "last", code=exit_codes.UNKNOWN_APP)
+        assert "there is no app 'nobody'" in monarch(command, "nobody", code=exit_codes.UNKNOWN_APP)
+    for command in ("status", "logs"):
         text = monarch(command, "monarch_local://torchx/nobody", code=exit_codes.UNKNOWN_APP)
         assert "there is no app 'monarch_local://torchx/nobody'" in text and len(text.splitlines()) <= 12
-        assert "is no scheduler" in monarch(command, "nowhere://torchx/x", code=exit_codes.USAGE).replace(
-            "there is no scheduler", "is no scheduler"
-        ) or command in ("ps", "follow", "stop")
+        assert "there is no scheduler" in monarch(command, "nowhere://torchx/x", code=exit_codes.USAGE)
+    assert "there is no app" in monarch("stop", "monarch_local://torchx/nobody", code=exit_codes.UNKNOWN_APP)
+    assert "does not exist" in monarch("ps", "monarch_local://torchx/nobody", code=exit_codes.UNAVAILABLE)
     assert "is not of the form" in monarch("status", "a://b", code=exit_codes.USAGE)
     assert "another package" in monarch("status", "local_cwd://torchx/x", code=exit_codes.USAGE)
 

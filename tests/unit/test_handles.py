@@ -16,7 +16,7 @@ from torchx_monarch.cli import exec as exec_command
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import since
 from torchx_monarch.cli.exit_codes import CommandError
-from torchx_monarch.cli.handles import check_local, recorded_apps, resolve, used_schedulers
+from torchx_monarch.cli.handles import recorded_apps, resolve, used_schedulers
 
 DIGITS = "monarch_local://torchx/digits-c2jz0w1r"
 DIGITS_2 = "monarch_local://torchx/digits-x7"
@@ -103,14 +103,6 @@ def test_a_message_stays_short() -> None:
     with pytest.raises(CommandError) as caught:
         resolve("many-")
     assert len(str(caught.value).splitlines()) <= 12 and "and 92 more" in str(caught.value)
-
-
-def test_an_app_of_this_machine_exists_or_is_unknown(apps: None) -> None:
-    check_local(DIGITS)
-    check_local("monarch_slurm://torchx/of-another-machine")
-    with pytest.raises(CommandError, match="there is no app") as caught:
-        check_local("monarch_local://torchx/digits-x8")
-    assert caught.value.exit_code == exit_codes.UNKNOWN_APP and DIGITS_2 in str(caught.value)
 
 
 def test_the_schedulers_in_use(apps: None) -> None:

@@ -31,10 +31,7 @@ def add_role_and_address(parser: argparse.ArgumentParser) -> None:
 
 
 def hosts_of(args: argparse.Namespace, start_timeout: float = START_TIMEOUT) -> Hosts:
-    """Return the hosts that the arguments name; raise CommandError if they are of no app of this machine."""
-    # With an address, this machine need not know the app.
-    if not args.address:
-        handles.check_local(args.handle)
+    """Return the hosts that the arguments name."""
     return Hosts(args.handle, args.role, args.address, start_timeout=start_timeout)
 
 

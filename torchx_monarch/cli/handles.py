@@ -67,14 +67,6 @@ def resolve(word: str) -> str:
     raise unknown(word)
 
 
-def check_local(handle: str) -> None:
-    """Raise CommandError if a handle is that of an app of this machine that does not exist."""
-    app_id = handle.rpartition("/")[2]
-    recorded = ((app.scheduler, app.app_id) for app in recorded_apps())
-    if handle.startswith(f"{LOCAL}://") and (LOCAL, app_id) not in recorded:
-        raise unknown(handle)
-
-
 def unknown(word: str) -> CommandError:
     """Return the error for a word that names no app, with the apps whose names are similar."""
     from torchx_monarch.model.spelling import similar

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
+from torchx_monarch.cli.handles import unknown
 from torchx_monarch.cli.output import add_json, print_json
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.hosts import say
@@ -38,10 +39,11 @@ def _stop_hosts(args: argparse.Namespace) -> str:
     hosts = hosts_of(args)
     status = hosts.ask_status()
     if status is None:  # unreachable hosts may still be queued: the scheduler can cancel them
-        before = hosts.runner.status(args.handle)
+        if (before := hosts.runner.status(args.handle)) is None:
+            raise unknown(args.handle)
         hosts.release()
-        has_ended = before is not None and before.is_terminal()
-        return f"{args.handle} had ended before: {before.state.name}" if has_ended else f"cancelled {args.handle}"
+        ended = before.is_terminal()
+        return f"{args.handle} had ended before: {before.state.name}" if ended else f"cancelled {args.handle}"
     if status.message:
         raise AllocationError(f"{status.message}; to end it: torchx cancel {args.handle}")
     ask(hosts.target, {"type": "stop"})

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchx_monarch.cli.allocation_arguments import add_handle
-from torchx_monarch.cli.handles import check_local
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import Screen, add_json, print_record
 from torchx_monarch.cli.status import headline
@@ -47,8 +46,6 @@ def to_json(facts: JobFacts) -> dict[str, object]:
 
 def run(args: argparse.Namespace) -> None:
     """Show the job until it has ended, or until Ctrl-C."""
-    if not args.address:
-        check_local(args.handle)
     screen = Screen()
     with opened_job(args.handle, args.role, args.address) as job:
         if args.once:
