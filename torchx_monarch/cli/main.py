@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any, NoReturn
 
 from torchx.cli.cmd_base import SubCommand
@@ -65,16 +66,6 @@ class _SubCommandParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
 
-class _Version(argparse.Action):
-    """Print the version of this package; it is looked up only then."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib import metadata
-
-        print(f"torchx-monarch {metadata.version('torchx-monarch')}")
-        parser.exit()
-
-
 class CmdMonarch(SubCommand):  # type: ignore[misc]
     """Implement ``torchx monarch`` with the sub-commands of ``SUB_COMMANDS``.
 
@@ -86,7 +77,8 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         """Define the arguments of ``torchx monarch``."""
-        subparser.add_argument("--version", action=_Version, nargs=0, help="print the version of torchx-monarch")
+        version = f"torchx-monarch {metadata.version('torchx-monarch')}"
+        subparser.add_argument("--version", action="version", version=version, help="print the version")
         commands = subparser.add_subparsers(
             title="commands", required=True, metavar="COMMAND", dest="sub_command", parser_class=_SubCommandParser
         )
