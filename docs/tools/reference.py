@@ -116,7 +116,7 @@ _EXAMPLES = {
     "follow": "torchx monarch follow HANDLE 3",
     "ps": "torchx monarch ps HANDLE",
     "stop": "torchx monarch stop HANDLE --run 3",
-    "wait": "torchx monarch wait train --timeout 3600",
+    "wait": "torchx monarch wait train",
     "cancel": "torchx monarch cancel last",
     "delete": "torchx monarch delete train-x1y2z3",
     "debug": "torchx monarch debug last --rank 1",

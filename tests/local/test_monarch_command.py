@@ -99,7 +99,6 @@ def test_a_job_from_its_start_to_its_end(tmp_path: Path) -> None:
 def test_a_job_is_cancelled_waited_for_and_deleted_by_its_name(tmp_path: Path) -> None:
     handle = submit(tmp_path, "--nproc", "1", "--name", "sleeper", program="import time; time.sleep(600)")
     assert f"torchx delete --force {handle}" in torchx("delete", "sleeper", code=1)
-    assert f"{handle} has not ended within 0 s" in monarch("wait", "--timeout", "0", code=exit_codes.TIMEOUT)
     assert run_torchx("cancel", "slee").stderr == f"cancelled {handle}\n"
     assert run_torchx("monarch", "wait").returncode == 1
     assert objects("status")["state"] == "CANCELLED"

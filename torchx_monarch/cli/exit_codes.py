@@ -17,9 +17,6 @@ UNKNOWN_APP = os.EX_NOINPUT
 UNAVAILABLE = os.EX_UNAVAILABLE
 """69: the hosts or the scheduler cannot be reached, or refuse the request."""
 
-TIMEOUT = 124
-"""124: `wait` has waited for as long as `--timeout` says; the code of timeout(1)."""
-
 BROKEN_PIPE = 141
 """Nobody reads the output any more: a shell's code for SIGPIPE."""
 

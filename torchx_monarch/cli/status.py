@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from torchx_monarch.cli import exit_codes
-from torchx_monarch.cli.exit_codes import CommandError
 from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import PATIENCE, SAMPLE_PAUSE_S, opened_job
 from torchx_monarch.cli.output import Screen, add_json, print_json, print_record
@@ -72,21 +70,13 @@ class CmdWait:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_handle(parser)
-        parser.add_argument(
-            "--timeout", type=float, metavar="SECONDS", help="exit with 124 if the job has not ended then"
-        )
         add_json(parser)
 
     def run(self, args: argparse.Namespace) -> None:
         """Wait, print the status, and exit with the job's exit code; with 1 for a job that failed without one."""
-        deadline = None if args.timeout is None else time.monotonic() + args.timeout
         with opened_job(args.handle) as job:
-            while not (state := job.read_app()[1].state).is_terminal:
-                left = float("inf") if deadline is None else deadline - time.monotonic()
-                if left <= 0:
-                    text = f"{args.handle} has not ended within {args.timeout:g} s: {state.value}"
-                    raise CommandError(text, exit_codes.TIMEOUT)
-                time.sleep(min(max(_INTERVAL_S, job.scheduler.inner.poll), left))
+            while not job.read_app()[1].state.is_terminal:
+                time.sleep(max(_INTERVAL_S, job.scheduler.inner.poll))
             status = job.read().status
         print_json(status.to_json()) if args.json else print(render(status))
         sys.exit(status.exit_code if status.exit_code is not None else int(status.state != "SUCCEEDED"))
