@@ -139,7 +139,8 @@ class RankPool:
                     await self.starter.start([(rank.process, self._describe(world, rank)) for rank in ranks])
                 unstarted.pop_all()
         except OSError as error:
-            reason = f"cannot write the ranks' logs: {error.strerror}: {error.filename}{open_files.hint(error)}"
+            where = f": {error.filename}" if error.filename else ""
+            reason = f"cannot write the ranks' logs: {error.strerror}{where}{open_files.hint(error)}"
             raise LaunchError(reason) from None
         except ValueError as error:
             raise LaunchError(str(error)) from None
