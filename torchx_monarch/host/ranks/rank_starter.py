@@ -14,9 +14,6 @@ from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.zygote import Zygote, ZygoteError, Zygotes
 from torchx_monarch.model.world import LaunchError
 
-_TRIES = 3
-"""How many zygotes are started for one order if something else ends them."""
-
 
 class RankStarter:
     """Start the ranks of a run, and the TCPStore through which they meet.
@@ -70,7 +67,7 @@ class RankStarter:
         self.count = int(nproc) if nproc.isdigit() else 2
         run = self._run
         if not nproc.isdigit():
-            self._run = run.without_leading()  # the number of ranks is known sooner
+            self._run = run.without_leading()  # for another number of ranks they may be executed again
         if self.count:
             self._zygotes.fitting(self._run, self.count)
         if not nproc.isdigit():
@@ -90,13 +87,8 @@ class RankStarter:
             EndpointError: the endpoint cannot be opened.
             LaunchError: a zygote cannot be started.
         """
-        for _ in range(_TRIES):
-            try:
-                zygote = await self.importer()
-                return await self.store.open(endpoint, zygote is not None and (await zygote.imports())["serves_store"])
-            except ZygoteError as error:
-                self._say(failure := f"{error}; another is started")
-        raise LaunchError(failure)
+        zygote = await self.importer()
+        return await self.store.open(endpoint, zygote is not None and (await zygote.imports())["serves_store"])
 
     def new_process(self) -> RankProcess:
         """Return the process of a rank, which has pipes and has not begun.
@@ -112,26 +104,18 @@ class RankStarter:
         By local rank, a description has what ``zygote_main`` says, but for ``python`` and ``cpus``.
         """
         more = [await self._cpus(local_rank) for local_rank in range(len(ranks))]
-        for _ in range(_TRIES):
-            importer = await self.importer()
-            if importer is not None and self._forks:
-                zygote = importer
-            else:
-                zygote = self._zygotes.fitting(dataclasses.replace(self._run, modules=(), leading=()), self.count)
-            python = [] if zygote is importer else self._run.python()
-            described = [
-                (process, {**rank, **near, "python": [] if rank["mode"] == "exec" else python})
-                for (process, rank), near in zip(ranks, more, strict=True)
-            ]
-            try:
-                if not (failure := await self._fork(zygote, described, importer)):
-                    return
-                raise LaunchError(f"cannot start {failure}")
-            except ZygoteError as error:
-                self._say(failure := f"{error}; another is started")
-                if any(process.pid for process, _ in ranks):
-                    break  # some ranks run: their attempt cannot be started again
-        raise LaunchError(failure)
+        importer = await self.importer()
+        if importer is not None and self._forks:
+            zygote = importer
+        else:
+            zygote = self._zygotes.fitting(dataclasses.replace(self._run, modules=(), leading=()), self.count)
+        python = [] if zygote is importer else self._run.python()
+        described = [
+            (process, {**rank, **near, "python": [] if rank["mode"] == "exec" else python})
+            for (process, rank), near in zip(ranks, more, strict=True)
+        ]
+        if failure := await self._fork(zygote, described, importer):
+            raise LaunchError(f"cannot start {failure}")
 
     async def _fork(
         self, zygote: Zygote, ranks: Sequence[tuple[RankProcess, Mapping[str, Any]]], importer: Zygote | None

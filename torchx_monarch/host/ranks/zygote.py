@@ -30,17 +30,13 @@ _ORDER_TIMEOUT = 150.0
 """Seconds within which a zygote must execute any other order; the slowest one asks torch in a fork."""
 
 _FORKS_PER_ORDER = 80
-"""Processes that are forked at once: a message carries at most 253 descriptors, of which each process has up to three.
-If the zygote may open few files, fewer are forked at once."""
-
-_FILES_OF_ZYGOTE = 24
-"""Open files of a zygote beside those of an order."""
+"""Processes that are forked at once: a message has at most 253 descriptors, of which each process has up to three."""
 
 _MAX_ZYGOTES = 3
 """Zygotes that a live allocation keeps for later runs with other interpreters, modules or early variables."""
 
 
-class ZygoteError(Exception):
+class ZygoteError(LaunchError):
     """Raised when a zygote has ended or does not answer; the message gives the reason."""
 
 
@@ -60,18 +56,14 @@ class Zygote:
     def __init__(self, started: ZygoteProcess, files: tuple[int, int] | None, say: Callable[[str], None]) -> None:
         self.signature = started.signature
         self.imported: tuple[float, ...] = ()
-        self._say = say
         self._started = started
         self._process, self._channel = started.process, started.channel
         self._channel.setblocking(False)
         if files is not None:
             with contextlib.suppress(ProcessLookupError):
                 resource.prlimit(self.pid, resource.RLIMIT_NOFILE, files)
-        limit = (files or resource.getrlimit(resource.RLIMIT_NOFILE))[0]
-        room = _FORKS_PER_ORDER if limit == resource.RLIM_INFINITY else (limit - _FILES_OF_ZYGOTE) // 3
-        self._at_once = max(1, min(_FORKS_PER_ORDER, room))
         assert self._process.stdout is not None
-        self._output = _Output(self._process.stdout, say)
+        self._showing = asyncio.ensure_future(_show_output(self._process.stdout, say))
         self._asking = asyncio.Lock()
         self._exchanges: set[asyncio.Future[dict[str, Any]]] = set()
         self._imported = asyncio.ensure_future(self._ask("import", b"", (), _IMPORT_TIMEOUT))
@@ -145,8 +137,8 @@ class Zygote:
         Returns:
             which process could not be started, and why; empty if all have been.
         """
-        for first in range(0, len(processes), self._at_once):
-            part, passed, described = processes[first : first + self._at_once], list[int](), []
+        for first in range(0, len(processes), _FORKS_PER_ORDER):
+            part, passed, described = processes[first : first + _FORKS_PER_ORDER], list[int](), []
             for process, description in part:
                 given = process.given
                 described.append({**description, "files": [*range(len(passed), len(passed) + len(given))]})
@@ -179,7 +171,7 @@ class Zygote:
         self._end()
 
     def _end(self) -> None:
-        self._output.close()
+        self._showing.cancel()
         self._started.end()
 
     def _set_imported(self, _: object) -> None:
@@ -279,36 +271,21 @@ class Zygotes:
         if early is not None and early.signature == run.signature(count):
             return early
         if early is not None:
-            early.end()
+            with early.process:  # closes its output, too
+                early.end()
         return ZygoteProcess(run, count, self._limits[1])
 
 
-class _Output:
+async def _show_output(pipe: IO[bytes], say: Callable[[str], None]) -> None:
     """Show what a zygote prints, such as warnings of the modules that it imports, as progress lines."""
-
-    def __init__(self, pipe: IO[bytes], say: Callable[[str], None]) -> None:
-        self._pipe = pipe
-        self._say = say
-        self._partial = b""
-        os.set_blocking(pipe.fileno(), False)
-        asyncio.get_running_loop().add_reader(pipe, self._readable)
-
-    def close(self) -> None:
-        if not self._pipe.closed:
-            asyncio.get_running_loop().remove_reader(self._pipe)
-            self._pipe.close()
-
-    def _readable(self) -> None:
-        try:
-            data = os.read(self._pipe.fileno(), 1 << 16)
-        except BlockingIOError:
-            return
-        *lines, self._partial = (self._partial + data)[-(1 << 16) :].split(b"\n")
-        for line in lines if data else [*lines, self._partial]:
-            if line.strip():
-                self._say(f"the ranks' imports: {line.decode(errors='replace')}")
-        if not data:
-            self.close()
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    with contextlib.closing(transport):
+        while not reader.at_eof():
+            with contextlib.suppress(ValueError):  # a line of more than 64 kB
+                if line := (await reader.readline()).strip():
+                    say(f"the ranks' imports: {line.decode(errors='replace')}")
 
 
 def _name(description: Mapping[str, Any]) -> str:

@@ -62,13 +62,11 @@ class ZygoteProcess:
             self.channel.sendall(json.dumps(order).encode() + b"\n")
 
     def end(self) -> None:
-        """End the process."""
+        """End the process. Who shows its output closes that."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()
         self.channel.close()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
 
 
 def start_early(options: HostSpec, environ: Mapping[str, str]) -> ZygoteProcess | None:
