@@ -20,7 +20,6 @@ import pickle
 import socket
 import struct
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -50,11 +49,6 @@ _MAX_SIZES = 8
 
 _LAST_READ = 1.0
 """Seconds for which the end of the interpreter waits for an answer that is being made."""
-
-_CALLED, _COMPLETED = "last_enqueued_collective", "last_completed_collective"
-
-_MAX_SHARE = 0.004
-"""Most CPU time of the rank that reading the recorder may take. A full one, of 2000 collectives, takes 12 ms."""
 
 _SEND_TIMEOUT = 5
 """Seconds for which a host that does not read delays the end of a program that has failed."""
@@ -128,70 +122,42 @@ def _recorders(binding: Any) -> dict[str, _Recorder]:
 class _Recorder:
     """A flight recorder of torch, which one of torch's functions ``dumps`` returns. The others return an empty one.
 
-    ``pg_status`` costs nothing, but counts sends and receives, too. So the collectives are read when it has changed, as
-    often as ``_MAX_SHARE`` allows; of a group that has moved on since then it is not known in which one it waits.
+    It has the last 2000 collectives, which takes 20 ms to read.
     """
 
     def __init__(self, dumps: Sequence[Callable[..., bytes]]) -> None:
         self._dumps = dumps
-        self._status: dict[str, Any] = {}
-        self._read_status: dict[str, Any] = {}  # when the collectives were read
-        self._states: dict[str, tuple[str, dict[str, Any]]] = {}  # by group: key in ``pg_status``, and the state
-        self._next_read = 0.0
+        self._states: dict[str, dict[str, Any]] = {}
 
-    def read(self, collectives: bool) -> dict[str, Any]:
-        """Return the recorder, with or without collectives. Without them it takes 10 µs, with 2000 of them 20 ms."""
+    def read(self) -> dict[str, Any]:
+        """Return the recorder."""
         # Without the stack of each collective: torch 2.13 imports torch._inductor for them, which takes seconds.
-        found = [pickle.loads(dump(includeCollectives=collectives, includeStackTraces=False)) for dump in self._dumps]
+        found = [pickle.loads(dump(includeCollectives=True, includeStackTraces=False)) for dump in self._dumps]
         return max(found, key=lambda recorder: len(recorder.get("pg_status", ())))
 
-    def update(self) -> None:
-        """Read what has changed."""
-        self._status = self.read(False).get("pg_status", {})
-        if self._status != self._read_status and time.monotonic() >= self._next_read:
-            began = time.thread_time()
-            self._update(self.read(True))
-            self._next_read = time.monotonic() + (time.thread_time() - began) / _MAX_SHARE
-
-    def state(self, group: str) -> dict[str, Any]:
-        """Return the state of a group's collectives at the time of ``update``."""
-        if group not in self._states:
-            return {"enqueued": 0, "completed": 0}
-        key, state = self._states[group]
-        now, before = self._status.get(key, {}), self._read_status.get(key, {})
-        if now == before:
-            return state
-        called, completed = now.get(_CALLED, 0), now.get(_COMPLETED, 0)
-        enqueued = state["enqueued"] + max(0, called - before.get(_CALLED, 0))
-        done = max(state["completed"], enqueued - max(0, called - completed))
-        return {"enqueued": enqueued, "completed": done, "recent": state["recent"]}
-
-    def _update(self, recorder: dict[str, Any]) -> None:
-        """Take the states of the groups from the recorder; a group whose collectives it has lost keeps its own."""
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Return the state of the collectives of each group; one whose collectives it has lost keeps its own."""
         found: dict[str, tuple[str, list[dict[str, Any]]]] = {}
-        for entry in recorder.get("entries", ()):
+        for entry in self.read().get("entries", ()):
             if not entry.get("is_p2p"):
                 name, key = entry["process_group"][0], str(entry["pg_id"])
                 if found.get(name, ("",))[0] != key:  # the first, or those before belong to a group that was destroyed
                     found[name] = (key, [])
                 found[name][1].append(entry)
-        for name, (key, entries) in found.items():
+        for name, (_, entries) in found.items():
             # With Gloo, entries that have completed still say "scheduled", and are retired; in a rank that runs on not
             # always in their order.
             retired = [place for place, entry in enumerate(entries) if entry.get("retired")]
             unfinished = entries[retired[-1] + 1 if retired else 0 :]
             waiting = unfinished[0] if unfinished else None
             enqueued = max(entry["collective_seq_id"] for entry in entries)
-            self._states[name] = (
-                key,
-                {
-                    "enqueued": enqueued,
-                    "completed": enqueued if waiting is None else waiting["collective_seq_id"] - 1,
-                    "waiting": None if waiting is None else _collective(waiting),
-                    "recent": [_collective(entry) for entry in entries[-MAX_RECENT:]],
-                },
-            )
-        self._read_status = recorder.get("pg_status", {})
+            self._states[name] = {
+                "enqueued": enqueued,
+                "completed": enqueued if waiting is None else waiting["collective_seq_id"] - 1,
+                "waiting": None if waiting is None else _collective(waiting),
+                "recent": [_collective(entry) for entry in entries[-MAX_RECENT:]],
+            }
+        return self._states
 
 
 class _RecordedGroups:
@@ -204,15 +170,15 @@ class _RecordedGroups:
     def to_json(self) -> bytes:
         """Return a list of ``insight.rank_sample.GroupStatus``."""
         try:
-            for recorder in self._recorders.values():
-                recorder.update()
+            states = {name: recorder.states() for name, recorder in self._recorders.items()}
             world, found = self._c10d._world, []
             for group, name in list(world.pg_names.items()):
                 ranks, used = format_ranks(world.pg_group_ranks.get(group, ())), self._used_by(group)
                 for backend in used:
                     # The collectives of each backend of a group have numbers of their own.
                     shown = str(name) if len(used) == 1 else f"{name} ({backend})"
-                    found.append({"name": shown, "ranks": ranks, **self._recorders[backend].state(str(name))})
+                    state = states[backend].get(str(name), {"enqueued": 0, "completed": 0})
+                    found.append({"name": shown, "ranks": ranks, **state})
             return json.dumps(found[:MAX_GROUPS]).encode()
         except Exception:  # of a torch whose recorder is another one
             return b"[]"
@@ -222,7 +188,7 @@ class _RecordedGroups:
         used = {recorder for group in list(self._c10d._world.pg_names) for recorder in self._used_by(group)}
         dumps = {}
         for kind, name in DUMPS.items():
-            dump = self._recorders[name].read(True) if name in self._recorders else {}
+            dump = self._recorders[name].read() if name in self._recorders else {}
             if name in used or dump.get("entries"):
                 dumps[kind] = pickle.dumps(self._with_group_names(dump), protocol=2)
         return dumps
