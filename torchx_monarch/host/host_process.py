@@ -205,7 +205,7 @@ class HostProcess:
             host.run_id(workload.command),
             host.grace,
             workload.command.options.max_restarts if workload.command else 0,
-            workload.first_log_attempt(sizes),
+            workload.first_log_attempt(),
             network.advertised,
             network.bind,
             # Over a network, the loss of a machine is noticed only after peer_timeout seconds of silence.

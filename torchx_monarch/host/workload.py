@@ -18,7 +18,7 @@ from torchx_monarch.command.command import Command, CommandError, check, parse
 from torchx_monarch.command.torchrun_options import unused_options
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.controller import Session
-from torchx_monarch.controller.elastic import HostGatherer, NodeRange
+from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import (
     CollectivesRead,
@@ -93,7 +93,7 @@ class Workload(abc.ABC):
             LaunchError: the zygote cannot be started, or the number is not known.
         """
 
-    def first_log_attempt(self, sizes: NodeRange) -> int:
+    def first_log_attempt(self) -> int:
         """Return the number of the first attempt's log folders."""
         return 0
 
@@ -248,22 +248,18 @@ class BatchRun(Workload):
         self._start_timers(run)
         return nproc
 
-    def first_log_attempt(self, sizes: NodeRange) -> int:
+    def first_log_attempt(self) -> int:
         """Return the number of the first attempt's log folders, after all that earlier starts may have used.
 
-        A start uses at most one number for each attempt that it may make. This bound is unknown in two cases: a
-        job that can lose hosts may make any number of attempts, and a restarted container has no MONARCH_RESTART.
-        Replica 0 then continues after the highest existing folder: it takes part in each attempt. (With replacements
-        the remaining hosts know the number.)
+        A start uses at most one number for each attempt that it may make. This bound is unknown if a job can lose
+        hosts, which may then make any number of attempts, and in a restarted container without MONARCH_RESTART; the
+        folders that exist show it, as replica 0 takes part in each attempt. (With replacements the remaining hosts
+        know the number.)
         """
         options = self._host.options
         max_restarts = self.command.options.max_restarts if self.command else 0
-        at_most = self._restarts * (1 + max_restarts + options.replacements)
-        counted = "MONARCH_RESTART" in self._host.environ or options.replacements > 0
-        if self.pool is None or (counted and not (sizes.can_lose and self._restarts)):
-            return at_most
         numbers = safe_files.numbered(self._log_dir, "attempt_") if self._log_dir else ()
-        return max(at_most, max(numbers, default=-1) + 1)
+        return max(self._restarts * (1 + max_restarts + options.replacements), max(numbers, default=-1) + 1)
 
 
 def check_script(command: Command, cwd: str, hint: str = "") -> None:

@@ -35,9 +35,6 @@ _GROUPS_WITH_RECENT = 4
 _STATES = {"D": "uninterruptible", "T": "stopped", "t": "stopped", "Z": "zombie", "X": "zombie"}
 """The states of the kernel that are no ordinary running or sleeping."""
 
-_PROGRESS_TRIES = 3
-"""How often the file of a rank's progress is read if the rank is writing it."""
-
 
 class RankSampler:
     """Take samples of ranks. Nothing is measured between two calls."""
@@ -120,9 +117,8 @@ def read_progress(directory: Path | None, *, is_end: bool = False) -> Progress |
     with contextlib.suppress(OSError):
         file = safe_files.open_file(directory / NAME)
         try:
-            for _ in range(_PROGRESS_TRIES):
-                if (found := parse_progress(os.pread(file, SIZE, 0))) is not None:
-                    return found
+            if (found := parse_progress(os.pread(file, SIZE, 0))) is not None:
+                return found
         finally:
             os.close(file)
     if is_end:

@@ -156,12 +156,8 @@ def _fork() -> int:
         return os.fork()
 
 
-class _ForkError(Exception):
-    """Raised when a function fails in a fork; the message is the fork's."""
-
-
-def _in_fork(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in a fork of this process and return its result, a JSON value; raise _ForkError if it fails.
+def _in_fork(name: str, function: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """Call a function in a fork of this process; return an answer with its result, a JSON value, by a name.
 
     torch queries the GPU driver. A process that has done so can no longer use GPUs in its own forks, nor select them
     by CUDA_VISIBLE_DEVICES.
@@ -171,7 +167,7 @@ def _in_fork(function: Callable[..., Any], *args: Any) -> Any:
     if child == 0:
         try:
             _die_with(zygote)
-            answer = {"value": function(*args)}
+            answer = {name: function(*args)}
         except BaseException as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         os.write(writer, json.dumps(answer).encode())
@@ -182,10 +178,8 @@ def _in_fork(function: Callable[..., Any], *args: Any) -> Any:
             os.kill(child, signal.SIGKILL)
         data = file.read()
     os.waitpid(child, 0)
-    answer = json.loads(data or '{"error": "torch has not answered"}')
-    if "error" in answer:
-        raise _ForkError(answer["error"])
-    return answer["value"]
+    result: dict[str, Any] = json.loads(data or '{"error": "torch has not answered"}')
+    return result
 
 
 def _count(device: str) -> int:
@@ -456,17 +450,15 @@ def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, 
             elif op == "check":
                 answer["current"] = "leading" not in program or program["leading"].is_current(order["path0"])
             elif op == "count":
-                answer["count"] = _in_fork(_count, order["device"])
+                answer = _in_fork(op, _count, order["device"])
             elif op == "cpus":
-                answer["cpus"] = _in_fork(_cpus_near, order["gpu"], order["mode"])
+                answer = _in_fork(op, _cpus_near, order["gpu"], order["mode"])
             elif op == "fork":
                 rank, answer["processes"] = _Forks(
                     order["processes"], passed, channel, program, int(sys.argv[2])
                 ).fork()
                 if rank is not None:
                     return rank
-        except _ForkError as error:
-            answer["error"] = str(error)
         except Exception as error:
             answer["error"] = _reason(error)
         for descriptor in passed:
