@@ -120,7 +120,7 @@ _EXAMPLES = {
     "cancel": "torchx monarch cancel last",
     "delete": "torchx monarch delete train-x1y2z3",
     "debug": "torchx monarch debug last --rank 1",
-    "stacks": "torchx monarch stacks last --native",
+    "stacks": "torchx monarch stacks last --rank 3",
     "profile": "torchx monarch profile last --rank 3 --seconds 10",
     "report": "torchx monarch report last -o job.html",
     "top": "torchx monarch top last --by-host",

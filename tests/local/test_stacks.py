@@ -38,9 +38,9 @@ def wait_for(hosts: Hosts, text: str, count: int) -> None:
     until(is_there, f"{count} times {text!r}")
 
 
-def stacks_of(hosts: Hosts, native: bool = False) -> dict[int, ProcessStacks]:
+def stacks_of(hosts: Hosts) -> dict[int, ProcessStacks]:
     """The stacks of the ranks' own processes, by rank."""
-    stacks, missing = ask_stacks(hosts.client, native=native)
+    stacks, missing = ask_stacks(hosts.client)
     assert not missing
     return {process.rank: process for process in stacks if not process.child}
 
@@ -226,19 +226,6 @@ def test_a_job_without_ranks_yet_and_one_that_has_ended(folder: Path, script: Ca
     assert hosts.wait() == [0, 0]
     with pytest.raises(UnreachableError):
         ask_stacks(hosts.client)
-
-
-def test_native_stacks_name_c_functions(folder: Path, script: Callable[[str], str]) -> None:
-    path = script(SLEEPS)
-    hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD).start()
-    wait_for(hosts, "ready", 2)
-    ranks = stacks_of(hosts, native=True)
-    for stacks in ranks.values():
-        if stacks.problem:
-            assert "no native stacks: py-spy" in stacks.problem
-        else:
-            assert any("sleep" in name for name in functions(stacks)) and functions(stacks)[-1] == "<module>"
-    hosts.stop()
 
 
 def test_a_profile_shows_where_a_rank_spends_its_time(folder: Path, script: Callable[[str], str]) -> None:

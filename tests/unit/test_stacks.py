@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Stacks: what is parsed of ``faulthandler`` and py-spy, how it is grouped, and what a person reads."""
+"""Stacks: what is parsed of ``faulthandler``, how it is grouped, and what a person reads."""
 
 from __future__ import annotations
 
 import dataclasses
 import faulthandler
-import json
 import tempfile
 import threading
 
@@ -17,7 +16,6 @@ from torchx_monarch.insight.stacks import (
     ThreadStack,
     group,
     parse_faulthandler,
-    parse_py_spy,
     rank_ranges,
     render,
 )
@@ -94,26 +92,6 @@ def test_what_a_rank_writes_itself_is_limited_and_escaped() -> None:
     assert len(stacks) == 200 and max(len(process.frames) for process in stacks) == 200
     shown = "\n".join(render([ProcessStacks(0, 0, 1, "\x1b", stacks, "")]))
     assert "\x1b" not in shown and "\x9b" not in shown and len(shown) < 1 << 20
-
-
-def test_py_spy_names_the_main_thread_by_its_id() -> None:
-    frame = {"name": "f", "filename": "/x.py", "line": 3, "module": None}
-    started = {"name": "main", "filename": "/us/zygote_main.py", "line": 1, "module": None}
-    libc = {"name": "__libc_start", "filename": "libc.so", "line": 0, "module": "libc.so"}
-    wait = {"name": "wait4", "filename": "libc.so", "line": 0, "module": "libc.so"}
-    threads = [
-        {"os_thread_id": 8, "thread_name": "other", "frames": [wait]},
-        {"os_thread_id": 7, "thread_name": None, "frames": [wait, frame, started, libc]},
-    ]
-    main, other = parse_py_spy(json.dumps(threads), 7, ("/us/zygote_main.py",))
-    assert main.frames == (Frame("libc.so", 0, "wait4"), Frame("/x.py", 3, "f"))
-    assert other == ThreadStack("other", (Frame("libc.so", 0, "wait4"),))
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"os_thread_id": 1}]', "null"])
-def test_other_output_of_py_spy_is_refused(text: str) -> None:
-    with pytest.raises(ValueError):
-        parse_py_spy(text, 1)
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,12 @@ from torchx_monarch.system.untrusted_text import one_line
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser)
     parser.add_argument("--rank", type=int, metavar="K", help="this rank alone (default: all)")
-    parser.add_argument(
-        "--native", action="store_true", help="with the functions of C libraries, by py-spy on the hosts; takes seconds"
-    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the stacks; exit with ``UNAVAILABLE`` if a host has not answered, or no rank runs."""
-    stacks, missing = ask_stacks(hosts_of(args), args.rank, args.native)
+    stacks, missing = ask_stacks(hosts_of(args), args.rank)
     if args.json:
         print_json({"stacks": [dataclasses.asdict(stack) for stack in stacks], "missing": missing})
     else:

@@ -25,7 +25,7 @@ SAMPLES_TIMEOUT = 12.0
 """Seconds to wait for samples: replica 0 waits for the other hosts."""
 
 _STACKS_TIMEOUT = 40.0
-"""Seconds to wait for stacks: replica 0 waits for the other hosts and, with ``native``, for py-spy."""
+"""Seconds to wait for stacks: replica 0 waits for the other hosts, and for a profile also for py-spy."""
 
 
 def ask_samples(hosts: Hosts, timeout: float = SAMPLES_TIMEOUT) -> tuple[list[RankSample], dict[str, str]]:
@@ -34,14 +34,9 @@ def ask_samples(hosts: Hosts, timeout: float = SAMPLES_TIMEOUT) -> tuple[list[Ra
     return sorted(samples, key=lambda sample: sample.rank), missing
 
 
-def ask_stacks(
-    hosts: Hosts, rank: int | None = None, native: bool = False
-) -> tuple[list[ProcessStacks], dict[str, str]]:
-    """Return the stacks of the ranks that run, and why a host has not answered, by replica.
-
-    With ``native`` py-spy reads the stacks as well, with the functions of C libraries.
-    """
-    return _ask(hosts, {"type": "stacks", "rank": rank, "native": native}, ProcessStacks, _STACKS_TIMEOUT)
+def ask_stacks(hosts: Hosts, rank: int | None = None) -> tuple[list[ProcessStacks], dict[str, str]]:
+    """Return the stacks of the ranks that run, and why a host has not answered, by replica."""
+    return _ask(hosts, {"type": "stacks", "rank": rank}, ProcessStacks, _STACKS_TIMEOUT)
 
 
 def ask_profiles(

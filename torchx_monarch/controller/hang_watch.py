@@ -107,7 +107,7 @@ class HangWatch:
         return asyncio.get_running_loop().time() - self._since
 
     async def _report(self, hang: Hang, attempt: int) -> Hang:
-        answers, _ = await self._hosts.collect(TakeStacks(None, False, save_as="while ranks hang"), _TIMEOUT)
+        answers, _ = await self._hosts.collect(TakeStacks(None, save_as="while ranks hang"), _TIMEOUT)
         stacks = list(itertools.chain.from_iterable(answers.values()))
         place = describe_places(hang.ranks, stacks)
         self._reporter.report(

@@ -117,10 +117,9 @@ class StopRanks(Request[Exits]):
 
 @dataclasses.dataclass(frozen=True)
 class TakeStacks(Request[list[ProcessStacks]]):
-    """Take the stacks of the ranks of the host, or of one global rank; ``native`` has py-spy read them as well."""
+    """Take the stacks of the ranks of the host, or of one global rank."""
 
     rank: int | None
-    native: bool
     save_as: str = ""
     """Title under which they are also written into the folder of the attempt; empty for not."""
 

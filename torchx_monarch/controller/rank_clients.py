@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What clients ask of ranks through replica 0: stacks, profiles, samples; and to debug a rank in a breakpoint.
 
-The greeting ``stacks`` of a client has the fields ``rank``, the only global rank that is asked (null for all), and
-``native``; the greeting ``profile`` has those of ``ProfileRanks``; the greeting ``samples`` has none. The answer is a
+The greeting ``stacks`` of a client has the field ``rank``, the only global rank that is asked (null for all);
+the greeting ``profile`` has those of ``ProfileRanks``; the greeting ``samples`` has none. The answer is a
 message of the greeting's type for each host, with a list in the field of that name: of ``ProcessStacks``,
 ``RankProfile`` or ``RankSample`` of the package insight. The last message is of type ``end``, and its ``missing`` has
 the hosts that have not answered: an object from replica to reason.
@@ -47,8 +47,8 @@ from torchx_monarch.transport import messages
 _TIMEOUT = 8.0
 """Seconds for the answers of all hosts."""
 
-_NATIVE_TIMEOUT = 30.0
-"""The same where py-spy reads the stacks, in addition to the time of a profile."""
+_PY_SPY_TIMEOUT = 30.0
+"""The same of a profile, in addition to its time."""
 
 _SAMPLE_EVERY = 5.0
 """Seconds between two samples."""
@@ -67,10 +67,10 @@ class HostQueries:
         self._hosts = hosts
 
     async def stacks(self, peer: Peer) -> None:
-        rank, native = peer.greeting.get("rank"), peer.greeting.get("native") is True
+        rank = peer.greeting.get("rank")
         if rank is not None and type(rank) is not int:
             raise RendezvousError(f"rank={rank!r:.20} is no number")
-        await self._answer("stacks", TakeStacks(rank, native), _NATIVE_TIMEOUT if native else _TIMEOUT, peer)
+        await self._answer("stacks", TakeStacks(rank), _TIMEOUT, peer)
 
     async def profile(self, peer: Peer) -> None:
         words = {name: peer.greeting.get(name) for name in ("ranks", "seconds", "idle")}
@@ -81,7 +81,7 @@ class HostQueries:
         if not 0 < request.seconds <= MAX_SECONDS:
             raise RendezvousError(f"seconds={request.seconds!r:.20} is not between 1 and {MAX_SECONDS:g}")
         # py-spy ends with its client: nobody else reads what it samples for up to ten minutes.
-        await peer.while_connected(self._answer("profile", request, request.seconds + _NATIVE_TIMEOUT, peer))
+        await peer.while_connected(self._answer("profile", request, request.seconds + _PY_SPY_TIMEOUT, peer))
 
     async def samples(self, peer: Peer) -> None:
         await self._answer("samples", SampleRanks(), _TIMEOUT, peer)

@@ -186,7 +186,7 @@ class Workload(abc.ABC):
                 await pool.stop(request.signal, request.grace)
                 return pool.exits()
             case TakeStacks():
-                return await pool.stacks(request.rank, request.native, request.save_as)
+                return await pool.stacks(request.rank, request.save_as)
             case ProfileRanks():
                 return await pool.profile(request.ranks, request.seconds, request.idle)
             case ReadCollectives():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Stacks of ranks and of their child processes: parse what ``faulthandler`` and py-spy print, group, and render.
+"""Stacks of ranks and of their child processes: parse what ``faulthandler`` prints, group, and render.
 
 A rank may write anything where its host reads stacks. So lines that are none of a stack are dropped, numbers are
 limited, and names are escaped.
@@ -8,10 +8,8 @@ limited, and names are escaped.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from torchx_monarch.model.world import consecutive
 from torchx_monarch.system.untrusted_text import one_line
@@ -31,7 +29,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$')
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """One call on a stack: the file is a source file or the name of a library; the line is 0 if it is not known."""
+    """One call on a stack: the line is 0 if it is not known."""
 
     file: str
     line: int
@@ -56,7 +54,7 @@ class ProcessStacks:
     Attributes:
         child: name of the process if the rank has started it; empty for the rank's own process.
         threads: the stacks of its threads, that of the main thread first.
-        problem: why there are no stacks, or not those that were asked for; empty if there are.
+        problem: why there are no stacks; empty if there are.
     """
 
     rank: int
@@ -95,31 +93,6 @@ def _without(own: frozenset[str], frames: tuple[Frame, ...]) -> tuple[Frame, ...
     while program and frames[program - 1].file in own:
         program -= 1
     return frames[:program] if program < end else frames
-
-
-def parse_py_spy(text: str, pid: int, own_files: Iterable[str] = ()) -> tuple[ThreadStack, ...]:
-    """Parse the output of ``py-spy dump --json``; the main thread is the one whose id is the pid.
-
-    Raises:
-        ValueError: the text is something else.
-    """
-    own, found = frozenset(own_files), json.loads(text)
-    try:
-        found.sort(key=lambda thread: thread["os_thread_id"] != pid)
-        return tuple(
-            ThreadStack(
-                one_line(thread["thread_name"] or "", _MAX_NAME),
-                _without(own, tuple(map(_frame_of, thread["frames"][:_MAX_FRAMES]))),
-            )
-            for thread in found[:_MAX_THREADS]
-        )
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"not the output of py-spy: {error!r}") from None
-
-
-def _frame_of(frame: Mapping[str, Any]) -> Frame:
-    file = str(frame["filename"])
-    return Frame(one_line(file, _MAX_NAME), int(frame["line"]), one_line(str(frame["name"]), _MAX_NAME))
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------

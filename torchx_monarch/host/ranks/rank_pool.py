@@ -200,10 +200,10 @@ class RankPool:
                 rank.process.kill(signal.SIGKILL)
         await self._clear_up(ranks)
 
-    async def stacks(self, rank: int | None, native: bool, save_as: str = "") -> list[ProcessStacks]:
+    async def stacks(self, rank: int | None, save_as: str = "") -> list[ProcessStacks]:
         """Return the stacks of the ranks that run now, and of the processes that they have started: ``TakeStacks``."""
         ranks = [own_rank for own_rank in self._ranks if rank in (None, own_rank.rank)]
-        taken = await self._stacks.take(ranks, _STACKS_TIMEOUT, native)
+        taken = await self._stacks.take(ranks, _STACKS_TIMEOUT)
         if save_as and ranks and ranks[0].directory is not None:
             self._stacks.add(ranks[0].directory.parent, taken, save_as)
         return taken

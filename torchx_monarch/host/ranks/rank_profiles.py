@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -14,7 +17,6 @@ from typing import IO
 
 from torchx_monarch.host.ranks.rank_main import OWN_FILES
 from torchx_monarch.host.ranks.rank_process import Rank
-from torchx_monarch.host.ranks.rank_stacks import py_spy_program
 from torchx_monarch.insight.profile import RankProfile, parse_collapsed
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -65,7 +67,7 @@ class _Sampler:
         try:
             self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115  # closed by __exit__
             samples, said = self._files
-            command = [py_spy_program(), "record", "--pid", str(self._profile.pid), "--format", "raw"]
+            command = [_py_spy(), "record", "--pid", str(self._profile.pid), "--format", "raw"]
             command += ["--duration", str(max(1, round(self._seconds))), "--rate", str(_RATE), "--nonblocking"]
             command += ["--full-filenames", *(["--idle"] if self._idle else [])]
             command += ["--output", f"/proc/self/fd/{samples.fileno()}"]
@@ -102,3 +104,12 @@ class _Sampler:
         errors = [line for line in lines if line.startswith("Error")]
         why = "none of its threads was busy (--idle shows those that wait)" if not self._process.returncode else ""
         return replace(self._profile, problem=why or f"py-spy: {one_line((errors or lines or ['it failed'])[0], 200)}")
+
+
+def _py_spy() -> str:
+    """Return the path of py-spy; raise ValueError if it is not there."""
+    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    if program is None:
+        raise ValueError("py-spy is not installed on this host (pip install py-spy)")
+    return program

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torchx_monarch.host.ranks.rank_main import OWN_FILES, STACKS_SIGNAL
 from torchx_monarch.host.ranks.rank_process import Rank
-from torchx_monarch.insight.stacks import ProcessStacks, ThreadStack, parse_faulthandler, parse_py_spy, render
+from torchx_monarch.insight.stacks import ProcessStacks, ThreadStack, parse_faulthandler, render
 from torchx_monarch.system import process_status, processes, safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -38,9 +34,6 @@ _MAX_CHILDREN = 64
 
 _MAX_FILE = 1 << 20
 """Size of ``stacks.txt`` from which on nothing is added."""
-
-_PY_SPY_TIMEOUT = 10.0
-"""Seconds for py-spy to read one process: it reads the symbols of all libraries, those of torch among them."""
 
 _STOP_TIMEOUT = 0.5
 """Seconds by which a rank that does not answer delays the signal that stops the ranks. Those that answer take some
@@ -64,17 +57,13 @@ class RankStacks:
         self._marker = marker
         self._writing: asyncio.Task[None] | None = None
 
-    async def take(self, ranks: Iterable[Rank], timeout: float, native: bool = False) -> list[ProcessStacks]:
+    async def take(self, ranks: Iterable[Rank], timeout: float) -> list[ProcessStacks]:
         """Take the stacks of ranks that run, all at once, and of the processes that they have started."""
         ranks = [rank for rank in ranks if rank.is_running]
         limit = min(_MAX_SIZE, _MAX_SIZE_OF_HOST // max(1, len(ranks)))
         takers = [_Taker(rank, self.replica, time.monotonic() + timeout, limit) for rank in ranks]
         taken = await asyncio.gather(*(taker.take(self._marker) for taker in takers))
-        found = [stacks for of_rank in taken for stacks in of_rank]
-        if not native:
-            return found
-        loop = asyncio.get_running_loop()
-        return list(await asyncio.gather(*(loop.run_in_executor(None, _with_native, stacks) for stacks in found)))
+        return [stacks for of_rank in taken for stacks in of_rank]
 
     async def write_before(self, number: int, ranks: Sequence[Rank], folder: Path) -> None:
         """Write the stacks of ranks into the folder of their attempt before a signal stops them.
@@ -185,41 +174,3 @@ def _doing(status: process_status.KernelStatus, pid: int = 0) -> str:
     where = process_status.waits_in(pid) if pid and status.state == "D" else ""
     word = words.get(status.state, f"in state {one_line(status.state)}")
     return f"{word} ({one_line(where, 60)})" if where else word
-
-
-def _with_native(stacks: ProcessStacks) -> ProcessStacks:
-    """Return the stacks of a process as py-spy reads them, or the same with the reason why it does not."""
-    status = process_status.status(stacks.pid)
-    if status is None or status.state in _STATES:
-        return stacks
-    try:
-        threads = _read_native(stacks.pid)
-    except ValueError as error:
-        also = f"{stacks.problem}; " if stacks.problem else ""
-        return dataclasses.replace(stacks, problem=f"{also}no native stacks: {error}")
-    return dataclasses.replace(stacks, threads=threads, problem="")
-
-
-def _read_native(pid: int) -> tuple[ThreadStack, ...]:
-    """Have py-spy read the stacks of a process; raise ValueError if it is not there, may not read it, or is slow."""
-    program = py_spy_program()
-    try:
-        command = [program, "dump", "--pid", str(pid), "--native", "--json"]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PY_SPY_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"py-spy has not read it within {_PY_SPY_TIMEOUT:g} s") from None
-    except OSError as error:
-        raise ValueError(f"cannot execute {program}: {error.strerror}") from None
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ValueError(f"py-spy: {one_line(said[0], 200)}")
-    return parse_py_spy(done.stdout.decode(errors="replace"), pid, OWN_FILES)
-
-
-def py_spy_program() -> str:
-    """Return the path of py-spy; raise ValueError if it is not there."""
-    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
-    program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
-    if program is None:
-        raise ValueError("py-spy is not installed on this host (pip install py-spy)")
-    return program
