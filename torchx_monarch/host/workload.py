@@ -80,6 +80,7 @@ class Workload(abc.ABC):
         self._zygotes = Zygotes(host.reporter.line, early)
         self._recorders: FlightRecorders | None = None
         self._loops: WorkerLoops | None = None
+        self._has_printed = False
 
     @abc.abstractmethod
     def parse(self) -> Command:
@@ -141,11 +142,13 @@ class Workload(abc.ABC):
         outputs = (host.stdout, host.stderr, run_log, host.options.timestamps)
         logs = RankLogs(host.options.replica, host.hostname, log_dir, run, *outputs)
         started = run.with_leading() if host.options.leads else run
-        starter = RankStarter(started, self._zygotes, host.reporter.line, self._report_first_output)
-        self.pool = RankPool(logs, starter, self._recorders, host.attach_socket, host.reporter.line)
+        starter = RankStarter(started, self._zygotes, host.reporter.line)
+        says = (host.reporter.line, self._report_first_output)
+        self.pool = RankPool(logs, starter, self._recorders, host.attach_socket, *says)
 
     def _report_first_output(self) -> None:
-        if self._host.options.replica == 0 and not self.listens:  # that of a run on a live allocation is not reported
+        if self._host.options.replica == 0 and not (self.listens or self._has_printed):  # not that of a run
+            self._has_printed = True
             self._host.reporter.phase("output", "first output")
 
     def _start_timers(self, run: RunSpec, name: str = "timers") -> None:

@@ -16,7 +16,7 @@ from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.master_store import EndpointError, MasterEndpoint
 from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
 from torchx_monarch.host.ranks.rank_output import RankLogs
-from torchx_monarch.host.ranks.rank_process import Rank, end_orphans
+from torchx_monarch.host.ranks.rank_process import Rank, RankProcess, end_orphans
 from torchx_monarch.host.ranks.rank_profiles import profile
 from torchx_monarch.host.ranks.rank_samples import RankSampler, prepare_progress, read_progress
 from torchx_monarch.host.ranks.rank_stacks import RankStacks
@@ -49,7 +49,8 @@ class RankPool:
     """Start, watch and stop the ranks of a run on one host.
 
     Methods that start something raise ``LaunchError`` if it cannot be started; the message gives the reason.
-    ``attempt`` is the number of the last attempt that was launched, -1 for none.
+    ``attempt`` is the number of the last attempt that was launched, -1 for none. ``on_first_output`` is called when a
+    rank first prints, once for each of its streams.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class RankPool:
         recorders: FlightRecorders,
         attach_socket: str,
         say: Callable[[str], None],
+        on_first_output: Callable[[], None],
     ) -> None:
         self.attempt = -1
         self.run = logs.run
@@ -68,6 +70,7 @@ class RankPool:
         self._recorders = recorders
         self._attach_socket = attach_socket
         self._say = say
+        self._on_first_output = on_first_output
         self._timers: TimerServer | None = None
         self._ranks: list[Rank] = []
         self._is_retired = False
@@ -263,7 +266,7 @@ class RankPool:
     def _assign(self, world: World, local_rank: int, unstarted: contextlib.ExitStack) -> Rank:
         """Return a rank with its log files; ``unstarted`` discards its process on exit."""
         rank = world.first_rank(self._replica) + local_rank
-        process = self.starter.new_process()
+        process = RankProcess(self._on_first_output)
         unstarted.callback(process.discard)
         directory = self._logs.attach(process.stdout, process.stderr, world.log_attempt, rank, local_rank)
         return Rank(process, rank, local_rank, directory, world.attempt)

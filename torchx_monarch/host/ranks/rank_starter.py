@@ -20,7 +20,7 @@ class RankStarter:
 
     Its methods raise ``LaunchError`` if the ranks cannot be started; the message gives the reason.
 
-    ``say`` is called with progress lines, ``on_first_output`` once, when a rank first prints.
+    ``say`` is called with progress lines.
 
     Attributes:
         store: the TCPStore, which is a fork of the zygote.
@@ -30,13 +30,7 @@ class RankStarter:
         unshared: the first leading statement that the ranks cannot share, and why; empty if they share all.
     """
 
-    def __init__(
-        self,
-        run: RunSpec,
-        zygotes: Zygotes,
-        say: Callable[[str], None],
-        on_first_output: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, run: RunSpec, zygotes: Zygotes, say: Callable[[str], None]) -> None:
         self.store = MasterStore(say)
         self.count = 0
         self.imported: tuple[float, ...] = ()
@@ -45,7 +39,6 @@ class RankStarter:
         self._run = run
         self._zygotes = zygotes
         self._say = say
-        self._on_first_output = on_first_output
         self._forks = run.forks
         self._is_lost = False
         """Whether a zygote has ended while it imported the modules: another would end as well."""
@@ -89,14 +82,6 @@ class RankStarter:
         """
         zygote = await self.importer()
         return await self.store.open(endpoint, zygote is not None and (await zygote.imports())["serves_store"])
-
-    def new_process(self) -> RankProcess:
-        """Return the process of a rank, which has pipes and has not begun.
-
-        Raises:
-            OSError: the pipes cannot be made.
-        """
-        return RankProcess(self._printed)
 
     async def start(self, ranks: Sequence[tuple[RankProcess, Mapping[str, Any]]]) -> None:
         """Start the processes of all ranks of an attempt, and that of the store whose port has been opened.
@@ -179,8 +164,3 @@ class RankStarter:
         if "error" in answer:
             raise LaunchError(f"{failure}: {answer['error']}")
         return answer[order["op"]]
-
-    def _printed(self) -> None:
-        called, self._on_first_output = self._on_first_output, None
-        if called is not None:
-            called()
