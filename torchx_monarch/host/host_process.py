@@ -194,7 +194,6 @@ class HostProcess:
     # -- replica 0 -----------------------------------------------------------------------------------------------------
 
     async def _control(self, registration: Registration, network: HostNetwork, sizes: NodeRange) -> JobResult:
-        """Gather the hosts on replica 0, run the controller, and announce the result."""
         host, options, workload = self._host, self._host.options, self._workload
         roles = host.roles
         assert roles is not None

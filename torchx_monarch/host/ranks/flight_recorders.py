@@ -171,6 +171,5 @@ class _Connection:
         return self.awaited[kind]
 
     def answer(self, kind: bytes, groups: tuple[GroupStatus, ...] = ()) -> None:
-        """Set the answer, if it is awaited."""
         if (answer := self.awaited.pop(kind, None)) is not None:
             answer.set_result(groups)

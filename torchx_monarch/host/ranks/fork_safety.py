@@ -142,7 +142,6 @@ def _descriptors() -> dict[str, str]:
 
 
 def children() -> set[str]:
-    """Return the pids of the children of this process."""
     return set(_read(f"/proc/self/task/{os.getpid()}/children").split())
 
 

@@ -296,7 +296,6 @@ class _Output:
         return [os.fstat(file).st_size for file in self._files]
 
     def truncate(self, sizes: list[int]) -> None:
-        """Remove what has been written since the output had some sizes."""
         for file, size in zip(self._files, sizes, strict=True):
             os.ftruncate(file, size)
 
@@ -345,7 +344,6 @@ class _InstalledModules:
         return _stamps(str(spec.origin) for spec in specs if isinstance(spec, importlib.machinery.ModuleSpec))
 
     def are_unchanged(self) -> bool:
-        """Return whether no package has been installed or removed."""
         return _stamps(self._places) == self._times
 
 

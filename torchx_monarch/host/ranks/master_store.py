@@ -73,7 +73,6 @@ class MasterEndpoint:
         return cls(address, port, str(resolved[0][4][0]), option)
 
     def refusal(self, error: OSError) -> EndpointError:
-        """Return the exception for an endpoint that cannot be opened."""
         if error.errno == errno.EADDRNOTAVAIL and self.option:
             what = f"{self.option} is no address of this host, where the ranks are to meet"
             return EndpointError(f"{what}. Leave it out, or name an address of the host of replica 0")
@@ -125,7 +124,6 @@ class MasterStore:
         return int(self._reserved.getsockname()[1]), False
 
     def end(self) -> None:
-        """Close the store that is served now."""
         if self.current is not None:
             self.current.close()
             self.current = None

@@ -116,7 +116,6 @@ class PreloadedModules:
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the hidden module."""
         return self._hidden[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:

@@ -236,7 +236,6 @@ class FilteredFile:
             self.writers[0].write(self._file, b"".join(wanted))
 
     def close(self) -> None:
-        """Close the file."""
         self.writers[0].close(self._file)
 
 

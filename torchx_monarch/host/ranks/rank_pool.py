@@ -89,7 +89,6 @@ class RankPool:
         return await self.starter.prepare(nproc)
 
     def start_timers(self, path: str) -> None:
-        """Serve the timers of the ranks on a named pipe."""
         try:
             self._timers = TimerServer(path, self._marker, self._say)
         except OSError as error:

@@ -93,7 +93,6 @@ class RankProcess:
         watch_child(pid, self._has_ended)
 
     def release(self) -> None:
-        """Begin to pass on the output."""
         self.stdout.release()
         self.stderr.release()
 

@@ -130,7 +130,6 @@ class _Recorder:
         self._states: dict[str, dict[str, Any]] = {}
 
     def read(self) -> dict[str, Any]:
-        """Return the recorder."""
         # Without the stack of each collective: torch 2.13 imports torch._inductor for them, which takes seconds.
         found = [pickle.loads(dump(includeCollectives=True, includeStackTraces=False)) for dump in self._dumps]
         return max(found, key=lambda recorder: len(recorder.get("pg_status", ())))

@@ -128,7 +128,6 @@ def read_progress(directory: Path | None, *, is_end: bool = False) -> Progress |
 
 
 def parse_progress(data: bytes) -> Progress | None:
-    """Return the progress in the content of a file; None if it is something else."""
     if len(data) < HEAD.size:
         return None
     size, checksum = HEAD.unpack_from(data)

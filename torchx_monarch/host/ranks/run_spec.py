@@ -56,7 +56,6 @@ class RunSpec:
 
     @property
     def environ(self) -> Mapping[str, str]:
-        """The environment of the role with the variables of the run."""
         return {**self.role_environ, **self.added} if self.added else self.role_environ
 
     @property
@@ -76,7 +75,6 @@ class RunSpec:
         return int(self.nproc) if self.nproc.isdigit() else 2
 
     def python(self) -> list[str]:
-        """Return the interpreter of the run's programs and its flags."""
         typed = list(self.command.interpreter) or ["python"]
         if typed[0] in ("python", "python3"):
             # The host's own interpreter, as under torchrun; PATH may have another `python`, or none.
@@ -92,12 +90,10 @@ class RunSpec:
         return self.python() if ahead or asks_torch else [sys.executable, "-I", "-S"]
 
     def program_folder(self) -> str:
-        """Return the folder that the program puts first in ``sys.path``."""
         program = self.command.program_of(0)
         return program_folder(program.mode, program.target, self.cwd or os.getcwd())
 
     def without_leading(self) -> RunSpec:
-        """Return the run without its leading statements."""
         return dataclasses.replace(self, leading=())
 
     def with_leading(self) -> RunSpec:

@@ -70,7 +70,6 @@ class TimerServer:
         self.expired.clear()
 
     def close(self) -> None:
-        """Remove the named pipe."""
         self.clear()
         asyncio.get_running_loop().remove_reader(self._pipe)
         os.close(self._pipe)

@@ -81,7 +81,6 @@ class Zygote:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended."""
         return self._process.poll() is not None
 
     @property
@@ -232,12 +231,10 @@ class Zygotes:
 
     @property
     def ready(self) -> bool:
-        """Whether a zygote has imported its modules."""
         return any(zygote.ready for zygote in self._zygotes)
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the zygotes."""
         return [zygote.pid for zygote in self._zygotes]
 
     def fitting(self, run: RunSpec, count: int) -> Zygote:

@@ -114,7 +114,7 @@ def _import(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of what hosts must have in common, by the names of ``preflight.print_versions``."""
+    """Return the versions of what hosts should have in common, by name."""
     found, torch = {"python": sys.version.split()[0]}, sys.modules.get("torch")
     if torch is not None:
         found["torch"] = str(torch.__version__)
