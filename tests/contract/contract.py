@@ -26,6 +26,7 @@ from torchx.specs import AppDef, AppState, InvalidRunConfigException, RetryPolic
 from torchx.specs.finder import ComponentValidationException
 
 import torchx_monarch
+from tests.contract.groups import Groups
 from tests.contract.place import TORCHX, Place
 from tests.local.terminal import Terminal
 from tests.waits import WITHIN, until
@@ -36,7 +37,6 @@ from torchx_monarch.cli.debug import list_breakpoints
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_queries import ask_samples, ask_stacks
 from torchx_monarch.command.rewrite import hold
-from torchx_monarch.components import ft
 from torchx_monarch.exceptions import RefusedError, SPMDError, UnreachableError
 from torchx_monarch.model.role_spec import mark_sidecar
 from torchx_monarch.schedulers.description import summary_of
@@ -147,34 +147,6 @@ if rank == "1":
 dist.all_reduce(torch.ones(1))
 """
 
-_GROUPS = """
-import socket, urllib.parse
-where = urllib.parse.urlsplit(os.environ["TORCHFT_LIGHTHOUSE"])
-for _ in range(600):
-    try:
-        socket.create_connection((where.hostname, where.port), 1).close()
-        break
-    except OSError:  # it has not started yet
-        time.sleep(0.1)
-group = os.environ["REPLICA_GROUP_ID"]
-print("group", group, "of", os.environ["NUM_REPLICA_GROUPS"], "attempt", attempt, flush=True)
-if group == "1" and attempt == "0":
-    os.kill(os.getpid(), signal.SIGKILL)
-if group == "2":
-    sys.exit(7)
-while not told("go"):
-    time.sleep(0.1)
-"""
-
-_LIGHTHOUSE = """
-import socket, sys
-host, _, port = sys.argv[sys.argv.index("--bind") + 1].rpartition(":")
-server = socket.create_server((host, int(port)))
-while True:
-    server.accept()[0].close()
-"""
-"""Stands for torchft's lighthouse: it listens, and says nothing."""
-
 _FAILS = """
 if rank == "3":
     raise ValueError("boom")
@@ -182,7 +154,7 @@ time.sleep(1000)
 """
 
 
-class Contract:
+class Contract(Groups):
     """The tests.
 
     Attributes:
@@ -484,36 +456,6 @@ class Contract:
 
         place.until(lambda: f'"state": "{state.name}"' in said(), "the command", handle)
         assert place.status(handle).state is state
-
-    @pytest.mark.scenario("groups restart alone")
-    @pytest.mark.parametrize("min_groups", [2, 3])
-    def test_a_group_restarts_alone_and_may_be_lost(self, place: Place, min_groups: int) -> None:
-        roles = []
-        for role in ft(_program(place, _GROUPS), j="3x1", min_groups=min_groups, max_restarts=1).roles:
-            more: dict[str, Any] = {"env": role.env, "metadata": role.metadata, "max_retries": role.max_retries}
-            more |= {"name": role.name, "retry_policy": role.retry_policy, "replicas": 1}
-            if role.env:
-                roles.append(place.torchrun(*role.args, nproc=1, **more))
-            else:
-                roles.append(place.role("python", "-c", _LIGHTHOUSE, *role.args, **more))
-        handle = place.run(*roles)
-        if min_groups == 3:
-            status = place.wait(handle, AppState.FAILED)
-            assert "group2/0" in status.msg and "code 7" in status.msg
-            return
-        place.until(lambda: "without group2" in place.status(handle).msg, "the loss of a group", handle)
-
-        def attempts(group: int) -> int:
-            lines = place.lines(handle, 0, f"group{group}")
-            return sum("of 3 attempt" in line and "[monarch]" not in line for line in lines)
-
-        place.until(lambda: attempts(1) == 2, "the restart", handle)
-        message = place.status(handle).msg
-        assert "2 of 3 groups go on, without group2" in message and "lighthouse: http://" in message
-        place.tell("go")
-        place.wait(handle, AppState.SUCCEEDED)
-        assert [attempts(group) for group in range(3)] == [1, 2, 2]
-        assert place.states(handle)["group2/0"] is AppState.FAILED
 
     @pytest.mark.scenario("describe gives the original app")
     @pytest.mark.parametrize("replicas", [1, 3])

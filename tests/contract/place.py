@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 from torchx.runner import Runner
-from torchx.specs import NULL_RESOURCE, AppDef, AppState, AppStatus, BindMount, Role
+from torchx.specs import NULL_RESOURCE, AppDef, AppState, AppStatus, BindMount, Resource, Role
 
 from tests.fork_server import run_torchx
 from tests.waits import WITHIN, until
@@ -84,6 +84,8 @@ class Place(abc.ABC):
         names_preemptions: whether the hosts' log always tells a preemption from a stop request.
         image: image of all roles.
         resource: resource of all roles, unless a test sets another.
+        whole_machine: resource of a role whose replicas have machines of their own; None if there is none to be lost.
+        replaces_machines: whether a replica whose machine is lost is started on another one.
         mounts: mounts of all roles: what their image needs to run our programs.
         patience: factor by which timeouts are longer than on a test system of our own.
     """
@@ -117,6 +119,8 @@ class Place(abc.ABC):
     patience = 1.0
     image = ""
     resource = NULL_RESOURCE
+    whole_machine: Resource | None = None
+    replaces_machines: ClassVar[bool] = False
     mounts: Sequence[BindMount] = ()
 
     def __init__(self, folder: Path) -> None:
@@ -306,6 +310,10 @@ class Place(abc.ABC):
     def lose(self, handle: str, replica: int) -> None:
         """Take away a replica's host; by default the contract's program kills it when told."""
         self.tell(f"lose{replica}")
+
+    def without_machine(self, handle: str, role: str, replica: int) -> contextlib.AbstractContextManager[None]:
+        """Take away the machine of a replica, with all that runs there and without a word, until the context ends."""
+        raise NotImplementedError
 
     def preempt(self, handle: str, replica: int) -> None:
         """Have the backend's system take away a replica, or the whole job, to start it again."""

@@ -21,6 +21,7 @@ from torchx.specs import Resource, Role
 
 from tests.clusters.kubernetes.cluster import WIRE, Cluster
 from tests.contract.place import Place, left_to_others
+from tests.network import namespaces
 from tests.network.relay import Relay
 from torchx_monarch.backends.kubernetes.native import Api
 from torchx_monarch.backends.kubernetes.request import LABEL_APP
@@ -60,6 +61,7 @@ class Apps(Place):
     wires = dict.fromkeys(("bad options named", "missing tool says what to install"), "real")
     request_function = "torchx_monarch.backends.kubernetes.native:Api._send"
     keeps_preempted_logs = False
+    replaces_machines = True
     own_bad_options = (
         ({"mode": "jobset"}, "`mode` is 'jobset'; allowed are auto, job, volcano"),
         ({"kueu_queue": "a"}, "kueu_queue.*kueue_queue"),
@@ -70,7 +72,7 @@ class Apps(Place):
     )
     package = "kubernetes"
     install = "pip install 'kubernetes>=29,!=37.0.2'"
-    resource = Resource(cpu=-1, gpu=0, memMB=-1)
+    resource = whole_machine = Resource(cpu=-1, gpu=0, memMB=-1)
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
@@ -125,6 +127,26 @@ class Apps(Place):
         """Submit a script whose text travels in the command: it is not in the image."""
         role = self.torchrun(self.program(script.read_text()), *args, nproc=1, env={"OMP_NUM_THREADS": "1"})
         return self.run(role, preload="torch")
+
+    @contextlib.contextmanager
+    def without_machine(self, handle: str, role: str, replica: int) -> Iterator[None]:
+        """Kill what runs in a pod, and remove the pod, as the cluster does when its node has been away for minutes."""
+        if self.cluster.stand_ins is None:
+            pytest.skip("a node of the cluster is not ours to be switched off")
+        (pod,) = [
+            pod
+            for pod in self.pods(handle)
+            if pod["status"]["phase"] == "Running" and pod["spec"]["hostname"].endswith(f"-{role}-{replica}")
+        ]
+        metadata = pod["metadata"]
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{metadata['name']}"
+        network = Path(self.cluster.network(metadata["uid"])).name
+        namespaces.ip("-n", network, "link", "set", "eth0", "down")  # no connection is closed
+        namespaces.kill_all(network)
+        condition = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
+        self.api.patch(f"{path}/status", {"status": {"conditions": [condition]}})
+        self.api.delete(path)
+        yield
 
     def preempt(self, handle: str, replica: int) -> None:
         """Evict the pod, as when its node is drained."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -71,6 +72,7 @@ class Apps(Place):
     request_function = "torchx_monarch.backends.batch.commands:run"
     install = "Debian: slurm-client"
     resource = SMALL
+    whole_machine = Resource(cpu=4, gpu=0, memMB=1024)
     names_preemptions = False  # Slurm signals the tasks, and the batch step announces a stop to them: either is first
 
     def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
@@ -154,6 +156,18 @@ class Apps(Place):
         assert found, f"replica {replica} has no host process\n{self.everything(handle)}"
         os.kill(min(found), 9)  # the others are Monarch's, which go with it
 
+    @contextlib.contextmanager
+    def without_machine(self, handle: str, role: str, replica: int) -> Iterator[None]:
+        """Have the power of a node fail."""
+        node = self.hostname(handle, replica, [found.role for found in self.status(handle).roles].index(role))
+        self.cluster.lose_node(node)
+        try:
+            yield
+        finally:
+            self.cluster.restore_node(node)
+            for path in Path(os.environ["TMPDIR"]).iterdir():  # what the power has taken with it could not clean up
+                shutil.rmtree(path, ignore_errors=True)
+
     def preempt(self, handle: str, replica: int) -> None:
         """Have Slurm put the job back into the queue, and start it soon."""
         app_id = handle.rpartition("/")[2]
@@ -166,7 +180,7 @@ class Apps(Place):
     @contextlib.contextmanager
     def pending(self) -> Iterator[str]:
         """Fill the cluster with another job."""
-        first = self.run(sh("sleep 1000", replicas=4), name="first", exclusive=True)
+        first = self.run(sh("sleep 1000", replicas=len(self.cluster.nodes)), name="first", exclusive=True)
         self.until(lambda: set(self.states(first).values()) == {AppState.RUNNING}, "the first job", first)
         handle = self.run(self.role("true", replicas=2), name="second")
         self.until(lambda: "PENDING: waits for " in self.status(handle).msg, "a reason", handle)

@@ -271,7 +271,8 @@ class SlurmCluster:
             time.sleep(0.05)
 
     def lose_node(self, node: str) -> None:
-        """As when its power fails: its processes are gone, and the administrator's monitoring says so."""
+        """As when its power fails: it is silent, its processes are gone, and the administrator's monitoring says so."""
+        namespaces.ip("-n", self.namespace("s"), "link", "set", f"port{node}", "down")
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait(_DOWN_WITHIN)
@@ -280,6 +281,7 @@ class SlurmCluster:
 
     def restore_node(self, node: str) -> None:
         """Make it a member again."""
+        namespaces.ip("-n", self.namespace("s"), "link", "set", f"port{node}", "up")
         self.start_node(node)
         # Refused where the node has become a member by itself, when its slurmd registered.
         self._succeeds("scontrol", "update", f"NodeName={node}", "State=RESUME")

@@ -15,9 +15,9 @@ from tests.clusters.slurm.cluster import SlurmCluster, missing
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[SlurmCluster]:
-    """Four nodes, and five hundred that are away."""
+    """Five nodes, and five hundred that are away."""
     skip_for(missing())
-    cluster = SlurmCluster(4, away=500)
+    cluster = SlurmCluster(5, away=500)
     try:
         yield cluster.up()
     finally:

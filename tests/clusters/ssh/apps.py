@@ -9,11 +9,12 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+from torchx.specs import NULL_RESOURCE
 
 from tests.clusters.ssh.machines import Machines
 from tests.contract.place import QueuePlace, left_to_others, tree
@@ -45,6 +46,7 @@ class Apps(QueuePlace):
         ({"hosts": ["@/nonexistent"]}, "/nonexistent: No such file"),
         ({"slots": 10**6}, r"`slots` is 1000000, and this machine \(m[12]\) has"),
     )
+    whole_machine = NULL_RESOURCE
     nightly = left_to_others(
         "test_actors_run_beside_ranks",
         "spare host",
@@ -97,6 +99,17 @@ class Apps(QueuePlace):
     def lose(self, handle: str, replica: int) -> None:
         """Kill the host."""
         os.kill(self.host(handle, replica), signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def without_machine(self, handle: str, role: str, replica: int) -> Iterator[None]:
+        """Have the power of a machine fail."""
+        roles = [found.role for found in self.status(handle).roles]
+        machine = self.machines[self.hostname(handle, replica, roles.index(role))]
+        machine.power_off()
+        try:
+            yield
+        finally:
+            machine.boot()
 
     def preempt(self, handle: str, replica: int) -> None:
         """Send the host SIGTERM, as a machine does that shuts down."""

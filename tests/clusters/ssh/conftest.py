@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Three machines for all tests of this folder."""
+"""Four machines for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.waits import until
 
 @pytest.fixture(scope="session")
 def all_machines() -> Iterator[Machines]:
-    """Yield m1 to m3. Where there can be none the test is skipped; in CI that is a mistake, and fails it."""
+    """Yield m1 to m4. Where there can be none the test is skipped; in CI that is a mistake, and fails it."""
     skip_for(missing())
-    machines = Machines(3)
+    machines = Machines(4)
     try:
         yield machines.up()
     finally:
