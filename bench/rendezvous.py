@@ -47,7 +47,7 @@ from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.system.processes import collect_rarely, raise_file_limit
+from torchx_monarch.system.processes import raise_file_limit
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.connections import Address, ConnectError, Identity
 
@@ -97,7 +97,7 @@ def resident() -> int:
 def serve(pipe: Connection, address: Address, identity: Identity, replicas: int, alive: float) -> None:
     """The process of replica 0: says ``None`` when it listens, and at the end what it has measured."""
     raise_file_limit()
-    collect_rarely()  # as every host process
+    gc.set_threshold(50_000)  # as every host process
     pipe.send(asyncio.run(_serve(pipe, address, identity, replicas, alive)))
 
 

@@ -90,7 +90,8 @@ def require_torchx_nightly() -> None:
     from torchx.specs import Role
 
     if "workspace" not in getattr(Role, "__dataclass_fields__", {}):
-        message = f"torchx-monarch needs the files of torchx-nightly, and has those of torchx {stable or '(an early nightly)'}; {_REMEDY}"
+        found = f"torchx {stable or '(an early nightly)'}"
+        message = f"torchx-monarch needs the files of torchx-nightly, and has those of {found}; {_REMEDY}"
         if os.path.basename(sys.argv[0]) == "torchx":  # which would show a traceback
             raise SystemExit(message)
         raise ImportError(message)
