@@ -130,7 +130,7 @@ def test_stacks_are_found(tmp_path: Path) -> None:
     (tmp_path / "t/1/attempt_1").mkdir(parents=True)
     (tmp_path / "t/1/attempt_1/stacks.txt").symlink_to("/etc/passwd")
     assert read_stacks(str(tmp_path), timeline) == [("t/0/attempt_1/stacks.txt", "new\\x1b[2J\n  here\ufffd")]
-    run = build([*START, event(105, "run", run=1), event(106, "ranks", hosts=HOSTS)], ["t"], end=130.0)
+    run = build([*START, event(105, "run", run=1), event(106, "ranks", hosts=HOSTS)], ["t"], end=130.0, live=["t"])
     write(tmp_path / "t/0/run_1/attempt_0/stacks.txt", b"of a run")
     assert read_stacks(str(tmp_path), run) == [("t/0/run_1/attempt_0/stacks.txt", "of a run")]
     again = build([*START, event(106, "ranks", attempt=0, log_attempt=1, hosts=HOSTS)], ["t"], end=130.0)
