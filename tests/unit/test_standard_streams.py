@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Output that nobody reads."""
+"""Output that cannot be written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import argparse
 import getpass
 import os
 import sys
+from collections.abc import Callable
+from typing import TextIO
 
 import pytest
 
@@ -14,23 +16,43 @@ from torchx_monarch.cli import exit_codes, main
 from torchx_monarch.system.processes import user_name
 
 
+def unread() -> TextIO:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
 @pytest.mark.parametrize("flush", [True, False])
-def test_output_that_nobody_reads(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flush: bool
+@pytest.mark.parametrize(
+    ("opened", "code", "said"),
+    [
+        (
+            lambda: open("/dev/full", "w"),  # noqa: SIM115
+            exit_codes.OUTPUT,
+            "[monarch] cannot write the output: No space left on device\n",
+        ),
+        (unread, exit_codes.BROKEN_PIPE, ""),
+    ],
+)
+def test_output_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    opened: Callable[[], TextIO],
+    code: int,
+    said: str,
+    flush: bool,
 ) -> None:
     class Module:
         @staticmethod
         def run(args: argparse.Namespace) -> None:
             print("x", flush=flush)
 
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as stdout, pytest.raises(SystemExit) as ended:
+    with opened() as stdout, pytest.raises(SystemExit) as ended:
         monkeypatch.setattr(sys, "stdout", stdout)
         monkeypatch.setattr(main, "load", lambda name: Module)
         main.CmdMonarch().run(argparse.Namespace(sub_command="ls"))
-    assert ended.value.code == exit_codes.BROKEN_PIPE
-    assert capsys.readouterr().err == ""
+    assert ended.value.code == code
+    assert capsys.readouterr().err == said
 
 
 def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

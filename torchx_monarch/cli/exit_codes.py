@@ -17,6 +17,9 @@ UNKNOWN_APP = os.EX_NOINPUT
 UNAVAILABLE = os.EX_UNAVAILABLE
 """69: the hosts or the scheduler cannot be reached, or refuse the request."""
 
+OUTPUT = os.EX_IOERR
+"""74: the output cannot be written: the disk is full."""
+
 BROKEN_PIPE = 141
 """Nobody reads the output any more: a shell's code for SIGPIPE."""
 

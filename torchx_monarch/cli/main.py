@@ -117,9 +117,6 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
                 sys.stdout.flush()
         except KeyboardInterrupt as error:
             sys.exit(128 + signal_of(error))
-        except BrokenPipeError:  # a run continues on the hosts
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own end
-            sys.exit(exit_codes.BROKEN_PIPE)
         except CommandError as error:
             say(str(error))
             sys.exit(error.exit_code)
@@ -132,3 +129,11 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         except (UserError, InvalidRunConfigException) as error:
             say(str(error))
             sys.exit(exit_codes.USAGE)
+        except OSError as error:  # of stdout: nobody reads it any more (a run continues on the hosts), or a full disk
+            if error.filename is not None:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own end
+            if isinstance(error, BrokenPipeError):
+                sys.exit(exit_codes.BROKEN_PIPE)
+            say(f"cannot write the output: {error.strerror or error}")
+            sys.exit(exit_codes.OUTPUT)
