@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,40 +43,6 @@ def test_requirements_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["torchx"] == found["torchmonarch"] == "fail"
 
 
-def test_a_build_of_torch_without_cuda_is_said_where_there_are_gpus() -> None:
-    assert install_checks.check_devices("2.13.0+cpu", 0).level == "ok"
-    assert install_checks.check_devices("2.13.0+cu128", 8).level == "ok"
-    assert "without CUDA" in install_checks.check_devices("2.13.0+cpu", 8).advice
-
-
-# -- configuration -----------------------------------------------------------------------------------------------------
-
-
-def test_the_state_directory(tmp_path: Path) -> None:
-    good = tmp_path / "state"
-    assert doctor.check_state_dir(str(good)).level == "ok"  # it need not exist
-    good.mkdir(mode=0o755)
-    found = doctor.check_state_dir(str(good))
-    assert found.level == "warn" and f"chmod 700 {good}" in found.advice
-    good.chmod(0o700)
-    assert doctor.check_state_dir(str(good)).level == "ok"
-    file = tmp_path / "file"
-    file.touch(mode=0o600)
-    found = doctor.check_state_dir(str(file))
-    assert found.level == "fail" and "is no folder of yours" in found.advice and "MONARCH_STATE_DIR" in found.advice
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "gone")
-    assert doctor.check_state_dir(str(link)).level == "fail"
-
-
-def test_a_state_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    found = doctor.check_state_dir(str(tmp_path))
-    assert found.level == "fail" and "is no folder of yours" in found.advice
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    assert doctor.check_state_dir(str(tmp_path / "new")).level == "fail"
-
-
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -102,13 +67,11 @@ def test_a_group_that_raises_or_hangs_is_a_failed_check() -> None:
 
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine without any cluster or daemon, whose state directory is a file."""
+    """A machine without any cluster or daemon."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TORCHXCONFIG", raising=False)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nosuch"))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nosuch")
-    monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / "state"))
-    (tmp_path / "state").touch()
     return tmp_path
 
 
@@ -130,11 +93,10 @@ def run(*words: str) -> int:
         ("-s monarch_kubernetes", "fail  monarch_kubernetes: no Kubernetes cluster is configured"),
         ("-s monarch_lokal", "fail  scheduler: monarch_lokal; there is none of this name. Did you mean monarch_local?"),
         ("-s local_cwd", "fail  scheduler: local_cwd; it is of another package"),
-        ("-s monarch_local -cfg lease=0", "fail  run options: lease=0; Run option `lease` is 0; "),
-        ("-s monarch_local -cfg leas=1", "fail  run options: leas=1; Unknown run option `leas`. Did you mean lease?"),
-        ("-s monarch_local -cfg =,=", "fail  run options: "),
-        ("-s monarch_aws_batch", "fail  run options: Required run option: queue"),
-        ("-s monarch_local", "ok    run options: defaults"),
+        ("-s monarch_local -cfg lease=0", "fail  monarch_local: Run option `lease` is 0; "),
+        ("-s monarch_local -cfg leas=1", "fail  monarch_local: Unknown run option `leas`. Did you mean lease?"),
+        ("-s monarch_local -cfg =,=", "fail  monarch_local: "),
+        ("-s monarch_aws_batch", "fail  monarch_aws_batch: Required run option: queue"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(
@@ -143,7 +105,6 @@ def test_what_is_wrong_is_said_in_a_line(
     assert run(*words.split()) == 1
     printed = capsys.readouterr()
     assert any(shown.startswith(line) for shown in printed.out.splitlines()), printed.out
-    assert f"fail  state folder: {broken}/state" in printed.out
     assert "Traceback" not in printed.out + printed.err
     gc.collect()  # Docker's client leaves its socket open, in a cycle that a later test would pay for
 
@@ -154,7 +115,7 @@ def test_unreadable_configuration(
     (broken / "config").write_text("[monarch_local\nlease = 3\n")
     monkeypatch.setenv("TORCHXCONFIG", str(broken / "config"))
     assert run("-s", "monarch_local") == 1
-    assert "fail  .torchxconfig: TorchX cannot read it" in capsys.readouterr().out
+    assert "fail  monarch_local: File contains no section headers" in capsys.readouterr().out
 
 
 def test_schedulers_that_cannot_be_used_are_warnings(

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Run the checks of ``torchx monarch doctor``: what is installed, the configuration, and schedulers."""
+"""Run the checks of ``torchx monarch doctor``: what is installed, and schedulers."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
-import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,8 +15,6 @@ from torchx.runner import config
 from torchx.schedulers import get_scheduler_factories
 from torchx.specs import CfgVal
 
-from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.model.check_result import CheckResult, check
 from torchx_monarch.model.spelling import did_you_mean
 from torchx_monarch.schedulers import EXTRAS, registered
@@ -41,7 +37,6 @@ def diagnose(scheduler: str, cfg: str) -> list[CheckResult]:
     names = [scheduler] if scheduler else registered()
     groups: dict[str, Callable[[], Iterable[CheckResult]]] = {
         "installation": check_installation,
-        "configuration": check_configuration,
         **{name: functools.partial(check_scheduler, name, cfg if scheduler else None) for name in names},
     }
     found = {}
@@ -79,30 +74,6 @@ def run_groups(groups: Mapping[str, Callable[[], Iterable[T]]], timeout: float) 
     return {name: ([*found[name]], failures.get(name, "")) for name in groups}
 
 
-def check_configuration() -> Iterable[CheckResult]:
-    """Check the state directory, and that TorchX can read its configuration files."""
-    yield check_state_dir(state_files.state_dir())
-    try:
-        files = _load_configuration("monarch_local", {})
-    except Exception as error:
-        yield check(".torchxconfig", "", fail=f"TorchX cannot read it: {_one_line(error)}; fix that line")
-        return
-    yield check(".torchxconfig", ", ".join(files) or "none")
-
-
-def check_state_dir(path: str) -> CheckResult:
-    """Check that the state directory, which need not exist, can be used and is closed to others."""
-    folder = path
-    while not os.path.lexists(folder):
-        folder = os.path.dirname(folder)
-    if not os.access(folder, os.W_OK | os.X_OK) or (folder == path and os.stat(folder).st_uid != os.geteuid()):
-        advice = f"{folder} is no folder of yours that you can write to; name another in MONARCH_STATE_DIR"
-        return check("state folder", path, fail=advice)
-    mode = stat.S_IMODE(os.stat(folder).st_mode)
-    advice = f"others may enter it (mode {mode:04o}), and it holds credentials; run: chmod 700 {path}"
-    return check("state folder", path, warn=advice if folder == path and mode & 0o077 else "")
-
-
 def check_scheduler(name: str, cfg: str | None) -> Iterable[CheckResult]:
     """Check that jobs can be submitted to a scheduler with run options.
 
@@ -120,18 +91,12 @@ def check_scheduler(name: str, cfg: str | None) -> Iterable[CheckResult]:
             yield from scheduler.checks(None)
             return
         options = scheduler.run_opts()
-        try:
-            values: dict[str, CfgVal] = options.cfg_from_str(cfg)
-            _load_configuration(name, values)
-            resolved = options.resolve(values)
-            scheduler.check_options(resolved)
-        except BackendError:
-            raise
-        except Exception as error:
-            reason = _one_line(error).partition(" Given: {")[0].rstrip(".")  # TorchX adds all options
-            yield check("run options", cfg, fail=f"{reason}; `torchx runopts {name}` lists them")
-            return
-        yield check("run options", cfg or "defaults")
+        values: dict[str, CfgVal] = options.cfg_from_str(cfg)
+        for path in config.find_configs():  # TorchX's ``apply`` logs each
+            with open(path) as file:
+                config.load(name, file, values)
+        resolved = options.resolve(values)
+        scheduler.check_options(resolved)
         yield from scheduler.checks(resolved)
 
 
@@ -143,15 +108,6 @@ def _usable(name: str, results: Sequence[CheckResult]) -> list[CheckResult]:
     if wrong.what == "scheduler":
         return []
     return [check(name, wrong.value, warn=f"cannot be used: {wrong.advice}")]
-
-
-def _load_configuration(scheduler: str, values: dict[str, CfgVal]) -> Sequence[str]:
-    """Add a scheduler's options of TorchX's configuration files; return the files. (TorchX's ``apply`` logs each.)"""
-    files: Sequence[str] = config.find_configs()
-    for path in files:
-        with open(path) as file:
-            config.load(scheduler, file, values)
-    return files
 
 
 def _create(name: str) -> tuple[MonarchScheduler | None, CheckResult]:
@@ -171,4 +127,5 @@ def _create(name: str) -> tuple[MonarchScheduler | None, CheckResult]:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    text = str(error).partition(" Given: {")[0]  # TorchX adds all options
+    return " ".join(text.split()).rstrip(".") or type(error).__name__

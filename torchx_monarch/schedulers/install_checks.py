@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import glob
 import logging
 import os
 import platform
@@ -36,7 +35,6 @@ def check_installation() -> Iterator[CheckResult]:
     if stable := _version("torchx"):
         advice = "it owns the same files as torchx-nightly, and lacks what torchx-monarch needs"
         yield check("torchx", stable, fail=f"{advice}; {_REMEDY}")
-    yield check_devices(_version("torch"), len(glob.glob("/dev/nvidia[0-9]*")))
 
 
 def check_extra(extra: str) -> list[CheckResult]:
@@ -53,13 +51,6 @@ def check_requirement(requirement: Requirement) -> CheckResult:
         return check(requirement.name, "not installed", fail=install)
     fits = versions.contains(found, prereleases=True)
     return check(requirement.name, found, fail="" if fits else f"torchx-monarch needs {versions}; {install}")
-
-
-def check_devices(torch: str, devices: int) -> CheckResult:
-    """Check that torch, of this version, can use the GPUs of this machine."""
-    unused = devices and torch.endswith("+cpu")
-    advice = f"torch {torch} is built without CUDA; install a build with it (https://pytorch.org/get-started/locally)"
-    return check("GPUs", f"{devices} of NVIDIA", warn=advice if unused else "")
 
 
 def _requirements(extra: str) -> Iterator[Requirement]:
