@@ -155,7 +155,7 @@ def test_an_option_that_is_none(torchx: Command, tmp_path: Path, monkeypatch: py
     (tmp_path / ".torchxconfig").write_text("[monarch_local]\ngrace = None\n")
     monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / ".torchxconfig"))
     said = torchx("run", "-s", "monarch_local", "--dryrun", "utils.echo")
-    assert "`grace` is None; it needs a value. Leave it out for its default, 30" in said
+    assert "`grace` is None; it is a number of seconds, 0 to" in said
 
 
 def test_options_are_read_as_by_torchx() -> None:

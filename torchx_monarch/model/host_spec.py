@@ -93,7 +93,7 @@ class _Flag:
         if self.words and value not in self.words:
             return " or ".join(self.words)
         lowest, highest = self.range or (-math.inf, math.inf)
-        if self.range is None or lowest <= value <= highest:
+        if self.range is None or (value is not None and lowest <= value <= highest):
             return ""
         if highest == math.inf:
             return f"a number, {lowest} or more"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
 from torchx.specs import CfgVal, InvalidRunConfigException, runopts
@@ -39,22 +38,12 @@ class CheckedRunopts(runopts):  # type: ignore[misc]
 
     def __init__(self, options: runopts) -> None:
         super().__init__()
-        self._needs_value = {name: run_option.default for name, run_option in options if run_option.default is not None}
         for name, run_option in options:
             put_option(
                 self,
                 name,
                 _NamedOption(run_option.default, run_option.opt_type, run_option.is_required, run_option.help, name),
             )
-
-    def resolve(self, cfg: Mapping[str, CfgVal], *, ignore_unknown: bool = False) -> dict[str, CfgVal]:
-        """Check options and add defaults. TorchX reads ``grace = None`` in a file as None, whatever the type."""
-        resolved: dict[str, CfgVal] = super().resolve(cfg, ignore_unknown=ignore_unknown)
-        for name, default in self._needs_value.items():
-            if resolved[name] is None:
-                reason = f"Run option `{name}` is None; it needs a value. Leave it out for its default, {default!r}"
-                raise InvalidRunConfigException(reason, name, cfg)
-        return resolved
 
     def cfg_from_str(self, cfg_str: str) -> dict[str, CfgVal]:
         try:
