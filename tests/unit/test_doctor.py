@@ -24,7 +24,6 @@ def levels(results: Iterable[CheckResult]) -> dict[str, str]:
 
 def test_a_result_is_a_line() -> None:
     assert check("disk", "/x, 3 MiB free", fail="full").line() == "fail  disk: /x, 3 MiB free; full"
-    assert check("disk", "", warn="unknown").line() == "warn  disk: unknown"
     assert check("disk", "/x").line() == "ok    disk: /x"
 
 

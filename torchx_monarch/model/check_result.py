@@ -14,7 +14,7 @@ class CheckResult:
     """The result of one check.
 
     Attributes:
-        level: ``fail`` if jobs cannot run, ``warn`` if some cannot, or if it is not certain.
+        level: ``fail`` if jobs cannot run, ``warn`` if a scheduler cannot be used that nobody has asked for.
         value: what was found; empty if nothing was.
         advice: what is wrong and how to fix it; empty if nothing is wrong.
     """
@@ -30,11 +30,6 @@ class CheckResult:
         return f"{self.level:4}  {self.what}: {found}"
 
 
-def check(what: str, value: str, fail: str = "", warn: str = "") -> CheckResult:
-    """Return a result whose level follows from what is wrong.
-
-    Args:
-        fail: why jobs cannot run, and how to fix it; empty if they can.
-        warn: why some jobs cannot run, and how to fix it; empty if nothing is wrong. ``fail`` takes precedence.
-    """
-    return CheckResult("fail" if fail else "warn" if warn else "ok", what, value, fail or warn)
+def check(what: str, value: str, fail: str = "") -> CheckResult:
+    """Return a result; ``fail`` says why jobs cannot run, and how to fix it."""
+    return CheckResult("fail" if fail else "ok", what, value, fail)

@@ -107,7 +107,7 @@ def _usable(name: str, results: Sequence[CheckResult]) -> list[CheckResult]:
         return [check(name, ", ".join(result.value for result in results) or "can be used")]
     if wrong.what == "scheduler":
         return []
-    return [check(name, wrong.value, warn=f"cannot be used: {wrong.advice}")]
+    return [CheckResult("warn", name, wrong.value, f"cannot be used: {wrong.advice}")]
 
 
 def _create(name: str) -> tuple[MonarchScheduler | None, CheckResult]:
