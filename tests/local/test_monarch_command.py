@@ -97,11 +97,18 @@ def test_a_job_from_its_start_to_its_end(tmp_path: Path) -> None:
 
 
 def test_a_job_is_cancelled_waited_for_and_deleted_by_its_name(tmp_path: Path) -> None:
-    handle = submit(tmp_path, "--nproc", "1", "--name", "sleeper", program="import time; time.sleep(600)")
+    program = "import time; print('up', flush=True); time.sleep(600)"
+    handle = submit(tmp_path, "--nproc", "1", "--name", "sleeper", program=program)
+    until(lambda: "up" in monarch("logs", handle), "the rank")
+    absent = "not among the ranks that run: ranks 3-4. They are rank 0"
+    assert absent in monarch("profile", "--rank", "3,4", "--seconds", "1", code=exit_codes.UNAVAILABLE)
+    assert "rank 3. They are rank 0" in monarch("stacks", "--rank", "3", code=exit_codes.UNAVAILABLE)
     assert f"torchx delete --force {handle}" in torchx("delete", "sleeper", code=1)
     assert run_torchx("cancel", "slee").stderr == f"cancelled {handle}\n"
     assert run_torchx("monarch", "wait").returncode == 1
     assert objects("status")["state"] == "CANCELLED"
+    for command in ("stacks", "profile"):
+        assert monarch(command, code=exit_codes.UNAVAILABLE).endswith("/logs/prog/0/attempt_0/stacks.txt\n")
     assert f"{handle} had ended before: CANCELLED" in run_torchx("monarch", "cancel", "last").stderr
     assert run_torchx("monarch", "delete", handle).stderr == f"deleted {handle} and its logs\n"
     assert "no app was submitted" in torchx("status", "last", code=exit_codes.UNKNOWN_APP)

@@ -12,7 +12,7 @@ from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of, rank_list
 from torchx_monarch.cli.output import STDOUT, add_json, print_json, write_output
 from torchx_monarch.client.hosts import say
-from torchx_monarch.client.rank_queries import ask_profiles
+from torchx_monarch.client.rank_queries import ask_profiles, describe_absent
 from torchx_monarch.insight.profile import MAX_SECONDS, collapsed, flame_graph, speedscope
 from torchx_monarch.insight.stacks import rank_ranges
 from torchx_monarch.system.untrusted_text import one_line
@@ -50,7 +50,8 @@ def _output(path: str) -> str:
 def run(args: argparse.Namespace) -> None:
     """Write the profile; exit with ``UNAVAILABLE`` if a host or a rank has none."""
     ranks = set(itertools.chain.from_iterable(args.rank or ()))
-    profiles, missing = ask_profiles(hosts_of(args), ranks, args.seconds, args.idle)
+    hosts = hosts_of(args)
+    profiles, missing = ask_profiles(hosts, ranks, args.seconds, args.idle)
     found = [profile for profile in profiles if profile.samples]
     for replica, why in missing.items():
         say(f"host {replica}: {one_line(why, 300)}")
@@ -58,10 +59,8 @@ def run(args: argparse.Namespace) -> None:
         if profile.problem:
             say(f"rank {profile.rank} (host {profile.replica}): {one_line(profile.problem, 300)}")
     lost = sorted(ranks - {profile.rank for profile in profiles}) if not missing else []
-    for rank in lost:
-        say(f"rank {rank} does not run")
-    if not profiles and not missing and not lost:
-        say("no rank runs")
+    if lost or not (profiles or missing):
+        say(describe_absent(hosts, lost))
     if found:
         kind = os.path.splitext(args.output)[1]
         title = f"{args.handle}: {rank_ranges([profile.rank for profile in found])}, {args.seconds:g} s"
@@ -72,6 +71,6 @@ def run(args: argparse.Namespace) -> None:
             if args.json:
                 print_json({"path": os.path.abspath(args.output), "samples": counts})
             else:
-                print(f"{args.output}: {sum(counts.values())} samples of {len(counts)} ranks")
+                print(f"{args.output}: {sum(counts.values())} samples of {rank_ranges([*map(int, counts)])}")
     if missing or lost or len(found) < max(1, len(profiles)):
         sys.exit(exit_codes.UNAVAILABLE)

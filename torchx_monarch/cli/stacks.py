@@ -11,7 +11,7 @@ from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
 from torchx_monarch.cli.output import add_json, print_json
 from torchx_monarch.client.hosts import say
-from torchx_monarch.client.rank_queries import ask_stacks
+from torchx_monarch.client.rank_queries import ask_stacks, describe_absent
 from torchx_monarch.insight.stacks import render
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the stacks; exit with ``UNAVAILABLE`` if a host has not answered, or no rank runs."""
-    stacks, missing = ask_stacks(hosts_of(args), args.rank)
+    hosts = hosts_of(args)
+    stacks, missing = ask_stacks(hosts, args.rank)
     if args.json:
         print_json({"stacks": [dataclasses.asdict(stack) for stack in stacks], "missing": missing})
     else:
@@ -32,6 +33,6 @@ def run(args: argparse.Namespace) -> None:
     for replica, why in missing.items():
         say(f"host {replica}: {one_line(why, 300)}")
     if not stacks and not missing:
-        say(f"rank {args.rank} does not run" if args.rank is not None else "no rank runs")
+        say(describe_absent(hosts, [] if args.rank is None else [args.rank]))
     if missing or not stacks:
         sys.exit(exit_codes.UNAVAILABLE)

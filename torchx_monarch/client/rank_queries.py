@@ -6,14 +6,15 @@ All functions raise as ``Hosts`` does; replica 0 refuses if its hosts are not to
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.exceptions import AllocationError
 from torchx_monarch.insight.profile import RankProfile
 from torchx_monarch.insight.rank_sample import RankSample
-from torchx_monarch.insight.stacks import ProcessStacks
+from torchx_monarch.insight.stacks import ProcessStacks, rank_ranges
 from torchx_monarch.model.codec import decode
 
 T = TypeVar("T")
@@ -51,6 +52,14 @@ def ask_profiles(
     return sorted(profiles, key=lambda profile: profile.rank), missing
 
 
+def describe_absent(hosts: Hosts, ranks: Iterable[int]) -> str:
+    """Say that none of these ranks runs, and which do."""
+    running = [sample.rank for sample in ask_samples(hosts)[0] if sample.state != "ended"]
+    if not running:
+        return "no rank runs"
+    return f"not among the ranks that run: {rank_ranges(sorted(ranks))}. They are {rank_ranges(running)}"
+
+
 def _ask(hosts: Hosts, greeting: Mapping[str, object], kind: type[T], timeout: float) -> tuple[list[T], dict[str, str]]:
     """Return what the hosts answer: values in a field whose name is the ``type`` of the greeting."""
 
@@ -63,4 +72,8 @@ def _ask(hosts: Hosts, greeting: Mapping[str, object], kind: type[T], timeout: f
                     return found, {str(replica): str(why) for replica, why in dict(answer.get("missing") or {}).items()}
                 found += [decode(kind, value) for value in answer[str(greeting["type"])]]
 
-    return hosts.reach(ask_at, wait=False)
+    try:
+        return hosts.reach(ask_at, wait=False)
+    except AllocationError as error:
+        stored = hosts.stored_stacks()
+        raise AllocationError(f"{error}. Its last stacks: {stored}" if stored else str(error)) from None
