@@ -109,7 +109,7 @@ def _options(component: Callable[..., Any]) -> list[tuple[str, str]]:
 _EXAMPLES = {
     "doctor": "torchx monarch doctor -s monarch_slurm",
     "init": "torchx monarch init -s monarch_slurm",
-    "ls": "torchx monarch ls --state running,failed --since 1d",
+    "ls": "torchx monarch ls -s monarch_slurm -n 10",
     "status": "torchx monarch status last --watch",
     "logs": "torchx monarch logs last --rank 0,2-3 --since 10m -f",
     "exec": "torchx monarch exec HANDLE -- torchrun --nproc-per-node 4 train.py --lr 0.1",

@@ -80,10 +80,9 @@ def test_a_job_from_its_start_to_its_end(tmp_path: Path) -> None:
 
     (listed,) = objects("ls")
     assert set(listed) == set(status) == documented("status, ls, wait") and listed["handle"] == handle
-    table = monarch("ls", "--state", "running,pending", "--since", "1h").splitlines()
+    table = monarch("ls").splitlines()
     assert table[0].split() == ["ID", "STATE", "AGE", "TIME", "CODE", "HOSTS"]
     assert table[1].startswith(handle.rpartition("/")[2]) and table[1].endswith("2x2")
-    assert monarch("ls", "--state", "failed").count("\n") == 1
 
     (tmp_path / "go on").touch()
     out, _ = follower.communicate(timeout=100)
@@ -215,7 +214,6 @@ def test_schedulers_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.M
     assert done.returncode == 0 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("[monarch] monarch_docker is left out: there is no Docker daemon")
     assert "there is no scheduler 'nobody'" in monarch("ls", "-s", "nobody", code=exit_codes.USAGE)
-    assert "no state LOST" in monarch("ls", "--state", "lost", code=2)
 
 
 def test_a_live_allocation(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-from torchx_monarch.cli.allocation_arguments import since
 from torchx_monarch.cli.handles import used_schedulers
 from torchx_monarch.cli.jobs import opened
 from torchx_monarch.cli.output import add_json, print_json, print_table
@@ -19,7 +18,6 @@ from torchx_monarch.cli.status import size_of
 from torchx_monarch.client.hosts import say
 from torchx_monarch.insight.log_lines import is_terminal
 from torchx_monarch.insight.summary import show_duration
-from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.doctor import run_groups
 from torchx_monarch.schedulers.job_status import JobStatus, build
 from torchx_monarch.system.untrusted_text import one_line
@@ -34,10 +32,6 @@ _PATIENCE = 20.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-s", "--scheduler", help="only this scheduler (default: all that were used from this machine)")
     parser.add_argument(
-        "--state", type=_states, help=f"only jobs in this state, or these: {','.join(map(str, State)).lower()}"
-    )
-    parser.add_argument("--since", type=since, metavar="WHEN", help="only jobs submitted since then: 90s, 10m, 2h, 1d")
-    parser.add_argument(
         "-n",
         "--limit",
         type=int,
@@ -48,22 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _states(text: str) -> set[str]:
-    names = {name.strip().upper() for name in text.split(",")}
-    if wrong := names - set(map(str, State)):
-        raise argparse.ArgumentTypeError(f"no state {', '.join(sorted(wrong))}; there are {', '.join(map(str, State))}")
-    return names
-
-
 def run(args: argparse.Namespace) -> None:
     """Print a table of jobs, the newest first."""
     found = _jobs(args.scheduler) if args.scheduler else _all_jobs()
-    found = [
-        job
-        for job in sorted(found, key=lambda job: job.submitted or 0.0, reverse=True)
-        if (args.state is None or job.state in args.state)
-        and (args.since is None or (job.submitted or 0.0) >= args.since.timestamp())
-    ]
+    found.sort(key=lambda job: job.submitted or 0.0, reverse=True)
     if args.json:
         print_json([job.to_json() for job in found])
     else:
