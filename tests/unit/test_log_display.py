@@ -11,7 +11,7 @@ from torchx.specs import AppDef, Role
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.client.run import Collector
-from torchx_monarch.insight.log_lines import TEMPLATE, LineParser, host_text, is_coloured, is_terminal, stamp
+from torchx_monarch.insight.log_lines import LineParser, host_text, is_coloured, is_terminal, stamp
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.log_display import LogDisplay
@@ -60,6 +60,11 @@ def test_in_a_pipe_a_line_has_a_short_prefix_and_no_control_sequence() -> None:
 )
 def test_of_a_progress_bar_the_last_state_is_shown(pieces: list[str], lines: list[str]) -> None:
     assert shown(app("--tee", "3", "--role", "d"), *pieces) == lines
+
+
+def test_lines_with_a_prefix_of_the_users_are_shown_as_they_are() -> None:
+    lines = ["[w1]:text\n", "[digits1]:text\n"]
+    assert shown(app(env={"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[w${rank}]:"}), *lines) == lines
 
 
 def test_a_regular_expression_is_for_what_is_shown() -> None:
@@ -123,29 +128,23 @@ def test_exec_names_every_rank_on_a_terminal(
 
 
 @pytest.mark.parametrize(
-    ("role_name", "template", "line", "rank", "plain"),
+    ("role_name", "line", "rank", "plain"),
     [
-        ("digits", TEMPLATE, "[digits0]:epoch 1\n", 0, "[0] epoch 1\n"),
-        ("digits", TEMPLATE, "[digits510]:\n", 510, "[510] \n"),
-        ("", TEMPLATE, "[7]:dist.ddp\n", 7, "[7] dist.ddp\n"),
-        ("bert2", TEMPLATE, "[bert23]:text", 3, "[3] text"),
-        ("digits", TEMPLATE, "[digits0]:[digits1]:[monarch] x", 0, "[0] [digits1]:[monarch] x"),
-        ("digits", TEMPLATE, "[digits0]:2026-11-25T10:00:00.123Z x", 0, "[0] 2026-11-25T10:00:00.123Z x"),
-        ("digits", TEMPLATE, "[other3]:text", None, "[other3]:text"),
-        ("digits", TEMPLATE, "raw [digits0]:text", None, "raw [digits0]:text"),
-        ("digits", TEMPLATE, "[monarch] ranks 2/2", None, "[monarch] ranks 2/2"),
-        ("a.b", TEMPLATE, "[aXb3]:text", None, "[aXb3]:text"),
-        ("r", "${rank}/${local_rank} ${rank} $$ é|", "3/1 3 $ é|text", 3, "3/1 3 $ é|text"),
-        ("r", "${rank}/${rank}:", "3/4:text", None, "3/4:text"),
-        ("r", "${hostname} ${nothing} ${rank}|", "node-1 ${nothing} 5|text", 5, "node-1 ${nothing} 5|text"),
-        ("r", TEMPLATE, f"[r{'9' * 5000}]:text", None, f"[r{'9' * 5000}]:text"),
-        ("r", "", "[r3]:text", None, "[r3]:text"),
+        ("digits", "[digits0]:epoch 1\n", 0, "[0] epoch 1\n"),
+        ("digits", "[digits510]:\n", 510, "[510] \n"),
+        ("", "[7]:dist.ddp\n", 7, "[7] dist.ddp\n"),
+        ("bert2", "[bert23]:text", 3, "[3] text"),
+        ("digits", "[digits0]:[digits1]:[monarch] x", 0, "[0] [digits1]:[monarch] x"),
+        ("digits", "[digits0]:2026-11-25T10:00:00.123Z x", 0, "[0] 2026-11-25T10:00:00.123Z x"),
+        ("digits", "[other3]:text", None, "[other3]:text"),
+        ("digits", "raw [digits0]:text", None, "raw [digits0]:text"),
+        ("digits", "[monarch] ranks 2/2", None, "[monarch] ranks 2/2"),
+        ("a.b", "[aXb3]:text", None, "[aXb3]:text"),
+        ("r", f"[r{'9' * 5000}]:text", None, f"[r{'9' * 5000}]:text"),
     ],
 )
-def test_the_prefix_names_the_rank_and_a_template_stays(
-    role_name: str, template: str, line: str, rank: int | None, plain: str
-) -> None:
-    parsed = LineParser(role_name, template).parse(line)
+def test_the_prefix_names_the_rank(role_name: str, line: str, rank: int | None, plain: str) -> None:
+    parsed = LineParser(role_name).parse(line)
     assert parsed.rank == rank
     assert parsed.plain() == plain
     assert parsed.on_terminal(coloured=False) == plain
@@ -154,10 +153,9 @@ def test_the_prefix_names_the_rank_and_a_template_stays(
 @pytest.mark.parametrize(
     ("parser", "line", "rank"),
     [
-        (LineParser("r", TEMPLATE, is_complete=False), "[r3]:a line of --tee 1 has it, another can look so", 3),
+        (LineParser("r", is_complete=False), "[r3]:a line of --tee 1 has it, another can look so", 3),
         (LineParser(), "[step10]: loss=10", None),
         (LineParser(), "2026-11-25T10:00:00.123Z the program's own time", None),
-        (LineParser("r", "[w${local_rank}]:"), "[w1]:the template does not name the rank", None),
     ],
 )
 def test_what_a_program_may_have_written_stays(parser: LineParser, line: str, rank: int | None) -> None:
@@ -166,7 +164,7 @@ def test_what_a_program_may_have_written_stays(parser: LineParser, line: str, ra
 
 
 def test_time_is_utc_in_files_and_local_on_a_terminal() -> None:
-    stamped = LineParser("r", TEMPLATE, stamped=True)
+    stamped = LineParser("r", stamped=True)
     line = stamped.parse(f"{stamp(1795368530.1239)}[r1]:text\n")
     assert line.plain() == "2026-11-22T17:28:50.123Z [1] text\n"
     assert line.on_terminal(coloured=False).endswith(":50.123 [1] text\n")
@@ -177,10 +175,10 @@ def test_time_is_utc_in_files_and_local_on_a_terminal() -> None:
 
 
 def test_each_rank_has_a_colour_of_its_own() -> None:
-    shown = [LineParser("r", TEMPLATE).parse(f"[r{rank}]:text").on_terminal(coloured=True) for rank in range(9)]
+    shown = [LineParser("r").parse(f"[r{rank}]:text").on_terminal(coloured=True) for rank in range(9)]
     assert len({text.partition("[")[2].partition("m")[0] for text in shown}) == 9
     assert all(text.endswith("\x1b[0mtext") for text in shown)
-    assert LineParser("r").parse("text").on_terminal(coloured=True) == "text"
+    assert LineParser().parse("text").on_terminal(coloured=True) == "text"
 
 
 def test_colours_are_for_terminals_that_want_them(terminal: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Show the lines of a job's log to people: a short prefix names the rank, coloured by rank on a terminal.
 
-A host writes torchrun's prefix (``[trainer3]:``), or that of the user's ``--log-line-prefix-template``, before the
-lines of a rank that torchrun would prefix. Commands show ``[3] `` in place of torchrun's, and a user's as it is. What a
-program may have printed stays byte for byte: a prefix is replaced only where the host writes it before every line.
+A host writes torchrun's prefix (``[trainer3]:``) before the lines of a rank that torchrun would prefix, and commands
+show ``[3] `` in its place. What a program may have printed stays byte for byte: a prefix is replaced only where the
+host writes it before every line. Lines with a prefix of the user's, ``--log-line-prefix-template``, are shown as they
+are.
 
 Standard library only.
 """
@@ -15,7 +16,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from string import Template
 from typing import TextIO
 
 from torchx_monarch.system.line_output import CONTINUED
@@ -103,19 +103,14 @@ class LineParser:
     """Parse the lines that the hosts of a role have written.
 
     Args:
-        role_name: torchrun's ``--role``.
-        template: the prefix of the lines of ranks; empty if they have none, or none is known. Only ``${rank}`` in it
-            tells the rank.
+        role_name: torchrun's ``--role``; None if lines of ranks do not have its prefix.
         is_complete: whether all lines of all ranks have the prefix. Otherwise a program can have printed what looks so,
             and lines are shown as they are.
         stamped: whether the host writes the time before each line.
     """
 
-    def __init__(
-        self, role_name: str = "", template: str = "", *, is_complete: bool = True, stamped: bool = False
-    ) -> None:
-        self._prefix = re.compile(_pattern(template, role_name)) if template else None
-        self._is_default = template == TEMPLATE
+    def __init__(self, role_name: str | None = None, *, is_complete: bool = True, stamped: bool = False) -> None:
+        self._prefix = re.compile(rf"\[{re.escape(role_name)}(\d{{1,9}})\]:") if role_name is not None else None
         self._is_complete = is_complete
         self._stamped = stamped
 
@@ -126,12 +121,12 @@ class LineParser:
         if rest.startswith(f"{_HOST} "):
             return LogLine(rest[len(_HOST) + 1 :], f"{_HOST} ", time=time)
         match = self._prefix.match(rest) if self._prefix is not None else None
-        if match is None or "rank" not in match.groupdict():
+        if match is None:
             return LogLine(rest, time=time)
-        rank = int(match["rank"])
+        rank = int(match[1])
         if not self._is_complete:
             return LogLine(rest, rank=rank, time=time)
-        return LogLine(rest[match.end() :], f"[{rank}] " if self._is_default else match[0], rank, time)
+        return LogLine(rest[match.end() :], f"[{rank}] ", rank, time)
 
 
 class LastStates:
@@ -185,25 +180,6 @@ def last_state(line: str) -> str:
     """Return what a line, with or without its end, shows on a terminal: the text after the last carriage return."""
     text = line.rstrip("\r\n")
     return text.rpartition("\r")[2] + line[len(text) :]
-
-
-def _pattern(template: str, role_name: str) -> str:
-    """Return a regular expression for the prefixes of a template, with the group ``rank``."""
-    values = {
-        "role_name": re.escape(role_name),
-        "rank": r"(?P<rank>\d{1,9})",
-        "local_rank": r"\d{1,9}",
-        "hostname": r"\S*?",
-    }
-    pattern, position = "", 0
-    for placeholder in Template.pattern.finditer(template):
-        pattern += re.escape(template[position : placeholder.start()])
-        name = placeholder["named"] or placeholder["braced"]
-        pattern += "\\$" if placeholder["escaped"] else values.get(name or "", re.escape(placeholder[0]))
-        if name == "rank":
-            values[name] = "(?P=rank)"
-        position = placeholder.end()
-    return pattern + re.escape(template[position:])
 
 
 def _local(time: str) -> str:

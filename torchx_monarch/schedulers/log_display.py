@@ -17,7 +17,7 @@ from torchx_monarch.backends.core.options import matching
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.command.command import Streams
 from torchx_monarch.command.rewrite import rank_command
-from torchx_monarch.insight.log_lines import TEMPLATE, LastStates, LineParser, LogLine, is_coloured, is_terminal
+from torchx_monarch.insight.log_lines import LastStates, LineParser, LogLine, is_coloured, is_terminal
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.schedulers.command import subcommand
 
@@ -70,9 +70,6 @@ def parser_of(app: AppSnapshot, role_name: str) -> LineParser:
     if role is None or command is None or command.kind != "torchrun" or command.options.tee == Streams():
         return LineParser(stamped=spec.stamped)
     options = command.options
-    return LineParser(
-        options.role,
-        options.log_line_prefix_template or role.env.get(_TEMPLATE_VARIABLE, TEMPLATE),
-        is_complete=options.tee == Streams(every=3),
-        stamped=spec.stamped,
-    )
+    if options.log_line_prefix_template or _TEMPLATE_VARIABLE in role.env:
+        return LineParser(stamped=spec.stamped)
+    return LineParser(options.role, is_complete=options.tee == Streams(every=3), stamped=spec.stamped)
