@@ -10,11 +10,9 @@ divided by how many more ranks it has: 1 is linear. ``bench/rendezvous.py`` meas
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +28,6 @@ from torchx_monarch.controller.host_messages import CollectivesRead, ReadCollect
 from torchx_monarch.insight import hangs, rank_sample, report_page, stacks, timeline
 from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, RankSample
-from torchx_monarch.insight.sample_log import SampleLog
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
 from torchx_monarch.model.codec import decode
 from torchx_monarch.schedulers.job_status import JobStatus
@@ -116,7 +113,7 @@ def report(job: Job) -> str:
     drawn = timeline.build(json.loads(json.dumps(job.events())), ["trainer"], end=NOW)
     ranks = drawn.spans_of("rank")
     texts = dict.fromkeys(("cause", "traceback", "log", "written"), "")
-    lists: dict[str, list[object]] = {name: [] for name in ("facts", "runs", "curves", "stacks")}
+    lists: dict[str, list[object]] = {name: [] for name in ("facts", "runs", "stacks")}
     page = {
         **texts,
         **lists,
@@ -151,8 +148,6 @@ def measure(ranks: int, per_host: int, rounds: int) -> dict[str, float]:
 
         found[f"{name}: replica 0 reads"] = 1000 * seconds(read, rounds)
 
-    light = [dataclasses.replace(sample, groups=()) for sample in job.samples]
-    told("recorded samples", SampleRanks, list(job.by_host(light)))
     told("samples", SampleRanks, list(job.by_host(job.samples)))
     told("stacks", TakeStacks, list(job.by_host(job.stacks)))
     told("collectives", ReadCollectives, [CollectivesRead(5.0, of_host) for of_host in job.by_host(job.collectives)])  # type: ignore[arg-type]
@@ -170,10 +165,6 @@ def measure(ranks: int, per_host: int, rounds: int) -> dict[str, float]:
     found["what ranks do"] = 1000 * seconds(lambda: rank_sample.rank_views(job.samples, job.before), rounds)
     found["top: screen"] = 1000 * seconds(lambda: top.lines(view, 160), rounds)
     found["top: screen by host"] = 1000 * seconds(lambda: top.lines(view, 160, by_host=True), rounds)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "samples.jsonl")
-        found["sample log: a moment"] = 1000 * seconds(lambda: SampleLog(str(path)).append(job.samples), 1)
-        found["sample log: KiB a moment"] = path.stat().st_size / 1024
     found["events: KiB of an attempt"] = len(json.dumps(job.events())) / 1024
     found["report: write"] = 1000 * seconds(lambda: report(job), rounds)
     found["report: KiB"] = len(report(job)) / 1024

@@ -15,15 +15,10 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.cli.output import write_output
 from torchx_monarch.cli.report import read_stacks
 from torchx_monarch.insight.events import Event
-from torchx_monarch.insight.report_page import curves, render, rows_of, shares, ticks
-from torchx_monarch.insight.sample_log import RankUse, SampledMoment
+from torchx_monarch.insight.report_page import render, rows_of, shares, ticks
 from torchx_monarch.insight.timeline import Timeline, build
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=http://x/y onerror=alert(2)>{{ page }}</style>"
-SAMPLES = [
-    SampledMoment(100.0 + 2 * at, at // 5, tuple(RankUse(rank, 1.0 * at % 5, 1 << 30, 0) for rank in range(3)))
-    for at in range(1, 10)
-]
 
 
 def page(timeline: Timeline) -> str:
@@ -36,7 +31,6 @@ def page(timeline: Timeline) -> str:
         "is_from_log": False,
         "roles": [{"name": HOSTILE, "lost": HOSTILE, "shares": shares(timeline, "t")}],
         "runs": timeline.spans_of("run"),
-        "curves": [(HOSTILE, curves(SAMPLES, timeline.job))],
         "moments": timeline.moments,
         "ranks": timeline.spans_of("rank"),
         "ranks_left_out": 0,

@@ -43,7 +43,7 @@ class Replica0:
         )
         hosts = JobHosts(options, rendezvous.requests, rendezvous.events, reporter, AsyncMock())
         allocation = AllocationSpec(0.0, "1", ("a", "b"), None)
-        self.runs = RunQueue(hosts, Mock(), Mock(), rendezvous, allocation, str(folder), lambda: True)
+        self.runs = RunQueue(hosts, Mock(), rendezvous, allocation, str(folder), lambda: True)
 
     def submit(self, **more: object) -> None:
         self.runs.submit(RunRequest.from_message({"command": ["python", "x.py"], "queue": True, **more}))

@@ -98,7 +98,7 @@ def new_attempts(hosts: JobHosts, failures: HostFailures | None = None) -> Calla
 
 
 def batch_job(hosts: JobHosts, failures: HostFailures | None = None) -> Session:
-    return Session(hosts, new_attempts(hosts, failures), None)
+    return Session(hosts, new_attempts(hosts, failures))
 
 
 def batch(

@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from torchx_monarch.backends.core.state_files import path_name
@@ -15,8 +14,7 @@ from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import STDOUT, add_json, print_json, write_output
 from torchx_monarch.cli.status import facts, state_and_time
-from torchx_monarch.insight import sample_log
-from torchx_monarch.insight.report_page import Curve, curves, render, rows_of, shares, ticks
+from torchx_monarch.insight.report_page import render, rows_of, shares, ticks
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.insight.timeline import Span, Timeline, lost_seconds
 from torchx_monarch.schedulers.job_status import PHASES, JobStatus
@@ -85,7 +83,6 @@ def page_of(job: JobFacts) -> str:
             for span in drawn.spans_of("role")
         ],
         "runs": drawn.spans_of("run")[-_MAX_RUNS:],
-        "curves": list(_curves(job)),
         "moments": [moment for moment in drawn.moments if moment.kind not in unshown][-_MAX_MOMENTS:],
         "ranks": ranks[:_MAX_RANKS],
         "ranks_left_out": max(0, len(ranks) - _MAX_RANKS),
@@ -125,15 +122,6 @@ def _last_ranks(drawn: Timeline) -> list[Span]:
         if span.parent == attempts[span.role]:
             last[span.role, span.number] = span
     return [last[key] for key in sorted(last)]
-
-
-def _curves(job: JobFacts) -> Iterator[tuple[str, list[Curve]]]:
-    """Yield the curves of each role whose samples this machine has."""
-    folder = job.status.log_folder
-    for role in job.timeline.spans_of("role") if folder else ():
-        samples = sample_log.read(os.path.join(folder or ".", path_name(role.name), "0", sample_log.NAME))
-        if drawn := curves(samples, job.timeline.job):
-            yield role.name, drawn
 
 
 def read_stacks(folder: str | None, timeline: Timeline) -> list[tuple[str, str]]:

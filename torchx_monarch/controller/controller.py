@@ -23,9 +23,7 @@ from torchx_monarch.controller.host_events import (
 )
 from torchx_monarch.controller.host_messages import HostRefused
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
-from torchx_monarch.controller.rank_clients import recording_samples
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.insight.sample_log import SampleLog
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 
@@ -40,12 +38,11 @@ class Session:
     ends_with_mesh = False
     """Whether a Monarch client that shuts the host mesh down ends the session."""
 
-    def __init__(self, hosts: JobHosts, new_attempts: Callable[[], Attempts], samples: SampleLog | None) -> None:
+    def __init__(self, hosts: JobHosts, new_attempts: Callable[[], Attempts]) -> None:
         self.hosts = hosts
         self._events = hosts.events
         self._new_attempts = new_attempts
         self._attempts = new_attempts()
-        self._samples = samples
 
     # -- for the controller --------------------------------------------------------------------------------------------
 
@@ -64,8 +61,7 @@ class Session:
                     self._attempts = self._new_attempts()
                     if idle := await self._events.interrupt(self.next_run(), concerns_hosts):
                         return idle
-                with recording_samples(self.hosts, self._samples):
-                    result = await self._execute(hosts)
+                result = await self._execute(hosts)
                 ended = await self.finish(self._attempts, result)
                 # A request to end this run that is still pending concerns no run any more.
                 self._events.settle_all(lambda event: isinstance(event, RunEndRequested))

@@ -150,9 +150,7 @@ class ReadCollectives(Request[CollectivesRead]):
 
 @dataclasses.dataclass(frozen=True)
 class SampleRanks(Request[list[RankSample]]):
-    """Take a sample of each rank of the host, which with ``groups`` has the state of its collectives."""
-
-    groups: bool = True
+    """Take a sample of each rank of the host."""
 
 
 @dataclasses.dataclass(frozen=True)

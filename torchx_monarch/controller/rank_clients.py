@@ -29,9 +29,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -39,7 +38,6 @@ from torchx_monarch.controller.host_messages import ProfileRanks, Request, Sampl
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Peer, RendezvousError, Serve
 from torchx_monarch.insight.profile import MAX_SECONDS
-from torchx_monarch.insight.sample_log import SampleLog
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.system.untrusted_text import one_line
 from torchx_monarch.transport import messages
@@ -49,15 +47,6 @@ _TIMEOUT = 8.0
 
 _PY_SPY_TIMEOUT = 30.0
 """The same of a profile, in addition to its time."""
-
-_SAMPLE_EVERY = 5.0
-"""Seconds between two samples."""
-
-_SAMPLE_EVERY_PER_HOST = 0.25
-"""Seconds between two samples for each host of a large job: replica 0 receives the samples of all."""
-
-_SAMPLE_TIMEOUT = 5.0
-"""Seconds for the answers of all hosts; those of others are left out."""
 
 
 class HostQueries:
@@ -93,24 +82,6 @@ class HostQueries:
         for replica, found in answers.items():
             await peer.send({"type": kind, "replica": replica, kind: found})
         await peer.send({"type": "end", "missing": {str(replica): why for replica, why in missing.items()}})
-
-
-@contextlib.contextmanager
-def recording_samples(hosts: JobHosts, log: SampleLog | None, every: float = _SAMPLE_EVERY) -> Iterator[None]:
-    """Record samples of the ranks within this context, ``every`` so many seconds; nothing without a log."""
-
-    async def record(log: SampleLog) -> None:
-        while True:
-            await asyncio.sleep(max(every, _SAMPLE_EVERY_PER_HOST * len(hosts.present)))
-            answers, _ = await hosts.collect(SampleRanks(groups=False), _SAMPLE_TIMEOUT)
-            log.append(itertools.chain.from_iterable(answers.values()))
-
-    task = asyncio.ensure_future(record(log)) if log is not None else None
-    try:
-        yield
-    finally:
-        if task is not None:
-            task.cancel()
 
 
 @dataclasses.dataclass(eq=False)

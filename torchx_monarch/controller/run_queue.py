@@ -35,7 +35,6 @@ from torchx_monarch.controller.host_messages import BeginRun, FinishRun, HostErr
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.controller.rendezvous import Peer, Rendezvous, RendezvousError, Serve
 from torchx_monarch.insight.run_log import RunLog
-from torchx_monarch.insight.sample_log import SampleLog
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.run_request import RunRequest
@@ -144,13 +143,12 @@ class RunQueue(Session):
         self,
         hosts: JobHosts,
         new_attempts: Callable[[], Attempts],
-        samples: SampleLog | None,
         rendezvous: Rendezvous,
         allocation: AllocationSpec,
         log_dir: str,
         is_warm: Callable[[], bool],
     ) -> None:
-        super().__init__(hosts, new_attempts, samples)
+        super().__init__(hosts, new_attempts)
         self.current: Run | None = None
         self.idle_timeout = allocation.idle_timeout
         self.ends_with_mesh = allocation.ends_with_mesh

@@ -38,7 +38,6 @@ from torchx_monarch.host.host import Host
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.workload import Workload, check_script, log_folder
 from torchx_monarch.insight.run_log import RunLog
-from torchx_monarch.insight.sample_log import SampleLog
 from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import safe_files
@@ -87,12 +86,10 @@ class LiveRuns(Workload):
         assert self.pool is not None
         return await self.pool.start(spec.nproc)
 
-    def _session(
-        self, rendezvous: Rendezvous, hosts: JobHosts, new_attempts: Callable[[], Attempts], samples: SampleLog | None
-    ) -> Session:
+    def _session(self, rendezvous: Rendezvous, hosts: JobHosts, new_attempts: Callable[[], Attempts]) -> Session:
         code, log_dir = self._host_code(), self._host.log_dir
         self._run_queue = RunQueue(
-            hosts, new_attempts, samples, rendezvous, self._allocation_spec, log_dir, lambda: self._zygotes.ready
+            hosts, new_attempts, rendezvous, self._allocation_spec, log_dir, lambda: self._zygotes.ready
         )
         self._run_queue.serve("sync", functools.partial(code.serve_client, self._run_queue))
         rendezvous.clients["code"] = code.serve_host

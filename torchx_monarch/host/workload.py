@@ -55,7 +55,6 @@ from torchx_monarch.host.ranks.zygote import Zygotes
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.host.worker_loops import RankRelay, WorkerLoops
 from torchx_monarch.insight.run_log import RunLog
-from torchx_monarch.insight.sample_log import NAME, SampleLog
 from torchx_monarch.model.env_names import BATCH_JOB, CREDENTIALS
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import safe_files
@@ -122,17 +121,12 @@ class Workload(abc.ABC):
         def new_attempts() -> Attempts:
             return Attempts(hosts, gatherer, hang_watch)
 
-        # Only where a command finds it again: beside the events of the job.
-        samples_are_stored = "MONARCH_EVENTS" in host.environ and host.log_dir
-        log = SampleLog(os.path.join(host.log_dir, NAME)) if samples_are_stored else None
-        session = self._session(rendezvous, hosts, new_attempts, log)
+        session = self._session(rendezvous, hosts, new_attempts)
         rendezvous.clients["attach"] = MeshClients(hosts, network, host.environ.get(CREDENTIALS, ""), session).serve
         return session
 
-    def _session(
-        self, rendezvous: Rendezvous, hosts: JobHosts, new_attempts: Callable[[], Attempts], samples: SampleLog | None
-    ) -> Session:
-        return Session(hosts, new_attempts, samples)
+    def _session(self, rendezvous: Rendezvous, hosts: JobHosts, new_attempts: Callable[[], Attempts]) -> Session:
+        return Session(hosts, new_attempts)
 
     # -- the ranks of a run --------------------------------------------------------------------------------------------
 
@@ -197,7 +191,7 @@ class Workload(abc.ABC):
                 longest = max((rank.longest_wait for rank in ranks), default=0.0)
                 return CollectivesRead(longest, tuple(ranks) if request.details else ())
             case SampleRanks():
-                return await pool.samples(request.groups)
+                return await pool.samples()
             case TakeFacts():
                 await pool.starter.importer()  # which the ranks wait for, too
                 return await asyncio.to_thread(take_facts, pool.run, pool.starter.versions)

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The page of a report, which loads nothing: a timeline as rows of bars, and curves of what the ranks used."""
+"""The page of a report, which loads nothing: a timeline as rows of bars."""
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
-from torchx_monarch.insight.sample_log import SampledMoment
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.insight.timeline import PHASES, Moment, Span, Timeline
 
@@ -27,19 +25,6 @@ _TICKS = 4
 _STEPS = [step * unit for unit in (0.001, 0.01, 0.1, 1) for step in (1, 2, 5)] + [
     *(10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
 ]
-
-WIDTH, HEIGHT = 1000, 100
-"""The size of a curve's own coordinates, which the page stretches."""
-
-_LINES = 8
-"""Ranks that have a line each; of more ranks the lowest, the middle and the highest value are shown."""
-
-_POINTS = 600
-
-_GIB = float(1 << 30)
-
-_Values = Mapping[int, float]
-"""A value of each rank at one moment."""
 
 
 def render(page: Mapping[str, object], job: Span) -> str:
@@ -143,82 +128,3 @@ def _clock(seconds: float) -> str:
         return f"{seconds:g} s" if seconds == round(seconds, 3) else f"{seconds:.1f} s"
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours}:{rest // 60:02d} h" if hours else f"{rest // 60}:{rest % 60:02d} min"
-
-
-class Line(NamedTuple):
-    """A line: its name, and the points of each of its unbroken parts, as SVG has them."""
-
-    name: str
-    parts: Sequence[str]
-
-
-class Curve(NamedTuple):
-    """The lines of one quantity: its name, what the upper edge stands for, and the lines."""
-
-    name: str
-    most: str
-    lines: Sequence[Line]
-
-
-def curves(moments: Sequence[SampledMoment], job: Span) -> list[Curve]:
-    """Return the curves; none if there are fewer than two moments."""
-    plotted = [moment for moment in moments if job.start <= moment.time <= job.end and moment.ranks]
-    plotted = plotted[:: len(plotted) // _POINTS + 1]
-    if len(plotted) < 2:
-        return []
-    memory = [{rank.rank: rank.rss_bytes / _GIB for rank in moment.ranks} for moment in plotted]
-    devices = [{rank.rank: rank.device_bytes / _GIB for rank in moment.ranks} for moment in plotted]
-    busy: list[_Values] = [{}]
-    for before, after in itertools.pairwise(plotted):
-        spent = {rank.rank: rank.cpu_seconds for rank in before.ranks} if before.attempt == after.attempt else {}
-        past = after.time - before.time
-        busy.append(
-            {
-                rank.rank: max(0.0, (rank.cpu_seconds - spent[rank.rank]) / past)
-                for rank in after.ranks
-                if rank.rank in spent and past > 0
-            }
-        )
-    found = [
-        _curve("memory of a rank", memory, plotted, job, lambda most: f"{most:.2f} GiB"),
-        _curve("processors in use by a rank", busy, plotted, job, lambda most: f"{most:.2f}"),
-        _curve("GPU memory of a rank", devices, plotted, job, lambda most: f"{most:.2f} GiB"),
-    ]
-    return [curve for curve in found if curve is not None]
-
-
-def _curve(
-    name: str, values: Sequence[_Values], moments: Sequence[SampledMoment], job: Span, show: Callable[[float], str]
-) -> Curve | None:
-    """Return a curve; None if there is nothing but zeros."""
-    most = max((value for by_rank in values for value in by_rank.values()), default=0.0)
-    if not most:
-        return None
-    ranks = sorted({rank for by_rank in values for rank in by_rank})
-    series: dict[str, list[float | None]]
-    if len(ranks) <= _LINES:
-        series = {f"rank {rank}": [by_rank.get(rank) for by_rank in values] for rank in ranks}
-    else:
-        ordered: list[Sequence[float | None]] = [sorted(by_rank.values()) or (None,) for by_rank in values]
-        series = {
-            "lowest": [ascending[0] for ascending in ordered],
-            "middle": [ascending[len(ascending) // 2] for ascending in ordered],
-            "highest": [ascending[-1] for ascending in ordered],
-        }
-    return Curve(
-        name, show(most), [Line(title, _parts(points, moments, job, most)) for title, points in series.items()]
-    )
-
-
-def _parts(values: Sequence[float | None], moments: Sequence[SampledMoment], job: Span, most: float) -> list[str]:
-    """Return the points of a line, which is broken where a value is missing and between attempts."""
-    parts: list[list[str]] = [[]]
-    attempt = None
-    for value, moment in zip(values, moments, strict=True):
-        if attempt != moment.attempt or value is None:
-            parts.append([])
-        attempt = moment.attempt
-        if value is not None:
-            x = WIDTH * (moment.time - job.start) / (job.seconds or 1.0)
-            parts[-1].append(f"{x:.1f},{HEIGHT * (1 - value / most):.1f}")
-    return [" ".join(part) for part in parts if len(part) > 1]

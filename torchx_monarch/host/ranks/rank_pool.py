@@ -223,9 +223,9 @@ class RankPool:
         now = time.time()
         return [RankCollectives(rank.rank, now, answers.get(rank.process.pid)) for rank in ranks if rank.is_running]
 
-    async def samples(self, groups: bool) -> list[RankSample]:
-        """Return a sample of each rank of the attempt; with ``groups`` they are asked for their collectives."""
-        return await self._sampler.take(self._ranks, groups)
+    async def samples(self) -> list[RankSample]:
+        """Return a sample of each rank of the attempt."""
+        return await self._sampler.take(self._ranks)
 
     async def _stop_running(self, ranks: Sequence[Rank], number: int) -> list[Rank]:
         """Signal the ranks that still run, each once unless by SIGKILL; return all ranks that still run.

@@ -45,10 +45,10 @@ class RankSampler:
         self._marker = marker
         self._recorders = recorders
 
-    async def take(self, ranks: Sequence[Rank], groups: bool) -> list[RankSample]:
-        """Return a sample of each rank, also of those that have ended; with ``groups`` the state of its collectives."""
+    async def take(self, ranks: Sequence[Rank]) -> list[RankSample]:
+        """Return a sample of each rank, also of those that have ended."""
         running = [rank.process.pid for rank in ranks if rank.is_running]
-        asking = asyncio.ensure_future(self._recorders.status(running if groups else (), _TIMEOUT))
+        asking = asyncio.ensure_future(self._recorders.status(running, _TIMEOUT))
         # In a thread: NVIDIA's driver may take a while, and so may /proc and the disk.
         samples = await asyncio.get_running_loop().run_in_executor(None, self._measure, ranks, running)
         statuses = await asking
