@@ -72,7 +72,7 @@ def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> Non
             process.release()
         opened.clear()
         ranks = [Rank(process, rank, rank, None) for rank, process in enumerate(processes)]
-        samples = await sampler.take(ranks, groups=True)
+        samples = await sampler.take(ranks)
         for process in processes:
             process.kill(signal.SIGKILL)
             await process.drain()
