@@ -16,6 +16,7 @@ from torchx import specs
 from torchx_monarch.command import meshes as actor_meshes
 from torchx_monarch.command import spmd as plan
 from torchx_monarch.command.command import HOSTS_MODULE
+from torchx_monarch.model.role_spec import METADATA_KEY, MIN_GROUPS
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -165,8 +166,7 @@ def ft(
     count, shape = plan.groups(j, group_hosts, min_groups, h)
     plan.require_counts(max_restarts=max_restarts, max_retries=max_retries, heartbeat_timeout_ms=heartbeat_timeout_ms)
     run_name, tracking = launch.names(name)
-    beside = None if lighthouse else plan.lighthouse(min_groups, heartbeat_timeout_ms, image)
-    address = lighthouse or plan.lighthouse_address(beside)
+    address, beside = (lighthouse, None) if lighthouse else plan.lighthouse(min_groups, heartbeat_timeout_ms, image)
     groups = [
         specs.Role(
             name=f"group{group}",
@@ -185,7 +185,7 @@ def ft(
             retry_policy=specs.RetryPolicy.REPLICA,
             resource=resource,
             mounts=plan.mounts(mounts),
-            metadata=plan.group_metadata(min_groups),
+            metadata={METADATA_KEY: {MIN_GROUPS: min_groups}},
         )
         for group in range(count)
     ]

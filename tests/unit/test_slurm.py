@@ -25,15 +25,16 @@ from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.backends.batch.task import substitute
 from torchx_monarch.backends.core import state_files, stop_request
-from torchx_monarch.backends.core.errors import StateDirError
+from torchx_monarch.backends.core.errors import StateDirError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.backends.slurm import commands
 from torchx_monarch.backends.slurm.backend import SlurmBackend
-from torchx_monarch.backends.slurm.batch_step import BatchRecord, BatchStep, first_node, load_record, record_path
+from torchx_monarch.backends.slurm.batch_step import BatchRecord, BatchStep, load_record, record_path
 from torchx_monarch.backends.slurm.request import SlurmRequest
+from torchx_monarch.components import ft
 from torchx_monarch.model import codec
 from torchx_monarch.model.role_spec import RetryPolicy as SpecPolicy
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
@@ -119,6 +120,23 @@ def test_a_job_with_spare_nodes_goes_on_without_a_lost_one(runner: Runner) -> No
     assert "--no-kill" not in dryrun(runner, app()).commands[0]
 
 
+def test_groups_share_an_allocation_that_goes_on_without_a_lost_node(runner: Runner) -> None:
+    groups = ft("train.py", j="3x2", group_hosts=2, cpu=3, gpu=2, memMB=2048)
+    request = dryrun(runner, groups)
+    (command,) = request.commands
+    for word in ("--nodes=6", "--no-kill", "--cpus-per-task=3", "--mem=2048", "--gres=gpu:2"):
+        assert command.count(word) == 1
+    assert ":" not in command
+    assert [role.srun["relative"] for role in request.roles] == ["0", "2", "4", "0"]
+    assert [("overlap" in role.srun, role.srun["gres"]) for role in request.roles] == [(False, "gpu:2")] * 3 + [
+        (True, "none")
+    ]
+    assert not any("--het-group" in word for index in range(4) for word in request.step(index))
+    groups.roles[1].resource = Resource(cpu=4, gpu=2, memMB=2048)
+    with pytest.raises(UserError, match="the group 'group1' asks for other resources than the first"):
+        dryrun(runner, groups)
+
+
 def test_requeue_follows_max_retries_unless_it_is_said(runner: Runner) -> None:
     assert not dryrun(runner, app()).requeue
     assert dryrun(runner, app(max_retries=1)).requeue
@@ -171,21 +189,6 @@ def test_macros_are_filled_in_on_the_node(runner: Runner) -> None:
 def test_senseless_options_are_refused(runner: Runner, cfg: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRunConfigException, match=words):
         runner.dryrun(app(), "monarch_slurm", cfg=cfg)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("n1", "n1"),
-        ("n1,m2", "n1"),
-        ("n[08-11,20],m1", "n08"),
-        ("n[3,7]", "n3"),
-        ("rack[1-2]n[04-09]-ib,x", "rack1n04-ib"),
-        ("gpu-a[1-2].example.org", "gpu-a1.example.org"),
-    ],
-)
-def test_first_node_of_a_list(nodes: str, first: str) -> None:
-    assert first_node(nodes) == first
 
 
 def test_the_folder_of_jobs_is_no_link(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +386,6 @@ def test_a_folder_is_removed_whose_files_change_meanwhile(job: JobFolder, monkey
 def batch_step(job: JobFolder, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> BatchStep:
     """The batch step of the app of the job 7, whose steps have ended."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     role = Role("r", image="", entrypoint="true", max_retries=1)
     return BatchStep(job, dryrun(runner, AppDef("app", [role])))
 
@@ -413,6 +415,22 @@ def test_a_job_that_is_queued_again_after_a_failure_runs(
     stop_request.write(job, Outcome(State.FAILED, "replica r/0 exited with code 3"), None)  # a sibling ran on
     assert BatchStep(job, batch_step._request).run() == 0
     assert stop_request.load_outcome(job) is None
+
+
+def test_a_group_whose_node_was_lost_has_failed_though_the_job_runs(
+    runner: Runner, job: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    request = dryrun(runner, ft("train.py", j="2x2"))
+    request.roles[1].spec = replace(request.roles[1].spec, name="r")
+    step = BatchStep(job, request)
+    write(job, State.RUNNING)
+    srun = os.posix_spawnp("true", ["true"], os.environ)
+    os.waitid(os.P_PID, srun, os.WEXITED | os.WNOWAIT)
+    step._steps = {srun: 1}
+    step._reap()
+    record = job.replica("r", 0).load_record()
+    assert record is not None and record.state is State.FAILED and "its node was lost" in record.msg
 
 
 def test_a_removed_folder_and_a_full_disk_do_not_end_the_batch_step(batch_step: BatchStep, job: JobFolder) -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ from torchx_monarch.backends.ssh.snapshot import SshSnapshot, build
 from torchx_monarch.client.workspace_sync import current_workspace
 from torchx_monarch.code_sync.manifest import Tree
 from torchx_monarch.components import ft
-from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_ssh
 from torchx_monarch.supervisor import log_files
@@ -191,7 +191,7 @@ def test_only_hosts_get_the_credentials(runner: Runner) -> None:
 def test_groups_have_machines_of_their_own(runner: Runner) -> None:
     request = rendered(runner, ft("train.py", j="2x1", group_hosts=2), hosts=["a", "b", "c", "d"])
     assert request.machines == [["a", "b"], ["c", "d"], ["a"]]
-    with pytest.raises(UserError, match="group1 needs 2 of its own, and .*`hosts` are 3"):
+    with pytest.raises(UserError, match="group1 has 2 replicas, and .*`hosts` are 3, of which other groups have 2"):
         rendered(runner, ft("train.py", j="2x1", group_hosts=2), hosts=["a", "b", "c"])
 
 
@@ -338,6 +338,21 @@ def test_a_machine_that_does_not_answer(more: dict[str, Any], other: State, expe
     status = reduce(snapshot)
     assert status.state is expected
     assert "b" in status.message and "timed out" in status.message
+
+
+@pytest.mark.parametrize(("state", "outcome"), [(State.RUNNING, None), (State.SUCCEEDED, State.SUCCEEDED)])
+def test_a_group_whose_machine_does_not_answer_when_the_others_have_ended_is_lost(
+    state: State, outcome: State | None
+) -> None:
+    specs = [RoleSpec(name, min_groups=1, workload=WorkloadKind.RANKS) for name in ("group0", "group1")]
+    specs.append(RoleSpec("lighthouse", sidecar=True))
+    submitted = SubmittedApp(AppDef("app", [Role(spec.name, "") for spec in specs]), specs)
+    answers = [found(0, state, submitted), found(0, State.RUNNING, submitted)]
+    for role, answer in zip((0, 2), answers, strict=True):
+        answer.place = replace(answer.place, role=role, layout=Layout([["a"], ["b"], ["a"]], "python3"))
+    status = reduce(build("app-1@a", answers, {"b": SshError("b", "connection timed out")}))
+    assert (status.outcome.state if status.outcome else None) is outcome
+    assert status.state is State.RUNNING and "b: connection timed out" in status.message
 
 
 @pytest.mark.parametrize("damaged", ["place.json", "status.json"])

@@ -24,7 +24,7 @@ from torchx_monarch.command.command import PROCESS_COUNTS, is_process_count
 from torchx_monarch.command.component_arguments import unprotected
 from torchx_monarch.command.meshes import check_mesh_name
 from torchx_monarch.command.torchrun_options import Streams, node_range
-from torchx_monarch.model.role_spec import LIGHTHOUSE_PORT, LOOPBACK, METADATA_KEY, MIN_GROUPS, SIDECAR, SPARES
+from torchx_monarch.model.role_spec import LIGHTHOUSE_PORT, LOOPBACK, METADATA_KEY, SIDECAR, SPARES
 
 DEBUG_ENV = {
     "CUDA_LAUNCH_BLOCKING": "1",
@@ -33,11 +33,6 @@ DEBUG_ENV = {
     "TORCH_SHOW_CPP_STACKTRACES": "1",
 }
 """Environment variables that ``--debug`` sets, as for TorchX's dist.torchrun."""
-
-_LIGHTHOUSE_PORTS = range(30000, 32000)
-"""Below Linux's default range of ephemeral ports, and beside those of rendezvous."""
-
-_LIGHTHOUSE_RETRIES = 100
 
 _SPARES = re.compile(r"([^x+]+)\+(\d+)(x.*)?")
 """NNODES+SPARES[xNPROC]."""
@@ -207,18 +202,13 @@ def groups(j: str, group_hosts: int, min_groups: int, h: str | None) -> tuple[in
     return count, Shape(str(group_hosts), shape.nproc)
 
 
-def group_metadata(min_groups: int) -> dict[str, Any]:
-    """Return the metadata of the role of a group."""
-    return {METADATA_KEY: {MIN_GROUPS: min_groups}}
-
-
-def lighthouse(min_groups: int, heartbeat_timeout_ms: int, image: str) -> specs.Role:
-    """Return the role of torchft's lighthouse, which listens on the loopback interface at a drawn port.
+def lighthouse(min_groups: int, heartbeat_timeout_ms: int, image: str) -> tuple[str, specs.Role]:
+    """Return the address of torchft's lighthouse, on the loopback interface with a drawn port, and its role.
 
     Hosts of several machines have it listen for all of them (``rewrite``). The times are those of torchft's README.
     """
-    port = random.choice(_LIGHTHOUSE_PORTS)
-    return specs.Role(
+    port = random.randrange(30000, 32000)  # below Linux's default range of ephemeral ports, and not a rendezvous's
+    return f"http://{LOOPBACK}:{port}", specs.Role(
         name="lighthouse",
         image=image,
         entrypoint="torchft_lighthouse",
@@ -227,16 +217,11 @@ def lighthouse(min_groups: int, heartbeat_timeout_ms: int, image: str) -> specs.
             *("--quorum_tick_ms", "100", "--join_timeout_ms", "10000"),
             *("--heartbeat_timeout_ms", str(heartbeat_timeout_ms)),
         ],
-        max_retries=_LIGHTHOUSE_RETRIES,
+        max_retries=100,
         retry_policy=specs.RetryPolicy.REPLICA,
         resource=specs.resource(cpu=1, gpu=0, memMB=1024),
         metadata={METADATA_KEY: {SIDECAR: True, LIGHTHOUSE_PORT: port}},
     )
-
-
-def lighthouse_address(role: specs.Role) -> str:
-    """Return the address of a ``lighthouse`` on one machine."""
-    return f"http://{LOOPBACK}:{role.metadata[METADATA_KEY][LIGHTHOUSE_PORT]}"
 
 
 def app_name(run_name: str, role: str) -> str:

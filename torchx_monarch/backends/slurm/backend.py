@@ -132,18 +132,12 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
             return None
         outcome = _outcome(job, record, folder)
         active = job is not None and not job.state.is_terminal and (outcome is None or not outcome.state.is_terminal)
-        roles = []
-        for index, role in enumerate(app.roles):
-            first, *others = role.replicas
-            if record and record.hosts and not first.hostname:  # its task may be the last to write its record
-                first = replace(first, hostname=record.hosts[index])
-            roles.append(replace(role, replicas=[first, *others], is_active=active))
         return replace(
             app,
             native=outcome,
             is_supervised=True,
             started=record.started if record else 0.0,
-            roles=roles,
+            roles=[replace(role, is_active=active) for role in app.roles],
         )
 
     # -- ending --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import re
 import select
 import signal
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchx_monarch.backends.batch.folder import JobFolder
@@ -29,6 +29,7 @@ from torchx_monarch.insight import events
 from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.env_names import replica0_variable
 from torchx_monarch.model.job_result import shell_code
+from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.system import processes, safe_files
 
@@ -78,7 +79,6 @@ class BatchRecord:
         msg: the reason, for the user; may be empty.
         ended: when it ended, in seconds since the epoch; None until then.
         outside: whether Slurm itself has ended it, so that Slurm's state says how.
-        hosts: the node of each role's replica 0.
     """
 
     job_id: str = ""
@@ -87,7 +87,6 @@ class BatchRecord:
     msg: str = ""
     ended: Seconds | None = None
     outside: bool = False
-    hosts: list[str] = field(default_factory=list)
 
 
 def record_path(folder: JobFolder) -> str:
@@ -108,9 +107,6 @@ class BatchStep:
         self._request = request
         before = load_record(folder)
         self._record = BatchRecord(os.environ["SLURM_JOB_ID"], time.time())
-        for index in range(len(request.roles)):
-            nodes = os.environ["SLURM_JOB_NODELIST" + ("" if self._is_plain else f"_HET_GROUP_{index}")]
-            self._record.hosts.append(first_node(nodes))
         self._is_queued_again = before is not None
         if before is not None:
             self._record.started = before.started
@@ -157,27 +153,38 @@ class BatchStep:
                     os.unlink(self._folder.replica(role.spec.name, k).status)
 
     def _start(self) -> None:
-        environ = {name: value for name, value in os.environ.items() if name not in _COMPONENTS_OWN or self._is_plain}
+        unwanted = _COMPONENTS_OWN if len(self._request.roles) > 1 else ()
+        environ = {name: value for name, value in os.environ.items() if name not in unwanted}
         environ[APP_ID] = self._record.job_id
         environ["MONARCH_RESTART"] = os.environ.get("SLURM_RESTART_COUNT", "0")
-        environ.update({replica0_variable(index): host for index, host in enumerate(self._record.hosts)})
+        # This is the first node. Where other roles begin, their tasks record.
+        environ[replica0_variable(0)] = os.environ["SLURMD_NODENAME"]
         for index in range(len(self._request.roles)):
             words = self._request.step(index)
             # CPython ignores these two signals at start-up, and children inherit that.
             defaults = (signal.SIGPIPE, signal.SIGXFSZ)
             self._steps[os.posix_spawnp(words[0], words, environ, setsigdef=defaults)] = index
 
-    @property
-    def _is_plain(self) -> bool:
-        return len(self._request.roles) == 1
-
     def _reap(self) -> None:
         for pid, index in list(self._steps.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 del self._steps[pid]
-                role, code = self._request.roles[index].spec.name, os.waitstatus_to_exitcode(status)
-                self._event("role_ended", f"role {role} ended with code {code}", role=role, exit_code=code)
+                spec, code = self._request.roles[index].spec, os.waitstatus_to_exitcode(status)
+                self._event("role_ended", f"role {spec.name} ended with code {code}", role=spec.name, exit_code=code)
+                if spec.min_groups:
+                    self._record_losses(spec)
+
+    def _record_losses(self, spec: RoleSpec) -> None:
+        """Record the end of those replicas of a group whose node was lost: for readers, the job itself goes on."""
+        for k in range(spec.replicas):
+            paths = self._folder.replica(spec.name, k)
+            record = paths.load_record()
+            if record is not None and not record.terminal:
+                lost = read_replica(spec, k, self._folder, QueuedJob(State.FAILED), None)
+                record.state, record.msg, record.ended = State.FAILED, lost.failure, time.time()
+                with contextlib.suppress(OSError):  # a full disk
+                    state_files.write_json(paths.status, asdict(record))
 
     def _kill(self) -> None:
         """Send SIGTERM to the sruns that still run, which makes them kill their tasks."""
@@ -297,13 +304,6 @@ class BatchStep:
     def _event(self, kind: str, message: str, **fields: Any) -> None:
         _say(message)
         events.append(self._folder.events, kind, message, **fields)
-
-
-def first_node(nodes: str) -> str:
-    """Return the first name of a node list: ``n08`` of ``n[08-11,20],m1``. (Running scontrol would delay the start.)"""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    assert first is not None
-    return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first[0])
 
 
 def last_error(job_log: str) -> str:

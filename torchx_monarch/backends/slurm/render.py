@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torchx
@@ -50,22 +51,43 @@ def render(app: AppDef, submitted: SubmittedApp, options: SlurmOpts, path: str) 
         requeue=requeue,
         on_end=options.on_end,
     )
-    request.commands.append(_sbatch(request, _job_options(app, options, path, requeue)))
+    has_groups = any(spec.min_groups for spec in submitted.roles)
+    components = [_share_allocation(roles)] if has_groups else [role.sbatch for role in roles]
+    job_options = _job_options(app, options, path, requeue)
+    request.commands.append(_sbatch(path, [{**job_options, **component} for component in components]))
     return request
 
 
-def _sbatch(request: SlurmRequest, options: dict[str, str | None]) -> list[str]:
+def _share_allocation(roles: Sequence[SlurmRole]) -> dict[str, str | None]:
+    """Have groups run on nodes of one allocation, and other roles beside the first; return its options.
+
+    Slurm 22.05 ends a job of components with any node of it, whatever ``--no-kill`` says (``Killing JobId=1+0(1) on
+    failed node n3`` in the log of slurmctld). A job without components loses the node alone.
+    """
+    groups = [role for role in roles if role.spec.min_groups]
+    options = {**groups[0].sbatch, "nodes": str(sum(role.spec.replicas for role in groups)), "no-kill": None}
+    nodes = 0
+    for role in roles:
+        if not role.spec.min_groups:
+            role.srun = {"gres": "none", **role.srun, "relative": "0", "overlap": None}
+            continue
+        if role.sbatch | {"nodes": None, "no-kill": None} != options | {"nodes": None}:
+            raise UserError(f"the group {role.spec.name!r} asks for other resources than the first; all share one job")
+        role.srun["relative"] = str(nodes)
+        nodes += role.spec.replicas
+    return options
+
+
+def _sbatch(folder: str, components: Sequence[Mapping[str, str | None]]) -> list[str]:
     """Return the sbatch command.
 
     Options are on the command line because variables such as SBATCH_PARTITION override those in the script, and because
     the script's quoting rules differ between versions of Slurm.
     """
     words = ["sbatch", "--parsable", "--export=ALL"]
-    for index, role in enumerate(request.roles):
-        if index:
-            words.append(":")
-        words += option_words({**options, **role.sbatch})
-    return [*words, os.path.join(request.folder, "job.sh")]
+    for index, options in enumerate(components):
+        words += [":"] * (index > 0) + option_words(options)
+    return [*words, os.path.join(folder, "job.sh")]
 
 
 def check_options(cfg: SlurmOpts) -> None:

@@ -61,7 +61,8 @@ class SlurmRequest(BatchRequest):
         setsid keeps signals to the batch step's session away from srun, which would end the tasks.
         """
         role = self.roles[index]
-        group = [f"--het-group={index}"] if len(self.roles) > 1 else []
+        is_component = len(self.roles) > 1 and "relative" not in role.srun  # groups share an allocation
+        group = [f"--het-group={index}"] if is_component else []
         # An image has its own Python, whatever path the submitter's has.
         starter = ("python", "-I", "-m", entrypoint.__name__) if role.image_name else _STARTER
         words = ["setsid", "srun", *group, *option_words(role.srun), "--input=none", "--label"]

@@ -140,14 +140,10 @@ def _machines_of_roles(app: AppDef, specs: Sequence[RoleSpec], hosts: list[str])
     for role, spec in zip(app.roles, specs, strict=True):
         begin = taken if spec.min_groups else 0
         if begin + role.num_replicas > len(hosts):
-            which = (
-                f"group {role.name} needs {role.num_replicas} of its own"
-                if begin
-                else (f"role {role.name} has {role.num_replicas} replicas")
-            )
+            others = f", of which other groups have {begin}" if begin else ""
             raise UserError(
-                f"{which}, and the machines of run option `hosts` are {len(hosts)}; each replica of a role, and each "
-                "group, needs a machine of its own"
+                f"role {role.name} has {role.num_replicas} replicas, and the machines of run option `hosts` are "
+                f"{len(hosts)}{others}; each replica of a role, and each group, needs a machine of its own"
             )
         machines.append(hosts[begin : begin + role.num_replicas])
         taken += role.num_replicas if spec.min_groups else 0

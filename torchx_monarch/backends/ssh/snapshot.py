@@ -27,7 +27,8 @@ def build(app_id: str, answers: Iterable[FoundReplica], lost: Mapping[str, SshEr
     first = next(iter(found.values()))
     place = first.place
     submitted = SubmittedApp.unpack(place.packed, f"the place.json of {app_id} on {first.record.hostname}")
-    living = any(not replica.record.terminal for replica in found.values())
+    # A sidecar lives until the others have ended: the wait for a machine must not depend on it.
+    living = any(not (replica.record.terminal or submitted.roles[role].sidecar) for (role, _), replica in found.items())
     endings = [replica.ending for replica in found.values() if replica.ending]
     return SshSnapshot(
         app_id=app_id,
