@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 from torchx.runner import Runner
-from torchx.specs import NULL_RESOURCE, AppDef, AppState, AppStatus, BindMount, Resource, Role
+from torchx.specs import NULL_RESOURCE, AppDef, AppState, AppStatus, BindMount, Role
 
 from tests.fork_server import run_torchx
 from tests.waits import WITHIN, until
@@ -84,8 +84,7 @@ class Place(abc.ABC):
         names_preemptions: whether the hosts' log always tells a preemption from a stop request.
         image: image of all roles.
         resource: resource of all roles, unless a test sets another.
-        whole_machine: resource of a role whose replicas have machines of their own; None if there is none to be lost.
-        replaces_machines: whether a replica whose machine is lost is started on another one.
+        has_machines: whether its test system has machines that can be lost.
         mounts: mounts of all roles: what their image needs to run our programs.
         patience: factor by which timeouts are longer than on a test system of our own.
     """
@@ -119,8 +118,7 @@ class Place(abc.ABC):
     patience = 1.0
     image = ""
     resource = NULL_RESOURCE
-    whole_machine: Resource | None = None
-    replaces_machines: ClassVar[bool] = False
+    has_machines: ClassVar[bool] = False
     mounts: Sequence[BindMount] = ()
 
     def __init__(self, folder: Path) -> None:

@@ -19,7 +19,7 @@ from tests.local.place import LocalPlace
 
 _SCRIPT = Path(__file__).parents[2] / "examples" / "ft_digits.py"
 
-_STEPS = 3000
+_STEPS = 10000
 
 pytestmark = [
     pytest.mark.nightly("torchft is not among what the tests install"),

@@ -61,7 +61,6 @@ class Apps(Place):
     wires = dict.fromkeys(("bad options named", "missing tool says what to install"), "real")
     request_function = "torchx_monarch.backends.kubernetes.native:Api._send"
     keeps_preempted_logs = False
-    replaces_machines = True
     own_bad_options = (
         ({"mode": "jobset"}, "`mode` is 'jobset'; allowed are auto, job, volcano"),
         ({"kueu_queue": "a"}, "kueu_queue.*kueue_queue"),
@@ -72,7 +71,8 @@ class Apps(Place):
     )
     package = "kubernetes"
     install = "pip install 'kubernetes>=29,!=37.0.2'"
-    resource = whole_machine = Resource(cpu=-1, gpu=0, memMB=-1)
+    has_machines = True
+    resource = Resource(cpu=-1, gpu=0, memMB=-1)
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster

@@ -72,7 +72,7 @@ class Apps(Place):
     request_function = "torchx_monarch.backends.batch.commands:run"
     install = "Debian: slurm-client"
     resource = SMALL
-    whole_machine = Resource(cpu=4, gpu=0, memMB=1024)
+    has_machines = True
     names_preemptions = False  # Slurm signals the tasks, and the batch step announces a stop to them: either is first
 
     def __init__(self, cluster: SlurmCluster, folder: Path) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from torchx.specs import NULL_RESOURCE
+import pytest
 
-from tests.clusters.ssh.machines import Machines
+from tests.clusters.ssh.machines import CONNECT_TIMEOUT, Machines
 from tests.contract.place import QueuePlace, left_to_others, tree
 from torchx_monarch.backends.ssh.in_job.wire import folder_name
 from torchx_monarch.schedulers import monarch_ssh
@@ -46,7 +46,7 @@ class Apps(QueuePlace):
         ({"hosts": ["@/nonexistent"]}, "/nonexistent: No such file"),
         ({"slots": 10**6}, r"`slots` is 1000000, and this machine \(m[12]\) has"),
     )
-    whole_machine = NULL_RESOURCE
+    has_machines = True
     nightly = left_to_others(
         "test_actors_run_beside_ranks",
         "spare host",
@@ -106,10 +106,10 @@ class Apps(QueuePlace):
         roles = [found.role for found in self.status(handle).roles]
         machine = self.machines[self.hostname(handle, replica, roles.index(role))]
         machine.power_off()
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(CONNECT_TIMEOUT, "2")
             yield
-        finally:
-            machine.boot()
+        machine.boot()
 
     def preempt(self, handle: str, replica: int) -> None:
         """Send the host SIGTERM, as a machine does that shuts down."""

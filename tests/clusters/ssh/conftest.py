@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Four machines for all tests of this folder."""
+"""Five machines for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.waits import until
 
 @pytest.fixture(scope="session")
 def all_machines() -> Iterator[Machines]:
-    """Yield m1 to m4. Where there can be none the test is skipped; in CI that is a mistake, and fails it."""
+    """Yield m1 to m5. Where there can be none the test is skipped; in CI that is a mistake, and fails it."""
     skip_for(missing())
-    machines = Machines(4)
+    machines = Machines(5)
     try:
         yield machines.up()
     finally:

@@ -27,6 +27,9 @@ from tests.waits import WITHIN
 PROGRAMS = ("sshd", "ssh", "ssh-keygen", "ip", "ss", "nsenter", "unshare")
 PACKAGES = ("openssh-server", "openssh-client", "iproute2", "util-linux")
 
+CONNECT_TIMEOUT = "TEST_SSH_CONNECT_TIMEOUT"
+"""A variable with the seconds in which a machine is to answer, for tests that ask often while one is off."""
+
 UNKNOWN = "unknown-key"
 """A name of the first machine by which the client does not know its host key."""
 
@@ -120,7 +123,9 @@ class Machines:
         self.config.write_text("\n".join(self._client_config()) + "\n")
         self.bin.mkdir()
         ssh = self.bin / "ssh"
-        ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh", path=packages.PATH)} -F {self.config} "$@"\n')
+        program = shutil.which("ssh", path=packages.PATH)
+        within = f"${{{CONNECT_TIMEOUT}:+-o ConnectTimeout=${CONNECT_TIMEOUT}}}"
+        ssh.write_text(f'#!/bin/sh\nexec {program} -F {self.config} {within} "$@"\n')
         ssh.chmod(0o755)
 
     @property
