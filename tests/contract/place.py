@@ -85,6 +85,7 @@ class Place(abc.ABC):
         image: image of all roles.
         resource: resource of all roles, unless a test sets another.
         has_machines: whether its test system has machines that can be lost.
+        replaces_machines: whether what has run on a lost machine is started on another one.
         mounts: mounts of all roles: what their image needs to run our programs.
         patience: factor by which timeouts are longer than on a test system of our own.
     """
@@ -119,6 +120,7 @@ class Place(abc.ABC):
     image = ""
     resource = NULL_RESOURCE
     has_machines: ClassVar[bool] = False
+    replaces_machines: ClassVar[bool] = False
     mounts: Sequence[BindMount] = ()
 
     def __init__(self, folder: Path) -> None:

@@ -71,7 +71,7 @@ class Apps(Place):
     )
     package = "kubernetes"
     install = "pip install 'kubernetes>=29,!=37.0.2'"
-    has_machines = True
+    has_machines = replaces_machines = True
     resource = Resource(cpu=-1, gpu=0, memMB=-1)
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
