@@ -110,13 +110,13 @@ def test_the_last_screen_of_a_run_that_succeeded_ends_with_what_to_type(work: Pa
     assert "\x1b" not in "\n".join(last_screen(done.stderr))
 
 
-def test_times_precede_lines_and_progress_lines_the_output_that_they_announce(work: Path) -> None:
-    options = ("--wait", "--log", "-cfg", "preload=none,timestamps=True")
+def test_progress_lines_precede_the_output_that_they_announce(work: Path) -> None:
+    options = ("--wait", "--log", "-cfg", "preload=none")
     done = run(*options, "monarch.spmd", "--nproc", "4", write(work, "print('out')"), cwd=work)
     lines = [line for line in done.stderr.splitlines() if line.startswith("prog/0 ")]
-    assert all(re.match(r"prog/0 \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z \[([0-3]|monarch)\] ", line) for line in lines)
+    assert all(re.match(r"prog/0 \[([0-3]|monarch)\] ", line) for line in lines)
     assert any(line.endswith("[0] out") for line in lines)
-    lines = [line.split(" ", 2)[2] for line in lines]
+    lines = [line.split(" ", 1)[1] for line in lines]
     kinds = ["ranks" if "ranks 4/4" in line else "first" if "first output" in line else line[:2] for line in lines]
     assert kinds[kinds.index("ranks") :][:2] == ["ranks", "first"]
     assert kinds.index("ranks") < min(kinds.index(line) for line in kinds if line in ("[0", "[1", "[2", "[3"))

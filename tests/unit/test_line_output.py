@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,11 +33,10 @@ class Rank:
         prefix: str = "",
         file: str | None = None,
         sinks: Sequence[FilteredFile | RunLogSink] = (),
-        stamped: bool = False,
     ) -> None:
         end, self._pipe = os.pipe()
         self.output = OutputPipe(os.fdopen(end, "rb", 0), lambda: None)
-        self.output.assign(file, console, prefix, sinks, stamped)
+        self.output.assign(file, console, prefix, sinks)
         self.output.release()
 
     async def write(self, data: bytes) -> None:
@@ -130,13 +128,13 @@ def test_pieces_in_a_journal_and_in_a_filtered_file(tmp_path: Path) -> None:
     async def program(out: Console) -> None:
         run_log = RunLog(str(tmp_path / "run" / "journal"))
         filtered = FilteredFile(str(tmp_path / "filtered"), ["needle"], b"p:")
-        rank = Rank(out, "p:", sinks=[RunLogSink(run_log, 3, "stdout", "p:", True), filtered])
+        rank = Rank(out, "p:", sinks=[RunLogSink(run_log, 3, "stdout", "p:"), filtered])
         await rank.write(text)
         await rank.write(b"\none needle\nnone\n")
         await rank.end()
         run_log.close()
         records = [line async for lines in run_log.follow() for line in lines]
-        assert {(json.loads(line)["prefix"], json.loads(line)["stamped"]) for line in records} == {("p:", True)}
+        assert {json.loads(line)["prefix"] for line in records} == {"p:"}
         texts = [json.loads(line)["text"] for line in records]
         assert "".join(texts) == "p:" + text.decode() + "\np:one needle\np:none\n"
 
@@ -232,17 +230,3 @@ def test_output_is_held_until_it_is_released_and_its_announcement_precedes_it(tm
     assert on_console(console, program) == (
         b"[monarch] ranks 1/1\n[monarch] first output\n[default0]:one\n[default0]:two\n"
     )
-
-
-def test_a_time_precedes_each_line_and_no_piece(tmp_path: Path) -> None:
-    console = tmp_path / "console"
-
-    async def program(out: Console) -> None:
-        rank = Rank(out, "[default0]:", stamped=True)
-        await rank.write(b"one\ntwo\n\r 10%")
-        await shown(console, lambda data: data.endswith(b"10%"))
-        await rank.write(b"\r 20%\n")
-        await rank.end()
-
-    time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z \[default0\]:"
-    assert re.fullmatch(f"{time}one\n{time}two\n{time}\r 10%\r 20%\n", on_console(console, program).decode())

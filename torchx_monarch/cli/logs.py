@@ -172,12 +172,12 @@ class _Printer:
     def show(self, source: Source, time: float, parsed: LogLine) -> None:
         """Print a line: with its rank, and with its replica if it has no rank and there are several replicas."""
         role, replica = source
-        when = parsed.time or (stamp(time).rstrip() if time else "")
+        when = stamp(time) if time else ""
         if self._as_json:
             place = {"time": time or None, "role": role, "replica": replica, "rank": parsed.rank}
             print_record({**place, "text": parsed.text.rstrip("\n")})
             return
-        shown = replace(parsed, time=when if self._timestamps else parsed.time)
+        shown = replace(parsed, time=when if self._timestamps else "")
         if source in self._unfinished:
             shown = LogLine(parsed.text)
         elif self._several_roles or (self._several and parsed.rank is None):

@@ -22,7 +22,7 @@ from torchx_monarch.client.result import RankOutput, RunResult, rank_result
 from torchx_monarch.client.run_options import Output, check_output
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
 from torchx_monarch.function import MAX_VALUE_BYTES
-from torchx_monarch.insight.log_lines import STAMP_LENGTH, LogLine, is_coloured, is_terminal, last_state
+from torchx_monarch.insight.log_lines import LogLine, is_coloured, is_terminal, last_state
 from torchx_monarch.model.codec import decode
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.line_output import LineOutput
@@ -187,8 +187,7 @@ class Collector:
         elif self._output == "store":
             self._texts.setdefault(rank, {"stdout": [], "stderr": []})[stream].append(text)
         elif self._output == "stream":
-            prefix, stamped = record.get("prefix", ""), record.get("stamped", False)
-            show(stream, self._streams[stream].place(rank, text, len(prefix), STAMP_LENGTH if stamped else 0))
+            show(stream, self._streams[stream].place(rank, text, len(record.get("prefix", ""))))
 
 
 class _RankLines:
@@ -205,23 +204,23 @@ class _RankLines:
         self._unfinished: set[int] = set()
         # The cell of a notebook shows how a bar moves, as a terminal does.
         self._has_last_states = isinstance(stream, io.TextIOWrapper) and not self._is_terminal
-        self._bars: dict[int, tuple[str, int, int]] = {}
+        self._bars: dict[int, tuple[str, int]] = {}
 
-    def place(self, rank: int, text: str, prefix: int, stamp: int) -> str:
-        """Return what to write for lines, or a piece of a line, of a rank; each has a time and a prefix of a length."""
-        shown, start = [], stamp + prefix
+    def place(self, rank: int, text: str, prefix: int) -> str:
+        """Return what to write for lines, or a piece of a line, of a rank; each has a prefix of a length."""
+        shown = []
         mark = f"[{rank}] " if prefix or self._is_terminal else ""
-        for line in _LINES.findall(self._bars.pop(rank, ("", 0, 0))[0] + text):
+        for line in _LINES.findall(self._bars.pop(rank, ("", 0))[0] + text):
             begun = rank in self._unfinished
             if self._has_last_states and "\r" in line and not begun:
-                head, state = line[:start], last_state(line[start:])
+                head, state = line[:prefix], last_state(line[prefix:])
                 if not line.endswith("\n"):
-                    self._bars[rank] = f"{head}\r{state}", prefix, stamp
+                    self._bars[rank] = f"{head}\r{state}", prefix
                     continue
-                if "\r" in line[start:].rstrip("\r\n") and not state.strip():
+                if "\r" in line[prefix:].rstrip("\r\n") and not state.strip():
                     continue  # the bar has removed itself, as tqdm's with leave=False
                 line = head + state
-            shown.append(line if begun else self._line(LogLine(line[start:], mark, rank, line[:stamp].rstrip())))
+            shown.append(line if begun else self._line(LogLine(line[prefix:], mark, rank)))
             (self._unfinished.discard if line.endswith("\n") else self._unfinished.add)(rank)
         if not shown:
             return ""
@@ -231,7 +230,7 @@ class _RankLines:
 
     def rest(self) -> str:
         """Return what to write for bars that have not ended when the run has."""
-        return "".join(self.place(rank, "\n", *lengths) for rank, (_, *lengths) in list(self._bars.items()))
+        return "".join(self.place(rank, "\n", prefix) for rank, (_, prefix) in list(self._bars.items()))
 
     def _line(self, line: LogLine) -> str:
         return line.on_terminal(self._is_coloured) if self._is_terminal else line.plain()

@@ -223,7 +223,6 @@ def _wrap(
         rendezvous=rendezvous,
         ends_together=coordination.peer_roles > 0,
         spares=spares,
-        stamped=options.spec.timestamps,
     )
 
 

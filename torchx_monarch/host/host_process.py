@@ -66,7 +66,7 @@ class HostProcess:
         log_dir = os.path.abspath(environ.get("MONARCH_LOG_DIR") or tempfile.mkdtemp(prefix="torchx-monarch-"))
         events_path = environ.get("MONARCH_EVENTS") if options.replica == 0 else None
         termination_log = environ.get("MONARCH_TERMINATION_LOG")
-        reporter = Reporter(stderr, events_path, options.role, termination_log, options.timestamps)
+        reporter = Reporter(stderr, events_path, options.role, termination_log)
         self._host = Host(options, environ, socket.gethostname(), stdout, stderr, log_dir, reporter)
         self._host.grace = options.grace
         self._workload = _choose_workload(self._host, early)

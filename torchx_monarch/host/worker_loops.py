@@ -47,13 +47,13 @@ _RETRY_EVERY = 0.1
 """Seconds until the next try to connect to another role, which may still be starting."""
 
 
-def _open_output(console: Console, stamped: bool, given: contextlib.ExitStack, owned: contextlib.ExitStack) -> int:
+def _open_output(console: Console, given: contextlib.ExitStack, owned: contextlib.ExitStack) -> int:
     """Open a descriptor, closed with ``given``, whose output is copied to the host's until the end of ``owned``."""
     read, write = os.pipe()
     given.callback(os.close, write)
     output = OutputPipe(os.fdopen(read, "rb", 0), None, lambda line: MONARCH_NOISE.fullmatch(line) is None)
     owned.callback(output.close)
-    output.assign(None, console, "", stamped=stamped)
+    output.assign(None, console, "")
     output.release()
     return write
 
@@ -112,9 +112,7 @@ class WorkerLoops:
         environ = {name: value for name, value in host.environ.items() if name not in left_out}
         with contextlib.ExitStack() as owned, contextlib.ExitStack() as given:
             owned.callback(run_dirs.remove_tree, folder)
-            stdout, stderr = (
-                _open_output(console, host.options.timestamps, given, owned) for console in (host.stdout, host.stderr)
-            )
+            stdout, stderr = (_open_output(console, given, owned) for console in (host.stdout, host.stderr))
             read, write = os.pipe()
             given.callback(os.close, write)
             reports = owned.enter_context(os.fdopen(read, "rb", 0))

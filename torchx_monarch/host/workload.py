@@ -133,8 +133,7 @@ class Workload(abc.ABC):
     def _new_pool(self, run: RunSpec, log_dir: str | None, run_log: RunLog | None = None) -> None:
         host = self._host
         self._recorders = self._recorders or FlightRecorders(host.sockets)
-        outputs = (host.stdout, host.stderr, run_log, host.options.timestamps)
-        logs = RankLogs(host.options.replica, host.hostname, log_dir, run, *outputs)
+        logs = RankLogs(host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr, run_log)
         started = run.with_leading() if host.options.leads else run
         starter = RankStarter(started, self._zygotes, host.reporter.line)
         says = (host.reporter.line, self._report_first_output)

@@ -23,10 +23,6 @@ from torchx_monarch.system.line_output import CONTINUED
 TEMPLATE = "[${role_name}${rank}]:"
 """The prefix of a rank's lines, as under torchrun, unless the user gives another template."""
 
-_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) ")
-
-STAMP_LENGTH = len("2026-11-25T10:00:00.123Z ")
-
 _HOST = "[monarch]"
 """Marks the lines of host processes and supervisors."""
 
@@ -52,9 +48,9 @@ def paint(text: str, code: int) -> str:
 
 
 def stamp(seconds: float) -> str:
-    """Return the time that ``-cfg timestamps`` writes before a line: UTC, with milliseconds, and a blank."""
+    """Return a time as commands write it before a line: UTC, with milliseconds."""
     when = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
-    return f"{when:%Y-%m-%dT%H:%M:%S}.{when.microsecond // 1000:03d}Z "
+    return f"{when:%Y-%m-%dT%H:%M:%S}.{when.microsecond // 1000:03d}Z"
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ class LogLine:
         text: the line without its time and prefix, with its line feed if it has one.
         prefix: the prefix to show; empty without one.
         rank: the rank that has written it; None if that is not known.
-        time: when it was written, as ``stamp`` writes it but without the blank; empty if the line does not say.
+        time: when it was written, as ``stamp`` writes it; empty if that is not shown.
     """
 
     text: str
@@ -90,13 +86,8 @@ class LogLine:
 
 
 def host_text(line: str) -> str | None:
-    """Return the text of a line of a host process or a supervisor, with or without its time; None for any other line.
-
-    A rank can imitate such lines.
-    """
-    found = _STAMP.match(line)
-    rest = line[found.end() :] if found else line
-    return rest[len(_HOST) + 1 :] if rest.startswith(f"{_HOST} ") else None
+    """Return the text of a line of a host process or a supervisor, which a rank can imitate; None for others."""
+    return line[len(_HOST) + 1 :] if line.startswith(f"{_HOST} ") else None
 
 
 class LineParser:
@@ -106,27 +97,21 @@ class LineParser:
         role_name: torchrun's ``--role``; None if lines of ranks do not have its prefix.
         is_complete: whether all lines of all ranks have the prefix. Otherwise a program can have printed what looks so,
             and lines are shown as they are.
-        stamped: whether the host writes the time before each line.
     """
 
-    def __init__(self, role_name: str | None = None, *, is_complete: bool = True, stamped: bool = False) -> None:
+    def __init__(self, role_name: str | None = None, *, is_complete: bool = True) -> None:
         self._prefix = re.compile(rf"\[{re.escape(role_name)}(\d{{1,9}})\]:") if role_name is not None else None
         self._is_complete = is_complete
-        self._stamped = stamped
 
     def parse(self, line: str) -> LogLine:
         """Parse one line, or the beginning of one."""
-        found = _STAMP.match(line) if self._stamped else None
-        time, rest = (found[1], line[found.end() :]) if found else ("", line)
-        if rest.startswith(f"{_HOST} "):
-            return LogLine(rest[len(_HOST) + 1 :], f"{_HOST} ", time=time)
-        match = self._prefix.match(rest) if self._prefix is not None else None
+        if (text := host_text(line)) is not None:
+            return LogLine(text, f"{_HOST} ")
+        match = self._prefix.match(line) if self._prefix is not None else None
         if match is None:
-            return LogLine(rest, time=time)
+            return LogLine(line)
         rank = int(match[1])
-        if not self._is_complete:
-            return LogLine(rest, rank=rank, time=time)
-        return LogLine(rest[match.end() :], f"[{rank}] ", rank, time)
+        return LogLine(line[match.end() :], f"[{rank}] ", rank) if self._is_complete else LogLine(line, rank=rank)
 
 
 class LastStates:
@@ -184,8 +169,5 @@ def last_state(line: str) -> str:
 
 def _local(time: str) -> str:
     """Return the time of day in the local time zone of a time that ``stamp`` has written."""
-    try:
-        when = datetime.datetime.strptime(time, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=datetime.timezone.utc)
-    except ValueError:  # a rank can write what only looks like a time
-        return time
+    when = datetime.datetime.strptime(time, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=datetime.timezone.utc)
     return f"{when.astimezone():%H:%M:%S}.{when.microsecond // 1000:03d}"

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from torchx_monarch.insight import events
-from torchx_monarch.insight.log_lines import stamp
 from torchx_monarch.model.host_result import KEY_VARIABLE, HostResult, signed
 from torchx_monarch.system import error_files
 from torchx_monarch.system.console import Console, WriterThread
@@ -40,23 +39,16 @@ class Reporter:
 
     Args:
         termination_log: path of the container's termination message (see ``write_result``); None for none.
-        stamped: whether the time is written before each line.
     """
 
     def __init__(
-        self,
-        console: Console,
-        events_path: str | None,
-        role: str,
-        termination_log: str | None = None,
-        stamped: bool = False,
+        self, console: Console, events_path: str | None, role: str, termination_log: str | None = None
     ) -> None:
         self._console = console
         self._events_path = events_path
         self._events_writer = WriterThread()
         self._role = role
         self._termination_log = termination_log
-        self._stamped = stamped
         self.rank_restarts = 0
         self._last = time.monotonic()
         self.echo: Callable[[str], None] | None = None
@@ -64,19 +56,19 @@ class Reporter:
     def line(self, text: str) -> None:
         """Write a line to the log, without an event."""
         text = one_line(text)
-        self._write_line(text, self._stamped)
+        self._write_line(text)
         if self.echo is not None:
             self.echo(text)
 
     def result_line(self, text: str) -> None:
-        """Write the signed result to the log, for the backend. It has no time: it would not be found behind one."""
-        self._write_line(text, stamped=False)
+        """Write the signed result to the log, for the backend."""
+        self._write_line(text)
 
     def block(self, title: str, text: str) -> None:
         """Write a line and a text of several lines. Every line gets the prefix, as a rank may have written the text."""
         self.line(title)
         for line in lines(text):
-            self._write_line(f"  {line}", self._stamped)
+            self._write_line(f"  {line}")
             if self.echo is not None:
                 self.echo(f"  {line}")
 
@@ -126,8 +118,8 @@ class Reporter:
         finally:
             task.cancel()
 
-    def _write_line(self, text: str, stamped: bool) -> None:
-        self._console.write(self, f"{stamp(time.time()) if stamped else ''}[monarch] {text}\n".encode())
+    def _write_line(self, text: str) -> None:
+        self._console.write(self, f"[monarch] {text}\n".encode())
 
     def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
         if self._events_path:

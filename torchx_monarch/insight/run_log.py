@@ -109,13 +109,12 @@ class RunLogSink:
     Args:
         prefix: torchrun's own prefix before each line, which clients show in a shorter form; empty if there is none, or
             one of the user's.
-        stamped: whether each line has the time before its prefix.
     """
 
-    def __init__(self, run_log: RunLog, rank: int, stream: str, prefix: str, stamped: bool) -> None:
+    def __init__(self, run_log: RunLog, rank: int, stream: str, prefix: str) -> None:
         self.writers = [run_log.writer]
         self._run_log = run_log
-        self._record = {"type": "output", "rank": rank, "stream": stream, "prefix": prefix, "stamped": stamped}
+        self._record = {"type": "output", "rank": rank, "stream": stream, "prefix": prefix}
 
     def write(self, text: bytes, shown: bytes) -> None:
         """Append ``shown``, the text with its prefixes, in records of ``_PIECE`` characters at most."""

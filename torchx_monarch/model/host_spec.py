@@ -152,12 +152,6 @@ class HostSpec:
         "observe: hangs are reported; restart: the ranks are started again; fail: the job ends",
     )
     debug_wait: float = _seconds(300.0, "seconds that a rank waits in a breakpoint for a debugger; 0: not at all", 0)
-    timestamps: bool = _flag(
-        False,
-        "1: the time is written before each line of the log",
-        parse=lambda text: text == "1",
-        show=lambda value: str(int(value)),
-    )
     on_end: str = _flag("", "shell command that replica 0 runs at its end, with the result as JSON on stdin")
     retry_on: tuple[int, ...] = _flag(
         (),

@@ -95,7 +95,6 @@ class RoleSpec:
             has none.
         ends_together: whether its hosts end and restart with those of the other roles (``controller.roles``).
         spares: how many replicas are spare hosts, which run ranks only in the place of others.
-        stamped: whether its hosts write the time before each line.
         min_groups: how many roles with this number must be able to go on; 0 if the app needs the role itself.
         on_end: the command to run when the job has ended, of the first role; empty for none.
         lighthouse_port: the port of torchft's lighthouse, if that is what the role runs; 0 if not.
@@ -111,7 +110,6 @@ class RoleSpec:
     rendezvous: str = ""
     ends_together: bool = False
     spares: int = 0
-    stamped: bool = False
     min_groups: int = 0
     lighthouse_port: int = 0
     on_end: str = ""

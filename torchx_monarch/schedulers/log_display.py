@@ -18,7 +18,6 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.command.command import Streams
 from torchx_monarch.command.rewrite import rank_command
 from torchx_monarch.insight.log_lines import LastStates, LineParser, LogLine, is_coloured, is_terminal
-from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.schedulers.command import subcommand
 
 _TEMPLATE_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
@@ -64,12 +63,10 @@ def parser_of(app: AppSnapshot, role_name: str) -> LineParser:
     """Return the parser of the lines of a role. Each run on a live allocation has its own prefix: none is known."""
     written = app.app.roles if app.app is not None else ()
     role = next((app_role for app_role in written if app_role.name == role_name), None)
-    specs = {role_snapshot.spec.name: role_snapshot.spec for role_snapshot in app.roles}
-    spec = specs.get(role_name, RoleSpec(role_name))
     command = rank_command(role) if role is not None else None
     if role is None or command is None or command.kind != "torchrun" or command.options.tee == Streams():
-        return LineParser(stamped=spec.stamped)
+        return LineParser()
     options = command.options
     if options.log_line_prefix_template or _TEMPLATE_VARIABLE in role.env:
-        return LineParser(stamped=spec.stamped)
-    return LineParser(options.role, is_complete=options.tee == Streams(every=3), stamped=spec.stamped)
+        return LineParser()
+    return LineParser(options.role, is_complete=options.tee == Streams(every=3))

@@ -77,9 +77,6 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     on_end: str = ""
     """A shell command that is run once when the job has ended, with its end as JSON on stdin."""
 
-    timestamps: bool = False
-    """Write the time (UTC, with milliseconds) before each line of the log, but for the log files of single ranks."""
-
 
 @dataclass
 class NetworkOpts(MonarchOpts):

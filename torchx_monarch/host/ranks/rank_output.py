@@ -17,7 +17,7 @@ from string import Template
 from typing import IO
 
 from torchx_monarch.host.ranks.run_spec import RunSpec
-from torchx_monarch.insight.log_lines import TEMPLATE, stamp
+from torchx_monarch.insight.log_lines import TEMPLATE
 from torchx_monarch.insight.run_log import RunLog, RunLogSink
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.console import Console, WriterThread
@@ -68,7 +68,6 @@ class OutputPipe:
         self._console: Console | None = None
         self._sinks: Sequence[FilteredFile | RunLogSink] = ()
         self._prefix = b""
-        self._is_stamped = False
         self._partial = bytearray()
         self._goes_on = False
         """Whether the next text to show continues a line of which pieces have been shown."""
@@ -81,7 +80,6 @@ class OutputPipe:
         console: Console | None,
         prefix: str,
         sinks: Sequence[FilteredFile | RunLogSink] = (),
-        stamped: bool = False,
     ) -> None:
         """Set the destinations, before ``release``: a log file, which is appended to, and the host's output.
 
@@ -96,7 +94,6 @@ class OutputPipe:
         self._console = console
         self._prefix = prefix.encode()
         self._sinks = sinks
-        self._is_stamped = stamped
 
     @property
     def last_line(self) -> bytes:
@@ -197,7 +194,7 @@ class OutputPipe:
             text = b"".join(line for line in _LINES.findall(text) if self._is_shown(line.removesuffix(b"\n")))
             if not text:
                 return
-        shown, prefix = text, (stamp(time.time()).encode() if self._is_stamped else b"") + self._prefix
+        shown, prefix = text, self._prefix
         if prefix:
             ended = text.endswith(b"\n")
             shown = (text[:-1] if ended else text).replace(b"\n", b"\n" + prefix) + (b"\n" if ended else b"")
@@ -247,7 +244,6 @@ class RankLogs:
         log_dir: folder for ``attempt_N/RANK/{stdout,stderr}.log`` and ``error.json``; None for no files.
         stdout, stderr: output for prefixed lines; None to drop them.
         run_log: second destination of these lines, in a run on a live allocation; None in a batch job.
-        stamped: whether the time is written before each of these lines.
     """
 
     replica: int
@@ -257,7 +253,6 @@ class RankLogs:
     stdout: Console | None = None
     stderr: Console | None = None
     run_log: RunLog | None = None
-    stamped: bool = False
 
     def attach(self, stdout: OutputPipe, stderr: OutputPipe, attempt: int, rank: int, local_rank: int) -> Path | None:
         """Set the destinations of a rank's output; return the folder of its logs and error file, None for no files."""
@@ -276,7 +271,7 @@ class RankLogs:
             sinks: list[FilteredFile | RunLogSink] = []
             if self.run_log is not None:
                 own = prefix if teed and template == TEMPLATE else ""
-                sinks.append(RunLogSink(self.run_log, rank, name, own, self.stamped))
+                sinks.append(RunLogSink(self.run_log, rank, name, own))
             if directory and (texts := getattr(options, f"duplicate_{name}_filters")):
                 filtered = directory.with_name(self._filtered_name(name))
                 # The file exists even if no stream is teed, as under torchrun.
@@ -284,7 +279,7 @@ class RankLogs:
                 if teed and shown:
                     sinks.append(FilteredFile(str(filtered), texts, prefix.encode()))
             path = str(directory / f"{name}.log") if directory else None
-            output.assign(path, console if onto_console else None, prefix if teed else "", sinks, self.stamped)
+            output.assign(path, console if onto_console else None, prefix if teed else "", sinks)
         return directory
 
     def _filtered_name(self, stream: str) -> str:
