@@ -130,10 +130,8 @@ def test_options_with_several_values(torchx: Command, cfg: str, words: str) -> N
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        (b"[monarch_local]\ngrace = abc\n", "Run option `grace` is 'abc', which is no int"),
-        (b"[monarch_local]\ngrace = \xff\n", "config is not text in UTF-8: invalid start byte at byte 24"),
-        (b"grace = 1\n", "no section headers"),
-        (None, "config` does not exist or is not a file"),
+        ("[monarch_local]\ngrace = abc\n", "Run option `grace` is 'abc', which is no int"),
+        ("grace = 1\n", "no section headers"),
     ],
 )
 @pytest.mark.parametrize("command", ["run -s monarch_local --dryrun utils.echo", "list -s monarch_local"])
@@ -141,13 +139,12 @@ def test_a_configuration_file(
     torchx: Command,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    written: bytes | None,
+    written: str,
     words: str,
     command: str,
 ) -> None:
     monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / "config"))
-    if written is not None:
-        (tmp_path / "config").write_bytes(written)
+    (tmp_path / "config").write_text(written)
     assert words in torchx(*command.split())
 
 

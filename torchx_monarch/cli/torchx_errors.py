@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Have the ``torchx`` command say in a line what TorchX itself only says with a traceback.
 
-That is so for a handle or a scheduler that does not exist, a ``.torchxconfig`` that cannot be read, a default scheduler
+That is so for a handle or a scheduler that does not exist, a ``.torchxconfig`` with a mistake, a default scheduler
 without its daemon, Ctrl-C, and mistakes that this package's schedulers report: TorchX catches those only in ``torchx
 run`` (``torchx.cli.cmd_run.CmdRun._run_inner``), and not all. Any other exception is shown as before.
 """
@@ -46,8 +46,6 @@ def explain(error: BaseException) -> str:
     command = subcommand()
     if isinstance(error, configparser.Error):
         return f"TorchX cannot read a .torchxconfig, of this folder or of the home folder: {error}"
-    if isinstance(error, (OSError, UnicodeDecodeError)) and _is_of_configuration(error):
-        return f"TorchX cannot read its configuration: {_unreadable_file() or error}"
     if not command:
         return ""
     if isinstance(error, KeyboardInterrupt):
@@ -84,25 +82,3 @@ def _options(error: BaseException) -> argparse.Namespace | None:
     """Return the options of the command that an exception has ended, as TorchX has parsed them."""
     found = (frame.f_locals.get("args") for frame, _ in walk_tb(error.__traceback__))
     return next((options for options in found if isinstance(options, argparse.Namespace)), None)
-
-
-def _is_of_configuration(error: BaseException) -> bool:
-    """Return whether TorchX was reading its configuration files when an exception was raised."""
-    return any(frame.f_globals.get("__name__") == "torchx.runner.config" for frame, _ in walk_tb(error.__traceback__))
-
-
-def _unreadable_file() -> str:
-    """Return which configuration file is not text in UTF-8, and why; empty if each is, or if there is none."""
-    from torchx.runner import config
-
-    from torchx_monarch.backends.core.errors import UserError
-    from torchx_monarch.schedulers.run_options import read_config
-
-    try:
-        for path in config.find_configs():
-            read_config(path)
-    except UserError as error:
-        return str(error)
-    except OSError:
-        pass
-    return ""

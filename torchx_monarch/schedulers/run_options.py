@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 from torchx.specs import CfgVal, InvalidRunConfigException, runopts
 from torchx.specs.api import runopt
 from torchx.util.types import to_dict
 
-from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.torchx_api import put_option
 from torchx_monarch.model.spelling import did_you_mean
 
@@ -60,11 +58,3 @@ class CheckedRunopts(runopts):  # type: ignore[misc]
             hint = " (a value that contains = needs quotes: OPTION='A=B')" if cfg_str.count("=") > 1 else ""
             reason = f"-cfg {cfg_str!r} is not of the form OPTION=VALUE,OPTION=VALUE{hint}: {error}"
             raise InvalidRunConfigException(reason, cfg_str, {}) from None
-
-
-def read_config(path: str) -> str:
-    """Return the text of a configuration file."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start}") from None
