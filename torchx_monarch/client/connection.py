@@ -85,28 +85,23 @@ def _parsed(text: str, source: str) -> Address:
 
 
 def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
-    request = _request(app_id)
-    if request is None:
+    from torchx_monarch.backends.local import request  # needed for apps of this machine alone
+
+    try:
+        app = request.load(state_files.app_paths(app_id)) if state_files.is_app_id(app_id) else None
+    except state_files.DamagedFileError as error:
+        raise UnreachableError(f"it is not known where the hosts of {app_id} listen: {error}") from None
+    if app is None:
         raise UnreachableError(
             f"{handle} is not known in {state_files.state_dir()}: no app of this machine, and no certificate to reach "
             "one elsewhere. The command that submits a job stores it there",
             final=True,
         )
-    names = [request_role.name for request_role in request.roles]
+    names = [app_role.name for app_role in app.roles]
     if role and role not in names:
         raise UnreachableError(f"{handle} has no role {role!r}; it has {', '.join(names)}", final=True)
     index = names.index(role) if role else 0
-    return Address("unix", path=os.path.join(request.run_dir, f"{index}.sock"))
-
-
-def _request(app_id: str) -> LocalRequest | None:
-    """Return the stored request of an app of this machine; None if there is no such app."""
-    from torchx_monarch.backends.local import request  # needed for apps of this machine alone
-
-    try:
-        return request.load(state_files.app_paths(app_id)) if state_files.is_app_id(app_id) else None
-    except state_files.DamagedFileError as error:
-        raise UnreachableError(f"it is not known where the hosts of {app_id} listen: {error}") from None
+    return Address("unix", path=os.path.join(app.run_dir, f"{index}.sock"))
 
 
 def _host(handle: str, app_id: str, role: str, stored_host: str, runner: Runner | None) -> str:
@@ -292,5 +287,3 @@ def _context(target: Target) -> ssl.SSLContext:
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
-
-    from torchx_monarch.backends.local.request import LocalRequest
