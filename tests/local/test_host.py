@@ -21,8 +21,10 @@ from torchx_monarch.system.run_dirs import MAX_RUN_DIR
 
 
 def test_options_of_another_release_are_refused() -> None:
-    with pytest.raises(SystemExit, match="no option --newer: install the submitter's torchx-monarch on"):
+    with pytest.raises(SystemExit, match="no option --newer: install the submitter's torchx-monarch there"):
         HostSpec.from_argv(["--app", "a", "--newer", "1", "--", "python", "x"])
+    with pytest.raises(SystemExit, match="torchx_monarch.host --replica .*replica_id.*: invalid literal for int"):
+        HostSpec.from_argv(["--app", "a", "--replica", "${replica_id}", "--", "python", "x"])
 
 
 def test_modules_in_the_working_folder_do_not_reach_the_host(tmp_path: Path) -> None:

@@ -246,11 +246,12 @@ class HostSpec:
         while words[:1] != ["--"]:
             option, text = words[:2]
             name = option.removeprefix("--").replace("-", "_")
-            if name not in _FLAGS:
-                sys.exit(
-                    f"torchx_monarch.host has no option {option}: install the submitter's torchx-monarch on the host"
-                )
-            given[name] = _FLAGS[name].parse(text)
+            try:
+                given[name] = _FLAGS[name].parse(text)
+            except KeyError:
+                sys.exit(f"torchx_monarch.host has no option {option}: install the submitter's torchx-monarch there")
+            except ValueError as error:  # such as a macro that a wrapped scheduler does not replace
+                sys.exit(f"torchx_monarch.host {option} {text}: {error}")
             del words[:2]
         return cls(**given, command=tuple(words[1:]))
 
