@@ -22,7 +22,7 @@ from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import add_json, print_record
 from torchx_monarch.client.hosts import say
-from torchx_monarch.insight.log_lines import LastStates, LogLine, is_coloured, is_terminal, stamp
+from torchx_monarch.insight.log_lines import LastStates, LogLine, is_coloured, is_terminal
 from torchx_monarch.schedulers.log_display import parser_of
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.system.line_output import LineOutput
@@ -172,12 +172,11 @@ class _Printer:
     def show(self, source: Source, time: float, parsed: LogLine) -> None:
         """Print a line: with its rank, and with its replica if it has no rank and there are several replicas."""
         role, replica = source
-        when = stamp(time) if time else ""
         if self._as_json:
             place = {"time": time or None, "role": role, "replica": replica, "rank": parsed.rank}
             print_record({**place, "text": parsed.text.rstrip("\n")})
             return
-        shown = replace(parsed, time=when if self._timestamps else "")
+        shown = replace(parsed, time=time if self._timestamps else 0.0)
         if source in self._unfinished:
             shown = LogLine(parsed.text)
         elif self._several_roles or (self._several and parsed.rank is None):

@@ -47,12 +47,6 @@ def paint(text: str, code: int) -> str:
     return f"\x1b[{code}m{text}\x1b[0m"
 
 
-def stamp(seconds: float) -> str:
-    """Return a time as commands write it before a line: UTC, with milliseconds."""
-    when = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
-    return f"{when:%Y-%m-%dT%H:%M:%S}.{when.microsecond // 1000:03d}Z"
-
-
 @dataclass(frozen=True)
 class LogLine:
     """One line of a log.
@@ -61,21 +55,27 @@ class LogLine:
         text: the line without its time and prefix, with its line feed if it has one.
         prefix: the prefix to show; empty without one.
         rank: the rank that has written it; None if that is not known.
-        time: when it was written, as ``stamp`` writes it; empty if that is not shown.
+        time: when it was written, in seconds since the epoch; 0 if that is not shown.
     """
 
     text: str
     prefix: str = ""
     rank: int | None = None
-    time: str = ""
+    time: float = 0.0
 
     def plain(self) -> str:
-        """Return the line for files and pipes."""
-        return f"{self.time}{' ' if self.time else ''}{self.prefix}{self.text}"
+        """Return the line for files and pipes: with the time in UTC."""
+        time = ""
+        if self.time:
+            when = datetime.datetime.fromtimestamp(self.time, datetime.timezone.utc).replace(tzinfo=None)
+            time = f"{when.isoformat(timespec='milliseconds')}Z "
+        return f"{time}{self.prefix}{self.text}"
 
     def on_terminal(self, coloured: bool) -> str:
         """Return the line for a terminal: with the time of day in the local time zone, and perhaps with colours."""
-        time, prefix = self.time and f"{_local(self.time)} ", self.prefix
+        time, prefix = "", self.prefix
+        if self.time:
+            time = f"{datetime.datetime.fromtimestamp(self.time).time().isoformat('milliseconds')} "
         if coloured:
             time = time and paint(time, 2)
             if self.rank is not None:
@@ -165,9 +165,3 @@ def last_state(line: str) -> str:
     """Return what a line, with or without its end, shows on a terminal: the text after the last carriage return."""
     text = line.rstrip("\r\n")
     return text.rpartition("\r")[2] + line[len(text) :]
-
-
-def _local(time: str) -> str:
-    """Return the time of day in the local time zone of a time that ``stamp`` has written."""
-    when = datetime.datetime.strptime(time, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=datetime.timezone.utc)
-    return f"{when.astimezone():%H:%M:%S}.{when.microsecond // 1000:03d}"
