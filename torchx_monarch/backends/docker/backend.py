@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from docker.errors import APIError, DockerException
 from torchx.schedulers.docker_scheduler import LABEL_APP_ID, LABEL_ROLE_NAME, DockerJob
-from torchx.specs import AppDef, CfgVal, Role, runopts
+from torchx.specs import AppDef
 from torchx.workspace import WorkspaceMixin
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
@@ -40,21 +40,10 @@ _STOP_WAIT = 2.0
 """Seconds that ``stop`` waits for the containers; dockerd stops them even if the client exits."""
 
 
-class _Workspace(WorkspaceMixin[None]):  # type: ignore[misc]
-    """Builds workspaces into images of the daemon, through the backend's connection."""
+class _Workspace(DockerWorkspaceMixin):  # type: ignore[misc]
+    """Builds workspaces into images of the daemon, which runs them: none is pushed."""
 
-    def __init__(self, daemon: Daemon) -> None:
-        super().__init__()
-        self._daemon = daemon
-
-    def workspace_opts(self) -> runopts:
-        return DockerWorkspaceMixin().workspace_opts()
-
-    def caching_build_workspace_and_update_role(
-        self, role: Role, cfg: Mapping[str, CfgVal], build_cache: dict[object, object]
-    ) -> None:
-        builder = DockerWorkspaceMixin(docker_client=self._daemon.client)
-        builder.caching_build_workspace_and_update_role(role, cfg, build_cache)
+    dryrun_push_images = WorkspaceMixin.dryrun_push_images
 
 
 class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
@@ -67,7 +56,7 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
     def __init__(self) -> None:
         self._daemon = Daemon()
         self._stopping: dict[str, threading.Thread] = {}
-        self.workspace = _Workspace(self._daemon)
+        self.workspace = _Workspace()
 
     def close(self) -> None:
         self._daemon.close()
