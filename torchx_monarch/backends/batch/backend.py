@@ -275,10 +275,10 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
                     old[app_id] = folder
         queued = self.report(old) if old else {}
         for app_id, folder in old.items():
-            with contextlib.suppress(state_files.DamagedFileError, OSError):
+            with contextlib.suppress(state_files.DamagedFileError, RemoveError):
                 app = self.read(app_id, folder, queued, brief=True)
                 if app is not None and not any(replica.is_alive for replica in app.replicas):
-                    _remove_folder(folder)
+                    self.remove(app)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -406,20 +406,13 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
     def remove(self, app: BatchSnapshot) -> None:
         if any(replica.is_alive for replica in app.replicas):
             self.cancel(app.jobs)
-        try:
-            _remove_folder(app.folder)
-        except OSError as error:
-            raise RemoveError(app.app_id, app.folder.root, error) from None
-
-
-def _remove_folder(folder: JobFolder) -> None:
-    """Remove an app's folder, to which the job's last process, or another process that removes it, may write."""
-    while os.path.lexists(folder.root):
-        try:
-            shutil.rmtree(folder.root)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
-                raise
+        # The job's last process, or another one that removes the folder, may write to it.
+        while os.path.lexists(app.folder.root):
+            try:
+                shutil.rmtree(app.folder.root)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                    raise RemoveError(app.app_id, app.folder.root, error) from None
 
 
 def batch_role(role: Role, spec: RoleSpec) -> BatchRole:

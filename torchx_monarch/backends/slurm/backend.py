@@ -99,13 +99,6 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
         os.rename(aside, os.path.join(self._index, jobs[0]))
         return jobs[0]
 
-    def prune(self) -> None:
-        """Remove the folders of jobs that ended long ago, and the links to removed folders."""
-        super().prune()
-        for name in os.listdir(self._index):
-            if not os.path.exists(link := os.path.join(self._index, name)):
-                state_files.remove_file(link)
-
     def task_ids(self, roles: Sequence[RoleSpec], jobs: Sequence[str]) -> list[list[str]]:
         return [[jobs[0]] * spec.replicas for spec in roles]
 
