@@ -159,7 +159,7 @@ class OrderServer:
         Args:
             request: its ``LocalRequest``. Its command may begin with ``python``: this interpreter.
             place: its ``Place``.
-            gpu_count: the GPUs for which it waits, if the machine has any and its role names none.
+            gpu_count: the GPUs for which it waits; none without any, or if its role names some or waits for slots.
             workspace: the hash of the one in which the replica runs; empty without one.
         """
         from torchx_monarch.backends.local import submit  # imports TorchX, which the other orders do without
@@ -177,7 +177,8 @@ class OrderServer:
             replica.args[0] = sys.executable
         replica.env.setdefault("PATH", f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}")
         environ = {**os.environ, "PATH": replica.env["PATH"]}
-        if gpu_count and gpus.CUDA_VISIBLE_DEVICES not in replica.env and gpus.devices(environ):
+        waits = not (decoded.slots or decoded.roles[0].spec.sidecar or gpus.CUDA_VISIBLE_DEVICES in replica.env)
+        if gpu_count and waits and gpus.devices(environ):
             decoded.gpus = gpu_count
         if reason := machine_queue.check(decoded.gpus, decoded.slots, environ):
             raise ValueError(reason)
