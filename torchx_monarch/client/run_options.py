@@ -133,7 +133,6 @@ def run_message(hosts: Hosts, script_args: str | Sequence[str] | None, options: 
     }
     if options.workspace:
         folder, when = os.path.expanduser(options.workspace), options.sync or "auto"
-        sent = hosts.reach(lambda target: sync_workspace(target, folder, when), ready=True)
-        workspace = f"{message['by']}:{os.path.realpath(folder)}"
-        message.update({"code": sent.code, "cwd": sent.cwd, "synced": sent.synced, "workspace": workspace})
+        message.update(hosts.reach(lambda target: sync_workspace(target, folder, when), ready=True))
+        message["workspace"] = f"{message['by']}:{os.path.realpath(folder)}"
     return message

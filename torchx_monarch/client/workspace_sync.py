@@ -10,7 +10,6 @@ import contextlib
 import os
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torchx_monarch.backends.core import state_files
@@ -33,26 +32,11 @@ _unscannable: set[str] = set()
 """Shared folders that could not be scanned, mostly because they exceed the limits; another scan would take as long."""
 
 
-@dataclass(frozen=True)
-class SyncResult:
-    """The code that a run uses.
-
-    Attributes:
-        code: hash of the workspace; empty with ``never``, and for a shared folder that exceeds the limits of a
-            workspace.
-        cwd: the workspace, if all hosts see the folder itself; empty if each host has a copy, and with ``never``.
-        synced: whether each host has a copy.
-        sent: bytes sent to replica 0.
-    """
-
-    code: str = ""
-    cwd: str = ""
-    synced: bool = False
-    sent: int = 0
-
-
-def sync_workspace(target: Target, workspace: str, when: SyncMode) -> SyncResult:
+def sync_workspace(target: Target, workspace: str, when: SyncMode) -> dict[str, Any]:
     """Make the current state of a workspace available on every host, but for files that it ignores.
+
+    Returns:
+        The fields ``code``, ``cwd`` and ``synced`` of a ``RunRequest``, without those that have their defaults.
 
     Raises:
         CodeError: the workspace cannot be read, exceeds the limits or keeps changing; or a host could not store it.
@@ -60,17 +44,17 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode) -> SyncResult
         RefusedError: the allocation refuses the request.
     """
     if when == "never":
-        return SyncResult()
+        return {}
     from torchx_monarch.code_sync.scan import ScanError, scan_cached
 
     root = os.path.abspath(workspace)
     for _ in range(_TRIES):
         with Connection.open(target, {"type": "sync"}) as link:
             if when == "auto" and _is_shared(link, root):
-                return SyncResult(_hash_of(root), root)
+                return {"code": _hash_of(root), "cwd": root}
             try:
                 tree = scan_cached(root, state_files.state_dir())
-                sent = _send(link, root, tree)
+                _send(link, root, tree)
             except ScanError as error:
                 raise CodeError(f"{error} (or run without bringing the code: sync='never')") from None
             except ChangedError as error:
@@ -78,7 +62,7 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode) -> SyncResult
                 continue
             except OSError as error:
                 raise CodeError(f"cannot read {error.filename} of the workspace: {error.strerror}") from None
-            return SyncResult(tree.hash, synced=True, sent=sent)
+            return {"code": tree.hash, "synced": True}
     raise CodeError(
         f"{changing} changes all the time: what is not for the hosts can be named in .torchxignore or .gitignore"
     )
@@ -124,27 +108,23 @@ def _is_shared(link: Connection, root: str) -> bool:
             os.unlink(name)
 
 
-def _send(link: Connection, root: str, tree: Tree) -> int:
-    """Send the tree and the file contents that a host lacks; return the number of bytes sent."""
+def _send(link: Connection, root: str, tree: Tree) -> None:
+    """Send the tree and the file contents that a host lacks."""
     link.send({"type": "tree", "tree": tree.hash})
     if _answer(link, "have")["have"]:
-        return 0
+        return
     encoded = tree.encode()
-    sent = _send_frames(link, (encoded[at : at + PIECE] for at in range(0, len(encoded), PIECE)))
+    _send_frames(link, (encoded[at : at + PIECE] for at in range(0, len(encoded), PIECE)))
     bits = int(_answer(link, "missing")["missing"], 16)
     missing = [digest for number, digest in enumerate(tree.contents) if bits >> number & 1]
-    sent += _send_frames(link, pack(tree.files(root, missing)))
+    _send_frames(link, pack(tree.files(root, missing)))
     _answer(link, "done")
-    return sent
 
 
-def _send_frames(link: Connection, frames: Iterable[bytes]) -> int:
-    sent = 0
+def _send_frames(link: Connection, frames: Iterable[bytes]) -> None:
     for frame in frames:
-        sent += len(frame)
         link.send_bytes(len(frame).to_bytes(4, "big") + frame)
     link.send_bytes(bytes(4))
-    return sent
 
 
 def _answer(link: Connection, kind: str) -> dict[str, Any]:
