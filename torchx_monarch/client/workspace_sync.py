@@ -28,10 +28,6 @@ _ANSWER_TIMEOUT = 300.0
 """Seconds for an answer: all hosts unpack the files first, possibly on slow disks."""
 
 
-_unscannable: set[str] = set()
-"""Shared folders that could not be scanned, mostly because they exceed the limits; another scan would take as long."""
-
-
 def sync_workspace(target: Target, workspace: str, when: SyncMode) -> dict[str, Any]:
     """Make the current state of a workspace available on every host, but for files that it ignores.
 
@@ -85,9 +81,8 @@ def _hash_of(root: str) -> str:
     from torchx_monarch.code_sync.scan import ScanError, scan_cached
 
     try:
-        return scan_cached(root, state_files.state_dir()).hash if root not in _unscannable else ""
+        return scan_cached(root, state_files.state_dir()).hash
     except ScanError:
-        _unscannable.add(root)
         return ""
 
 
