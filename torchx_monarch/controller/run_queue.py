@@ -263,7 +263,7 @@ class RunQueue(Session):
         run.result, run.ended = result, time.time()
         run.request = dataclasses.replace(run.request, function="")  # megabytes, for each run that is remembered
         for record in (*records, run.last_record or {}):
-            _append(run.run_log, record)
+            run.run_log.append(record)
         run.run_log.close()
         self._ended.append(run)
         if run is self.current:
@@ -343,7 +343,7 @@ class RunQueue(Session):
             raise RendezvousError(f"the run's folder cannot be made: {error.strerror}: {error.filename}") from None
         self._number = number
         run = Run(number, request.shown_as(self._default_command), run_log, os.urandom(8).hex())
-        _append(run_log, {"type": "run", **run.to_json()})
+        run_log.append({"type": "run", **run.to_json()})
         self._queue.append(run)
         self._wake.set()
         return run
@@ -421,10 +421,3 @@ class RunQueue(Session):
             with contextlib.suppress(Exception):
                 await self.hosts.broadcast(StopRanks(signal.SIGKILL, 0.0))
         await peer.send({"type": "ending", "run": run.number, "state": run.state})
-
-
-def _append(run_log: RunLog, record: dict[str, Any]) -> None:
-    """Append a record to a run log, unless it is too long to be sent."""
-    with contextlib.suppress(messages.ProtocolError):
-        messages.encode(record)
-        run_log.append(record)
