@@ -141,7 +141,7 @@ def test_a_rank_that_has_ended_and_the_runs_of_an_allocation(folder: Path, scrip
     hosts.stop()
 
 
-@pytest.mark.parametrize("how", ["--ranks=fresh", "--ranks=fork"])
+@pytest.mark.parametrize("how", ["fresh", "fork"])
 def test_a_job_that_fails_again_and_again_at_one_step(folder: Path, script: Callable[[str], str], how: str) -> None:
     path = script("""
         import torchx_monarch
@@ -154,7 +154,9 @@ def test_a_job_that_fails_again_and_again_at_one_step(folder: Path, script: Call
         time.sleep(1000)
     """)
     command = torchrun(path, restarts=8)
-    hosts = Hosts(folder, command, options=("--grace", "1", how, "--preload", "json", "--same-step-limit", "2")).start()
+    hosts = Hosts(
+        folder, command, options=("--grace", "1", "--ranks", how, "--preload", "json", "--same-step-limit", "2")
+    ).start()
     assert hosts.wait() == [9]
     assert hosts.out().count("begins") == 3
     assert "no restart: 2 failures in a row at step 5, without progress (same_step_limit)" in hosts.err()
