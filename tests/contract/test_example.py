@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torchx.specs import AppState
 
 from examples.task_spooler import create_scheduler
 from tests.contract.contract import Contract
@@ -77,6 +79,16 @@ class TestContract(Contract):
         tsp("-S", "16")
         yield
         tsp("-K")
+
+    def test_a_command_is_told_once_of_all_roles(self, place: TaskSpoolerPlace, tmp_path: Path) -> None:
+        end = tmp_path / "end.json"
+        later = place.role("sh", "-c", "sleep 1; exit 3", name="later")
+        handle = place.run(place.role("true"), later, place.role("true", name="last"), on_end=f"cat >> {end}")
+        place.wait(handle, AppState.FAILED)
+        place.until(lambda: end.exists() and end.read_text(), "the command", handle)
+        told = json.loads(end.read_text())
+        assert (told["id"], told["state"], told["exit_code"]) == (handle.rpartition("/")[2], "FAILED", 3)
+        assert "later/0" in told["message"]
 
     def test_a_scheduler_of_another_package_is_known_by_its_class(
         self, place: TaskSpoolerPlace, monkeypatch: pytest.MonkeyPatch

@@ -14,16 +14,20 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from string import Template
 
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder, R, ReplicaFolder
+from torchx_monarch.backends.batch.snapshot import QueuedJob, read_replica
 from torchx_monarch.backends.core import state_files, stop_request
+from torchx_monarch.backends.core.snapshot import AppSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.state import count_restarts, reduce
 from torchx_monarch.backends.local import status
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
+from torchx_monarch.insight.job_end import JobEnd
 from torchx_monarch.model.env_names import RANK0_HOST, replica0_variable
 from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.state import State
@@ -47,6 +51,30 @@ class _TaskLoop(SupervisorLoop):
         if signal.SIGTERM in numbers and not self._done:
             self._on_cancel()
         super()._on_signals(numbers.replace(bytes([signal.SIGTERM]), b""))
+
+    def _job_end(self, exit_code: int | None) -> JobEnd | None:
+        """Return how the job has ended, if the records of all tasks decide that, and no other task has told it."""
+        assert isinstance(self._paths, ReplicaFolder)
+        job, ending = self._paths.job, stop_request.load_outcome(self._paths.job)
+        roles = []
+        for role in load_request(BatchRequest, job).roles:
+            replicas = [read_replica(role.spec, k, job, QueuedJob(), ending) for k in range(role.spec.replicas)]
+            roles.append(RoleSnapshot(role.spec, replicas))
+        app = AppSnapshot(self._record.app_id, self._record.name, roles, ending=ending)
+        found = reduce(app)
+        if found.outcome is None:
+            return None
+        try:
+            os.close(safe_files.open_file(os.path.join(job.root, "told"), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return None
+        except OSError:  # a full disk: rather twice than never
+            pass
+        code = found.cause.exit_code if found.cause else 0 if found.outcome.state is State.SUCCEEDED else None
+        return JobEnd(
+            *(app.app_id, app.name, found.outcome.state, found.outcome.message),
+            *(None if code is None else shell_code(code), self._record.started, time.time(), count_restarts(app)),
+        )
 
 
 def main(folder: str, role: str, number: str) -> int:
@@ -104,7 +132,8 @@ def _request(stored: BatchRequest, index: int, replica: int, app_id: str, run_di
     role = stored.roles[index]
     values = {"img_root": role.image, "app_id": app_id, "replica_id": str(replica), "rank0_env": RANK0_HOST}
     command, env = substitute(role.command, role.env, values)
-    only = RoleRequest(role.spec.alone(), [ReplicaRequest(command, env, role.cwd)], first=replica)
+    spec = replace(role.spec.alone(), on_end=stored.roles[0].spec.on_end)
+    only = RoleRequest(spec, [ReplicaRequest(command, env, role.cwd)], first=replica)
     job = f"{app_id}:{os.path.basename(stored.folder)}"
     return LocalRequest(app_id, stored.name, [only], stored.grace, run_dir, job, networked=True)
 

@@ -432,22 +432,24 @@ class SupervisorLoop:
         self._done = True
 
     def _run_on_end(self, exit_code: int | None) -> None:
-        """Run the user's command for the end of the job, unless another supervisor does: that of replica 0."""
-        record, first = self._record, self._request.roles[0]
-        if not first.spec.on_end or first.first:
-            return
-        assert record.ended is not None
-        # Without one supervisor for all replicas, those that are left of a failed job are stopped on request.
-        asked = stop_request.load_outcome(self._paths) if record.state is State.CANCELLED else None
-        if record.state is State.CANCELLED and asked is None and self._request.networked:
-            return  # its batch system has taken the node away, and may start the job again
-        state = asked.state if asked else record.state
-        end = JobEnd(
-            *(self._request.job_id or record.app_id, record.name, state, record.msg, exit_code),
-            *(record.started, record.ended, record.restarts),
-        )
-        if failure := end.run(first.spec.on_end, os.environ):
+        """Run the user's command for the end of the job, if that has ended."""
+        record, command = self._record, self._request.roles[0].spec.on_end
+        end = self._job_end(exit_code) if command else None
+        if end is not None and (failure := end.run(command, os.environ)):
             self._event("on_end", failure)
             record.msg = "; ".join(filter(None, (record.msg, failure)))
             with contextlib.suppress(OSError):
                 state_files.write_json(self._paths.status, asdict(record))
+
+    def _job_end(self, exit_code: int | None) -> JobEnd | None:
+        """Return how the job has ended; None if another supervisor tells that: the one of replica 0."""
+        record = self._record
+        if self._request.roles[0].first:
+            return None
+        assert record.ended is not None
+        # Without one supervisor for all replicas, those that are left of a failed job are stopped on request.
+        asked = stop_request.load_outcome(self._paths) if record.state is State.CANCELLED else None
+        return JobEnd(
+            *(self._request.job_id or record.app_id, record.name, asked.state if asked else record.state, record.msg),
+            *(exit_code, record.started, record.ended, record.restarts),
+        )
