@@ -107,7 +107,9 @@ def test_a_job_is_cancelled_waited_for_and_deleted_by_its_name(tmp_path: Path) -
     assert run_torchx("monarch", "wait").returncode == 1
     assert objects("status")["state"] == "CANCELLED"
     for command in ("stacks", "profile"):
-        assert monarch(command, code=exit_codes.UNAVAILABLE).endswith("/logs/prog/0/attempt_0/stacks.txt\n")
+        assert f"where its ranks were last: torchx monarch report {handle}" in monarch(
+            command, code=exit_codes.UNAVAILABLE
+        )
     assert f"{handle} had ended before: CANCELLED" in run_torchx("monarch", "cancel", "last").stderr
     assert run_torchx("monarch", "delete", handle).stderr == f"deleted {handle} and its logs\n"
     assert "no app was submitted" in torchx("status", "last", code=exit_codes.UNKNOWN_APP)

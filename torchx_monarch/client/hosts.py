@@ -7,14 +7,12 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchx_monarch.backends.core import torchx_api
 from torchx_monarch.client.connection import TIMEOUT, Connection, Target, ask
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.system.termination import closed_terminal_is_null
-from torchx_monarch.system.untrusted_text import one_line
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
@@ -141,27 +139,15 @@ class Hosts:
 
     def roles(self) -> list[str]:
         """Return the names of the roles of the app that have hosts; that of this object first."""
+        from torchx.specs import parse_app_handle
+
         found: list[str] = []
         if not self._address:
-            apps, app_id = self._apps()
-            app = apps.read(app_id)
+            scheduler_name, _, app_id = parse_app_handle(self.handle)
+            app = torchx_api.scheduler_of(self.runner, scheduler_name).apps.read(app_id)
             found = [role.spec.name for role in app[0].roles if role.spec.workload] if app is not None else []
         first = self._role or next(iter(found), "")
         return [first, *(name for name in found if name != first)]
-
-    def stored_stacks(self) -> str:
-        """Return the newest file of stacks that the app's hosts have left on this machine; empty without one."""
-        apps, app_id = self._apps()
-        folder = apps.backend.folder(app_id)
-        files = Path(folder.logs).glob("*/*/**/attempt_*/stacks.txt") if folder else ()
-        return one_line(str(max(files, key=lambda path: path.lstat().st_mtime, default="")))
-
-    def _apps(self) -> tuple[Any, str]:
-        """Return the apps of the scheduler, and the app's id."""
-        from torchx.specs import parse_app_handle
-
-        scheduler_name, _, app_id = parse_app_handle(self.handle)
-        return torchx_api.scheduler_of(self.runner, scheduler_name).apps, app_id
 
     def release(self) -> None:
         """Cancel the app through its scheduler; does nothing if the app has ended."""

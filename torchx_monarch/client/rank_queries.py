@@ -75,5 +75,4 @@ def _ask(hosts: Hosts, greeting: Mapping[str, object], kind: type[T], timeout: f
     try:
         return hosts.reach(ask_at, wait=False)
     except AllocationError as error:
-        stored = hosts.stored_stacks()
-        raise AllocationError(f"{error}. Its last stacks: {stored}" if stored else str(error)) from None
+        raise AllocationError(f"{error}; where its ranks were last: torchx monarch report {hosts.handle}") from None
