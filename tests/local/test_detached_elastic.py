@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,26 +68,16 @@ print("ended in a world of", os.environ["WORLD_SIZE"], flush=True)
 """
 
 
-@pytest.fixture
-def job(apps: Detached, tmp_path: Path) -> Callable[[int], str]:
-    """Submit ranks on one to three hosts, with retries, that go on until a file ``go`` is there; the app's id."""
-    (tmp_path / "prog.py").write_text(PROGRAM)
-    words = ["--nnodes", "1:3", "--nproc-per-node", "1", "prog.py"]
-    more: dict[str, Any] = {"num_replicas": 3, "min_replicas": 1, "retry_policy": RetryPolicy.REPLICA}
-
-    def submit(retries: int) -> str:
-        role = Role("r", str(tmp_path), entrypoint="torchrun", args=words, max_retries=retries, **more)
-        return apps.run(role, preload="none", grace=2)
-
-    return submit
-
-
 def ranks(apps: Detached, app_id: str) -> list[str]:
     return [event["message"].partition(" (")[0] for event in apps.events(app_id) if event["kind"] == "ranks"]
 
 
-def test_a_job_goes_on_without_a_lost_host(apps: Detached, job: Callable[[int], str], tmp_path: Path) -> None:
-    app_id = job(0)
+def test_a_job_goes_on_without_a_lost_host(apps: Detached, tmp_path: Path) -> None:
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    words = ["--nnodes", "1:3", "--nproc-per-node", "1", "prog.py"]
+    more: dict[str, Any] = {"num_replicas": 3, "min_replicas": 1, "retry_policy": RetryPolicy.REPLICA}
+    role = Role("r", str(tmp_path), entrypoint="torchrun", args=words, **more)
+    app_id = apps.run(role, preload="none", grace=2)
     until(lambda: ranks(apps, app_id) == ["ranks 3/3"], "the ranks")
     os.kill(apps.host(app_id, 1), signal.SIGKILL)
     until(lambda: ranks(apps, app_id) == ["ranks 3/3", "ranks 2/2"], "the ranks of two hosts")
@@ -96,14 +85,3 @@ def test_a_job_goes_on_without_a_lost_host(apps: Detached, job: Callable[[int], 
     assert apps.wait(app_id).state is S
     assert apps.states(app_id) == {"r/0": S, "r/1": F, "r/2": S}
     assert "ended in a world of 2\n" in apps.log(app_id, k=2)
-
-
-def test_a_lost_host_is_started_again_and_joins(apps: Detached, job: Callable[[int], str], tmp_path: Path) -> None:
-    app_id = job(1)
-    until(lambda: ranks(apps, app_id) == ["ranks 3/3"], "the ranks")
-    os.kill(apps.host(app_id, 2), signal.SIGKILL)
-    until(lambda: ranks(apps, app_id)[1:] and ranks(apps, app_id)[-1] == "ranks 3/3", "the ranks of three hosts again")
-    (tmp_path / "go").touch()
-    status = apps.wait(app_id)
-    assert (status.state, status.num_restarts) == (S, 1)
-    assert "ended in a world of 3\n" in apps.log(app_id, k=2)

@@ -143,15 +143,6 @@ def test_sidecars_end_with_the_others(apps: Detached, tmp_path: Path) -> None:
     assert (tmp_path / "told").exists()
 
 
-def test_roles_may_end_before_another_whatever_their_order(apps: Detached, tmp_path: Path) -> None:
-    main = sh(UNTIL.format(folder=tmp_path, name="go"), name="main")
-    app_id = apps.run(sh("true", name="first"), main, sh("true", name="last"))
-    until(lambda: [apps.states(app_id)[name] for name in ("first/0", "last/0")] == [S, S], "both roles to end")
-    assert apps.states(app_id)["main/0"] is apps.status(app_id).state is AppState.RUNNING
-    (tmp_path / "go").touch()
-    assert apps.wait(app_id).state is S
-
-
 def test_siblings_may_end_by_themselves(apps: Detached, tmp_path: Path) -> None:
     command = f"if test $0 = 0; then exit 1; fi; trap 'touch {tmp_path}/told' TERM; sleep 1; echo ended; exit 7"
     role = sh(command, replicas=2)
@@ -162,11 +153,3 @@ def test_siblings_may_end_by_themselves(apps: Detached, tmp_path: Path) -> None:
     assert not (tmp_path / "told").exists()
     assert apps.log(app_id, k=1)[0] == "ended\n"
     assert apps.record(app_id)["roles"][0]["replicas"][1]["exit_code"] == 7
-
-
-def test_siblings_that_stay_are_stopped(apps: Detached) -> None:
-    role = sh("if test $0 = 0; then exit 1; fi; sleep 1000", replicas=2)
-    role.args.append("${replica_id}")
-    app_id = apps.run(role)
-    assert apps.wait(app_id).state is F
-    assert apps.states(app_id) == {"r/0": F, "r/1": C}

@@ -150,16 +150,6 @@ def test_a_failure_says_who_began_it_and_leaves_the_hosts_to_the_next_run(
     assert hosts.end() == [0]
 
 
-def test_restarts_within_a_run(live: Callable[..., Live], script: Callable[[str], str]) -> None:
-    path = script("print('attempt', attempt)\nsys.exit(attempt < 1)")
-    hosts = live("torchrun", "--nproc-per-node", "2", "--max-restarts", "2", path)
-    for _ in range(2):
-        result = hosts.run()
-        assert (result.exit_code, result.attempts) == (0, 2)
-        assert (hosts.logs(0) / f"run_{result.run}/attempt_1/1/stdout.log").read_text() == "attempt 1\n"
-    assert hosts.end() == [0]
-
-
 @pytest.mark.parametrize("preload", ["", "json"])
 def test_a_module_that_is_edited_twice_within_a_second(
     preload: str, live: Callable[..., Live], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -205,13 +205,6 @@ def test_a_run_is_lost_with_its_hosts(jobs: list[torchx_monarch.SPMDJob], script
     assert not handle.cancel()
 
 
-def test_is_given_back_at_the_end_of_a_block(script: Callable[[str], str]) -> None:
-    path = script("sys.exit(rank)")
-    with serve(["torchrun", "--nproc-per-node", "2", path], scheduler_cfg=CFG) as job, pytest.raises(SPMDError):
-        job.run_spmd(output="none")
-    assert over(job) == "CANCELLED"
-
-
 def test_the_component_and_what_is_refused(jobs: list[torchx_monarch.SPMDJob], tmp_path: Path) -> None:
     handle = torchx("run", "-s", "monarch_local", "-cfg", "preload=none", "monarch.hosts", "-j", "2x1").stdout.split()[
         0

@@ -90,16 +90,6 @@ def where(address: Address) -> str:
     return f"{address.host}:{address.port}: "
 
 
-def test_a_host_of_the_job_joins(identity: Issuer, address: Address) -> None:
-    async def run() -> None:
-        async with listening(address, identity()) as rendezvous:
-            client = await join(address, identity())
-            client._writer.close()
-            assert rendezvous.hosts.missing == [0]
-
-    asyncio.run(run())
-
-
 def test_says_that_one_end_does_not_speak_tls(identity: Issuer, address: Address) -> None:
     assert where(address) + "what listens there does not speak TLS" in why_not(address, None, identity())
     plain = Address("insecure-tcp", address.host, address.port)

@@ -17,7 +17,6 @@ from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRa
 from torchx_monarch.controller.host_events import (
     HostEvent,
     HostExcluded,
-    HostJoined,
     HostLost,
     HostPreempted,
     Interrupted,
@@ -36,7 +35,6 @@ from torchx_monarch.transport.connections import Address
 
 DONE = JobResult(0, "done")
 LOST = HostLost(1, JobResult(1, "lost"))
-JOINED = HostJoined(1, JobResult(0, "joined"))
 PREEMPTED = HostPreempted(1, JobResult(143, "preempted", stopped=True))
 STOP = StopRequested(0, JobResult(143, "stopped", stopped=True), signal.SIGINT)
 RUN_END = RunEndRequested(0, JobResult(143, "run ended", stopped=True))
@@ -98,27 +96,7 @@ class Job:
         return await asyncio.wait_for(self.controller.run(), WITHIN)
 
 
-FIXED, ELASTIC = NodeRange(2, 2, 0.2), NodeRange(1, 2, 0.2)
-
-
-def test_a_job_without_events_ends_with_its_work() -> None:
-    job = Job(FIXED, 0, DONE)
-    assert job.result() is DONE
-    assert job.log == [[0, 1]]
-
-
-@pytest.mark.parametrize("event", [LOST, PREEMPTED, STOP])
-def test_an_event_ends_a_job_of_fixed_size(event: HostEvent) -> None:
-    job = Job(FIXED, 0, (event,))
-    assert job.result() is event.result
-    assert job.log == [[0, 1], (type(event).__name__, event.signal, event is LOST)]
-    assert job.rendezvous._ending  # hosts that are restarted from here on belong to the next start
-
-
-def test_a_lost_host_is_replaced_as_often_as_the_backend_does() -> None:
-    job = Job(FIXED, 1, (LOST,), (LOST,))
-    assert job.result() is LOST.result
-    assert job.log == [[0, 1], ("HostLost", 15, True), False, [0, 1], ("HostLost", 15, True)]
+FIXED = NodeRange(2, 2, 0.2)
 
 
 def test_losses_while_ranks_are_stopped_cost_one_replacement() -> None:
@@ -139,19 +117,6 @@ def test_a_stop_request_while_ranks_are_stopped_is_not_lost() -> None:
     job.while_stopping = lambda: job.rendezvous.events.post(STOP) if len(job.log) == 2 else None
     assert job.result() is STOP.result
     assert job.log == [[0, 1], ("HostLost", 15, True), False, ("StopRequested", 2, False)]
-
-
-def test_an_elastic_job_goes_on_without_a_lost_host_and_with_one_that_joins() -> None:
-    job = Job(ELASTIC, 0, (LOST,), (JOINED,), DONE)
-    assert job.result() is DONE
-    assert job.log == [[0, 1], ("HostLost", 15, True), False, [0, 1], ("HostJoined", 15, False), True, [0, 1]]
-
-
-def test_a_job_does_not_begin_without_enough_hosts() -> None:
-    job = Job(FIXED, 0)
-    job.rendezvous.hosts.registered.clear()
-    assert job.result() == JobResult(1, "replica 0, 1 did not arrive within 0.2 s (--host-timeout)")
-    assert job.log == [("StopRequested", 15, False)]
 
 
 def test_the_end_of_a_run_waits_until_the_hosts_are_together() -> None:
@@ -232,11 +197,3 @@ def test_a_host_that_fails_again_makes_way_for_the_spare_and_without_one_it_stay
     assert [host.replica for host in job.gatherer._form()] == [0, 2]
     assert [job.gatherer.blame(hosts[2], "boom") for _ in range(2)] == [None, None], "the other one is bad, too"
     assert [host.replica for host in job.gatherer._form()] == [0, 2]
-
-
-def test_an_excluded_host_is_left_out_of_the_next_attempt() -> None:
-    excluded = HostExcluded(1, JobResult(1, "excluded", replica=1), host="node (replica 1)")
-    job = Job(SPARED, 0, (excluded,), DONE)
-    job.while_stopping = lambda: job.gatherer._failures.excluded.add("node (replica 1)")
-    assert job.result() is DONE
-    assert job.log == [[0, 1], ("HostExcluded", 15, False), False, [0, 2]]

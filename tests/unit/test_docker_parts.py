@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -19,7 +17,6 @@ from docker.errors import APIError
 from torchx.runner import Runner
 from torchx.specs import AppDef, BindMount, InvalidRunConfigException, Resource, RetryPolicy, Role
 
-from tests.waits import WITHIN
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
@@ -365,16 +362,3 @@ def test_errors_of_the_daemon_are_for_users() -> None:
     ):
         with pytest.raises(BackendError, match=words), native.answering():
             raise error
-
-
-def test_without_the_client_a_person_is_told_what_to_install() -> None:
-    code = """
-import sys
-sys.modules["docker"] = None
-sys.argv = ["torchx", "run", "-s", "monarch_docker", "monarch.spmd", "a.py"]
-from torchx.cli.main import main
-main(sys.argv[1:])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WITHIN)
-    said = "monarch_docker needs docker; run: pip install 'docker>=7'\n"
-    assert (done.returncode, done.stderr) == (1, said)

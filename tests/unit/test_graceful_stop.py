@@ -77,15 +77,3 @@ def test_a_host_has_some_time_more(clock: Clock) -> None:
     assert host.alive
     clock.move(GRACE + HOST_EXTRA)
     assert not host.alive
-
-
-def test_a_second_request_shortens_the_stop(clock: Clock) -> None:
-    program, host = Replica(1), Replica(2)
-    stop([program, host], GRACE, clock)
-    stop([program, host], 2 * GRACE, clock)
-    clock.move(1.0)
-    stop([program, host], 2.0, clock)
-    clock.move(3.0)
-    assert not program.alive and host.alive
-    stop([program, host], 0.0, clock)
-    assert not host.alive

@@ -111,18 +111,6 @@ def test_a_hang_is_reported_once_and_its_end_too() -> None:
     assert notes.notes[1][1].startswith("hang over: rank 1 made the others wait for ")
 
 
-@pytest.mark.parametrize("on_hang", ["restart", "fail"])
-def test_ranks_that_hang_are_to_be_stopped(on_hang: str) -> None:
-    async def steps(ranks: Ranks, watch: HangWatch) -> None:
-        ranks.waited = 60
-        await until(lambda: len(ranks.asked) > 2 and not isinstance(ranks.asked[-1], ReadCollectives))
-        await asyncio.sleep(0.01)
-
-    hang, notes, _ = watched(steps, on_hang)
-    assert hang is not None and hang.ranks == (1,) and [kind for kind, _ in notes.notes] == ["hang"]
-    assert hang.place == "stopped (SIGSTOP)"
-
-
 def test_nothing_is_concluded_without_all_hosts_or_while_the_watch_rests() -> None:
     async def steps(ranks: Ranks, watch: HangWatch) -> None:
         ranks.waited, ranks.missing = 60, {1: "no answer"}

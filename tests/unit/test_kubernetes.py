@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from typing import Any, cast
 
 import kubernetes_validate
 import pytest
-from kubernetes.client import Configuration
 from torchx.runner import Runner
 from torchx.schedulers.kubernetes_scheduler import LABEL_REPLICA_ID
 from torchx.specs import (
@@ -27,16 +25,12 @@ from torchx.specs import (
 )
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.backend import LogQuery
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts, reduce
 from torchx_monarch.backends.core.state_files import DamagedFileError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.timed_line import seconds
 from torchx_monarch.backends.kubernetes import logs, request, snapshot
-from torchx_monarch.backends.kubernetes.backend import KubernetesBackend
-from torchx_monarch.backends.kubernetes.native import Api
 from torchx_monarch.backends.kubernetes.request import with_credentials
 from torchx_monarch.backends.kubernetes.snapshot import AppObjects, Attempt, JobReport
 from torchx_monarch.model.host_result import HostResult
@@ -503,49 +497,6 @@ def test_a_snapshot_of_an_apps_objects() -> None:
 )
 def test_how_an_app_was_ended_is_noted(note: str, ending: Outcome | None) -> None:
     assert snapshot.assemble(stored(packed(), note), NOW).ending == ending
-
-
-class RecordingServer:
-    """An API server with one app, in place of the client's connections; records what is to change it."""
-
-    def __init__(self, date: str, **answers: list[dict[str, Any]]) -> None:
-        self.date, self.answers, self.writes = date, answers, list[str]()
-
-    def request(self, method: str, url: str, **more: Any) -> Any:
-        path = url.partition("?")[0]
-        if method != "GET":
-            self.writes.append(f"{method} {path}")
-        items = self.answers.get(path.rpartition("/")[2])
-        record = {"apiVersion": "v1", "kind": "Service", **stored(packed()).record}
-        data = record if items is None else {"apiVersion": "v1", "kind": "List", "items": items}
-        return SimpleNamespace(status=200, headers={"Date": self.date}, data=json.dumps(data).encode())
-
-
-@pytest.mark.parametrize("skew", [0.0, 6.0, 3600.0])
-@pytest.mark.parametrize(
-    ("second", "message"),
-    [
-        ({"reason": "ErrImagePull"}, "replica main/1: ErrImagePull"),
-        (None, "replica main/1 on node n1 exited with code 1"),
-    ],
-)
-def test_reading_sends_no_change_whatever_the_clock(
-    monkeypatch: pytest.MonkeyPatch, skew: float, second: dict[str, str] | None, message: str
-) -> None:
-    """Of an image that could not be pulled 10 s ago, and of a host that has failed 1 s ago."""
-    now = seconds("2026-11-20T10:00:10Z")
-    monkeypatch.setattr(time, "time", lambda: now + skew)
-    waits = {"containerStatuses": [{"name": "main", "state": {"waiting": second}}]}
-    pods = [labelled(0, phase="Running"), labelled(1, **waits) if second else labelled(1, phase="Failed", **ended(1))]
-    metadata = {"name": "j", "uid": "u", "labels": {request.LABEL_ROLE: "0"}}
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": {}}
-    server = RecordingServer("Fri, 20 Nov 2026 10:00:10 GMT", jobs=[job], pods=pods, events=[])
-    backend = KubernetesBackend()
-    backend._api = Api(Configuration(host="http://server"), "n")
-    backend._api._pool = cast(Any, server)
-    found = Apps(backend, "monarch_kubernetes").read("n:a")
-    assert found is not None and (found[1].state, found[1].message) == (State.RUNNING, message)
-    assert server.writes == []
 
 
 def test_a_followed_log_ends_at_its_end_also_if_the_pod_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:

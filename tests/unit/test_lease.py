@@ -6,21 +6,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
 
 import pytest
 
 from tests.waits import WITHIN, until_async
-from torchx_monarch.controller.host_events import HostEvent, HostLost
+from torchx_monarch.controller.host_events import HostEvent
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.transport import lease, messages
+from torchx_monarch.transport import lease
 from torchx_monarch.transport.connections import Address
 from torchx_monarch.transport.lease import Leases
 
@@ -69,39 +67,6 @@ def test_time_in_which_this_process_has_not_run_does_not_count(stop_this_process
         leases.stop()
 
     asyncio.run(main())
-
-
-def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Address) -> None:
-    async def main() -> tuple[HostEvent, str]:
-        first = Rendezvous(HostNetwork(address, HostSpec(replicas=2, lease=0.6)))
-        first.register(Registration(0, "node0", 4710, 1))
-        await first.start()
-        host = Registration(1, "node1", 4711, 1)
-        # It sends no heartbeats: nobody waits for its result.
-        silent = await RendezvousClient.join(HostNetwork(address), host, WITHIN)
-        host_event = await asyncio.wait_for(first.events.next(), WITHIN)
-        silent._writer.close()
-
-        async def register_and_be_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await messages.receive(reader)
-            await messages.send(writer, {"type": "registered", "name": "host 0 (node0, pid 4710)"})
-            await reader.read()
-            writer.close()
-
-        other = Address("unix", path=address.path + "2")
-        server = await asyncio.start_unix_server(register_and_be_silent, other.path)
-        member = await RendezvousClient.join(HostNetwork(other, HostSpec(lease=0.6)), host, WITHIN)
-        assert await asyncio.wait_for(member.result(AsyncMock()), WITHIN) is None
-        server.close()
-        await first.announce(JobResult(1, "over"), 5)
-        Path(other.path).unlink(missing_ok=True)
-        return host_event, member.lost
-
-    host_event, lost = asyncio.run(main())
-    said = "does not answer: no message from it for 0.6 s (lease)"
-    assert (host_event.replica, type(host_event)) == (1, HostLost)
-    assert host_event.result.reason == f"host 1 (node1, pid 4711) {said}"
-    assert lost == f"host 0 (node0, pid 4710) {said}"
 
 
 def test_a_replica_0_that_did_not_run_blames_itself_for_the_hosts_that_have_left(

@@ -104,23 +104,6 @@ def test_spare_hosts_are_for_roles_of_ranks() -> None:
             rewrite(beside, OPTIONS)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["torchrun", "--nproc-per-node", "4", "train.py", "--lr", "0.1"],
-        ["/venv/bin/torchrun", "train.py"],
-        ["python", "-m", "torch.distributed.run", "--tee", "3", "-m", "pkg.mod"],
-        ["python3", "-u", "train.py", "--x=a b\"c,$d'\n\\é"],
-        ["python", "-c", "print('x')"],
-        ["torchrun", "--no-python", "--", "./run.sh", "--", "x"],
-        ["torchrun", "--rdzv-id", "${app_id}", "--node-rank", "${replica_id}", "a"],
-    ],
-)
-def test_a_command_of_its_own(command: list[str]) -> None:
-    role = rewritten(app(*command))
-    assert (role.entrypoint, role.args) == ("python", [*HOST, *command])
-
-
 def test_only_the_command_changes() -> None:
     given = app("torchrun", "a.py", A="1")
     given.metadata["x"] = "y"

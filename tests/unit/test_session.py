@@ -17,10 +17,9 @@ from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.controller import Session
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, HostRegistry, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
-from torchx_monarch.controller.host_events import HostEvent, HostEvents, HostLost, HostPreempted, Interrupted
+from torchx_monarch.controller.host_events import HostEvent, HostEvents, HostPreempted, Interrupted
 from torchx_monarch.controller.host_messages import (
     Exits,
-    HostRefused,
     HostRequests,
     Launched,
     LaunchRanks,
@@ -39,7 +38,6 @@ from torchx_monarch.system.console import Console, WriterThread
 HOSTS = [Registration(0, "node0", 1, 1), Registration(1, "node1", 1, 1, attempt=1)]
 FIXED = NodeRange(2, 2, 1.0)
 OPTIONS = JobOptions(HostSpec(host_timeout=1.0, lease=0.05), FIXED, "id", 1.0, 1, report_timeout=0.05)
-REFUSED = ("host 1 (node1)", "cannot write the ranks' logs")
 
 
 def exits(replica: int, code: int, stopped_at: float | None = None) -> tuple[int, Exits]:
@@ -53,43 +51,27 @@ PREEMPTED = HostPreempted(1, JobResult(143, "preempted", stopped=True, replica=1
 class ScriptedHosts(JobHosts):
     """Agents whose answers to ``WatchRanks`` are given by attempt; nothing listens anywhere."""
 
-    def __init__(self, events: HostEvents, *watched: list[Any] | Callable[[], None]) -> None:
-        super().__init__(OPTIONS, HostRequests({}), events, Reporter(Console(2), None, "trainer"), self._own)
-        self.log: list[object] = []
-        self.refusal: tuple[type[Request[Any]], bool] | None = None
+    def __init__(self, *watched: list[Any]) -> None:
+        super().__init__(OPTIONS, HostRequests({}), HostEvents(), Reporter(Console(2), None, "trainer"), self._own)
         self._watched = list(watched)
 
     async def _own(self, request: Request[Any]) -> Any:
         raise AssertionError("not asked")
 
-    def form(self, hosts: list[Registration]) -> None:
-        super().form(hosts)
-        self.log.append("hosts")
-
     async def ask_own(self, request: Request[Any], timeout: float) -> Any:
         assert isinstance(request, OpenStore)
-        if self.refusal == (OpenStore, True):
-            raise HostRefused(*REFUSED)
         return StoreOpened("node0", 29500, True)
 
     async def ask(self, request: Request[Any], *args: Any) -> AsyncIterator[tuple[int, Any]]:
-        if self.refusal == (type(request), False):
-            raise HostRefused(*REFUSED)
         if isinstance(request, LaunchRanks):
-            self.log.append(("launch", request.world.attempt))
             for host in self.present:
                 yield host.replica, Launched((7,))
         if isinstance(request, WatchRanks):
-            answers = self._watched.pop(0)
-            if callable(answers):
-                answers()
-                await self.events.interrupt(asyncio.sleep(60))
-                return
-            for answer in answers:
+            for answer in self._watched.pop(0):
                 yield answer
 
     async def stop(self, number: int, grace: float, note: Callable[[Exits], None]) -> None:
-        self.log.append(("stop", number))
+        """Do nothing: no rank runs."""
 
 
 def new_attempts(hosts: JobHosts, failures: HostFailures | None = None) -> Callable[[], Attempts]:
@@ -97,37 +79,20 @@ def new_attempts(hosts: JobHosts, failures: HostFailures | None = None) -> Calla
     return lambda: Attempts(hosts, gatherer, HangWatch(hosts))
 
 
-def batch_job(hosts: JobHosts, failures: HostFailures | None = None) -> Session:
-    return Session(hosts, new_attempts(hosts, failures))
-
-
-def batch(
-    *watched: Any,
-    refusal: tuple[type[Request[Any]], bool] | None = None,
-    failures: HostFailures | None = None,
-    report: HostEvent | None = None,
-) -> JobResult:
+def batch(*watched: Any, failures: HostFailures | None = None, report: HostEvent | None = None) -> JobResult:
     """The result of a batch job, or of the event that ends it; ``report`` arrives after the exits."""
 
     async def main() -> JobResult:
-        hosts = ScriptedHosts(HostEvents(), *watched)
-        hosts.refusal = refusal
+        hosts = ScriptedHosts(*watched)
         if report is not None:
             asyncio.get_running_loop().call_later(0.01, hosts.events.post, report)
         fresh = [dataclasses.replace(host, attempt=-1) for host in HOSTS]
         try:
-            return await batch_job(hosts, failures).run(fresh)
+            return await Session(hosts, new_attempts(hosts, failures)).run(fresh)
         except Interrupted as interruption:
             return interruption.event.result
 
     return asyncio.run(asyncio.wait_for(main(), WITHIN))
-
-
-def test_ranks_of_other_hosts_that_fail_at_the_same_time_are_of_one_cause() -> None:
-    again = [[exits(0, 2), exits(1, 2)]] * 2
-    assert batch(*again).reason == "all 2 ranks: exited with code 2"
-    again = [[exits(0, -9), exits(1, -9)]] * 2
-    assert batch(*again).reason.startswith("rank 0 (")  # as by the kernel, on one machine
 
 
 @pytest.mark.parametrize("code", [-15, 0], ids=["killed by SIGTERM", "handles SIGTERM and exits with 0"])
@@ -145,7 +110,7 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
     recorded = tmp_path / "events.jsonl"
 
     async def main() -> None:
-        hosts = ScriptedHosts(HostEvents(), GOOD)
+        hosts = ScriptedHosts(GOOD)
         hosts.reporter = Reporter(Console(2), str(recorded), "trainer")
         hosts.form(HOSTS)
         attempts = new_attempts(hosts)()
@@ -169,28 +134,3 @@ def test_a_failure_that_all_hosts_share_is_not_counted_for_a_machine(codes: tupl
     failures, ended = HostFailures(9), [exits(replica, code)[1][0] for replica, code in enumerate(codes)]
     assert batch([(0, ended)], GOOD, failures=failures).code == 0
     assert [name for name in ("node0", "node1") if failures.describe(name) == "1 failure within 1 h"] == blamed
-
-
-@pytest.mark.parametrize("refusal", [(OpenStore, True), (LaunchRanks, False)])
-def test_a_refusal_ends_a_batch_job(refusal: tuple[type[Request[Any]], bool]) -> None:
-    assert batch(refusal=refusal) == JobResult(1, REFUSED[1])
-
-
-def test_an_event_leaves_the_ranks_to_the_controller_and_the_run_goes_on_on_the_next_mesh() -> None:
-    async def main() -> None:
-        events = HostEvents()
-        lost = HostLost(1, JobResult(1, "lost"))
-        hosts = ScriptedHosts(events, lambda: events.post(lost), GOOD)
-        session = batch_job(hosts)
-        with pytest.raises(Interrupted) as caught:
-            await session.run(HOSTS)
-        assert caught.value.event is lost and events.pending == [lost]
-        events.settle_all(lambda event: event is lost)
-        assert await session.stop(lost, left=True)
-        assert not await session.stop(lost, left=True)  # nothing runs any more
-        session.hosts_changed(joined=False)
-        assert (await session.run(HOSTS)).code == 0
-        # Host 1 has run attempt 1 under an earlier replica 0.
-        assert hosts.log == ["hosts", ("launch", 2), ("stop", 15), "hosts", ("launch", 3)]
-
-    asyncio.run(main())

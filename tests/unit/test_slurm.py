@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from torchx.runner import Runner
-from torchx.specs import AppDef, InvalidRunConfigException, Resource, RetryPolicy, Role
+from torchx.specs import AppDef, InvalidRunConfigException, Resource, Role
 from torchx.specs.finder import ComponentValidationException
 
 from tests.contract.place import tree
@@ -36,8 +36,7 @@ from torchx_monarch.backends.slurm.batch_step import BatchRecord, BatchStep, loa
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.components import ft
 from torchx_monarch.model import codec
-from torchx_monarch.model.role_spec import RetryPolicy as SpecPolicy
-from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_slurm
 from torchx_monarch.supervisor.replica import ReplicaRecord
@@ -62,14 +61,6 @@ def app(replicas: int = 2, **more: Any) -> AppDef:
 def dryrun(runner: Runner, app: AppDef, **cfg: Any) -> SlurmRequest:
     request: SlurmRequest = runner.dryrun(app, "monarch_slurm", cfg=cfg).request
     return request
-
-
-def test_one_component_for_each_role_however_many_replicas(runner: Runner) -> None:
-    request = dryrun(runner, app(500))
-    command = request.commands[0]
-    assert command.count(":") == 1
-    assert [word for word in command if word.startswith("--nodes=")] == ["--nodes=500", "--nodes=3"]
-    assert len(SlurmBackend().show(request)) < 10_000
 
 
 def test_command_line_says_what_is_asked_for(runner: Runner) -> None:
@@ -109,15 +100,6 @@ def test_command_line_says_what_is_asked_for(runner: Runner) -> None:
     assert "--gres" not in second
     assert dryrun(runner, app(), gres="gpu:a100:4").commands[0].count("--gres=gpu:a100:4") == 1
     assert "--mem" not in " ".join(dryrun(runner, app(), nomem=True).commands[0])
-
-
-def test_a_job_with_spare_nodes_goes_on_without_a_lost_one(runner: Runner) -> None:
-    spared = dryrun(runner, app(), spares=1)
-    for role, words in zip(spared.roles, " ".join(spared.commands[0]).split(" : "), strict=True):
-        assert ("--no-kill" in words.split()) == ("no-kill" in role.srun) == (role.spec.spares == 1)
-        assert f"--nodes={role.spec.replicas}" in words
-    assert [role.spec.spares for role in spared.roles][0] == 1
-    assert "--no-kill" not in dryrun(runner, app()).commands[0]
 
 
 def test_groups_share_an_allocation_that_goes_on_without_a_lost_node(runner: Runner) -> None:
@@ -160,14 +142,6 @@ def test_dry_run_shows_what_runs_and_no_secret(runner: Runner) -> None:
         assert hosts.to_text() not in public
         assert "x y" not in public or public == shown
     assert codec.decode(SlurmRequest, json.loads(json.dumps(asdict(filled)))) == filled
-
-
-def test_a_task_starts_its_replica_again(runner: Runner) -> None:
-    trainer, reader = dryrun(runner, app(max_retries=2, retry_policy=RetryPolicy.REPLICA)).roles
-    assert trainer.srun["kill-on-bad-exit"] == reader.srun["kill-on-bad-exit"] == "0"
-    assert (trainer.spec.retry_policy, trainer.spec.max_retries) == (SpecPolicy.REPLICA, 2)
-    assert (trainer.spec.workload, reader.spec) == (WorkloadKind.RANKS, RoleSpec("reader", 3))
-    assert "--replacements" in trainer.command
 
 
 def test_macros_are_filled_in_on_the_node(runner: Runner) -> None:
@@ -232,10 +206,6 @@ def test_ctrl_c_while_sbatch_answers_leaves_nothing(
         signal.signal(signal.SIGINT, handler)
     assert (tmp_path / "cancelled").read_text() == "7\n"
     assert SlurmBackend().folders() == {} and list((tmp_path / "jobs").iterdir()) == []
-
-
-def test_hosts_meet_at_the_node_of_replica_0() -> None:
-    assert SlurmBackend().replica0_host(app(), 1) == "@MONARCH_REPLICA0_1"
 
 
 def test_submitting_within_a_job_does_not_inherit_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:

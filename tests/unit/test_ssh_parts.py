@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import pytest
 from torchx.runner import Runner
-from torchx.specs import AppDef, AppState, RetryPolicy, Role, Workspace
+from torchx.specs import AppDef, RetryPolicy, Role, Workspace
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.core import state_files
@@ -446,18 +446,3 @@ def test_a_machine_without_this_package_is_told_whatever_its_interpreter() -> No
 
 
 # -- the wire
-
-
-def test_an_app_on_a_machine(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ssh: Path) -> None:
-    """The machine has this one's files."""
-    monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / "state"))
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "hello.sh").write_text('echo "$1" $WORD\n')
-    cfg = {"hosts": ["a"], "python": sys.executable, "setup": "export WORD=set"}
-    handle = runner.run(app("sh", "hello.sh", "a  'b"), "monarch_ssh", cfg=cfg, workspace=f"file://{tmp_path}/code")
-    status = runner.wait(handle, wait_interval=0.1)
-    assert status is not None and status.state is AppState.SUCCEEDED, status
-    assert list(runner.log_lines(handle, "trainer")) == ["a  'b set\n"]
-    runner.delete(handle)
-    assert runner.status(handle) is None
-    runner.close()

@@ -43,7 +43,6 @@ def test_which_failures_a_role_tolerates(policy: RoleSpec, failed: set[int], tol
 
 
 GRACE = 30.0
-NOW = 1000.0
 
 
 def one(index: int, state: State, role: str = "r", **more: Any) -> ReplicaSnapshot:

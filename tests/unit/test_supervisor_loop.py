@@ -95,18 +95,6 @@ def test_a_cancel_ends_the_wait_for_a_restart(make: Callable[..., Loop]) -> None
     assert len(loop.started) == 2
 
 
-@pytest.mark.parametrize("policy", list(RetryPolicy))
-def test_a_replica_that_fails_is_started_again_alone(make: Callable[..., Loop], policy: RetryPolicy) -> None:
-    loop = make(RoleSpec("a", 2, max_retries=1, retry_policy=policy), RoleSpec("b", max_retries=1))
-    for name in ("a/1", "b/0", "a/0"):
-        loop.end(name, State.FAILED)
-    assert loop.started == ["a/0", "a/1", "b/0", "a/1", "b/0", "a/0"]
-    for name in ("a/1", "b/0"):
-        loop.end(name, State.SUCCEEDED)
-    loop.end("a/0", State.FAILED)
-    assert loop._done and loop._record.state is State.FAILED
-
-
 def test_a_host_that_waits_for_its_restart_is_not_started_after_its_role_has_succeeded(
     make: Callable[..., Loop],
 ) -> None:
