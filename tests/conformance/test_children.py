@@ -108,6 +108,10 @@ class Numbers(Dataset):
         info = get_worker_info()
         return index, info.id, int(os.environ["RANK"])
 
+class Batch:
+    def __init__(self, items):
+        self.items = items
+
 def seed(worker):
     torch.manual_seed(worker)
 
@@ -117,9 +121,9 @@ if __name__ == "__main__":
         sampler = DistributedSampler(Numbers(), num_replicas=2, rank=int(os.environ["RANK"]), shuffle=False)
         loader = DataLoader(
             Numbers(), batch_size=2, num_workers=1, sampler=sampler, multiprocessing_context=method,
-            worker_init_fn=seed, persistent_workers=method == "fork",
+            collate_fn=Batch, worker_init_fn=seed, persistent_workers=method == "fork",
         )
-        seen[method] = [[part.tolist() for part in batch] for batch in loader]
+        seen[method] = [batch.items for batch in loader]
     seen["threads"] = torch.get_num_threads()
     with open(os.path.join(os.environ["OBSERVED"], os.environ["RANK"]), "w") as file:
         json.dump(seen, file)
@@ -143,25 +147,22 @@ class Batch:
         self.value = value
 
 if __name__ == "__main__":
-    from torch.utils.data import DataLoader
-
     for method in ("spawn", "forkserver"):
         context = multiprocessing.get_context(method)
         with ProcessPoolExecutor(1, mp_context=context) as executor:
             print(method, executor.submit(Batch, 1).result().value, flush=True)
         with context.Pool(1) as pool:
             print(method, pool.apply(Batch, (2,)).value, flush=True)
-        loader = DataLoader([3], num_workers=1, collate_fn=Batch, multiprocessing_context=method)
-        print(method, [batch.value for batch in loader], flush=True)
 """
 
 
 def test_children_send_back_objects_of_the_script(both: Launchers) -> None:
-    theirs, ours = both([*LOGS, "prog.py"], {"prog.py": OBJECTS})
+    theirs, ours = both([*LOGS, "prog.py"], {"prog.py": OBJECTS}, preload="")
     assert theirs.code == ours.code == 0, theirs.err + ours.err
     assert ours.log(0, "stdout.log") == theirs.log(0, "stdout.log") != b""
 
 
+@pytest.mark.nightly("3 s of processor time; torch's function is multiprocessing's, which is tested every time")
 def test_torch_multiprocessing(both: Launchers) -> None:
     body = """
         def work(index, number):

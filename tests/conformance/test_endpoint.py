@@ -31,7 +31,11 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    "way", ["address and port", "static endpoint", pytest.param("port", marks=pytest.mark.nightly("the first has it"))]
+    "way",
+    [
+        "static endpoint",
+        *(pytest.param(way, marks=pytest.mark.nightly("the first has it")) for way in ("address and port", "port")),
+    ],
 )
 def test_program_that_meets_at_the_named_port(way: str, both: Launchers) -> None:
     port = both.port()

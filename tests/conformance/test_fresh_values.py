@@ -160,8 +160,11 @@ FRAMEWORKS = ("transformers.trainer", "lightning", "accelerate", "datasets", "te
 """Modules of packages that are installed for the nightly tests alone."""
 
 MODULES = [
-    pytest.param("torch", marks=pytest.mark.nightly("beside other modules it is tested every time")),
-    "torch,sklearn.ensemble,sklearn.model_selection,scipy.stats",
+    "torch",
+    pytest.param(
+        "torch,sklearn.ensemble,sklearn.model_selection,scipy.stats",
+        marks=pytest.mark.nightly("16 s of processor time; the test's own module holds such generators every time"),
+    ),
     *(pytest.param(name, marks=pytest.mark.nightly("packages that no other test needs")) for name in FRAMEWORKS),
 ]
 """Modules that the zygote imports: torch and the test's own, or what a program imports in its first statements."""

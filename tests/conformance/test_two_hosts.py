@@ -29,6 +29,7 @@ def test_environment(rdzv: str, both: Launchers) -> None:
         assert {name for name in {*their, *our} if their.get(name) != our.get(name)} == expected
 
 
+@pytest.mark.nightly("3 s of processor time; tests/network trains on two machines every time")
 def test_process_group(both: Launchers) -> None:
     body = """
         import torch, torch.distributed as dist
