@@ -31,7 +31,9 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end", ["ValueError", pytest.param("SIGKILL", marks=pytest.mark.nightly("3 s of processor time for four ranks"))]
+)
 def test_rank_that_began_it(end: str, tmp_path: Path) -> None:
     body, code, words = ENDS[end]
     (tmp_path / "prog.py").write_text(PROGRAM.format(end=body))
@@ -65,8 +67,6 @@ def test_rank_that_began_it(end: str, tmp_path: Path) -> None:
 
 STARTS = {
     "module": (["-m", "nope.mod", "--lr", "0.1"], "", "No module named 'nope'"),
-    "syntax": (["prog.py"], "x = (\n", "SyntaxError: '(' was never closed"),
-    "import": (["prog.py"], "import nope\n", "ModuleNotFoundError: No module named 'nope'"),
     "option": (
         ["prog.py", "--lrr", "1"],
         "import argparse; argparse.ArgumentParser().parse_args()\n",
@@ -75,13 +75,11 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("start", "shape"), [("module", "1x4"), ("syntax", "1x4"), ("import", "1x4"), ("option", "2x2")]
-)
+@pytest.mark.parametrize(("start", "shape"), [("module", "1x4"), ("option", "2x2")])
 def test_a_start_that_fails_on_all_ranks(start: str, shape: str, tmp_path: Path) -> None:
     program, text, words = STARTS[start]
     (tmp_path / "prog.py").write_text(text)
-    cfg = () if (start, shape) == ("module", "1x4") else ("-cfg", "preload=none")  # none of the programs needs torch
+    cfg = () if start == "module" else ("-cfg", "preload=none")  # none of the programs needs torch
     words_of_run = ("--wait", *cfg, "monarch.spmd", "-j", shape, *program)
     done = run_torchx("run", "-s", "monarch_local", *words_of_run, cwd=tmp_path)
     assert done.returncode == 1

@@ -8,15 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_errors import exit_of
+from tests.unit.test_sync_store import write
 from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
-
-
-def write(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
 
 V1 = {
     "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/job/step\n0::/\n",

@@ -14,17 +14,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.test_sync_store import write
 from tests.waits import WITHIN
 from torchx_monarch.code_sync import scan as scanning
 from torchx_monarch.code_sync.manifest import EXECUTABLE, FILE, FOLDER, LINK
 from torchx_monarch.code_sync.scan import ScanError, StatCache, scan
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for path, text in files.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text)
-    return root
 
 
 @pytest.fixture(autouse=True)

@@ -51,13 +51,12 @@ def test_a_cancelled_order_does_not_leave_its_answer_to_the_next() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_zygote_that_ends_is_named_with_the_signal(number: signal.Signals) -> None:
+def test_a_zygote_that_ends_is_named_with_the_signal() -> None:
     async def main() -> None:
         with started() as zygote:
             assert (await zygote.imports())["unsafe"] == ""
-            os.kill(zygote.pid, number)
-            with pytest.raises(ZygoteError, match=rf"^the zygote \(pid {zygote.pid}\) was killed by signal {number}"):
+            os.kill(zygote.pid, signal.SIGKILL)
+            with pytest.raises(ZygoteError, match=rf"^the zygote \(pid {zygote.pid}\) was killed by signal 9"):
                 await zygote.ask(NOTHING)
             assert zygote.ended and not zygote.ready
 
