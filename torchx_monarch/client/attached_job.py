@@ -142,7 +142,6 @@ class AttachedJob(JobTrait):  # type: ignore[misc]
         raise NotImplementedError
 
     def _hosts_of(self, role: str) -> Hosts:
-        """Return the hosts of a role."""
         assert self.handle is not None
         return Hosts(self.handle, role, runner=self._runner)
 

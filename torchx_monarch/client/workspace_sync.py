@@ -104,7 +104,6 @@ def _is_shared(link: Connection, root: str) -> bool:
 
 
 def _send(link: Connection, root: str, tree: Tree) -> None:
-    """Send the tree and the file contents that a host lacks."""
     link.send({"type": "tree", "tree": tree.hash})
     if _answer(link, "have")["have"]:
         return

@@ -121,7 +121,6 @@ class MeshClients:
         return members
 
     async def _ended(self, running: _Loops, count: int, peer: Peer) -> None:
-        """Wait until all worker loops of a client have ended."""
         shut_down = False
         for _ in range(count):
             replica, answer = await running.next()

@@ -106,7 +106,6 @@ def _of_paths(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Itera
 
 
 def _listed(hosts: Sequence[str]) -> str:
-    """Return the names of hosts, shortened if there are many."""
     if len(hosts) > 4:
         return f"{', '.join(hosts[:3])} and {len(hosts) - 3} more"
     return " and ".join(filter(None, (", ".join(hosts[:-1]), hosts[-1])))

@@ -275,7 +275,6 @@ class RunQueue(Session):
         self._busy_at = time.monotonic()
 
     def _output(self, host: Registration, output: RunOutput) -> None:
-        """Add the output of another host to the log of its run."""
         if self.current is not None and output.token == self.current.token:
             for line in output.records.splitlines():
                 self.current.run_log.append_line(line.encode() + b"\n")
