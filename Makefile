@@ -106,7 +106,7 @@ demo: $(RUN)
 	@echo
 	@echo "Three things to try next, after  . $(VENV)/bin/activate"
 	@echo "  torchx monarch report last -o digits.html"
-	@echo "  torchx run -s monarch_local --wait --log -cfg timestamps=True monarch.spmd -j 2x2 examples/digits.py --fresh"
+	@echo "  torchx run -s monarch_local --wait --log monarch.spmd -j 2x2 examples/digits.py --fresh"
 	@echo "  torchx run -s monarch_local monarch.hosts -j 1x4    # then, with its handle, as often as you like:"
 	@echo "  torchx monarch exec HANDLE -- torchrun --nproc-per-node 4 examples/digits.py --fresh"
 

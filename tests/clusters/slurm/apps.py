@@ -23,7 +23,9 @@ from tests.waits import WITHIN, until
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.slurm import commands
 from torchx_monarch.client.connection import Target
+from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.schedulers import monarch_slurm
+from torchx_monarch.transport.address import Address
 
 NAME = "monarch_slurm"
 SMALL = Resource(cpu=1, gpu=0, memMB=1024)
@@ -91,7 +93,15 @@ class Apps(Place):
     @contextlib.contextmanager
     def reached(self, handle: str) -> Iterator[str]:
         """Yield the address of the node: this machine does not know the cluster's names."""
-        yield self.cluster.reached(Target.from_handle(handle, runner=self.runner).address)
+        found: list[Address] = []
+
+        def find() -> bool:
+            with contextlib.suppress(UnreachableError):  # the task has not said yet where it runs
+                found.append(Target.from_handle(handle, runner=self.runner).address)
+            return bool(found)
+
+        self.until(find, "the address", handle)
+        yield self.cluster.reached(found[0])
 
     def client(self, handle: str) -> tuple[Sequence[str], str]:
         """Become a login node, which knows the nodes by name."""
