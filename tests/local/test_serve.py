@@ -75,7 +75,7 @@ def test_serve_leaves_the_app_as_it_is_and_holds_each_of_its_roles(
     described = torchx("describe", job.handle).stdout
     assert "torchx_monarch.hosts" in described and 'torchx_monarch.host"' not in described
     job.release()
-    assert over(job) == "CANCELLED"
+    assert over(job) == "SUCCEEDED"
 
 
 def test_exec_from_another_shell_when_who_took_the_hosts_is_gone(
@@ -184,11 +184,11 @@ def test_all_requests_wait_for_the_hosts_and_say_when_they_have_ended(
         assert job.run_spmd_async(output="none").result(60).run == 2
     for name, request in REQUESTS.items():
         for one in (job, attached, torchx_monarch.SPMDJob(job.handle)):
-            with pytest.raises(AllocationError, match=rf"{job.handle} has ended \(CANCELLED\)"):
+            with pytest.raises(AllocationError, match=rf"{job.handle} has ended \(SUCCEEDED\)"):
                 pytest.fail(f"{name} of a killed job: {request(one)}")
     with pytest.raises(AllocationError, match="has ended"):
         job.wait_ready()
-    assert job.status().state == "CANCELLED"
+    assert job.status().state == "SUCCEEDED"
 
 
 def test_a_run_is_lost_with_its_hosts(jobs: list[torchx_monarch.SPMDJob], script: Callable[[str], str]) -> None:

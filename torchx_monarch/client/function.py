@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchx_monarch.client.run_options import RunOptions
 from torchx_monarch.client.serve import serve
-from torchx_monarch.exceptions import ResultError, SPMDError, TorchXMonarchError
+from torchx_monarch.exceptions import ResultError, SPMDError
 from torchx_monarch.function import MAX_CALL_BYTES, MODULE, Encoding
 from torchx_monarch.model.spelling import did_you_mean
 from torchx_monarch.system.untrusted_text import one_line
@@ -94,12 +94,9 @@ def run(
     try:
         values = job.run(function, *args, options=options, **(kwargs or {}))
     except BaseException:
-        job.release()
+        job.kill()
         raise
-    try:
-        job.stop()
-    except TorchXMonarchError:  # the values are here
-        job.release()
+    job.release()
     return values
 
 

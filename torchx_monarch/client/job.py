@@ -19,7 +19,7 @@ from torchx_monarch.client.result import RunInfo, RunResult
 from torchx_monarch.client.run import Collector, Records, RunHandle, collect_with_interrupts
 from torchx_monarch.client.run_options import Output, RunOptions, RunOptionsDict, run_message
 from torchx_monarch.client.workspace_sync import SyncMode, check_when
-from torchx_monarch.exceptions import SPMDError, UnreachableError
+from torchx_monarch.exceptions import AllocationError, SPMDError, UnreachableError
 from torchx_monarch.model.spelling import did_you_mean
 from torchx_monarch.system.line_output import LineReader
 
@@ -161,7 +161,7 @@ class SPMDJob(AttachedJob):
         return self
 
     def kill(self) -> None:
-        """Release the hosts and end their runs and actors, by cancelling the app. Does nothing if the app has ended.
+        """End the hosts, their runs and actors, by cancelling the app. Does nothing if the app has ended.
 
         Raises:
             RuntimeError: a mount stays busy (see ``AttachedJob.kill``).
@@ -170,15 +170,18 @@ class SPMDJob(AttachedJob):
         self._role_hosts.release()
 
     def release(self) -> None:
-        """Release the hosts, as ``kill`` does."""
-        self.kill()
+        """Have the hosts end by themselves, with their runs and actors: the app is then SUCCEEDED.
 
-    def stop(self) -> None:
-        """Have the hosts end by themselves, and their runs and actors with them; the app is then SUCCEEDED.
-
-        Does not wait for their end. ``torchx monarch stop`` does the same.
+        Waits for their end. Hosts that do not answer, and a batch job, are ended as by ``kill``.
         """
-        self._role_hosts.ask({"type": "stop"}, wait=False)
+        super().kill()
+        status = self._role_hosts.ask_status()
+        if status is None or status.message:
+            self._role_hosts.release()
+        else:
+            with contextlib.suppress(AllocationError, UnreachableError):  # they have ended since
+                self._role_hosts.ask({"type": "stop"}, wait=False)
+            self._wait_for_end()
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
