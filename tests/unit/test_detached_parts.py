@@ -92,7 +92,7 @@ def test_fields_of_a_newer_torchx_are_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("visible", "found"),
-    [("0,1", ["0", "1"]), ("3, GPU-ab", ["3", "GPU-ab"]), ("", []), ("-1", []), ("0,-1,2", ["0"]), ("NoDevFiles", [])],
+    [("0,1", ["0", "1"]), ("3, GPU-ab", ["3", "GPU-ab"]), ("", []), ("-1", []), ("0,-1,2", ["0"]), ("1,1", ["1"])],
 )
 def test_visible_gpus(visible: str, found: list[str]) -> None:
     assert gpus.devices({"CUDA_VISIBLE_DEVICES": visible}) == found

@@ -55,9 +55,8 @@ def ask_profiles(
 def describe_absent(hosts: Hosts, ranks: Iterable[int]) -> str:
     """Say that none of these ranks runs, and which do."""
     running = [sample.rank for sample in ask_samples(hosts)[0] if sample.state != "ended"]
-    if not running:
-        return "no rank runs"
-    return f"not among the ranks that run: {rank_ranges(sorted(ranks))}. They are {rank_ranges(running)}"
+    text = f"not among the ranks that run: {rank_ranges(sorted(ranks))}. They are {rank_ranges(running)}"
+    return text if running else "no rank runs"
 
 
 def _ask(hosts: Hosts, greeting: Mapping[str, object], kind: type[T], timeout: float) -> tuple[list[T], dict[str, str]]:

@@ -72,6 +72,5 @@ class JobEnd:
             said.seek(0, os.SEEK_END)
             said.seek(max(0, said.tell() - _MAX_SAID))
             last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
-        return (
-            f"exit code {process.returncode}{f': {one_line(last, 200)}' if last else ''}" if process.returncode else ""
-        )
+        failure = f"exit code {process.returncode}{f': {one_line(last, 200)}' if last else ''}"
+        return failure if process.returncode else ""

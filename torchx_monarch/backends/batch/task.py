@@ -70,10 +70,9 @@ class _TaskLoop(SupervisorLoop):
             return None
         except OSError:  # a full disk: rather twice than never
             pass
-        code = found.cause.exit_code if found.cause else 0 if found.outcome.state is State.SUCCEEDED else None
-        return JobEnd(
-            *(app.app_id, app.name, found.outcome.state, found.outcome.message),
-            *(None if code is None else shell_code(code), self._record.started, time.time(), count_restarts(app)),
+        return JobEnd(  # which is this task's: the first that has failed, or the last that has succeeded
+            *(app.app_id, app.name, found.outcome.state, found.outcome.message, exit_code),
+            *(self._record.started, time.time(), count_restarts(app)),
         )
 
 

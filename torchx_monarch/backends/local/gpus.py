@@ -23,7 +23,7 @@ def devices(environ: Mapping[str, str]) -> list[str]:
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
         end = next((i for i, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names))
-        return names[:end]
+        return list(dict.fromkeys(names[:end]))
     try:
         listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=30, env=dict(environ)

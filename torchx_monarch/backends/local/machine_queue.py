@@ -56,8 +56,7 @@ def check(count: int, slots: int, environ: Mapping[str, str]) -> str:
 
 
 def _count_slots(environ: Mapping[str, str]) -> int:
-    text = environ.get(_SLOTS, "")
-    return int(text) if text.isdecimal() else len(os.sched_getaffinity(0))
+    return int(environ.get(_SLOTS) or len(os.sched_getaffinity(0)))
 
 
 class MachineQueue:

@@ -446,10 +446,9 @@ class SupervisorLoop:
         record = self._record
         if self._request.roles[0].first:
             return None
-        assert record.ended is not None
         # Without one supervisor for all replicas, those that are left of a failed job are stopped on request.
         asked = stop_request.load_outcome(self._paths) if record.state is State.CANCELLED else None
         return JobEnd(
             *(self._request.job_id or record.app_id, record.name, asked.state if asked else record.state, record.msg),
-            *(exit_code, record.started, record.ended, record.restarts),
+            *(exit_code, record.started, record.ended or 0.0, record.restarts),
         )
