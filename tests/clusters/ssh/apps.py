@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ import pytest
 
 from tests.clusters.ssh.machines import CONNECT_TIMEOUT, Machines
 from tests.contract.place import QueuePlace, left_to_others, tree
+from tests.waits import until
 from torchx_monarch.backends.ssh.in_job.wire import folder_name
 from torchx_monarch.schedulers import monarch_ssh
 
@@ -110,6 +112,8 @@ class Apps(QueuePlace):
             patch.setenv(CONNECT_TIMEOUT, "2")
             yield
         machine.boot()
+        greeting = ["ssh", machine.name, "true"]  # this machine has noted that there is no route to it
+        until(lambda: subprocess.run(greeting, capture_output=True).returncode == 0, f"a route to {machine.name}")
 
     def preempt(self, handle: str, replica: int) -> None:
         """Send the host SIGTERM, as a machine does that shuts down."""
