@@ -25,7 +25,7 @@ from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.backends.batch.task import substitute
 from torchx_monarch.backends.core import state_files, stop_request
-from torchx_monarch.backends.core.errors import StateDirError, UserError
+from torchx_monarch.backends.core.errors import BackendError, StateDirError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
@@ -100,6 +100,15 @@ def test_command_line_says_what_is_asked_for(runner: Runner) -> None:
     assert "--gres" not in second
     assert dryrun(runner, app(), gres="gpu:a100:4").commands[0].count("--gres=gpu:a100:4") == 1
     assert "--mem" not in " ".join(dryrun(runner, app(), nomem=True).commands[0])
+
+
+def test_a_refusal_of_memory_names_the_option(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: Memory specification can not be satisfied' >&2; exit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(BackendError, match="can not be satisfied.* -cfg nomem=True"):
+        runner.run(app(), "monarch_slurm")
 
 
 def test_groups_share_an_allocation_that_goes_on_without_a_lost_node(runner: Runner) -> None:

@@ -20,6 +20,7 @@ from torchx_monarch.backends.batch.backend import BatchBackend, BatchSnapshot, J
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob
 from torchx_monarch.backends.core import state_files, stop_request
+from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.slurm import commands, render
@@ -58,7 +59,12 @@ class SlurmBackend(BatchBackend[SlurmOpts]):
     # -- commands ------------------------------------------------------------------------------------------------------
 
     def run(self, command: Sequence[str]) -> str:
-        return commands.run(command)
+        try:
+            return commands.run(command)
+        except BackendError as error:
+            if "Memory specification" not in str(error):
+                raise
+            raise BackendError(f"{error}. If Slurm does not know the memory of its nodes: -cfg nomem=True") from None
 
     def submit_command(self, job: Job, options: SlurmOpts) -> Sequence[str]:
         """Not called: one command submits all roles (``render``)."""
