@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import getpass
 import os
 import sys
@@ -53,6 +54,18 @@ def test_output_that_cannot_be_written(
         main.CmdMonarch().run(argparse.Namespace(sub_command="ls"))
     assert ended.value.code == code
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("error", [TimeoutError("timed out"), OSError(errno.EMFILE, "Too many open files")])
+def test_other_errors_are_none_of_the_output(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    class Module:
+        @staticmethod
+        def run(args: argparse.Namespace) -> None:
+            raise error
+
+    monkeypatch.setattr(main, "load", lambda name: Module)
+    with pytest.raises(type(error)):
+        main.CmdMonarch().run(argparse.Namespace(sub_command="ls"))
 
 
 def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

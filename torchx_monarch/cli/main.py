@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import re
@@ -17,7 +18,7 @@ from torchx.cli.cmd_base import SubCommand
 from torchx_monarch.cli import torchx_errors
 
 SUB_COMMANDS = {
-    "doctor": "what is installed, the configuration, and whether a scheduler can be used",
+    "doctor": "what is installed, and whether a scheduler can be used",
     "init": "make a monarch_ scheduler the default of this folder",
     "ls": "the jobs and allocations of all schedulers",
     "status": "all that is known of a job, once or until its end",
@@ -45,6 +46,9 @@ _CLASSES = {
     "delete": ("torchx_commands", "CmdDelete"),
 }
 """The module and the class of the sub-commands that share a module."""
+
+_OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of writing to stdout. Those of sockets and limits, which name no file either, say nothing of the output."""
 
 
 def load(name: str) -> Any:
@@ -130,7 +134,7 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
             say(str(error))
             sys.exit(exit_codes.USAGE)
         except OSError as error:  # of stdout: nobody reads it any more (a run continues on the hosts), or a full disk
-            if error.filename is not None:
+            if error.filename is not None or error.errno not in _OF_OUTPUT:
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own end
             if isinstance(error, BrokenPipeError):
