@@ -108,7 +108,7 @@ def test_where_a_program_is_looked_for(apps: Detached, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entrypoint", "says"),
     [
-        ("no-such-program", "No such file or directory: "),
+        ("no-such-program", "No such file or directory: 'no-such-program'"),
         ("./plain", "Permission denied: "),
         ("./headless", "Exec format error: "),
     ],

@@ -310,7 +310,8 @@ def _find_program(name: str, path: str, cwd: str) -> str:
         candidate = os.path.join(cwd, folder, name)
         if os.path.isfile(candidate) and os.access(candidate, os.X_OK):
             return candidate
-    return os.path.join(cwd, name)
+    own = os.path.join(cwd, name)
+    return own if os.path.exists(own) else name  # the error names what the user has typed
 
 
 def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> subprocess.Popen[bytes]:
