@@ -141,7 +141,7 @@ def test_a_job_waits_pending_and_can_be_cancelled(driver: Path, apps: Detached) 
 @pytest.mark.parametrize(
     ("cfg", "reason"),
     [
-        ({"gpus": 5}, "`gpus` is 5, and this machine .* has 4"),
+        ({"gpus": 5}, "`gpus`.*: 5; this machine .* has 4"),
         ({"gpus": 1, "slots": 1}, "exclude each other"),
         ({"gpus": -1}, "`gpus` is -1; it is a number, 0 or more"),
         ({"gpus": 3}, "`gpus` is 3, which 2 replicas cannot share equally"),

@@ -47,7 +47,7 @@ def check(count: int, slots: int, environ: Mapping[str, str]) -> str:
     """Return why this machine can never have as many GPUs, or slots, as a job asks for; empty if it can."""
     machine = f"this machine ({os.uname().nodename})"
     if count and count > (there := len(gpus.devices(environ))):
-        return f"Run option `gpus` is {count}, and {machine} has {there}"
+        return f"GPUs asked for (run option `gpus`, or --gpu): {count}; {machine} has {there}"
     if slots and not (environ.get(_SLOTS) or "1").isdecimal():
         return f"{_SLOTS} of {machine} is {environ[_SLOTS]!r}; it is a number of slots, such as 4"
     if slots > (total := _count_slots(environ)):
