@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``torchx monarch doctor``: check what is installed, the configuration, and whether a scheduler can be used."""
+"""``torchx monarch doctor``: check what is installed, and whether a scheduler can be used."""
 
 from __future__ import annotations
 
