@@ -69,8 +69,8 @@ def test_the_pipe_is_the_jobs_own_and_takes_no_harm_from_what_a_rank_writes(
         path = os.environ["TORCHELASTIC_TIMER_FILE"]
         with open(path, "w") as file:
             timer_of_init = {"pid": 1, "scope_id": "init", "expiration_time": 0, "signal": 9}
-            for told in (timer_of_init, {**timer_of_init, "pid": -1}, {**timer_of_init, "expiration_time": "soon"}):
-                print(json.dumps(told), file=file)
+            for told in ({}, {"pid": -1}, {"expiration_time": "soon"}, {"pid": os.getpid(), "signal": 1 << 40}):
+                print(json.dumps({**timer_of_init, **told}), file=file)
             print("no timer", file=file)
         with timer.expires(after=60):
             print(oct(os.stat(path).st_mode), path, flush=True)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import signal
 import time
 from collections.abc import Callable
 
@@ -92,9 +93,9 @@ class TimerServer:
 
     def _expire(self, timer: _Timer) -> None:
         del self._timers[timer.pid, timer.scope_id]
-        if timer.signal <= 0 or timer.pid not in processes.descendants(os.getpid(), self._marker):
+        if not 0 < timer.signal < signal.NSIG or timer.pid not in processes.descendants(os.getpid(), self._marker):
             return
         scope = self.expired[timer.pid] = one_line(timer.scope_id)[:_MAX_SCOPE]
         self._say(f"timer {scope!r} of process {timer.pid} expired: it gets signal {timer.signal}")
-        with contextlib.suppress(OSError):  # it has ended, or there is no such signal
+        with contextlib.suppress(OSError):  # it has ended
             os.kill(timer.pid, timer.signal)
