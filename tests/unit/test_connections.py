@@ -96,7 +96,7 @@ def test_says_that_one_end_does_not_speak_tls(identity: Issuer, address: Address
     assert str(plain) in why_not(address, identity(), None, plain)
 
 
-def test_says_why_it_cannot_be_reached(identity: Issuer, address: Address) -> None:
+def test_says_why_it_cannot_be_reached(identity: Issuer, address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     def why(to: Address) -> str:
         with pytest.raises(ConnectError) as caught:
             asyncio.run(connections.connect(to, identity(), 5.0))
@@ -108,6 +108,10 @@ def test_says_why_it_cannot_be_reached(identity: Issuer, address: Address) -> No
     assert why(Address("tls", "a..b", 1)).startswith("a..b:1: this is no address that can be dialled: ")
     assert why(Address("tls", "127.0.0.1", 99999)).startswith("127.0.0.1:99999: this is no address that can be dialled")
     assert why(Address("tls", "240.0.0.1", 1)).startswith("240.0.0.1:1: ")
+    with monkeypatch.context() as patch:
+        both = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{n}", address.port)) for n in (1, 2)]
+        patch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+        assert why(Address("tls", "both", address.port)).endswith(": connection refused: nothing listens there (yet)")
 
 
 def test_replica_0_tries_the_port_of_every_worker_loop(

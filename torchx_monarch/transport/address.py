@@ -104,6 +104,8 @@ def explain(error: BaseException, address: Address) -> ConnectError:
     if isinstance(error, (ValueError, OverflowError)):  # includes UnicodeError: the name cannot be encoded
         return ConnectError(f"{where}: this is no address that can be dialled: {error}", final=True)
     number = error.errno if isinstance(error, OSError) else None
+    if failures := re.findall(r"\[Errno (\d+)\]", str(error)):  # of asyncio: a name may have several addresses
+        number = int(failures[-1])
     if number == errno.ECONNREFUSED:
         return ConnectError(f"{where}: connection refused: nothing listens there (yet)")
     if number in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT):
