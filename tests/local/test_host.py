@@ -25,6 +25,8 @@ def test_options_of_another_release_are_refused() -> None:
         HostSpec.from_argv(["--app", "a", "--newer", "1", "--", "python", "x"])
     with pytest.raises(SystemExit, match="torchx_monarch.host --replica .*replica_id.*: invalid literal for int"):
         HostSpec.from_argv(["--app", "a", "--replica", "${replica_id}", "--", "python", "x"])
+    with pytest.raises(SystemExit, match="no option --help"):
+        HostSpec.from_argv(["--help"])
 
 
 def test_modules_in_the_working_folder_do_not_reach_the_host(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ class HostSpec:
         """Parse the words that follow ``python -m torchx_monarch.host``: flags with values, ``--``, and the command."""
         words, given = list(argv), dict[str, Any]()
         while words[:1] != ["--"]:
-            option, text = words[:2]
+            option, text = (*words, "", "")[:2]
             name = option.removeprefix("--").replace("-", "_")
             try:
                 given[name] = _FLAGS[name].parse(text)
