@@ -199,7 +199,9 @@ def test_apps_that_do_not_exist(tmp_path: Path) -> None:
         assert "there is no app 'monarch_local://torchx/nobody'" in text and len(text.splitlines()) <= 12
         assert "there is no scheduler" in monarch(command, "nowhere://torchx/x", code=exit_codes.USAGE)
     assert "there is no app" in monarch("stop", "monarch_local://torchx/nobody", code=exit_codes.UNKNOWN_APP)
-    assert "does not exist" in monarch("ps", "monarch_local://torchx/nobody", code=exit_codes.UNAVAILABLE)
+    for command in ("ps", "stacks"):
+        text = monarch(command, "monarch_local://torchx/nobody", code=exit_codes.UNAVAILABLE)
+        assert text.endswith("nobody does not exist\n")
     assert "is not of the form" in monarch("status", "a://b", code=exit_codes.USAGE)
     assert "another package" in monarch("status", "local_cwd://torchx/x", code=exit_codes.USAGE)
 

@@ -137,6 +137,11 @@ class Hosts:
             self._target = Target.from_handle(self.handle, self._role, self._address, self._runner)
         return self._target
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the scheduler has reported the end of the app when it was last asked."""
+        return self._scheduler_state[0] in ENDED
+
     def roles(self) -> list[str]:
         """Return the names of the roles of the app that have hosts; that of this object first."""
         from torchx.specs import parse_app_handle
@@ -266,7 +271,7 @@ class Hosts:
         state, message = self._scheduler_state
         if state == "UNKNOWN" and message:
             raise AllocationError(message)
-        if state in ENDED:
+        if self.has_ended:
             why = f": {message}" if message else ""
             raise AllocationError(f"{self.handle} has ended ({state}){why}. Its log: torchx log {self.handle}")
 

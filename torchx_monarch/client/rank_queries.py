@@ -74,4 +74,6 @@ def _ask(hosts: Hosts, greeting: Mapping[str, object], kind: type[T], timeout: f
     try:
         return hosts.reach(ask_at, wait=False)
     except AllocationError as error:
+        if not hosts.has_ended:
+            raise
         raise AllocationError(f"{error}; where its ranks were last: torchx monarch report {hosts.handle}") from None
