@@ -34,10 +34,13 @@ def watch_child(pid: int, on_end: Callable[[int], None]) -> None:
     """Reap a child of this process when it ends, and call a function with its exit code, -n for death by signal n."""
     loop = asyncio.get_running_loop()
 
+    def reap() -> None:
+        on_end(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
     def wait() -> None:
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # reaped by the loop, which signals the pid until it knows
         with contextlib.suppress(RuntimeError):  # the loop is closed: the host process is ending
-            loop.call_soon_threadsafe(on_end, code)
+            loop.call_soon_threadsafe(reap)
 
     # Not in the default executor, which has fewer threads than a host may have ranks.
     threading.Thread(target=wait, daemon=True).start()
