@@ -281,7 +281,7 @@ async def _show_output(pipe: IO[bytes], say: Callable[[str], None]) -> None:
     with contextlib.closing(transport):
         while not reader.at_eof():
             with contextlib.suppress(ValueError):  # a line of more than 64 kB
-                if line := (await reader.readline()).strip():
+                if line := (await reader.readline()).rstrip():
                     say(f"the ranks' imports: {line.decode(errors='replace')}")
 
 
