@@ -78,6 +78,16 @@ def test_serve_leaves_the_app_as_it_is_and_holds_each_of_its_roles(
     assert over(job) == "SUCCEEDED"
 
 
+def test_release_through_another_role_leaves_no_hosts(
+    jobs: list[torchx_monarch.SPMDJob], script: Callable[[str], str]
+) -> None:
+    roles = [Role(name, image="", entrypoint="torchrun", args=[script("")]) for name in ("trainer", "evaluator")]
+    job = serve(AppDef("two", roles), scheduler_cfg=CFG, role="evaluator")
+    jobs.append(job)
+    job.wait_ready(60).release()
+    assert over(job) == over(torchx_monarch.SPMDJob.attach(job.handle)) == "CANCELLED"
+
+
 def test_exec_from_another_shell_when_who_took_the_hosts_is_gone(
     jobs: list[torchx_monarch.SPMDJob], script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

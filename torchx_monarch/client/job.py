@@ -172,11 +172,12 @@ class SPMDJob(AttachedJob):
     def release(self) -> None:
         """Have the hosts end by themselves, with their runs and actors: the app is then SUCCEEDED.
 
-        Waits for their end. Hosts that do not answer, and a batch job, are ended as by ``kill``.
+        Waits for their end. Hosts that do not answer, a batch job, and an app of whose roles this is not the default
+        are ended as by ``kill``: the app ends with its first role alone.
         """
         super().kill()
         status = self._role_hosts.ask_status()
-        if status is None or status.message:
+        if self.role or status is None or status.message:
             self._role_hosts.release()
         else:
             with contextlib.suppress(AllocationError, UnreachableError):  # they have ended since
