@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import sys
+import threading
 from collections.abc import Iterator
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -22,6 +23,10 @@ _SHOWN = ("torch", "torchx-nightly", "torchmonarch")
 _REMEDY = "run: pip uninstall -y torchx torchx-nightly && pip install torchx-nightly"
 
 logger = logging.getLogger("torchx_monarch")
+
+_PARSING = threading.Lock()
+"""packaging reads strings by ``ast.literal_eval``, which in Python 3.11 may fail in two threads at once: "AST
+constructor recursion depth mismatch" (python/cpython#106905)."""
 
 
 def check_installation() -> Iterator[CheckResult]:
@@ -57,8 +62,9 @@ def _requirements(extra: str) -> Iterator[Requirement]:
     """Yield the requirements of this package, or of one of its extras."""
     from packaging.requirements import Requirement  # each submission imports this module
 
-    for text in metadata.requires("torchx-monarch") or []:
-        requirement = Requirement(text)
+    with _PARSING:
+        requirements = [Requirement(text) for text in metadata.requires("torchx-monarch") or []]
+    for requirement in requirements:
         marker = requirement.marker
         if marker is None and not extra or extra and marker is not None and marker.evaluate({"extra": extra}):
             yield requirement
