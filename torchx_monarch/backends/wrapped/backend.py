@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import logging
 import os
+import queue
 import secrets
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchx.schedulers.api import DescribeAppResponse, Scheduler, Stream
@@ -236,8 +239,8 @@ class WrappedBackend(Backend[NetworkOpts, WrappedRequest, AppSnapshot]):
 def _log_lines(inner: Scheduler[Any], app_id: str, role: str, replica: int, query: LogQuery[Any]) -> Iterator[str]:
     """Yield the lines of a log; none if there is no log yet, which TorchX's schedulers say by a ``RuntimeError``.
 
-    Of a scheduler that cannot show both streams as one, those of stdout come first. It raises ValueError
-    for a stream that it does not have, and NotImplementedError if it reads no logs.
+    Of a scheduler that cannot show both streams as one, those of stdout come first unless the log is followed. It
+    raises ValueError for a stream that it does not have, and NotImplementedError if it reads no logs.
     """
 
     def read(stream: Stream) -> Iterator[str]:
@@ -257,5 +260,30 @@ def _log_lines(inner: Scheduler[Any], app_id: str, role: str, replica: int, quer
         if query.stream or has_begun:
             raise
         # TorchX's scheduler for Slurm has two files, and shows stderr alone unless it is told which.
-        yield from read(Stream.STDOUT)
-        yield from read(Stream.STDERR)
+        both = [read(stream) for stream in (Stream.STDOUT, Stream.STDERR)]
+        yield from _together(both) if query.follow else itertools.chain(*both)
+
+
+def _together(sources: Sequence[Iterable[str]]) -> Iterator[str]:
+    """Yield the lines of several followed logs as they come."""
+    found: queue.SimpleQueue[str | Exception | None] = queue.SimpleQueue()
+
+    def read(source: Iterable[str]) -> None:
+        try:
+            for line in source:
+                found.put(line)
+        except Exception as error:
+            found.put(error)
+        found.put(None)
+
+    for source in sources:
+        threading.Thread(target=read, args=[source], daemon=True).start()
+    left = len(sources)
+    while left:
+        line = found.get()
+        if isinstance(line, Exception):
+            raise line
+        if line is None:
+            left -= 1
+        else:
+            yield line
