@@ -79,7 +79,7 @@ def test_jobs_get_devices_in_their_order(driver: Path, apps: Detached) -> None:
     assert fourth.take() == "waits for 1 GPU, 0 are free: b has 1,2; c has 3; other processes use 0"
     os.close(second._file)  # as if its supervisor had been killed
     (driver / "busy").rename(driver / "lost")
-    assert "waits for 1 GPU until nvidia-smi says which are free: Command" in fourth.take()
+    assert "waits for 1 GPU until nvidia-smi says which are free: cat: " in fourth.take()
     (driver / "lost").rename(driver / "busy")
     assert fourth.take() == "" and fourth.ticket.devices == ("1",)
 

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
-    return int(text)
+    return min(int(text), sys.maxsize // 2)  # what a deque may have, with more for states
 
 
 def run(args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import argparse
 import shutil
 import sys
 import textwrap
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -32,11 +33,21 @@ _NO_TERMINAL_WIDTH = 160
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser)
     parser.add_argument(
-        "--interval", type=float, default=_INTERVAL_S, metavar="SECONDS", help="time between two looks (default: 2)"
+        "--interval", type=_interval, default=_INTERVAL_S, metavar="SECONDS", help="time between two looks (default: 2)"
     )
     parser.add_argument("--once", action="store_true", help="print it once, with all ranks")
     parser.add_argument("--by-host", action="store_true", help="a line for each host instead of each rank")
     add_json(parser)
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= threading.TIMEOUT_MAX:  # NaN, too
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
 
 
 def to_json(facts: JobFacts) -> dict[str, object]:

@@ -151,7 +151,8 @@ class CodeStore(ContentStore):
             try:
                 yield from pack((digest, tree.contents[digest], self.path(digest)) for digest in digests)
             except ChangedError as error:
-                raise StoreError(f"a program has changed the code on this host: {error}") from None
+                what = f"a program has changed the code on this host: {error}"
+                raise StoreError(f"{what}: release these hosts and start others") from None
 
     # -- working folders of runs ---------------------------------------------------------------------------------------
 

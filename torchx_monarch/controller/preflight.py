@@ -36,7 +36,11 @@ class Preflight:
         if self._mode == "off" or hosts == self._checked:
             return ""
         began = time.monotonic()
-        facts = {replica: answer async for replica, answer in self._hosts.ask(TakeFacts())}
+
+        async def ask() -> dict[int, HostFacts]:
+            return {replica: answer async for replica, answer in self._hosts.ask(TakeFacts())}
+
+        facts = await self._reporter.while_waiting(ask(), lambda: "the imports of all hosts, for the pre-flight")
         self._checked = hosts
         names = {host.replica: host.name for host in hosts}
         found = compare(names, {replica: facts[replica] for replica in names})

@@ -29,6 +29,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
+_KILL_TIMEOUT = 5.0
+
 _OWN_END, _TERM_GRACE = 4.0, 2.0
 """Seconds for processes that are left behind to end by themselves (``torch_shm_manager``, which removes shared memory,
 takes 2 s), and between SIGTERM and SIGKILL."""
@@ -266,12 +268,12 @@ def terminate(find: Callable[[], list[int]]) -> Iterator[float]:
             yield 0.02
 
 
-def kill_until_gone(find: Callable[[], list[int]], timeout: float = 5.0) -> list[int]:
+def kill_until_gone(find: Callable[[], list[int]]) -> list[int]:
     """Send SIGKILL to what ``find`` returns until it returns nothing: processes may fork while they are being killed.
 
-    Return those still alive after ``timeout`` seconds (in an uninterruptible wait, say).
+    Return those still alive after ``_KILL_TIMEOUT`` seconds (in an uninterruptible wait, say).
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + _KILL_TIMEOUT
     pause = 0.001
     # Call find() twice: a list of children may miss one child while another leaves the list.
     while found := find() or find():

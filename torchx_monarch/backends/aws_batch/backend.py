@@ -148,7 +148,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         if chosen := options.get("queue"):
             queues = [request.queue_name(str(chosen))]
         else:
-            pages = self._aws.pages("batch", "DescribeJobQueues")
+            pages = self._aws.pages("DescribeJobQueues")
             queues = [queue["jobQueueName"] for page in pages for queue in page["jobQueues"]]
         return [
             snapshot.app_snapshot(f"{queue}:{job['jobName']}", job, {}, {})
@@ -204,7 +204,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
     def _summaries(self, queue: str, name: str, value: str) -> Iterator[dict[str, Any]]:
         """Yield ListJobs' summaries of the jobs of a queue that a filter selects."""
         filters = [{"name": name, "values": [value]}]
-        for page in self._aws.pages("batch", "ListJobs", jobQueue=queue, filters=filters):
+        for page in self._aws.pages("ListJobs", jobQueue=queue, filters=filters):
             yield from page["jobSummaryList"]
 
     def _described(self, ids: Sequence[str]) -> list[dict[str, Any]]:
@@ -218,7 +218,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         name = app_id.rpartition(":")[2]
         if not re.fullmatch(r"[\w-]+", name, re.ASCII):
             return []
-        pages = self._aws.pages("batch", "DescribeJobDefinitions", jobDefinitionName=name, status="ACTIVE")
+        pages = self._aws.pages("DescribeJobDefinitions", jobDefinitionName=name, status="ACTIVE")
         return [definition for page in pages for definition in page["jobDefinitions"] if _is_app(definition)]
 
     def _quietly(self, service: str, operation: str, **arguments: Any) -> None:

@@ -65,10 +65,10 @@ class Aws:
             raise AwsError(error) from None
         return answer
 
-    def pages(self, service: str, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        """Yield the pages of a paginated operation."""
+    def pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+        """Yield the pages of a paginated operation of Batch."""
         while True:
-            answer = self.call(service, operation, **arguments)
+            answer = self.call("batch", operation, **arguments)
             yield answer
             if not answer.get("nextToken"):
                 return

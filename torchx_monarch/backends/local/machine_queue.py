@@ -20,6 +20,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.model import codec
 from torchx_monarch.system import safe_files
+from torchx_monarch.system.untrusted_text import one_line
 
 POLL = 0.5
 """Seconds between two looks at the queue."""
@@ -83,7 +84,8 @@ class MachineQueue:
             try:
                 busy = _busy_elsewhere()  # not under the lock: it may take long
             except (OSError, ValueError, subprocess.SubprocessError) as error:
-                return f"waits for {self.ticket.what} until nvidia-smi says which are free: {error}"
+                said = one_line((getattr(error, "stderr", None) or str(error)).strip())
+                return f"waits for {self.ticket.what} until nvidia-smi says which are free: {said}"
         with self._exclusive():
             if not (reason := self._choose(busy)):
                 self.ticket.holds = True
