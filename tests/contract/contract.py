@@ -442,10 +442,12 @@ class Contract(Groups):
     @pytest.mark.scenario("command at the end")
     @pytest.mark.parametrize("code", [0, 3])
     def test_a_command_is_told_of_the_end(self, place: Place, code: int) -> None:
-        program = _program(place, f"sys.exit({code})")
-        roles = [place.torchrun(program, nproc=1, replicas=1), place.role("true", name="side")]
+        program = _program(place, f"sys.exit({code} or os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')")
+        words = ("--max-restarts", str(int(not code)), program)
+        roles = [place.torchrun(*words, nproc=1, replicas=1), place.role("true", name="side")]
         end = place.folder / "end.json"  # in a container there is no such folder, but the last words are shown
-        handle = place.run(*roles, name="told", on_end=f"tee {end} >&2; exit 5")
+        short = 'sed \'s/"message.*"restarts/"restarts/\''  # a failure's line has 200 characters
+        handle = place.run(*roles, name="told", on_end=f"tee {end} | {short} >&2; exit 5")
         state = AppState.FAILED if code else AppState.SUCCEEDED
         place.wait(handle, state)
 
@@ -455,6 +457,7 @@ class Contract(Groups):
             )
 
         place.until(lambda: f'"state": "{state.name}"' in said(), "the command", handle)
+        assert f'"restarts": {int(not code)}' in said()
         assert place.status(handle).state is state
 
     @pytest.mark.scenario("describe gives the original app")

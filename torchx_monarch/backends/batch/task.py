@@ -72,7 +72,8 @@ class _TaskLoop(SupervisorLoop):
             pass
         return JobEnd(  # which is this task's: the first that has failed, or the last that has succeeded
             *(app.app_id, app.name, found.outcome.state, found.outcome.message, exit_code),
-            *(self._record.started, time.time(), count_restarts(app)),
+            *(self._record.started, time.time()),
+            count_restarts(app) + events.count_rank_restarts(job.events, job.trusted),
         )
 
 

@@ -280,9 +280,10 @@ class BatchStep:
         if self._request.on_end and not is_outside:
             from torchx_monarch.insight.job_end import JobEnd  # imported late: its imports would delay the steps
 
+            ranks = events.count_rank_restarts(self._folder.events, self._folder.trusted)
             end = JobEnd(
                 *(self._record.job_id, self._request.name, state, message, code),
-                *(self._record.started, self._record.ended, count_restarts(self._snapshot())),
+                *(self._record.started, self._record.ended, count_restarts(self._snapshot()) + ranks),
             )
             if failure := end.run(self._request.on_end, os.environ):
                 self._event("on_end", failure)
