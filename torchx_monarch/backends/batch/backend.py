@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torchx.specs import AppDef, Role
@@ -25,7 +25,7 @@ from torchx.specs import AppDef, Role
 from torchx_monarch.backends import entrypoint
 from torchx_monarch.backends.batch import commands
 from torchx_monarch.backends.batch.folder import BatchRequest, BatchRole, JobFolder
-from torchx_monarch.backends.batch.snapshot import QueuedJob, has_ended, read_replica
+from torchx_monarch.backends.batch.snapshot import QueuedJob, has_ended, read_role
 from torchx_monarch.backends.core import state_files, stop_request, submitted_app
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery, read_undamaged
 from torchx_monarch.backends.core.errors import (
@@ -38,7 +38,7 @@ from torchx_monarch.backends.core.errors import (
     UserError,
 )
 from torchx_monarch.backends.core.options import NetworkOpts
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.local.render import safe_name, working_folder
@@ -347,11 +347,10 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         jobs = self.task_ids(stored.roles, content["jobs"])
         ending = stop_request.load_outcome(folder)
         happened = [] if brief else events.read(folder.events, below=folder.trusted)[0]
-        roles = []
-        for spec, ids in zip(stored.roles, jobs, strict=True):
-            restarts = sum(event["kind"] == "rank_restart" and event.get("role") == spec.name for event in happened)
-            replicas = [read_replica(spec, k, folder, _job(queued, ids[k]), ending) for k in range(spec.replicas)]
-            roles.append(RoleSnapshot(spec, [replace(replicas[0], rank_restarts=restarts), *replicas[1:]]))
+        roles = [
+            read_role(spec, folder, [_job(queued, task_id) for task_id in ids], ending, happened)
+            for spec, ids in zip(stored.roles, jobs, strict=True)
+        ]
         return BatchSnapshot(
             app_id,
             stored.app.name,

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from torchx_monarch.backends.batch.folder import JobFolder
-from torchx_monarch.backends.core.snapshot import Outcome, ReplicaSnapshot
+from torchx_monarch.backends.core.snapshot import Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.local.status import AppRecord
+from torchx_monarch.insight.events import Event
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 
@@ -25,6 +27,19 @@ class QueuedJob(NamedTuple):
     state: State = State.RUNNING
     reason: str = ""
     is_stuck: bool = False
+
+
+def read_role(
+    spec: RoleSpec,
+    folder: JobFolder,
+    jobs: Sequence[QueuedJob | None],
+    ending: Outcome | None,
+    happened: Iterable[Event] = (),
+) -> RoleSnapshot:
+    """Return a role by its replicas' records and ``jobs``; ``happened``: the app's events, for restarts of ranks."""
+    first, *others = (read_replica(spec, k, folder, job, ending) for k, job in enumerate(jobs))
+    restarts = sum(event["kind"] == "rank_restart" and event.get("role") == spec.name for event in happened)
+    return RoleSnapshot(spec, [replace(first, rank_restarts=restarts), *others])
 
 
 def read_replica(

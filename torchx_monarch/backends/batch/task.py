@@ -18,9 +18,9 @@ from dataclasses import asdict, replace
 from string import Template
 
 from torchx_monarch.backends.batch.folder import BatchRequest, JobFolder, R, ReplicaFolder
-from torchx_monarch.backends.batch.snapshot import QueuedJob, read_replica
+from torchx_monarch.backends.batch.snapshot import QueuedJob, read_role
 from torchx_monarch.backends.core import state_files, stop_request
-from torchx_monarch.backends.core.snapshot import AppSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.state import count_restarts, reduce
 from torchx_monarch.backends.local import status
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
@@ -56,24 +56,22 @@ class _TaskLoop(SupervisorLoop):
         """Return how the job has ended, if the records of all tasks decide that, and no other task has told it."""
         assert isinstance(self._paths, ReplicaFolder)
         job, ending = self._paths.job, stop_request.load_outcome(self._paths.job)
-        roles = []
-        for role in load_request(BatchRequest, job).roles:
-            replicas = [read_replica(role.spec, k, job, QueuedJob(), ending) for k in range(role.spec.replicas)]
-            roles.append(RoleSnapshot(role.spec, replicas))
+        specs = [role.spec for role in load_request(BatchRequest, job).roles]
+        happened = events.read(job.events, below=job.trusted)[0]
+        roles = [read_role(spec, job, [QueuedJob()] * spec.replicas, ending, happened) for spec in specs]
         app = AppSnapshot(self._record.app_id, self._record.name, roles, ending=ending)
         found = reduce(app)
         if found.outcome is None:
             return None
         try:
-            os.close(safe_files.open_file(os.path.join(job.root, "told"), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            os.close(safe_files.open_file(os.path.join(job.root, "on_end"), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return None
         except OSError:  # a full disk: rather twice than never
             pass
         return JobEnd(  # which is this task's: the first that has failed, or the last that has succeeded
             *(app.app_id, app.name, found.outcome.state, found.outcome.message, exit_code),
-            *(self._record.started, time.time()),
-            count_restarts(app) + events.count_rank_restarts(job.events, job.trusted),
+            *(self._record.started, time.time(), count_restarts(app)),
         )
 
 

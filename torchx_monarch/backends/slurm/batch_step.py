@@ -15,14 +15,15 @@ import re
 import select
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchx_monarch.backends.batch.folder import JobFolder
-from torchx_monarch.backends.batch.snapshot import QueuedJob, read_replica
+from torchx_monarch.backends.batch.snapshot import QueuedJob, read_replica, read_role
 from torchx_monarch.backends.batch.task import APP_ID, load_request
 from torchx_monarch.backends.core import state_files, stop_request
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE, count_restarts, reduce
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.insight import events
@@ -195,14 +196,13 @@ class BatchStep:
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
-    def _snapshot(self) -> AppSnapshot:
+    def _snapshot(self, happened: Sequence[events.Event] = ()) -> AppSnapshot:
         ending = stop_request.load_outcome(self._folder)
         running = set(self._steps.values())
         roles = []
         for index, role in enumerate(self._request.roles):
             step = QueuedJob(State.RUNNING if index in running else State.FAILED, self._failure(index))
-            replicas = [read_replica(role.spec, k, self._folder, step, ending) for k in range(role.spec.replicas)]
-            roles.append(RoleSnapshot(role.spec, replicas))
+            roles.append(read_role(role.spec, self._folder, [step] * role.spec.replicas, ending, happened))
         return AppSnapshot(self._record.job_id, self._request.name, roles, ending=ending)
 
     def _failure(self, index: int) -> str:
@@ -280,10 +280,10 @@ class BatchStep:
         if self._request.on_end and not is_outside:
             from torchx_monarch.insight.job_end import JobEnd  # imported late: its imports would delay the steps
 
-            ranks = events.count_rank_restarts(self._folder.events, self._folder.trusted)
+            happened = events.read(self._folder.events, below=self._folder.trusted)[0]
             end = JobEnd(
                 *(self._record.job_id, self._request.name, state, message, code),
-                *(self._record.started, self._record.ended, count_restarts(self._snapshot()) + ranks),
+                *(self._record.started, self._record.ended, count_restarts(self._snapshot(happened))),
             )
             if failure := end.run(self._request.on_end, os.environ):
                 self._event("on_end", failure)
