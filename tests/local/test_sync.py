@@ -19,7 +19,7 @@ from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.workspace_sync import sync_workspace
 from torchx_monarch.code_sync.manifest import pack
-from torchx_monarch.code_sync.scan import StatCache, scan
+from torchx_monarch.code_sync.scan import scan
 from torchx_monarch.exceptions import CodeError
 
 _SHOW = """
@@ -110,7 +110,7 @@ def sent(hosts: Live, root: Path) -> int:
 
 
 def tree_hash(root: Path) -> str:
-    return scan(str(root), StatCache()).hash
+    return scan(str(root)).hash
 
 
 def test_each_run_has_the_code_as_it_was_when_it_began(hosts: Live, root: Path, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_folder_that_all_hosts_see_is_used_itself(
 
 
 def test_hosts_get_files_while_others_are_still_sent(hosts: Live, root: Path, folder: Path) -> None:
-    tree = scan(str(root), StatCache())
+    tree = scan(str(root))
     first, *rest = tree.contents
     encoded = tree.encode()
     with Connection.open(hosts.target, {"type": "sync"}) as link:
@@ -197,7 +197,7 @@ def test_hosts_get_files_while_others_are_still_sent(hosts: Live, root: Path, fo
 
 def test_what_goes_wrong_is_said_and_leaves_the_hosts_as_they_were(hosts: Live, root: Path, folder: Path) -> None:
     target = hosts.target
-    tree = scan(str(root), StatCache())
+    tree = scan(str(root))
     encoded = tree.encode()
     with Connection.open(target, {"type": "sync"}) as link:
         link.send_bytes(b'{"type":"tree","tree":"%s"}\n' % tree.hash.encode())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What of a workspace is taken, and that nothing is read twice or missed."""
+"""What of a workspace is taken, and that nothing is missed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -18,21 +17,11 @@ from tests.unit.test_sync_store import write
 from tests.waits import WITHIN
 from torchx_monarch.code_sync import scan as scanning
 from torchx_monarch.code_sync.manifest import EXECUTABLE, FILE, FOLDER, LINK
-from torchx_monarch.code_sync.scan import ScanError, StatCache, scan
+from torchx_monarch.code_sync.scan import ScanError, scan
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scanning, "_SETTLED_AFTER", 0.1)
-
-
-def age() -> None:
-    """Have all files be old enough to be remembered."""
-    time.sleep(0.15)
-
-
-def paths(root: Path, memory: StatCache | None = None) -> set[str]:
-    return set(scan(str(root), memory or StatCache()).entries)
+def paths(root: Path) -> set[str]:
+    return set(scan(str(root)).entries)
 
 
 def test_takes_all_kinds_and_names(tmp_path: Path) -> None:
@@ -45,7 +34,7 @@ def test_takes_all_kinds_and_names(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as unix:
         os.chdir(tmp_path)  # a socket's path must be short
         unix.bind("socket")
-        tree = scan(str(tmp_path), StatCache())
+        tree = scan(str(tmp_path))
     os.unlink("socket")
     kinds = {path: entry.kind for path, entry in tree.entries.items()}
     assert kinds == {
@@ -143,67 +132,8 @@ def test_torchxignore_means_what_it_means_to_torchx(
         for folder, _, files in walk_workspace(LocalFileSystem(), str(root))
         for name in files
     }
-    taken = scan(str(root), StatCache()).entries
+    taken = scan(str(root)).entries
     assert {path for path, entry in taken.items() if entry.kind == FILE} == theirs
-
-
-def test_reads_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root, kept = write(tmp_path / "ws", {"a.py": "1", "b/c.py": "2"}), str(tmp_path / "memory")
-    age()
-    before = scan(str(root), memory := StatCache())
-    memory.save(kept, str(root))
-    read: list[str] = []
-    original = scanning._hash
-
-    def noted(path: str) -> tuple[os.stat_result, int, str]:
-        read.append(Path(path).name)
-        return original(path)
-
-    monkeypatch.setattr(scanning, "_hash", noted)
-
-    assert scan(str(root), StatCache.load(kept, str(root))) == before and not read
-    (root / "a.py").write_text("3")
-    after = scan(str(root), memory := StatCache.load(kept, str(root)))
-    assert set(read) == {"a.py"} and after.hash != before.hash
-    # Of a file that was touched a moment ago the times say nothing: it is read again.
-    read.clear()
-    assert scan(str(root), memory) == after and "a.py" in read
-    assert not StatCache.load(kept, "/another/workspace").files
-    Path(kept).write_text('{"version": 1, "root": []')
-    assert not StatCache.load(kept, str(root)).files
-
-
-def test_finds_a_change_that_leaves_size_and_time_as_they_were(tmp_path: Path) -> None:
-    file = write(tmp_path, {"a.py": "x = 1"}) / "a.py"
-    long_ago = (1_600_000_000, 1_600_000_000)
-    os.utime(file, long_ago)
-    age()
-    before = scan(str(tmp_path), memory := StatCache())
-    file.write_text("x = 2")
-    os.utime(file, long_ago)
-    assert scan(str(tmp_path), memory) != before
-
-
-def test_new_patterns_count_for_what_is_known(tmp_path: Path) -> None:
-    write(tmp_path, {"a.py": "", "sub/b.py": "", "sub/c.txt": "", "d": ""})
-    age()
-    memory = StatCache()
-    assert paths(tmp_path, memory) == {"a.py", "sub/b.py", "sub/c.txt", "d"}
-    write(tmp_path, {"sub/.gitignore": "*.txt\n"})
-    assert paths(tmp_path, memory) == {"a.py", "sub/b.py", "sub/.gitignore", "d"}
-    write(tmp_path, {".torchxignore": "*.py\n"})
-    assert paths(tmp_path, memory) == {".torchxignore", "sub/.gitignore", "d"}
-    (tmp_path / "sub/.gitignore").unlink()
-    (tmp_path / ".torchxignore").write_text("d/x\n")
-    assert paths(tmp_path, memory) == {".torchxignore", "a.py", "sub/b.py", "sub/c.txt", "d"}
-    # A pattern for folders does not count for a file in the place of one.
-    (tmp_path / ".torchxignore").unlink()
-    write(tmp_path, {".gitignore": "e/\n", "e/f": ""})
-    assert "e/f" not in paths(tmp_path, memory)
-    (tmp_path / "e/f").unlink()
-    (tmp_path / "e").rmdir()
-    write(tmp_path, {"e": ""})
-    assert "e" in paths(tmp_path, memory)
 
 
 def test_a_growing_log_and_files_that_come_and_go_do_not_matter(tmp_path: Path) -> None:
@@ -233,13 +163,13 @@ def test_says_what_is_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(
         ScanError, match=r"data/train.bin has 1000 bytes, .* at most 500 bytes: name it in .torchxignore"
     ):
-        scan(str(tmp_path), StatCache())
+        scan(str(tmp_path))
     monkeypatch.setattr(scanning, "_MAX_FILE_BYTES", 1000)
     monkeypatch.setattr(scanning, "_MAX_TOTAL_BYTES", 1050)
     with pytest.raises(ScanError, match="have 1100 bytes, and code at most 1050 bytes"):
-        scan(str(tmp_path), StatCache())
+        scan(str(tmp_path))
     monkeypatch.setattr(scanning, "MAX_ENTRIES", 1)
     with pytest.raises(ScanError, match="more than 1 files: name a smaller folder"):
-        scan(str(tmp_path), StatCache())
+        scan(str(tmp_path))
     with pytest.raises(ScanError, match="is no folder"):
-        scan(str(tmp_path / "nosuch"), StatCache())
+        scan(str(tmp_path / "nosuch"))

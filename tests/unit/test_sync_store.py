@@ -18,11 +18,11 @@ from tests.waits import WITHIN
 from torchx_monarch.code_sync import code_store as store_module
 from torchx_monarch.code_sync.code_store import CodeStore, StoreError
 from torchx_monarch.code_sync.manifest import ChangedError, Entry, PackError, Tree, TreeError, pack
-from torchx_monarch.code_sync.scan import StatCache, scan
+from torchx_monarch.code_sync.scan import scan
 
 
 def tree_of(root: Path) -> Tree:
-    return scan(str(root), StatCache())
+    return scan(str(root))
 
 
 def pieces(root: Path, tree: Tree, digests: list[str]) -> Iterator[bytes]:

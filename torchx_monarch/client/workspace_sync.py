@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
-from torchx_monarch.backends.core import state_files
 from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.code_sync.manifest import MARKER, PIECE, ChangedError, Tree, is_home_or_root, pack
 from torchx_monarch.exceptions import CodeError, UnreachableError
@@ -41,7 +40,7 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode) -> dict[str, 
     """
     if when == "never":
         return {}
-    from torchx_monarch.code_sync.scan import ScanError, scan_cached
+    from torchx_monarch.code_sync.scan import ScanError, scan
 
     root = os.path.abspath(workspace)
     for _ in range(_TRIES):
@@ -49,7 +48,7 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode) -> dict[str, 
             if when == "auto" and _is_shared(link, root):
                 return {"code": _hash_of(root), "cwd": root}
             try:
-                tree = scan_cached(root, state_files.state_dir())
+                tree = scan(root)
                 _send(link, root, tree)
             except ScanError as error:
                 raise CodeError(f"{error} (or run without bringing the code: sync='never')") from None
@@ -78,10 +77,10 @@ def current_workspace() -> str | None:
 
 def _hash_of(root: str) -> str:
     """Return the hash of a folder that all hosts see; empty if it cannot be scanned or exceeds the limits."""
-    from torchx_monarch.code_sync.scan import ScanError, scan_cached
+    from torchx_monarch.code_sync.scan import ScanError, scan
 
     try:
-        return scan_cached(root, state_files.state_dir()).hash
+        return scan(root).hash
     except ScanError:
         return ""
 

@@ -13,7 +13,6 @@ TorchX's patterns differ from git's: they match the whole path below the workspa
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -80,33 +79,26 @@ class _Git(NamedTuple):
 
 
 class IgnoreRules:
-    """The ignore rules that apply to one folder.
+    """The ignore rules that apply to one folder."""
 
-    Attributes:
-        digest: hash of all files and decisions that the rules depend on; equal digests mean that the same paths are
-            ignored.
-    """
-
-    def __init__(self, torchx: TorchXIgnore, first: int, git: Sequence[_Git], digest: str) -> None:
+    def __init__(self, torchx: TorchXIgnore, first: int, git: Sequence[_Git]) -> None:
         self._torchx = torchx
         self._first = first
-        self._git = tuple(git)  # outermost folder first
-        self.digest = digest
+        self._git = git  # outermost folder first
 
     @classmethod
     def load(cls, root: str) -> IgnoreRules:
         """Return the rules of a workspace without the ``.gitignore`` files within it, which ``below`` adds."""
-        torchx = _text(os.path.join(root, TORCHX_IGNORE))
         around = _around(root)
-        if _by_git(around[0], ""):
-            around = [], ""  # git ignores the workspace itself, but the user has named it: parent folders do not count
-        return cls(TorchXIgnore(torchx), 0, around[0], _digest(torchx, around[1]))
+        if _by_git(around, ""):
+            around = []  # git ignores the workspace itself, but the user has named it: parent folders do not count
+        return cls(TorchXIgnore(_text(os.path.join(root, TORCHX_IGNORE))), 0, around)
 
     def below(self, root: str, folder: str) -> IgnoreRules:
         """Return the rules of a folder of the workspace, empty for itself, that has a ``.gitignore``."""
-        text = _text(os.path.join(root, folder, GIT_IGNORE))
-        added = _Git(f"{folder}/" if folder else "", "", _spec(text))
-        return IgnoreRules(self._torchx, self._first, [*self._git, added], _digest(self.digest, text))
+        spec = _spec(_text(os.path.join(root, folder, GIT_IGNORE)))
+        added = _Git(f"{folder}/" if folder else "", "", spec)
+        return IgnoreRules(self._torchx, self._first, [*self._git, added])
 
     def leave_out(self, path: str, is_folder: bool) -> tuple[bool, IgnoreRules]:
         """Return whether a path of the folder is ignored, and the rules for paths below it."""
@@ -118,7 +110,7 @@ class IgnoreRules:
             answer = _by_git(self._git, f"{path}/" if is_folder else path)
         if first == self._first or not is_folder:
             return answer, self
-        return answer, IgnoreRules(self._torchx, first, self._git, _digest(self.digest, str(first)))
+        return answer, IgnoreRules(self._torchx, first, self._git)
 
 
 def _by_git(git: Sequence[_Git], path: str) -> bool:
@@ -130,24 +122,21 @@ def _by_git(git: Sequence[_Git], path: str) -> bool:
     return False
 
 
-def _around(root: str) -> tuple[list[_Git], str]:
+def _around(root: str) -> list[_Git]:
     """Read the ``.gitignore`` files of a workspace's parent folders up to the root of its git repository.
 
-    Returns:
-        The files, outermost first, and their text for a digest. Both are empty outside a repository.
+    The outermost is first. There are none outside a repository.
     """
     found: list[_Git] = []
-    texts: list[str] = []
     folder, way = root, ""
     while not os.path.exists(os.path.join(folder, ".git")):
         folder, name = os.path.split(folder)
         if not name:
-            return [], ""  # no repository
+            return []  # no repository
         way = f"{name}/{way}"
         if text := _text(os.path.join(folder, GIT_IGNORE)):
             found.insert(0, _Git("", way, _spec(text)))
-            texts += [way, text]
-    return found, "\0".join(texts)
+    return found
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
@@ -165,7 +154,3 @@ def _text(path: str) -> str:
             return file.read()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return ""
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()

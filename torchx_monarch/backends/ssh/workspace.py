@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from torchx.specs import CfgVal, Role, Workspace
 from torchx.workspace import WorkspaceMixin
 
-from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.ssh.native import MachineConnection, at_once
 from torchx_monarch.code_sync.manifest import ChangedError, Tree, is_home_or_root, pack
@@ -55,12 +54,12 @@ def send(projects: Mapping[str, str], connections: Mapping[str, MachineConnectio
     """Send a workspace (``projects``) to machines, by their names; return its hash, empty without one."""
     if not projects:
         return ""
-    from torchx_monarch.code_sync.scan import ScanError, scan_cached
+    from torchx_monarch.code_sync.scan import ScanError, scan
 
     with _merged(projects) as root:
         for _ in range(_TRIES):
             try:
-                tree = scan_cached(root, state_files.state_dir())
+                tree = scan(root)
                 at_once(lambda name: _send_tree(root, tree, connections[name]), connections, needs_all=True)  # noqa: B023
             except ScanError as error:
                 raise UserError(f"{error} (or take no workspace along: --workspace '')") from None
