@@ -60,17 +60,16 @@ def held(path: str) -> Tree:
 def test_what_a_run_has_put_in_the_place_of_code_is_not_followed(tmp_path: Path, store: CodeStore) -> None:
     outside = write(tmp_path / "outside", {"m.py": "precious"})
     root = write(tmp_path / "ws", {"pkg/m.py": "1", "a \n'\udce9": "1", "b.py": "1", "c.py": "1"})
-    path = Path(store.acquire(send(root, store).hash))
+    path = Path(store.checkout(send(root, store).hash))
     shutil.rmtree(path / "pkg")
     (path / "pkg").symlink_to(outside)
     (path / "a \n'\udce9").unlink()
     (path / "a \n'\udce9").mkdir()
     (path / "b.py").write_text("changed")
     (path / "c.py").unlink()
-    store.release(str(path))
     write(root, {"pkg/m.py": "2"})
     tree = send(root, store)
-    assert held(store.acquire(tree.hash)).entries.items() >= tree.entries.items()
+    assert held(store.checkout(tree.hash)).entries.items() >= tree.entries.items()
     assert (outside / "m.py").read_text() == "precious"
 
 
@@ -87,77 +86,47 @@ def test_only_what_is_missing_comes(tmp_path: Path, store: CodeStore) -> None:
 def test_a_folder_is_brought_from_tree_to_tree_and_keeps_results(tmp_path: Path, store: CodeStore) -> None:
     root = write(tmp_path / "ws", {"train.py": "1", "old/gone.py": "", "pkg/m.py": "1"})
     first = send(root, store)
-    path = store.acquire(first.hash)
+    path = store.checkout(first.hash)
     write(Path(path), {"ckpt/step1.pt": "weights", "train.py": "a run wrote here", "pkg/new": "x", "made": "y"})
     (Path(path) / "old/__pycache__").mkdir()
-    store.release(path)
 
     shutil.rmtree(root / "old")
     write(root, {"pkg/new/now_a_folder.py": ""})
     (root / "made").symlink_to("train.py")
     second = send(root, store)
-    path = store.acquire(second.hash)
-    assert Path(path).name == second.hash[:12]
+    path = store.checkout(second.hash)
     assert Path(path, "train.py").read_text() == "1"
     assert Path(path, "ckpt/step1.pt").read_text() == "weights"
     assert not Path(path, "old").exists()
     assert Path(path, "pkg/new/now_a_folder.py").exists() and os.readlink(Path(path, "made")) == "train.py"
     assert Path(path, "pkg/new.before-sync-1").read_text() == "x"
-    assert store.acquire(second.hash) == path, "two runs of the same code work in the same folder"
+    assert store.checkout(first.hash) == path and stat.S_IMODE(os.stat(path).st_mode) == 0o700
 
 
-def test_a_run_keeps_its_folder_and_old_ones_go(tmp_path: Path, store: CodeStore) -> None:
+def test_old_trees_go(tmp_path: Path, store: CodeStore) -> None:
     root = write(tmp_path / "ws", {"a.py": "1"})
     first = send(root, store)
-    first_folder = store.acquire(first.hash)
-    write(root, {"a.py": "2"})
-    second = send(root, store)
-    two = store.acquire(second.hash)
-    assert (Path(first_folder, "a.py").read_text(), Path(two, "a.py").read_text()) == ("1", "2")
-    assert stat.S_IMODE(os.stat(first_folder).st_mode) == 0o700
-    write(root, {"a.py": "3"})
-    three = store.acquire(send(root, store).hash)
-    for path in (first_folder, two, three):
-        store.release(path)
-    assert store.acquire(second.hash) == two
-    assert not os.path.exists(first_folder), "of idle folders with nothing of their own one stays, to be changed"
-    assert os.path.exists(three)
-    store.release(two)
-    for number in range(store_module._TREES + 4):
+    for number in range(store_module._TREES):
         write(root, {"a.py": f"new {number}"})
-        store.release(store.acquire(send(root, store).hash))
+        store.checkout(send(root, store).hash)
     assert store.find_tree(first.hash) is None
     with pytest.raises(StoreError, match="must be sent again"):
-        store.acquire(first.hash)
+        store.checkout(first.hash)
     kept = [name for name in os.listdir(tmp_path / "store") if len(name) == 64]
     assert len(kept) == store_module._TREES
 
 
 def test_a_run_finds_no_files_of_another_workspaces_runs(tmp_path: Path, store: CodeStore) -> None:
     own, other = (write(tmp_path / name, {"a.py": "1"}) for name in ("one", "other"))
-    path = store.acquire(send(own, store).hash, "one")
+    path = store.checkout(send(own, store).hash, "one")
     write(Path(path), {"checkpoint": "of one"})
-    store.release(path)
     for text in ("1", "2"):  # the same code, and other code
         write(other, {"a.py": text})
         tree = send(other, store)
-        apart = store.acquire(tree.hash, "other")
+        apart = store.checkout(tree.hash, "other")
         assert held(apart) == tree
-        store.release(apart)
     write(own, {"a.py": "2"})
-    assert Path(store.acquire(send(own, store).hash, "one"), "checkpoint").read_text() == "of one"
-
-
-def test_a_folder_with_results_of_a_run_stays(tmp_path: Path, store: CodeStore) -> None:
-    root = write(tmp_path / "ws", {"a.py": "1"})
-    folder = store.acquire(send(root, store).hash)
-    write(root, {"a.py": "2"})
-    two = store.acquire(send(root, store).hash)
-    write(Path(folder), {"result": "42"})
-    store.release(folder)
-    store.release(two)
-    store.release(store.acquire(send(root, store).hash))
-    assert Path(folder, "result").read_text() == "42"
+    assert Path(store.checkout(send(own, store).hash, "one"), "checkpoint").read_text() == "of one"
 
 
 def test_python_runs_what_came_within_the_same_second(
@@ -168,13 +137,12 @@ def test_python_runs_what_came_within_the_same_second(
     root = write(tmp_path / "ws", {"main.py": "import m", "m.py": "print(1)"})
     for number in (1, 2, 3):
         write(root, {"m.py": f"print({number})"})
-        path = store.acquire(send(root, store).hash)
+        path = store.checkout(send(root, store).hash)
         done = subprocess.run(
             [sys.executable, "main.py"], cwd=path, capture_output=True, text=True, check=True, timeout=WITHIN
         )
         assert done.stdout == f"{number}\n"
         assert os.listdir(os.path.join(path, "__pycache__"))
-        store.release(path)
 
 
 def test_what_is_torn_changes_nothing(tmp_path: Path, store: CodeStore) -> None:
@@ -189,7 +157,7 @@ def test_what_is_torn_changes_nothing(tmp_path: Path, store: CodeStore) -> None:
     store.cancel_transfer()
     assert store.find_tree(tree.hash) is None and not list((tmp_path / "store").glob("*.part"))
     send(root, store)
-    assert held(store.acquire(tree.hash)) == tree
+    assert held(store.checkout(tree.hash)) == tree
 
 
 def test_a_run_that_begins_leaves_the_contents_of_a_transfer(tmp_path: Path, store: CodeStore) -> None:
@@ -201,10 +169,10 @@ def test_a_run_that_begins_leaves_the_contents_of_a_transfer(tmp_path: Path, sto
     *sent, last = pieces(root, tree, store.expect(tree))
     for piece in sent:
         store.take(piece)
-    store.acquire(first.hash)
+    store.checkout(first.hash)
     store.take(last)
     store.complete()
-    assert held(store.acquire(tree.hash)) == tree
+    assert held(store.checkout(tree.hash)) == tree
 
 
 def test_what_is_not_what_it_says_is_refused(tmp_path: Path, store: CodeStore) -> None:
@@ -313,6 +281,6 @@ def test_code_that_a_run_has_changed_in_the_store_is_refused(
     tree = send(root, store)
     change(stored)
     with pytest.raises(StoreError, match=f"cannot make the code on this host: .*: {stored}"):
-        store.acquire(tree.hash)
+        store.checkout(tree.hash)
     with pytest.raises(StoreError, match=f"a program has changed the code on this host: {stored}"):
         list(store.pieces(tree, [digest]))

@@ -15,7 +15,6 @@ from collections.abc import Container, Iterator
 
 from torchx_monarch.code_sync.manifest import ChangedError, PackError, Tree, Unpacker, brief, pack
 from torchx_monarch.code_sync.work_folder import WorkFolder
-from torchx_monarch.system import run_dirs
 
 _TREES = 32
 """Number of trees to keep. A client that returns to an earlier state of its code sends nothing, and queued runs find
@@ -84,8 +83,7 @@ class CodeStore(ContentStore):
         self._lock = threading.RLock()
         self._trees: dict[str, Tree] = {}  # by hash, the most recently used last
         self._contents: set[str] = set()
-        self._folders: list[WorkFolder] = []  # the most recently used last
-        self._made = 0
+        self._folders: dict[str, WorkFolder] = {}  # by workspace
         self._incoming: Tree | None = None
 
     # -- receive a tree ------------------------------------------------------------------------------------------------
@@ -156,76 +154,27 @@ class CodeStore(ContentStore):
 
     # -- working folders of runs ---------------------------------------------------------------------------------------
 
-    def acquire(self, tree_hash: str, workspace: str = "") -> str:
-        """Check out a tree for a run, and return the path of the folder. Active runs of the same tree share a folder.
+    def checkout(self, tree_hash: str, workspace: str = "") -> str:
+        """Check out a tree for a run into the folder of its workspace, and return the folder's path.
 
-        Args:
-            workspace: the workspace of the run, which finds no files of other workspaces' runs in its folder.
+        No other run may use the folder. A run finds no files of other workspaces' runs in it.
         """
         with self._lock, self._as_store_error("make"):
             tree = self.tree(tree_hash)
-            own = [work_folder for work_folder in self._folders if work_folder.workspace == workspace]
-            folder = next(
-                (work_folder for work_folder in own if work_folder.tree == tree_hash and work_folder.users), None
-            )
-            if folder is None:
-                folder = self._choose_folder(tree_hash, workspace)
-                is_held = folder.tree == tree_hash
-                folder.checkout(tree, self.path)
-                if not is_held:
-                    self._name(folder, brief(tree_hash))
-            self._folders.remove(folder)
-            self._folders.append(folder)
-            folder.users += 1
-            others = {other_hash: other for other_hash, other in self._trees.items() if other_hash != tree_hash}
-            self._trees = {**others, tree_hash: tree}
-            self._prune()
+            if workspace not in self._folders:
+                self._folders[workspace] = WorkFolder(os.path.join(self.folder, f"workspace-{len(self._folders)}"))
+            folder = self._folders[workspace]
+            folder.checkout(tree, self.path)
+            del self._trees[tree_hash]
+            self._trees[tree_hash] = tree
             return folder.path
-
-    def release(self, path: str) -> None:
-        """Record that a run no longer uses the folder that ``acquire`` returned."""
-        with self._lock:
-            for folder in self._folders:
-                if folder.path == path:
-                    folder.users -= 1
-
-    def _choose_folder(self, tree_hash: str, workspace: str) -> WorkFolder:
-        """Choose an unused folder of a workspace: one that holds the tree, else the last one used, else a new one."""
-        idle = [folder for folder in self._folders if not folder.users and folder.workspace == workspace]
-        chosen = next((folder for folder in idle if folder.tree == tree_hash), idle[-1] if idle else None)
-        if chosen is None:
-            self._made += 1
-            chosen = WorkFolder(os.path.join(self.folder, f"new-{self._made}"), workspace)
-            self._folders.append(chosen)
-        elif chosen.tree != tree_hash:
-            self._made += 1
-            self._name(chosen, f"new-{self._made}")  # a half-written folder must not have the name of a tree
-        return chosen
-
-    def _name(self, folder: WorkFolder, name: str) -> None:
-        path = os.path.join(self.folder, name)
-        # The same tree, another workspace.
-        if any(other.path == path for other in self._folders if other is not folder):
-            path = f"{path}-{self._made}"
-        if folder.path != path:
-            if os.path.lexists(path):  # left by an aborted run
-                raise StoreError(f"{path} is in the way")
-            os.rename(folder.path, path)
-            folder.path = path
 
     # -- disk space ----------------------------------------------------------------------------------------------------
 
     def _prune(self) -> None:
-        """Delete the oldest trees, contents that no tree needs, and unused folders without outputs of a run."""
-        used = {folder.tree for folder in self._folders if folder.users}
+        """Delete the oldest trees, and contents that no tree needs."""
         for old in list(self._trees)[:-_TREES]:
-            if old not in used:
-                del self._trees[old]
-        idle = [folder for folder in self._folders if not folder.users]
-        for folder in idle[:-1]:
-            if not folder.has_outputs():
-                run_dirs.remove_tree(folder.path)
-                self._folders.remove(folder)
+            del self._trees[old]
         trees = [*self._trees.values(), *([self._incoming] if self._incoming is not None else [])]
         needed = {digest for tree in trees for digest in tree.contents}
         for digest in self._contents - needed:

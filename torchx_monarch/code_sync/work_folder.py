@@ -29,19 +29,11 @@ cannot be set by a program."""
 
 
 class WorkFolder:
-    """A folder with a checked-out tree, in which runs work.
+    """A folder with a checked-out tree, in which runs work."""
 
-    Attributes:
-        users: number of runs that use it.
-        tree: hash of the tree that it holds; empty before the first checkout and after a failed one.
-    """
-
-    def __init__(self, path: str, workspace: str = "") -> None:
+    def __init__(self, path: str) -> None:
         os.mkdir(path, 0o700)
         self.path = path
-        self.workspace = workspace
-        self.users = 0
-        self.tree = ""
         self._holds: dict[str, tuple[Entry, _Mark]] = {}
 
     def checkout(self, tree: Tree, source: Callable[[str], str]) -> None:
@@ -52,7 +44,6 @@ class WorkFolder:
         Args:
             source: called with a digest; returns the path of the file with that content.
         """
-        self.tree = ""
         gone = [path for path, (entry, _) in self._holds.items() if tree.entries.get(path) != entry]
         made: set[str] = set()
         for path in gone:
@@ -69,19 +60,6 @@ class WorkFolder:
             mark = _mark(where, entry)
             if mark is not None:  # None if a process has deleted the file already; the next checkout writes it again
                 self._holds[path] = entry, mark
-        self.tree = tree.hash
-
-    def has_outputs(self) -> bool:
-        """Whether the folder holds files or folders that are neither in the tree nor bytecode: outputs of a run."""
-        own = _folders({path: entry for path, (entry, _) in self._holds.items()})
-        for folder, inside, files in os.walk(self.path):
-            inside[:] = [name for name in inside if name != BYTECODE]
-            below = os.path.relpath(folder, self.path) + "/" if folder != self.path else ""
-            if any(below + name not in self._holds for name in files):
-                return True
-            if any(below + name not in own for name in inside):
-                return True
-        return False
 
     def _remove(self, path: str) -> None:
         """Delete an entry of the previous tree, unless a run has replaced it with something of another kind."""

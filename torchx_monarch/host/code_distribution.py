@@ -73,19 +73,12 @@ class HostCode:
     def __init__(self, folder: str, host: str) -> None:
         self._store = CodeStore(folder)
         self._host = host
-        self._working = ""
         self._receiving = asyncio.Lock()
 
     async def checkout(self, tree_hash: str, workspace: str) -> str:
         """Check out a tree for the next run, which is of the given workspace; return the folder that it works in."""
-        self._working = await _in_thread(self._store.acquire, tree_hash, workspace)
-        return self._working
-
-    async def release(self) -> None:
-        """Release the folder of the last run, if a run had one."""
-        working, self._working = self._working, ""
-        if working:
-            await _in_thread(self._store.release, working)
+        folder: str = await _in_thread(self._store.checkout, tree_hash, workspace)
+        return folder
 
     def has(self, tree_hash: str) -> bool:
         return self._store.find_tree(tree_hash) is not None

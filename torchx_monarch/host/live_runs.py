@@ -117,7 +117,6 @@ class LiveRuns(Workload):
         if self._begun is not None and self._begun[0] == begin.token:
             return self._begun[1]
         await self._close_run_log()
-        await self._host_code().release()
         cwd = request.cwd or os.getcwd()
         if request.synced:
             await self._fetch(request.code)
@@ -135,8 +134,7 @@ class LiveRuns(Workload):
         if self._run_queue is not None:  # on the leader, whose lines the clients see
             for line in unused_options(command.options, in_run=True):
                 host.reporter.line(line)
-        workspace = request.workspace if request.synced else ""
-        run = self._prepare(command, log_folder(command, folder, cwd, run_id), request.env, cwd, workspace)
+        run = self._prepare(command, log_folder(command, folder, cwd, run_id), request.env, cwd)
         assert self.pool is not None
         nproc = await self.pool.start(run.nproc)
         self._start_timers(run, f"timers{begin.number}")
@@ -146,13 +144,9 @@ class LiveRuns(Workload):
         self._begun = (begin.token, begun)
         return begun
 
-    def _prepare(
-        self, command: Command, log_dir: str | None, env: Mapping[str, str], cwd: str, workspace: str = ""
-    ) -> RunSpec:
+    def _prepare(self, command: Command, log_dir: str | None, env: Mapping[str, str], cwd: str) -> RunSpec:
         host = self._host
-        run = RunSpec(
-            command, host.environ, host.options.preload_modules, env, cwd, workspace, host.options.forks_ranks
-        )
+        run = RunSpec(command, host.environ, host.options.preload_modules, env, cwd, host.options.forks_ranks)
         self._new_pool(run, log_dir, self._run_log)
         return run
 
@@ -191,7 +185,6 @@ class LiveRuns(Workload):
         self.pool.retire()
         if self._function_file:
             await self._send_values(os.path.dirname(self._function_file), ranks)
-        await self._host_code().release()
         await self._close_run_log(VALUES_TIMEOUT if self._function_file else _LAST_OUTPUT_TIMEOUT)
 
     async def _send_values(self, folder: str, ranks: Collection[int]) -> None:

@@ -39,8 +39,6 @@ class RunSpec:
         added: environment variables that the run adds.
         cwd: folder in which the ranks start; None in a batch job, whose ranks start in the host's folder and whose
             zygote knows the program.
-        workspace: the workspace of which ``cwd`` is a copy, which lies in another folder when it has changed; empty if
-            ``cwd`` is the user's own.
         forks: whether ranks are forks of the zygote, if it has modules; else they are interpreters of their own.
         leading: the leading statements of the program, which the zygote executes as well.
     """
@@ -50,7 +48,6 @@ class RunSpec:
     modules: Sequence[str]
     added: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cwd: str | None = None
-    workspace: str = ""
     forks: bool = True
     leading: tuple[Statement, ...] = ()
 
@@ -136,7 +133,7 @@ class RunSpec:
         """Return the value that two runs share if the zygote of one can start the ranks of the other, a number each."""
         environ, command = self.start_environ(count), self.zygote_command(self.command.program_of(0))
         read = {name: value for name, value in environ.items() if self._is_read_early(name)}
-        led = ([text for _, text in self.leading], dict(self.added), self.workspace or self.cwd) if self.leading else ()
+        led = ([text for _, text in self.leading], dict(self.added), self.cwd) if self.leading else ()
         return command, self.preload, led, read, self.start_folder()
 
     def _is_read_early(self, name: str) -> bool:

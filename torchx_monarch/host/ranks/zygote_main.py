@@ -482,7 +482,7 @@ def main() -> None:
     send_failure = program["run_sibling_file"]("rank_recorder.py")["watch"](rank["recorder"])
     program["preloaded"].hide()
     if program.get("has_path0"):
-        del sys.path[0]  # another copy of the same workspace
+        del sys.path[0]  # the leading statements may have been another program's
     program["set_path0"](rank["mode"], rank["target"])
     if "leading" in program:
         for descriptor, output in enumerate(program["leading"].output, 1):
