@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +13,6 @@ from torchx_monarch.model.host_facts import HostFacts, Registration
 from torchx_monarch.system.untrusted_text import one_line
 
 _LINE = 600
-
-_ABSENT = os.strerror(errno.ENOENT)
 
 
 class Preflight:
@@ -60,23 +56,14 @@ class Preflight:
             return
         self._checked = hosts
         names = {host.replica: host.name for host in hosts}
-        if found := list(compare_code(names, {replica: facts[replica] for replica in names})):
+        if found := list(compare(names, {replica: facts[replica] for replica in names})):
             self._reporter.report("differences", one_line(f"hosts differ: {'; '.join(found)}", _LINE))
 
 
 def compare(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[str]:
-    """Yield a text for each difference or deficiency. Hosts are by replica, and replica 0 is the first."""
-    yield from compare_code(names, facts)
-    yield from _of_paths(names, facts)
-    for replica, host in facts.items():
-        if host.problem:
-            yield f"{names[replica]} tells no versions: {host.problem}; see its log"
-
-
-def compare_code(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[str]:
-    """Yield a text for each version, and for the script, if hosts have different ones."""
+    """Yield a text for each version, and for the script, if hosts, which are by replica, have different ones."""
     for name in sorted({name for host in facts.values() for name in host.versions}):
-        values = {replica: host.versions.get(name, "none") for replica, host in facts.items() if not host.problem}
+        values = {replica: host.versions.get(name, "none") for replica, host in facts.items() if host.versions}
         yield from _differences(names, values, name, f"install the same {name} on all hosts")
     files = {replica: host.program for replica, host in facts.items() if host.program is not None}
     if len({file.digest for file in files.values()}) > 1:
@@ -96,17 +83,6 @@ def _differences(names: Mapping[int, str], values: Mapping[int, str], what: str,
             hosts = [names[replica] for replica in values if values[replica] == value]
             verb = "has" if len(hosts) == 1 else "have"
             yield f"{_listed(hosts)} {verb} {what} {value}, and {_listed(others)} {usual}; {advice}"
-
-
-def _of_paths(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[str]:
-    """Yield a text for each path that some host cannot read; one that exists nowhere disturbs no program."""
-    for path in dict.fromkeys(path for host in facts.values() for path in host.paths):
-        reasons = {replica: host.paths.get(path, "") for replica, host in facts.items()}
-        if all(reason == _ABSENT for reason in reasons.values()):
-            continue
-        for reason in dict.fromkeys(filter(None, reasons.values())):
-            hosts = _listed([names[replica] for replica in reasons if reasons[replica] == reason])
-            yield f"{hosts} cannot read {path}: {reason}; mount it there, or fix its permissions"
 
 
 def _listed(hosts: Sequence[str]) -> str:

@@ -21,16 +21,12 @@ class HostFacts:
     """Facts of one host.
 
     Attributes:
-        versions: those of torch and others by name, as far as the host imports them; a name may be missing.
-        problem: why there are no versions of what the host imports; empty if there are.
+        versions: those of torch and others by name, as far as the host imports them; none if that has failed.
         program: the script; None for a module or another program, or if the file cannot be read.
-        paths: paths that the program reads, with the reason why the host cannot read them; empty if it can.
     """
 
     versions: Mapping[str, str]
-    problem: str = ""
     program: ProgramFile | None = None
-    paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,7 +48,7 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """Seconds for which a rank waits in `breakpoint()` for `torchx monarch debug`; 0: it does not wait."""
 
     preflight: str = "off"
-    """`on`: before ranks start, compare the hosts and fail the job if one differs or is unfit; `warn`: only say so."""
+    """`on`: before ranks start, compare the hosts and fail the job if one differs; `warn`: only say so."""
 
     preload: str = "auto"
     """Modules, separated by `+`, that one interpreter per host imports for all ranks. `auto`: torch, and what the
