@@ -73,7 +73,7 @@ class RunResult:
         ranks: results of the ranks of the last attempt, by global rank; empty if no rank was started.
         attempts: number of attempts.
         seconds: seconds from the start of the run to its end, without the time in the queue.
-        code: hash of the workspace; empty if it is unknown.
+        code: hash of the workspace that the hosts got a copy of; empty without one.
         stopped: whether the run was stopped, by a client, its timeout or the end of the hosts.
         cause: global rank of the root cause; None if no rank caused the failure, or the run succeeded.
         output: output of each rank, by global rank; empty unless the run was started with ``output="store"``.
@@ -122,7 +122,7 @@ class RunInfo(TypedDict):
         state: ``queued``, ``running``, ``succeeded``, ``failed`` or ``stopped``.
         command: the command, for display.
         cwd: folder in which the ranks start; empty for their copy of the workspace.
-        code: hash of the workspace; empty if it is unknown.
+        code: hash of the workspace that the hosts got a copy of; empty without one.
         by: ``USER@HOSTNAME`` of the client that submitted the run.
         submitted: time at which the hosts accepted the run, in seconds since the epoch.
         started: time of its start, in seconds since the epoch; 0 before it.

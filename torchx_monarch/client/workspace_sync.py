@@ -31,7 +31,7 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode) -> dict[str, 
     """Make the current state of a workspace available on every host, but for files that it ignores.
 
     Returns:
-        The fields ``code``, ``cwd`` and ``synced`` of a ``RunRequest``, without those that have their defaults.
+        The fields ``code`` or ``cwd`` of a ``RunRequest``; none if the hosts use the code that they have.
 
     Raises:
         CodeError: the workspace cannot be read, exceeds the limits or keeps changing; or a host could not store it.
@@ -46,7 +46,7 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode) -> dict[str, 
     for _ in range(_TRIES):
         with Connection.open(target, {"type": "sync"}) as link:
             if when == "auto" and _is_shared(link, root):
-                return {"code": _hash_of(root), "cwd": root}
+                return {"cwd": root}
             try:
                 tree = scan(root)
                 _send(link, root, tree)
@@ -57,7 +57,7 @@ def sync_workspace(target: Target, workspace: str, when: SyncMode) -> dict[str, 
                 continue
             except OSError as error:
                 raise CodeError(f"cannot read {error.filename} of the workspace: {error.strerror}") from None
-            return {"code": tree.hash, "synced": True}
+            return {"code": tree.hash}
     raise CodeError(
         f"{changing} changes all the time: what is not for the hosts can be named in .torchxignore or .gitignore"
     )
@@ -73,16 +73,6 @@ def current_workspace() -> str | None:
     """Return the current folder; None if it is the home folder or ``/``."""
     current = os.getcwd()
     return None if is_home_or_root(current) else current
-
-
-def _hash_of(root: str) -> str:
-    """Return the hash of a folder that all hosts see; empty if it cannot be scanned or exceeds the limits."""
-    from torchx_monarch.code_sync.scan import ScanError, scan
-
-    try:
-        return scan(root).hash
-    except ScanError:
-        return ""
 
 
 def _is_shared(link: Connection, root: str) -> bool:

@@ -118,7 +118,7 @@ class LiveRuns(Workload):
             return self._begun[1]
         await self._close_run_log()
         cwd = request.cwd or os.getcwd()
-        if request.synced:
+        if request.code:
             await self._fetch(request.code)
             cwd = await self._host_code().checkout(request.code, request.workspace)
         environ = {**host.environ, **request.env}

@@ -27,8 +27,7 @@ class RunRequest:
         nproc: processes per host, as torchrun's ``--nproc-per-node``; empty to use the command's value.
         env: variables of the ranks, in addition to those of the hosts.
         cwd: absolute path of the ranks' working folder on every host; empty for the hosts' own.
-        code: hash of the code; empty if it is not known.
-        synced: whether the ranks run in each host's copy of that code; ``cwd`` does not name that copy.
+        code: hash of the code of which each host has a copy, in which the ranks run; empty without a copy.
         workspace: names the client's folder of which the code is a copy; runs of other workspaces use other copies.
         timeout: seconds from its start after which the run is ended; None for no limit.
         queue: whether the run may wait for earlier runs.
@@ -42,7 +41,6 @@ class RunRequest:
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cwd: str = ""
     code: str = ""
-    synced: bool = False
     workspace: str = ""
     timeout: float | None = None
     queue: bool = False
