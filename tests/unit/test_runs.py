@@ -216,13 +216,11 @@ def test_ctrl_c_counts_also_if_the_kernel_gives_it_to_another_thread() -> None:
     assert [request["kill"] for request in running.asked] == [False, True]
 
 
-def test_the_repr_of_a_result_is_short_and_has_a_picture_in_notebooks() -> None:
+def test_the_repr_of_a_result_is_short() -> None:
     ranks = {
         rank: RankResult(rank, 0, 0, "<node>", 1, code, 2.0 * rank, code == 1, "", "trace\n" * 1000, "")
         for rank, code in enumerate((0, 1, -15))
     }
     failed = RunResult(3, 1, "rank 1: <b>", ranks, seconds=4.2, output={0: RankOutput("x" * 10_000)})
     assert repr(failed) == "<run 3 failed after 4.2 s, 3 ranks: rank 1: <b>>"
-    drawn = failed._repr_html_()
-    assert drawn.count("<rect") == 3 and "<b>" not in drawn and "<node>" not in drawn and len(drawn) < 1000
-    assert len(repr(ranks)) < 1000 and "<svg" not in RunResult(1, 0, "")._repr_html_()
+    assert len(repr(ranks)) < 1000

@@ -4,17 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Mapping
 from typing import TypedDict
 
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.model.job_result import RankExit
-
-_MAX_BARS = 32
-"""Ranks in the picture of a run."""
-
-_BAR = '<rect y="{y}" width="{width:.1f}" height="5" fill="{colour}"><title>{title}</title></rect>'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,19 +93,6 @@ class RunResult:
         state = "stopped" if self.stopped else "failed" if self.exit_code else "succeeded"
         reason = f": {self.reason}" if self.exit_code else ""
         return f"<run {self.run} {state} after {show_duration(self.seconds)}, {len(self.ranks)} ranks{reason}>"
-
-    def _repr_html_(self) -> str:
-        """Return the repr with a picture for notebooks: how long each rank has run, and which have failed."""
-        bars, longest = [], max((rank.seconds for rank in self.ranks.values()), default=0.0) or 1.0
-        for row, rank in enumerate([self.ranks[number] for number in sorted(self.ranks)][:_MAX_BARS]):
-            title = (
-                f"rank {rank.rank} on {rank.hostname}: exit code {rank.exit_code} after {show_duration(rank.seconds)}"
-            )
-            colour = "#c2331f" if rank.failed else "#c98a3a" if rank.exit_code else "#35a06a"
-            width = max(1.0, 300 * rank.seconds / longest)
-            bars.append(_BAR.format(y=7 * row, width=width, colour=colour, title=html.escape(title)))
-        picture = f'<svg width="300" height="{7 * len(bars)}" style="display:block">{"".join(bars)}</svg>'
-        return f"<div><code>{html.escape(repr(self))}</code>{picture if bars else ''}</div>"
 
 
 class RunInfo(TypedDict):
