@@ -122,16 +122,7 @@ def test_invalid_options_are_reported_before_hosts_are_asked(
             call(**options)
 
 
-# -- old names, and exceptions as users see them -----------------------------------------------------------------------
-
-
-def test_old_names_still_work_and_name_the_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = torchx_monarch.SPMDJob("monarch_local://torchx/app")
-    ended: list[object] = []
-    monkeypatch.setattr(job, "cancel_run", lambda *given: ended.append(given))
-    with pytest.warns(DeprecationWarning, match="SPMDJob.end_run is deprecated; use SPMDJob.cancel_run") as warned:
-        job.end_run(3, kill=True)
-    assert ended == [(3, True)] and warned[0].filename == __file__
+# -- exceptions as users see them --------------------------------------------------------------------------------------
 
 
 def test_an_error_of_a_run_survives_pickling() -> None:

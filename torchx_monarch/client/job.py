@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -321,11 +320,6 @@ class SPMDJob(AttachedJob):
             kill: whether to send the ranks SIGKILL immediately, instead of SIGTERM and SIGKILL after the grace period.
         """
         self._role_hosts.ask({"type": "end-run", "run": run, "kill": kill})
-
-    def end_run(self, run: int | None = None, kill: bool = False) -> None:
-        """Stop a run. Deprecated: use ``cancel_run``."""
-        warnings.warn("SPMDJob.end_run is deprecated; use SPMDJob.cancel_run", DeprecationWarning, stacklevel=2)
-        self.cancel_run(run, kill)
 
     def logs(self, rank: int | None = None, follow: bool = False, run: int | None = None) -> Iterator[str]:
         """Yield the lines that the ranks of a run printed on stdout and stderr, in the order of their arrival.
