@@ -23,16 +23,12 @@ Seconds: TypeAlias = Annotated[float, 1e11]
 """A time in seconds since the epoch, or a duration in seconds; ``decode`` refuses what lies beyond the year 5138, which
 ``time.localtime`` may not convert. Differences of two such numbers are finite."""
 
-_Where: TypeAlias = "str | tuple[_Where, str | int]"
-"""The place of a value: a name, or the place of what holds it and its key. It becomes text only in an error: a message
-of the samples of ranks has thousands of values."""
-
 _RECORD = object()
 """The kind of data classes and named tuples."""
 
 
 class DecodeError(ValueError):
-    """Raised when a value does not have the type of its field; the message names the field and shows the value."""
+    """Raised when a value does not have the type of its field; the message names the innermost field, and the value."""
 
 
 def decode(cls: type[T], data: Any, where: str = "") -> T:
@@ -49,7 +45,7 @@ def decode(cls: type[T], data: Any, where: str = "") -> T:
     return decoded
 
 
-def _decode(hint: Any, value: Any, where: _Where) -> Any:
+def _decode(hint: Any, value: Any, where: str) -> Any:
     if hint is Any or (type(value) is hint and hint is not float):  # isinstance() would accept a bool for an int
         return value
     kind, arguments = _kind(hint)
@@ -66,10 +62,10 @@ def _decode(hint: Any, value: Any, where: _Where) -> Any:
                 return _decode(argument, value, where)
     elif kind is list or kind is tuple:
         if isinstance(value, (list, kind)):  # JSON has lists only
-            return kind(_decode(arguments[0], entry, (where, index)) for index, entry in enumerate(value))
+            return kind(_decode(arguments[0], entry, where) for entry in value)
     elif kind is dict:
         if isinstance(value, dict):
-            return {name: _decode(arguments[1], entry, (where, name)) for name, entry in value.items()}
+            return {name: _decode(arguments[1], entry, where) for name, entry in value.items()}
     elif kind is _RECORD:
         if isinstance(value, dict):
             return hint(**_arguments(hint, value, where))
@@ -79,16 +75,16 @@ def _decode(hint: Any, value: Any, where: _Where) -> Any:
     shown = repr(value)
     if len(shown) > 40:
         shown = f"{shown[:40]}…"
-    raise DecodeError(f"{_text(where) or 'the whole'} is {shown}, not {_wanted(hint)}")
+    raise DecodeError(f"{where or 'the whole'} is {shown}, not {_wanted(hint)}")
 
 
-def _arguments(cls: Any, values: dict[str, Any], where: _Where) -> dict[str, Any]:
+def _arguments(cls: Any, values: dict[str, Any], where: str) -> dict[str, Any]:
     given = {}
     for name, hint, is_required in _fields(cls):
         if name in values:
-            given[name] = _decode(hint, values[name], (where, name))
+            given[name] = _decode(hint, values[name], name)
         elif is_required:
-            raise DecodeError(f"{_text(where) or 'the object'} lacks {name!r}")
+            raise DecodeError(f"{where or 'the object'} lacks {name!r}")
     return given
 
 
@@ -131,13 +127,3 @@ def _wanted(hint: Any) -> str:
         return f"one of {', '.join(filter(None, (member.value for member in hint)))}"
     names = {list: "a list", tuple: "a list", dict: "an object", _RECORD: "an object", float: "a finite number"}
     return names.get(kind) or ("None" if kind is type(None) else str(kind.__name__))
-
-
-def _text(where: _Where) -> str:
-    """Return a place as text: ``roles[2].env``."""
-    if isinstance(where, str):
-        return where
-    holder, key = _text(where[0]), where[1]
-    if isinstance(key, int):
-        return f"{holder}[{key}]"
-    return f"{holder}.{key}" if holder else key
