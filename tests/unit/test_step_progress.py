@@ -44,7 +44,6 @@ def test_the_host_reads_the_last_report(rank: Path) -> None:
         torch.tensor(20),  # type: ignore[arg-type]
         loss=torch.tensor(0.5),  # type: ignore[arg-type]
         worse=float("nan"),
-        huge=10**400,
         part=Fraction(1, 4),  # type: ignore[arg-type]
     )
     found = read_progress(rank)
@@ -63,7 +62,6 @@ def test_the_host_reads_the_last_report(rank: Path) -> None:
         ({"step": 1 << 53}, ValueError),
         ({"step": 1, "total": "many"}, TypeError),
         ({"step": 1, "checkpoint": -1}, ValueError),
-        ({"step": 1, "loss": "3"}, TypeError),
         ({"step": 1, "loss": None}, TypeError),
         ({"step": 1, "x" * 65: 1}, ValueError),
         ({"step": 1, **{f"m{number}": 1 for number in range(17)}}, ValueError),
@@ -72,13 +70,6 @@ def test_the_host_reads_the_last_report(rank: Path) -> None:
 def test_a_wrong_argument_is_an_error_everywhere(arguments: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         torchx_monarch.progress(**arguments)
-
-
-def test_a_tensor_of_two_numbers_is_no_metric() -> None:
-    import torch
-
-    with pytest.raises(TypeError):
-        torchx_monarch.progress(1, loss=torch.ones(2))  # type: ignore[arg-type]
 
 
 def test_the_longest_report_fits(rank: Path) -> None:

@@ -48,13 +48,13 @@ def progress(step: int, total: int | None = None, *, checkpoint: int | None = No
         metrics: up to 16 numbers by name, such as the loss. One that is not finite is left out.
 
     Raises:
-        TypeError: an argument is no number.
+        TypeError: a step is no integer, or a metric no number.
         ValueError: a step is negative or 2**53 or more, or there are too many metrics, or one with a name longer than
             64 characters.
     """
-    if len(metrics) > MAX_METRICS:
-        raise ValueError(f"{len(metrics)} metrics: give {MAX_METRICS} at most")
-    numbers = {name: value for name in metrics if math.isfinite(value := _number(name, metrics[name]))}
+    if len(metrics) > MAX_METRICS or any(len(name) > MAX_NAME for name in metrics):
+        raise ValueError(f"give at most {MAX_METRICS} metrics, with names of at most {MAX_NAME} characters")
+    numbers = {name: number for name, value in metrics.items() if math.isfinite(number := float(value))}
     _report(
         _step("step", step),
         None if total is None else _step("total", total),
@@ -64,26 +64,10 @@ def progress(step: int, total: int | None = None, *, checkpoint: int | None = No
 
 
 def _step(name: str, value: Any) -> int:
-    try:
-        step = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r:.40}, not an integer") from None
+    step = operator.index(value)
     if not 0 <= step < MAX_STEP:
         raise ValueError(f"{name} is {step}: give 0 or more, and less than 2**53")
     return step
-
-
-def _number(name: str, value: Any) -> float:
-    if len(name) > MAX_NAME:
-        raise ValueError(f"the name {name:.20}… of a metric has more than {MAX_NAME} characters")
-    if not hasattr(type(value), "__float__") and not hasattr(type(value), "__index__"):
-        raise TypeError(f"{name} is {value!r:.40}, not a number")
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-    except Exception:  # of a tensor of several elements, for one
-        raise TypeError(f"{name} is a {type(value).__name__} that is not one number") from None
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
