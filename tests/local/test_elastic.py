@@ -120,7 +120,8 @@ def test_the_fewest_have_the_join_timeout(folder: Path) -> None:
     job = Job(folder, *conf(join=1), fewest=2)
     job.hosts.start(0)
     assert job.hosts.wait() == [1]
-    said = "1 of at least 2 hosts arrived within 1 s (--rdzv-conf join_timeout=1): replica 1, 2 did not"
+    options = "--host-timeout, or join_timeout of --rdzv-conf"
+    said = f"1 of at least 2 hosts arrived within 1 s ({options}): replica 1, 2 did not"
     assert said in job.hosts.err().splitlines()[-1]
 
 

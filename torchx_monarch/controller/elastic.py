@@ -42,13 +42,11 @@ class NodeRange:
     """The number of hosts on which a job runs: ``most`` is that of the role's replicas without the spare ones.
 
     ``fewest`` have ``join_timeout`` seconds to arrive, and further ones ``last_call`` seconds after that.
-    ``join_option`` is the option that sets ``join_timeout``, for messages.
     """
 
     fewest: int
     most: int
     join_timeout: float
-    join_option: str = "--host-timeout"
     last_call: float = 0.0
     spares: int = 0
 
@@ -58,11 +56,8 @@ class NodeRange:
         if command is None:
             return cls(replicas, replicas, timeout, spares=spares)
         conf = command.options.rdzv_conf
-        sizes = cls(command.fewest(replicas), replicas, timeout, last_call=conf.last_call_timeout, spares=spares)
-        if conf.join_timeout is None:
-            return sizes
-        option = f"--rdzv-conf join_timeout={conf.join_timeout}"
-        return dataclasses.replace(sizes, join_timeout=conf.join_timeout, join_option=option)
+        timeout = timeout if conf.join_timeout is None else conf.join_timeout
+        return cls(command.fewest(replicas), replicas, timeout, last_call=conf.last_call_timeout, spares=spares)
 
     @property
     def elastic(self) -> bool:
@@ -268,7 +263,7 @@ class HostGatherer:
         arrived = registry.until(lambda: registry.present >= sizes.fewest, sizes.join_timeout)
         if await self._reporter.while_waiting(arrived, what):
             return
-        within = f"within {sizes.join_timeout:g} s ({sizes.join_option})"
+        within = f"within {sizes.join_timeout:g} s (--host-timeout, or join_timeout of --rdzv-conf)"
         missing = f"replica {listed(registry.missing)}"
         if not sizes.elastic:
             raise TooFewHosts(f"{missing} did not arrive {within}")
