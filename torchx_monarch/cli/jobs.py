@@ -19,8 +19,8 @@ from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot
 from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli.handles import unknown
-from torchx_monarch.client.connection import Connection, Target, ask
-from torchx_monarch.client.hosts import RUNS, Hosts, read_runs
+from torchx_monarch.client.connection import Target, ask
+from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_queries import SAMPLES_TIMEOUT, ask_samples
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.insight import timeline
@@ -207,9 +207,8 @@ class JobReader:
                 answer = ask(target, {"type": "look"}, PATIENCE)
                 if (live := answer.get("live")) is not None:
                     facts = {name: live[name] for name in ("ready", "run", "runs", "queued", "idle", "idle_timeout")}
-                    with Connection.open(target, RUNS) as link:
-                        last_runs = tuple(read_runs(link, PATIENCE)[-_RUNS_SHOWN:])
-                    return LiveState(hosts=len(answer["hosts"]), last_runs=last_runs, **facts)
+                    runs = ask(target, {"type": "runs"}, PATIENCE)["runs"]
+                    return LiveState(hosts=len(answer["hosts"]), last_runs=tuple(runs[-_RUNS_SHOWN:]), **facts)
         return None
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchx_monarch.backends.core import torchx_api
-from torchx_monarch.client.connection import TIMEOUT, Connection, Target, ask
+from torchx_monarch.client.connection import Connection, Target, ask
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 from torchx_monarch.system.termination import closed_terminal_is_null
 
@@ -35,9 +35,6 @@ _ASK_SCHEDULER_EVERY = 5.0
 
 _SHOW_ERROR_AFTER = 5.0
 """Seconds of waiting before progress lines include the connection error: hosts that just started do not listen yet."""
-
-RUNS = {"type": "runs"}
-"""The greeting that asks for the runs of an allocation."""
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
 """The states of apps that have ended."""
@@ -214,8 +211,8 @@ class Hosts:
 
     def runs(self) -> list[RunInfo]:
         """Return the runs that the hosts know, the ended ones first, then the current one and the queue."""
-        with self.open(RUNS) as link:
-            return read_runs(link)
+        runs: list[RunInfo] = self.ask({"type": "runs"})["runs"]
+        return runs
 
     def wait(self, timeout: float | None, on_progress: Callable[[str], None] | None = None, warm: bool = False) -> None:
         """Wait until a run can start immediately, or with ``warm`` until its ranks find torch imported.
@@ -309,13 +306,3 @@ class Hosts:
             said = status.is_terminal() and status.msg != NONE
             self._scheduler_state = str(status.state.name), status.msg if said else ""
         return self._scheduler_state
-
-
-def read_runs(link: Connection, timeout: float = TIMEOUT) -> list[RunInfo]:
-    """Read the answer to ``RUNS``, in parts, each within a time."""
-    found: list[RunInfo] = []
-    while True:
-        answer = link.answer(timeout)
-        found += answer["runs"]
-        if not answer["more"]:
-            return found

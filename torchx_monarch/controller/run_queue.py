@@ -117,7 +117,8 @@ class Run:
             "started": self.started,
             "ended": self.ended,
             "exit_code": self.result.code if self.result else None,
-            "reason": self.result.reason if self.result else "",
+            # All runs are one message (MAX_MESSAGE).
+            "reason": self.result.reason[:1000] if self.result else "",
         }
 
 
@@ -388,10 +389,7 @@ class RunQueue(Session):
         await self._serve_records(run, peer, wait)
 
     async def _runs(self, peer: Peer) -> None:
-        runs = [run.to_json() for run in (*self._ended, *self._unended())]
-        for start in range(0, len(runs), 100):  # a message has a maximum length
-            await peer.send({"type": "runs", "runs": runs[start : start + 100], "more": True})
-        await peer.send({"type": "runs", "runs": [], "more": False})
+        await peer.send({"type": "runs", "runs": [run.to_json() for run in (*self._ended, *self._unended())]})
 
     async def _end_run(self, peer: Peer) -> None:
         run = self.find(peer.greeting.get("run"))
