@@ -96,7 +96,7 @@ def _from_replicas(app: AppSnapshot) -> AppStatus:
     failures = sorted(
         (failure for role in needed.roles for failure in role.failures), key=lambda failure: failure.distance
     )
-    outcome = next(filter(None, (rule(needed, failures) for rule in _RULES)), None)
+    outcome = _decide(needed, failures)
     if outcome is None:
         running = any(replica.state is State.RUNNING for replica in app.replicas)
         notes = "; ".join(filter(None, (_waiting(needed), _lost_groups(app, lost), _lighthouse(app))))
@@ -150,58 +150,31 @@ def _is_idle(app: AppSnapshot) -> bool:
     return not any(replica.is_alive for replica in app.replicas) and not any(role.is_active for role in app.roles)
 
 
-# The rules by which an app ends. The first that applies decides; ``failures`` are the failed replicas that no role
-# tolerates, the root cause first.
+def _decide(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
+    """Return how an app ends; None if that is not decided yet. The first rule that applies decides.
 
-
-def _ended_as_failed(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
-    if app.ending is None or app.ending.state is not State.FAILED:
-        return None
-    return replace(app.ending, message=app.ending.message or (failures[0].failure if failures else ""))
-
-
-def _has_succeeded(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
-    roles = awaited(app.roles)
-    if not roles or not all(role.has_succeeded for role in roles):
-        return None
-    decided = max((replica.ended for role in roles for replica in role.replicas), default=0.0)
-    return None if any(replica.ended < decided for replica in failures) else Outcome(State.SUCCEEDED, time=decided)
-
-
-def _ended_otherwise(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
-    return app.ending
-
-
-def _replica_failed(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
-    return Outcome(State.FAILED, failures[0].failure, time=failures[0].ended) if failures else None
-
-
-def _role_failed(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
+    Args:
+        failures: the failed replicas that no role tolerates, the root cause first.
+    """
+    ending, roles = app.ending, awaited(app.roles)
+    if ending is not None and ending.state is State.FAILED:
+        return replace(ending, message=ending.message or (failures[0].failure if failures else ""))
+    if roles and all(role.has_succeeded for role in roles):
+        decided = max((replica.ended for role in roles for replica in role.replicas), default=0.0)
+        if not any(replica.ended < decided for replica in failures):
+            return Outcome(State.SUCCEEDED, time=decided)
+    if ending is not None:
+        return ending
+    if failures:
+        return Outcome(State.FAILED, failures[0].failure, time=failures[0].ended)
     for role in app.roles:
         if role.has_failed:
             return Outcome(State.FAILED, f"role {role.spec.name} failed: {role.reason}")
-    return None
-
-
-def _cannot_start(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
-    stuck = next((replica for role in app.roles for replica in role.stuck), None)
-    return Outcome(State.FAILED, f"replica {stuck.name} cannot start: {stuck.waiting}") if stuck is not None else None
-
-
-def _codes_are_lost(app: AppSnapshot, failures: Sequence[ReplicaSnapshot]) -> Outcome | None:
+    for stuck in (replica for role in app.roles for replica in role.stuck):
+        return Outcome(State.FAILED, f"replica {stuck.name} cannot start: {stuck.waiting}")
+    # Nothing runs any more, and exit codes are lost.
     begun = any(replica.started or replica.ended or replica.state is State.UNKNOWN for replica in app.replicas)
     return Outcome(State.FAILED) if begun and _is_idle(app) else None
-
-
-_RULES = (
-    _ended_as_failed,
-    _has_succeeded,
-    _ended_otherwise,
-    _replica_failed,
-    _role_failed,
-    _cannot_start,
-    _codes_are_lost,
-)
 
 
 def root_cause(failed: Sequence[ReplicaSnapshot]) -> tuple[ReplicaSnapshot | None, str]:
