@@ -182,7 +182,7 @@ def test_a_planted_name_does_not_reach_the_terminal(
     assert caplog.text.isprintable()
     # Any folder of the state directory may have such a name, such as the target of a link.
     error = UnsafeFileError(name, "is a link")
-    for shown in (error, StateAccessError.from_os_error(error, ""), StateDirError.from_os_error(error, "")):
+    for shown in (error, StateAccessError(error, ""), StateDirError(error, "")):
         assert str(shown).isprintable()
 
 

@@ -222,7 +222,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
             if os.path.dirname(folder.root) == self.root:
                 state_files.make_folder(self.name, os.path.basename(self.root))
         except OSError as error:
-            raise StateDirError.from_os_error(error, self._index) from error
+            raise StateDirError(error, self._index) from error
         try:
             os.makedirs(os.path.dirname(folder.root), mode=0o700, exist_ok=True)
             os.mkdir(folder.root, 0o700)
@@ -298,7 +298,7 @@ class BatchBackend(Backend[O, BatchRequest, BatchSnapshot]):
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as error:
-            raise StateAccessError.from_os_error(error, self._index) from None
+            raise StateAccessError(error, self._index) from None
         found = {}
         for name in filter(state_files.is_app_id, names):
             path = os.path.join(self._index, name)

@@ -46,22 +46,18 @@ class SubmitError(BackendError):
 
 
 class StateDirError(SubmitError):
-    """Raised when the state directory cannot be written."""
+    """Raised when the state directory cannot be written; ``path`` is shown if the system's error names none."""
 
-    @classmethod
-    def from_os_error(cls, error: OSError, path: str) -> StateDirError:
-        """Build the error from one of the system; ``path`` is shown if that names none."""
+    def __init__(self, error: OSError, path: str) -> None:
         advice = "Set MONARCH_STATE_DIR to a folder on this machine that you can write to."
-        return cls(f"cannot write the state of the app to {_describe(error, path)}. {advice}")
+        super().__init__(f"cannot write the state of the app to {_describe(error, path)}. {advice}")
 
 
 class StateAccessError(BackendError):
-    """Raised when this user must not use a part of the state directory."""
+    """Raised when this user must not use a part of the state directory; ``path`` as for ``StateDirError``."""
 
-    @classmethod
-    def from_os_error(cls, error: OSError, path: str) -> StateAccessError:
-        """Build the error from one of the system; ``path`` is shown if that names none."""
-        return cls(f"{_describe(error, path)}. Set MONARCH_STATE_DIR to a folder that belongs to you")
+    def __init__(self, error: OSError, path: str) -> None:
+        super().__init__(f"{_describe(error, path)}. Set MONARCH_STATE_DIR to a folder that belongs to you")
 
 
 def _describe(error: OSError, path: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torchx_monarch.model.codec import Seconds
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -32,12 +33,14 @@ class Outcome:
         error: the content of the root cause's error file, as JSON text; empty for none; None to take it from the
             replicas.
         time: when it was decided, in seconds since the epoch; 0 if unknown.
+        grace: seconds from SIGTERM to SIGKILL that were asked for; None for the app's own run option.
     """
 
     state: State
     message: str = ""
     error: str | None = None
-    time: float = 0.0
+    time: Seconds = 0.0
+    grace: float | None = None
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class StoredApps(Generic[T]):
         except OSError as error:
             from torchx_monarch.backends.core.errors import StateAccessError  # imports TorchX
 
-            raise StateAccessError.from_os_error(error, self.folder) from None
+            raise StateAccessError(error, self.folder) from None
         # Not those that are being written, and of a desktop (.DS_Store).
         ids = (name for name in names if not name.startswith(".") and not name.endswith(".tmp"))
         return sorted(map(urllib.parse.unquote, ids))

@@ -98,7 +98,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         try:
             app_ids = state_files.app_ids()
         except OSError as error:
-            raise StateAccessError.from_os_error(error, state_files.apps_dir()) from None
+            raise StateAccessError(error, state_files.apps_dir()) from None
 
         def read(app_id: str) -> AppSnapshot | None:
             paths = state_files.app_paths(app_id)
@@ -149,7 +149,7 @@ def _read_record(paths: state_files.AppPaths) -> AppRecord | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise StateAccessError.from_os_error(error, paths.root) from None
+        raise StateAccessError(error, paths.root) from None
 
 
 def _snapshot(app_id: str, record: AppRecord, submitted: SubmittedApp | None) -> AppSnapshot:

@@ -45,7 +45,7 @@ def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], 
     try:
         request, lock = _make_folder(request, app, fill, created)
     except OSError as error:
-        raise StateDirError.from_os_error(error, state_files.apps_dir()) from error
+        raise StateDirError(error, state_files.apps_dir()) from error
     paths = state_files.app_paths(request.app_id)
     events.append(paths.events, "submitted", f"submitted as {request.app_id}", seconds=time.time() - created)
     try:
