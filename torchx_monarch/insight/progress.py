@@ -141,7 +141,7 @@ def write_result(result: HostResult, environ: Mapping[str, str], reporter: Repor
     if result.code == 0:
         return
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):
-        full = error_files.describe_full(os.path.dirname(path))
+        full = f"the file system of {os.path.dirname(path)} is full (no space, no inodes, or a quota)"
         on_full_disk = dataclasses.replace(result, reason=f"{result.reason}; {full}")
         with contextlib.suppress(OSError):
             error_files.write(path, lambda limit: (on_full_disk if limit else result).to_text(limit))

@@ -8,14 +8,12 @@ first. All are plain values that survive JSON.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import signal
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torchx_monarch.model.codec import Seconds
-from torchx_monarch.system import error_files
 from torchx_monarch.system.untrusted_text import one_line
 
 _OF_WORKER = re.compile(r"\S+: Caught \S+ (?P<where>in .+?)\.\nOriginal (?P<trace>Traceback .*)", re.DOTALL)
@@ -166,10 +164,7 @@ class RankExit:
         timer = f": its timer {self.timer!r} expired" if self.timer else ""
         memory = f": {self.out_of_memory}" if self.out_of_memory else ""
         message = f": {self._cause}" if self.message else self._output
-        # A rank may have written anything into the file, but this much of it only says what its host's disk lacks.
-        is_full = self._extra.get("disk_full") is True and self.stderr_path
-        full = f"; {error_files.describe_full(os.path.dirname(self.stderr_path))}" if is_full else ""
-        return f"rank {self.rank} ({where}) {describe_code(self.code)}{timer}{memory}{message}{full}"
+        return f"rank {self.rank} ({where}) {describe_code(self.code)}{timer}{memory}{message}"
 
     @property
     def _output(self) -> str:

@@ -59,11 +59,6 @@ def read(path: str, since: float = 0.0, traceback_bytes: int = TRACEBACK_BYTES) 
     return known_fields(data, traceback_bytes)
 
 
-def describe_full(folder: str) -> str:
-    """Say that the file system of a folder is full, as a clause."""
-    return f"the file system of {folder} is full (no space, no inodes, or a quota)"
-
-
 def make_reserve(path: str) -> None:
     """Make a reserve file beside an error file, so that the error can be written when the disk is full.
 
@@ -135,7 +130,7 @@ def known_fields(data: dict[str, Any], traceback_bytes: int = TRACEBACK_BYTES) -
 
 _SHORT = (
     *("errorCode", "timestamp", "raised_at", "began", "joined", "consequence", "replica", "log"),
-    *("rank_restarts", "final", "restarts", "ended", "disk_full"),
+    *("rank_restarts", "final", "restarts", "ended"),
 )
 
 

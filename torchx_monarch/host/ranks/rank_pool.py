@@ -276,7 +276,6 @@ class RankPool:
         if rank.directory is not None:
             error_file = str(rank.directory / "error.json")
             run_dirs.remove_tree(error_file)
-            error_files.make_reserve(error_file)
             prepare_progress(rank.directory)
         env = rank_environment(world, run.command.options, self._replica, rank.local_rank, run.environ, error_file)
         if self._timers is not None:
@@ -317,7 +316,6 @@ class RankPool:
                 error = error_files.read(str(rank.directory / "error.json"), traceback_bytes=limit)
             except error_files.UnreadableError as failure:
                 error = {"message": f"its error file is unreadable: {failure}"}
-            error_files.remove_reserve(str(rank.directory / "error.json"))
         process, progress = rank.process, read_progress(rank.directory, is_end=True)
         assert process.returncode is not None
         last_line = b""
