@@ -24,7 +24,7 @@ from torchx.runner import get_runner
 from torchx.specs import AppDef, Role
 
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.transport import address, connections
+from torchx_monarch.transport import connections
 from torchx_monarch.transport.connections import Address
 
 ROOT = Path(__file__).parents[2]
@@ -151,23 +151,16 @@ SETUP = (DOCS / "how_to" / "set_up_security.md").read_text()
 WHERE = Address("tls", "node0", 26599)
 
 
-def unverified(code: int) -> ssl.SSLCertVerificationError:
-    error = ssl.SSLCertVerificationError()
-    error.verify_code, error.verify_message = code, "why"
-    return error
-
-
-def alert(name: str) -> ssl.SSLError:
-    error = ssl.SSLError()
-    error.reason = name
+def of_tls(error: ssl.SSLError, **attributes: str) -> ssl.SSLError:
+    vars(error).update(attributes)
     return error
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        *(unverified(code) for code in (9, 10, 62, 64, 20)),
-        *(alert(name) for name in [*address._ALERTS, "WRONG_VERSION_NUMBER", "ANYTHING"]),
+        of_tls(ssl.SSLCertVerificationError(), verify_message="certificate has expired"),
+        of_tls(ssl.SSLError(), reason="WRONG_VERSION_NUMBER"),
         socket.gaierror(-2, "Name or service not known"),
         asyncio.TimeoutError(),
         ConnectionAbortedError("SSL handshake is taking longer"),
@@ -175,13 +168,12 @@ def alert(name: str) -> ssl.SSLError:
         OSError(errno.ECONNREFUSED, "Connection refused"),
         OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH)),
     ],
-    ids=lambda error: f"{type(error).__name__}-{getattr(error, 'reason', None) or getattr(error, 'verify_code', '')}",
+    ids=lambda error: type(error).__name__,
 )
 def test_every_reason_why_there_is_no_connection_is_explained(error: BaseException) -> None:
     text = str(connections.explain(error, WHERE))
     assert text.startswith("node0:26599: ")
-    said = text[len("node0:26599: ") :].replace("'node0'", "'...'").partition(":")[0].partition(" (ANY")[0]
-    assert said.partition(" (why")[0] in PAGE
+    assert text[len("node0:26599: ") :].replace("'node0'", "'...'").partition(":")[0] in PAGE
 
 
 def test_every_option_of_the_network_is_explained() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import ssl
 import time
 from collections.abc import Callable
 
@@ -15,7 +14,7 @@ from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.job_result import JobResult
-from torchx_monarch.transport import connections, messages
+from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import Address, ConnectError
 from torchx_monarch.transport.lease import Leases
 
@@ -71,9 +70,6 @@ async def handshake(
                 if answer.get("taken"):
                     raise ConnectError(refusal, final=True)
                 raise RendezvousError(refusal)
-            broken = reader.exception()
-            if isinstance(broken, ssl.SSLError):  # in TLS 1.3 an alert about our certificate follows the handshake
-                raise connections.explain(broken, address)
             # Either replica 0 is about to end, and another may start, or its listener has reached its limit of
             # unauthenticated connections and closed this one.
             raise ConnectError(f"{address}: it hung up")

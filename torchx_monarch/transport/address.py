@@ -76,25 +76,14 @@ def as_ipv6(host: str) -> str:
         return ""
 
 
-# OpenSSL's codes of X509_verify_cert errors (x509_vfy.h).
-_NOT_YET_VALID, _EXPIRED, _WRONG_NAME, _WRONG_ADDRESS = 9, 10, 62, 64
-
-_ALERTS = {
-    # TLS alerts that the peer sends about this host's certificate.
-    "UNKNOWN_CA": "it does not know the authority of this host's certificate: it belongs to another job",
-    "CERTIFICATE_EXPIRED": "it takes this host's certificate for expired or not yet valid: compare the two clocks",
-    # OpenSSL sends this alert for a certificate that is not valid yet.
-    "BAD_CERTIFICATE": "it refuses this host's certificate, perhaps as not valid yet: compare the two clocks",
-    "DECRYPT_ERROR": "this host's certificate is not signed by the authority that it knows: it belongs to another job",
-}
-
-
 def explain(error: BaseException, address: Address) -> ConnectError:
     """Convert an exception of a connection attempt into a ``ConnectError`` that names the address and the cause."""
     where = f"{address.host}:{address.port}" if address.networked else address.path
+    if isinstance(error, ssl.SSLCertVerificationError):
+        why = f"its certificate is not accepted: {error.verify_message}"
+        return ConnectError(f"{where}: {why} (it belongs to another job or name, or a clock is wrong)", final=True)
     if isinstance(error, ssl.SSLError):
-        why = _why_no_tls(error, address.host)
-        return ConnectError(f"{where}: {why or f'the TLS handshake failed: {error.reason or error}'}", final=bool(why))
+        return ConnectError(f"{where}: the TLS handshake failed, perhaps with another program: {error.reason or error}")
     if isinstance(error, ConnectionAbortedError) and not error.errno:  # asyncio raises it when the handshake times out
         return ConnectError(f"{where}: no answer to the TLS handshake: it is another program, or busy")
     if isinstance(error, socket.gaierror):
@@ -113,21 +102,3 @@ def explain(error: BaseException, address: Address) -> ConnectError:
     # asyncio's error has no text when the peer breaks the connection during the handshake.
     why = getattr(error, "strerror", None) or str(error) or "the connection broke in the handshake"
     return ConnectError(f"{where}: {why}")
-
-
-def _why_no_tls(error: ssl.SSLError, host: str) -> str:
-    """Return why no other try can succeed; empty if it may."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        if error.verify_code == _EXPIRED:
-            return "its certificate has expired: the job is older than its certificates may be, or a clock is wrong"
-        if error.verify_code == _NOT_YET_VALID:
-            return (
-                "its certificate is not valid yet by the clock of this machine: the two clocks differ by over an hour"
-            )
-        if error.verify_code in (_WRONG_NAME, _WRONG_ADDRESS):
-            return f"its certificate is for another name than {host!r}: advertise the name that hosts dial"
-        return f"its certificate is not of this job's authority ({error.verify_message}): it belongs to another job"
-    reason = str(error.reason or "")
-    if re.search("WRONG_VERSION_NUMBER|UNEXPECTED_MESSAGE|PACKET_LENGTH|RECORD_LAYER", reason):
-        return "what listens there does not speak TLS: it is another program"
-    return next((why for alert, why in _ALERTS.items() if alert in reason), "")

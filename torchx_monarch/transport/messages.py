@@ -105,22 +105,13 @@ async def send_bytes(writer: asyncio.StreamWriter, data: bytes) -> bool:
 
 
 class _TLSProtocol(asyncio.sslproto.SSLProtocol):
-    """asyncio's TLS protocol with two changes that no public API allows.
+    """asyncio's TLS protocol with a smaller read buffer, which no public API allows.
 
-    The read buffer is smaller. asyncio gives each connection a buffer of 256 kB and touches all of it, a quarter of a
-    gigabyte for a thousand hosts. A read uses little of it: a TLS record has at most 16 kB.
-
-    A failed handshake sends its alert, which tells the peer the reason. CPython up to 3.13 creates it and drops it.
+    asyncio gives each connection a buffer of 256 kB and touches all of it, a quarter of a gigabyte for a thousand
+    hosts. A read uses little of it: a TLS record has at most 16 kB.
     """
 
     max_size = 1 << 14
-
-    def _fatal_error(self, exc: BaseException, message: str = "Fatal error on transport") -> None:
-        # Python 3.10 keeps the bytes to send in _sslpipe.
-        outgoing = getattr(self, "_outgoing", None) or getattr(getattr(self, "_sslpipe", None), "_outgoing", None)
-        if isinstance(exc, ssl.SSLError) and outgoing is not None and self._transport is not None:
-            self._transport.write(outgoing.read())  # type: ignore[attr-defined]
-        super()._fatal_error(exc, message)
 
 
 async def open_streams(
