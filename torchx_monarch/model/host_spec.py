@@ -81,7 +81,6 @@ class _Flag:
         always: whether the flag is given even where the field has its default value.
     """
 
-    help: str
     parse: Callable[[str], Any] = str
     show: Callable[[Any], str] = str
     range: tuple[float, float] | None = None
@@ -100,108 +99,81 @@ class _Flag:
         return f"a number of seconds, {math.ceil(lowest)} to {highest:.0f}"
 
 
-def _flag(default: Any, help: str, **more: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"flag": _Flag(help, **more)})
+def _flag(default: Any, **more: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"flag": _Flag(**more)})
 
 
-def _seconds(default: float, help: str, lowest: float, always: bool = False, highest: float = _MAX_SECONDS) -> Any:
-    return _flag(default, help, parse=float, show=show_seconds, range=(lowest, highest), always=always)
+def _seconds(default: float, lowest: float, always: bool = False, highest: float = _MAX_SECONDS) -> Any:
+    return _flag(default, parse=float, show=show_seconds, range=(lowest, highest), always=always)
 
 
-def _count(default: int, help: str) -> Any:
-    return _flag(default, help, parse=int, range=(0, math.inf))
+def _count(default: int) -> Any:
+    return _flag(default, parse=int, range=(0, math.inf))
 
 
-def _word(words: Sequence[str], help: str) -> Any:
-    return _flag(words[0], help, words=words)
+def _word(*words: str) -> Any:
+    return _flag(words[0], words=words)
+
+
+def _joined(default: tuple[Any, ...], parse: Callable[[str], tuple[Any, ...]] = _names, always: bool = False) -> Any:
+    return _flag(default, parse=parse, show=lambda values: ",".join(map(str, values)), always=always)
 
 
 @dataclasses.dataclass(frozen=True)
 class HostSpec:
-    """The command line of the host process of one replica. The flag of a field is its name, with dashes."""
+    """The command line of the host process of one replica. The flag of a field is its name, with dashes.
 
-    app: str = _flag("", "id of the app", always=True)
-    role: str = _flag("", "name of the role", always=True)
-    replica: int = _flag(0, "number of the replica in its role, from 0", parse=int, always=True)
-    replicas: int = _flag(1, "how many replicas the role has", parse=int, always=True)
-    grace: float = _seconds(30.0, "seconds between SIGTERM and SIGKILL of ranks", 0, always=True, highest=_MAX_GRACE)
-    host_timeout: float = _seconds(300.0, "seconds that all hosts have to arrive", 0.001, always=True)
-    preload: tuple[str, ...] = _flag(
-        (AUTO,),
-        "modules that the zygote imports, of which ranks are forks, separated by commas; auto: torch, and what the "
-        "first statements of the program import",
-        parse=_names,
-        show=",".join,
-        always=True,
-    )
-    ranks: str = _word(
-        ("fork", "fresh"), "fork: ranks are forks of the zygote; fresh: they are interpreters of their own"
-    )
-    preflight: str = _word(
-        ("off", "on", "warn"),
-        "on: the hosts are compared before ranks start, and a difference ends the job; warn: it is reported",
-    )
-    lease: float = _seconds(30.0, "seconds without a message after which a host counts as lost", 1)
-    hang_after: float = _seconds(
-        300.0,
-        "seconds for which ranks wait in a collective until the rank for which they wait is named; 0: never",
-        0,
-    )
-    on_hang: str = _word(
-        ("observe", "restart", "fail"),
-        "observe: hangs are reported; restart: the ranks are started again; fail: the job ends",
-    )
-    debug_wait: float = _seconds(300.0, "seconds that a rank waits in a breakpoint for a debugger; 0: not at all", 0)
-    on_end: str = _flag("", "shell command that replica 0 runs at its end, with the result as JSON on stdin")
-    retry_on: tuple[int, ...] = _flag(
-        (),
-        "exit codes and signals after which ranks are started again, separated by commas (default: any)",
-        parse=parse_exit_codes,
-        show=lambda codes: ",".join(map(str, codes)),
-    )
-    same_step_limit: int = _count(3, "failures in a row at one step after which ranks are not restarted; 0: any number")
-    spares: int = _count(0, "how many of the replicas are spare hosts, which take the place of lost or bad ones")
-    exclude_after: int = _count(3, "failures of a host in an hour after which another takes its place; 0: any number")
-    replacements: int = _count(0, "how many lost hosts the backend replaces while the job goes on")
-    rendezvous: str = _flag(
-        "",
-        "where replica 0 listens: unix:PATH, tls:HOST:PORT or insecure-tcp:HOST:PORT. @NAME as HOST is the value of "
-        "that environment variable; @ alone is registered with the --role-registry by replica 0 "
-        "(default: MONARCH_RENDEZVOUS, else a socket of this machine)",
-    )
-    peers: str = _flag(
-        "", "NAME=RENDEZVOUS of each role, separated by commas, for a script that uses the hosts of all of them"
-    )
-    role_registry: str = _flag(
-        "", "where replica 0 of the first role listens, with which replicas 0 of the other roles register their address"
-    )
-    application: str = _flag(
-        "", "where replica 0 of the first role listens, which ends and restarts all roles when one has failed"
-    )
-    peer_roles: int = _count(0, "how many roles are ended and restarted with the first one")
-    await_role: tuple[str, ...] = _flag(
-        (),
-        "names of the roles whose success the first role waits for before it ends, separated by commas",
-        parse=_names,
-        show=",".join,
-    )
-    lighthouse: str = _flag(
-        "", "HOST:PORT of torchft's lighthouse, which ranks find in TORCHFT_LIGHTHOUSE; @NAME as for --rendezvous"
-    )
-    ports: tuple[int, int] | None = _flag(
-        None,
-        "LOW-HIGH: the ports that Monarch may listen on (default: any)",
-        parse=parse_ports,
-        show=lambda ports: "-".join(map(str, ports)),
-    )
-    bind: str = _flag("", "address or interface to open ports on (default: all)")
-    advertise: str = _flag("", "name or address by which other hosts connect to this one (default: as they see it)")
-    peer_timeout: float = _seconds(
-        5.0, "seconds without an answer after which a machine counts as lost", 1, highest=_MAX_PEER_TIMEOUT
-    )
-    rejoin_timeout: float = _seconds(60.0, "seconds that a host which has lost replica 0 looks for another one", 0)
+    ``MonarchOpts`` and ``NetworkOpts`` say what fields mean that are run options, too. In addresses, @NAME as HOST is
+    the value of that environment variable.
+
+    Attributes:
+        replicas: how many replicas the role has, with the spare ones.
+        replacements: how many lost hosts the backend replaces while the job goes on.
+        rendezvous: where replica 0 listens: unix:PATH, tls:HOST:PORT or insecure-tcp:HOST:PORT. Replica 0 registers @
+            alone with the role registry. Empty: MONARCH_RENDEZVOUS, else a socket of this machine.
+        peers: NAME=RENDEZVOUS of each role, separated by commas, for a script that uses the hosts of all of them.
+        role_registry: where replica 0 of the first role listens, with which replicas 0 of the other roles register
+            their address.
+        application: where replica 0 of the first role listens, which ends and restarts all roles when one has failed.
+        peer_roles: how many roles are ended and restarted with the first one.
+        await_role: the roles whose success the first role waits for before it ends.
+        lighthouse: HOST:PORT of torchft's lighthouse, which ranks find in TORCHFT_LIGHTHOUSE.
+        advertise: name or address by which other hosts connect to this one; empty: as they see it.
+        command: the command of the role: the words after ``--``.
+    """
+
+    app: str = _flag("", always=True)
+    role: str = _flag("", always=True)
+    replica: int = _flag(0, parse=int, always=True)
+    replicas: int = _flag(1, parse=int, always=True)
+    grace: float = _seconds(30.0, 0, always=True, highest=_MAX_GRACE)
+    host_timeout: float = _seconds(300.0, 0.001, always=True)
+    preload: tuple[str, ...] = _joined((AUTO,), always=True)
+    ranks: str = _word("fork", "fresh")
+    preflight: str = _word("off", "on", "warn")
+    lease: float = _seconds(30.0, 1)
+    hang_after: float = _seconds(300.0, 0)
+    on_hang: str = _word("observe", "restart", "fail")
+    debug_wait: float = _seconds(300.0, 0)
+    on_end: str = _flag("")
+    retry_on: tuple[int, ...] = _joined((), parse_exit_codes)
+    same_step_limit: int = _count(3)
+    spares: int = _count(0)
+    exclude_after: int = _count(3)
+    replacements: int = _count(0)
+    rendezvous: str = _flag("")
+    peers: str = _flag("")
+    role_registry: str = _flag("")
+    application: str = _flag("")
+    peer_roles: int = _count(0)
+    await_role: tuple[str, ...] = _joined(())
+    lighthouse: str = _flag("")
+    ports: tuple[int, int] | None = _flag(None, parse=parse_ports, show=lambda ports: "-".join(map(str, ports)))
+    bind: str = _flag("")
+    advertise: str = _flag("")
+    peer_timeout: float = _seconds(5.0, 1, highest=_MAX_PEER_TIMEOUT)
+    rejoin_timeout: float = _seconds(60.0, 0)
     command: tuple[str, ...] = ()
-    """The command of the role: the words after ``--``."""
 
     @property
     def world(self) -> int:
