@@ -125,7 +125,7 @@ def test_slots_are_counted(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_job_waits_pending_and_can_be_cancelled(driver: Path, apps: Detached) -> None:
-    first = apps.run(sh("echo $$CUDA_VISIBLE_DEVICES; exec sleep 1000"), gpus=4)
+    first = apps.run(sh("echo $$CUDA_VISIBLE_DEVICES $$CUDA_DEVICE_ORDER; exec sleep 1000"), gpus=4)
     until(lambda: apps.status(first).state is AppState.RUNNING, "its start")
     second, third = apps.run(sh("true"), gpus=1), apps.run(sh("exit 3"), gpus=2)
     until(lambda: "behind" in apps.status(third).msg, "the queue")
@@ -135,7 +135,7 @@ def test_a_job_waits_pending_and_can_be_cancelled(driver: Path, apps: Detached) 
     assert apps.wait(second).state is AppState.CANCELLED
     apps.runner.cancel(f"monarch_local://torchx/{first}")
     assert apps.wait(third).state is AppState.FAILED
-    assert apps.log(first)[0] == "0,1,2,3\n"
+    assert apps.log(first)[0] == "0,1,2,3 PCI_BUS_ID\n"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
+ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""Has CUDA number devices as nvidia-smi does; its default begins with the fastest one."""
+
 _log = logging.getLogger("torchx_monarch")
 
 

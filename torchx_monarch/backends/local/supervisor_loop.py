@@ -155,7 +155,7 @@ class SupervisorLoop:
             users = [replica for replica in self._replicas if not replica.spec.sidecar]
             counts = [len(devices) // max(1, len(users))] * len(users)
             for replica, share in zip(users, gpus.assign(counts, devices), strict=True):
-                replica.env[gpus.CUDA_VISIBLE_DEVICES] = ",".join(share)
+                replica.env |= {gpus.CUDA_VISIBLE_DEVICES: ",".join(share), **gpus.ORDER}
         self._start_all()
 
     def at(self, when: float, call: Callable[[], None]) -> None:
