@@ -448,8 +448,7 @@ class SupervisorLoop:
             return None
         # Without one supervisor for all replicas, those that are left of a failed job are stopped on request.
         asked = stop_request.load_outcome(self._paths) if record.state is State.CANCELLED else None
-        restarts = record.restarts + events.count_rank_restarts(self._paths.events, self._paths.trusted)
         return JobEnd(
             *(self._request.job_id or record.app_id, record.name, asked.state if asked else record.state, record.msg),
-            *(exit_code, record.started, record.ended or 0.0, restarts),
+            *(exit_code, record.started, record.ended or 0.0, folder.count_restarts(self._paths, record)),
         )
