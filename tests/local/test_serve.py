@@ -236,7 +236,7 @@ def test_the_component_and_what_is_refused(jobs: list[torchx_monarch.SPMDJob], t
     for strange, code, why in (
         ("nonsense", 66, "there is no app 'nonsense'"),
         ("nosuch://torchx/x", 64, "nosuch does not exist"),
-        ("monarch_local://torchx/nosuch", 69, "monarch_local://torchx/nosuch does not exist"),
+        ("monarch_local://torchx/nosuch", 66, "there is no app 'monarch_local://torchx/nosuch'"),
     ):
         done = torchx("monarch", "exec", strange, "--", "python", "x.py", check=False)
         assert done.returncode == code and why in done.stderr and "Traceback" not in done.stderr

@@ -22,7 +22,10 @@ from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.jobs import opened_job
 from torchx_monarch.cli.output import add_json, print_record
 from torchx_monarch.client.hosts import say
+from torchx_monarch.command.rewrite import rank_command
 from torchx_monarch.insight.log_lines import LastStates, LogLine, is_coloured, is_terminal
+from torchx_monarch.insight.stacks import rank_ranges
+from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.schedulers.log_display import parser_of
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.system.line_output import LineOutput
@@ -71,6 +74,8 @@ def run(args: argparse.Namespace) -> None:
     with opened_job(args.handle) as job:
         app, status = job.read_app()
         roles = _roles(app, args)
+        if args.rank is not None:
+            _check_ranks(app, roles, args)
         merged = _merged(job.scheduler, app, roles, args, args.follow and not status.state.is_terminal)
         printer = _Printer(app, args.timestamps, args.json)
         for shown in _tail(printer.chosen(merged, args.rank), args.tail, began):
@@ -100,6 +105,19 @@ def _roles(app: AppSnapshot, args: argparse.Namespace) -> list[str]:
     if args.role is not None and args.role not in roles:
         raise UserError(f"{args.handle} has no role {args.role!r}; its roles are {', '.join(roles)}")
     return [role for role in roles if args.role in (None, role)]
+
+
+def _check_ranks(app: AppSnapshot, roles: Sequence[str], args: argparse.Namespace) -> None:
+    """Check that a role can have the ranks in the arguments; only hosts know it of ``--nproc auto`` and of runs."""
+    written = {role.name: role for role in app.app.roles} if app.app is not None else {}
+    most = 0
+    for spec in (role.spec for role in app.roles if role.spec.name in roles and role.spec.runs_hosts):
+        command = rank_command(written[spec.name]) if spec.name in written else None
+        if command is None or command.ranks_per_host is None or spec.workload is WorkloadKind.SESSION:
+            return
+        most = max(most, (spec.replicas - spec.spares) * command.ranks_per_host)
+    if 0 < most <= (last := max(ranks[-1] for ranks in args.rank)):
+        raise UserError(f"{args.handle} has no rank {last}; it has {rank_ranges(range(most))}")
 
 
 def _merged(

@@ -107,8 +107,8 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         from torchx_monarch.backends.core.errors import BackendError, UserError
         from torchx_monarch.cli import exit_codes
         from torchx_monarch.cli.exit_codes import CommandError
-        from torchx_monarch.cli.handles import resolve
-        from torchx_monarch.client.hosts import say
+        from torchx_monarch.cli.handles import resolve, unknown
+        from torchx_monarch.client.hosts import UnknownAppError, say
         from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
         from torchx_monarch.system.termination import signal_of
 
@@ -117,6 +117,8 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
                 if getattr(args, "handle", None) is not None:
                     args.handle = resolve(args.handle)
                 load(args.sub_command).run(args)
+            except UnknownAppError:
+                raise unknown(args.handle) from None
             finally:
                 sys.stdout.flush()
         except KeyboardInterrupt as error:

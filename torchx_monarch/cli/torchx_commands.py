@@ -101,5 +101,9 @@ class CmdLog(TorchXCmdLog):  # type: ignore[misc]
 
 
 def _status_of_ours(handle: str, runner: Runner) -> AppStatus | None:
-    """Return the status of a job; None for one of TorchX's own schedulers, and for one that does not exist."""
-    return runner.status(handle) if handle.partition("://")[0] in registered() else None
+    """Return the status of a job; None for one of TorchX's own schedulers; raise CommandError if it does not exist."""
+    if handle.partition("://")[0] not in registered():
+        return None
+    if (status := runner.status(handle)) is None:  # the scheduler has raised in `torchx cancel` and `torchx delete`
+        raise handles.unknown(handle)
+    return status

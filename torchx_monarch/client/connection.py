@@ -12,6 +12,7 @@ import os
 import socket
 import ssl
 import tempfile
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.backends.core import state_files, stored_apps, torchx_api
@@ -52,6 +53,7 @@ class Target:
 
         Raises:
             UnreachableError: this machine cannot determine the address; the message says what is missing.
+            UserError: the app has no such role.
         """
         from torchx.specs import parse_app_handle
 
@@ -63,9 +65,7 @@ class Target:
         if not addresses:
             return cls(_on_this_machine(handle, app_id, role), role)
         role = role or next(iter(addresses))
-        if role not in addresses:
-            roles = ", ".join(addresses)
-            raise UnreachableError(f"{handle} has no role {role!r} with hosts of ours; it has {roles}", final=True)
+        _check_role(handle, role, addresses)
         there = _parsed(addresses[role], f"the address in {stored_apps.credentials(scheduler).path(app_id)}")
         where = Address(there.scheme, _host(handle, app_id, role, there.host, runner), there.port)
         return cls(where, role, credentials)
@@ -98,10 +98,16 @@ def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
             final=True,
         )
     names = [app_role.name for app_role in app.roles]
-    if role and role not in names:
-        raise UnreachableError(f"{handle} has no role {role!r}; it has {', '.join(names)}", final=True)
-    index = names.index(role) if role else 0
+    _check_role(handle, role or names[0], names)
+    index = names.index(role or names[0])
     return Address("unix", path=os.path.join(app.run_dir, f"{index}.sock"))
+
+
+def _check_role(handle: str, role: str, names: Collection[str]) -> None:
+    if role not in names:
+        from torchx_monarch.backends.core.errors import UserError  # slow to import, as TorchX is
+
+        raise UserError(f"{handle} has no role {role!r} with hosts of this package; it has {', '.join(names)}")
 
 
 def _host(handle: str, app_id: str, role: str, stored_host: str, runner: Runner | None) -> str:

@@ -75,6 +75,10 @@ class AllocationStatus:
     message: str = ""
 
 
+class UnknownAppError(AllocationError):
+    """Raised when the scheduler does not know the app."""
+
+
 class _NotReady(UnreachableError):
     """Raised when the hosts answer, and what is waited for is not there yet; the message names it."""
 
@@ -267,7 +271,7 @@ class Hosts:
             self._ask_scheduler()
         state, message = self._scheduler_state
         if state == "UNKNOWN" and message:
-            raise AllocationError(message)
+            raise UnknownAppError(message)
         if self.has_ended:
             why = f": {message}" if message else ""
             raise AllocationError(f"{self.handle} has ended ({state}){why}. Its log: torchx log {self.handle}")

@@ -114,8 +114,8 @@ class SPMDJob(AttachedJob):
         those of the class.
 
         Raises:
-            UnreachableError: this machine cannot reach the job, and waiting does not help: it has no certificate
-                for the app, or the app has no such role.
+            UnreachableError: this machine has no certificate for the app.
+            ValueError: the app has no such role.
         """
         job = cls(handle, role, address, runner, workspace, sync, start_timeout)
         try:
