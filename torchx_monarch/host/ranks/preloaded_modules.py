@@ -34,9 +34,9 @@ _NAMES = (
     *("TORCH_DTRACE", "TORCH_ENRICH_RPOFILER_STACK_TRACE", "TORCH_FAKE_TENSOR_DEBUG"),
     *("TORCH_PYTHON_NATIVE_USER_GRAPH_ORDER_FN", "TORCH_ROCM_FA_PREFER_CK", "TORCH_SHOW_CPP_STACKTRACES"),
     *("TORCH_TRACE", "TORCH_USE_RTLD_GLOBAL"),
-    # Traced without CUDA. With it, c10's BackendStaticInitializer reads these when its library is loaded, before torch
+    # Builds with CUDA. c10's BackendStaticInitializer reads the first three when its library is loaded, before torch
     # 2.10 for `backend:` alone: https://github.com/pytorch/pytorch/issues/104801, pull request 165298.
-    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "TORCH_DISABLE_NATIVE_JIT"),
 )
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
