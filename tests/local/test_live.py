@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +81,9 @@ def test_each_run_gets_what_it_is_given_and_nothing_of_another(
     env = {"OMP_NUM_THREADS": "7", "PYTHONOPTIMIZE": "1"}
     assert texts(hosts.run(str(early), env=env)) == dict.fromkeys((0, 1), "7 1\n")
     assert texts(hosts.run(str(early))) == dict.fromkeys((0, 1), "1 0\n")
-    assert texts(hosts.run("python", "-c", "import sys; print(sys.argv)")) == {0: "['-c']\n"}
+    source = "import sys, traceback; print(sys.argv, traceback.extract_stack()[-1].line)"
+    alone = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert texts(hosts.run("python", "-c", source)) == {0: alone.stdout}  # from Python 3.13 on, with the line
     # Of torchrun's options, some are the allocation's.
     phases: list[str] = []
     unused = ["--rdzv-conf", "join_timeout=5,read_timeout=6", "--signals-to-handle", "SIGUSR1"]

@@ -192,23 +192,24 @@ def _run(mode: str, target: str, args: list[str]) -> None:
         # A preload imported multiprocessing, whose __init__ gave ``__main__`` this second name. Spawned children refer
         # to the script's classes by it, and this process looks them up there when it unpickles their results.
         sys.modules["__mp_main__"] = main
-    if mode == "module":
+    sys.argv = [{"module": "-m", "code": "-c"}.get(mode, target), *args]
+    if mode == "module" or (mode == "script" and _is_bundle(_absolute(target))):
         import runpy
 
-        sys.argv = ["-m", *args]
-        runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what `python -m` itself calls
+        name = target if mode == "module" else "__main__"
+        # What CPython itself calls.
+        runpy._run_module_as_main(name, alter_argv=mode == "module")  # type: ignore[attr-defined]
         return
     if mode == "code":
-        sys.argv = ["-c", *args]
-        exec(compile(target, "<string>", "exec", dont_inherit=True), vars(main))
-        return
-    sys.argv = [target, *args]
-    path = _absolute(target)
-    if _is_bundle(path):
-        import runpy
+        source = compile(target, "<string>", "exec", dont_inherit=True)
+        if sys.version_info >= (3, 13):
+            import linecache
 
-        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+            # CPython does so for tracebacks; its first releases of 3.13 find the source by the name alone.
+            linecache._register_code(source if hasattr(linecache, "_make_key") else "<string>", target, "<string>")
+        exec(source, vars(main))
         return
+    path = _absolute(target)
     from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 
     compiled = SourcelessFileLoader("__main__", path) if path.endswith(".pyc") else None
