@@ -8,15 +8,16 @@ import signal
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from tests.waits import WITHIN
+from torchx_monarch.controller import elastic
 from torchx_monarch.controller.controller import Controller, Session
 from torchx_monarch.controller.elastic import HostFailures, HostGatherer, NodeRange, listed
 from torchx_monarch.controller.host_events import (
     HostEvent,
-    HostExcluded,
     HostLost,
     HostPreempted,
     Interrupted,
@@ -153,31 +154,15 @@ def test_replicas_are_listed_in_a_line_of_bounded_length(replicas: Iterable[int]
 SPARED = NodeRange(2, 2, 0.2, spares=1)
 
 
-class Writer:
-    def write(self, data: bytes) -> None:
-        pass
-
-    async def drain(self) -> None:
-        pass
-
-
-def test_a_spare_takes_the_place_of_a_lost_or_preempted_host() -> None:
-    for event in (LOST, PREEMPTED):
-        job = Job(SPARED, 0, (event,), DONE)
-        job.rendezvous._writers[1] = cast(asyncio.StreamWriter, Writer())
-        assert job.result() is DONE
-        assert job.log == [[0, 1], (type(event).__name__, 15, True), False, [0, 2]]
+def test_a_spare_takes_the_place_of_a_preempted_host() -> None:
+    job = Job(SPARED, 0, (PREEMPTED,), DONE)
+    job.rendezvous._writers[1] = AsyncMock(write=Mock())
+    assert job.result() is DONE
+    assert job.log == [[0, 1], ("HostPreempted", 15, True), False, [0, 2]]
 
 
-def test_without_a_spare_left_a_loss_ends_the_job() -> None:
-    lost = HostLost(2, JobResult(1, "lost"))
-    job = Job(SPARED, 0, (LOST,), (lost,))
-    assert job.result().reason == "lost; 1 of at least 2 hosts left, and replica 1, 2 will not be replaced"
-    job = Job(SPARED, 0, (STOP,))
-    assert job.result() is STOP.result
-
-
-def test_a_spare_that_is_missing_fails_no_job() -> None:
+def test_a_spare_that_is_missing_fails_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "_ORDER_TIMEOUT", 0.2)
     job = Job(SPARED, 0, DONE)
     del job.rendezvous.hosts.registered[2]
     assert job.result() is DONE and job.log == [[0, 1]]
@@ -186,14 +171,14 @@ def test_a_spare_that_is_missing_fails_no_job() -> None:
     assert job.result() is DONE and job.log == [[0, 2]]
 
 
-def test_a_host_that_fails_again_makes_way_for_the_spare_and_without_one_it_stays() -> None:
-    job = Job(SPARED, 0, DONE)
+def test_a_host_that_fails_again_stays_where_no_other_can_take_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(NodeRange(2, 2, 0.2), 0, DONE)
     assert job.result() is DONE
+    said: list[str] = []
+    monkeypatch.setattr(job.gatherer._reporter, "report", lambda kind, message, **more: said.append(message))
     hosts = job.rendezvous.hosts.registered
-    assert job.gatherer.blame(hosts[1], "boom") is None
-    excluded = job.gatherer.blame(hosts[1], "boom")
-    assert isinstance(excluded, HostExcluded) and excluded.replica == 1
-    assert excluded.result.reason == "node (replica 1) is excluded after 2 failures within 1 h, the last: boom"
-    assert [host.replica for host in job.gatherer._form()] == [0, 2]
-    assert [job.gatherer.blame(hosts[2], "boom") for _ in range(2)] == [None, None], "the other one is bad, too"
-    assert [host.replica for host in job.gatherer._form()] == [0, 2]
+    assert [job.gatherer.blame(hosts[replica], "boom") for replica in (0, 0, 1, 1)] == [None] * 4
+    assert [message.partition("; it stays, because ")[2] for message in said] == [
+        "the controller runs there",
+        "no other host can take its place now",
+    ]

@@ -16,7 +16,7 @@ from tests.waits import WITHIN
 from torchx_monarch.controller import roles as roles_module
 from torchx_monarch.controller.host_events import StopRequested
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.roles import RoleClient, Roles, RoleServer
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_spec import HostSpec
@@ -74,24 +74,6 @@ async def asked(*lines: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "rendezvous", "environ", "expected"),
-    [
-        ({}, "unix:/b", {}, (None, False, False)),
-        ({"application": "unix:/a"}, "unix:/a", {}, ("unix:/a", True, False)),
-        ({"application": "unix:/a"}, "unix:/b", {}, ("unix:/a", False, False)),
-        ({"application": "tls:@MAIN:1", "replica": 1}, "tls:@MAIN:2", {}, (None, False, False)),
-        ({"role_registry": "tls:@MAIN:1"}, "tls:@:2", {"MAIN": "10.0.0.1"}, ("tls:10.0.0.1:1", False, True)),
-        ({"role_registry": "tls:@MAIN:1"}, "tls:@MAIN:1", {"MAIN": "10.0.0.1"}, ("tls:10.0.0.1:1", True, False)),
-    ],
-)
-def test_what_a_host_knows_of_the_other_roles(
-    flags: dict[str, Any], rendezvous: str, environ: dict[str, str], expected: tuple[str | None, bool, bool]
-) -> None:
-    roles = Roles.from_spec(HostSpec("app", "b", **flags), rendezvous, environ)
-    assert (roles.server and str(roles.server), roles.is_first, roles.looks_up) == expected
-
-
-@pytest.mark.parametrize(
     ("name", "value", "start"), [("", "", ""), ("MONARCH_START", "7", "7"), ("MONARCH_START", "@ATTEMPT", "2")]
 )
 def test_the_start_of_an_app(name: str, value: str, start: str) -> None:
@@ -128,24 +110,6 @@ def test_an_address_is_found_when_it_is_registered_and_the_newest_counts(
             await until(("found", 1002))
             clients[1]._connection.cancel()
             await until(("refused", None))
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("start", ["1", ""])
-def test_hosts_of_another_start_wait(leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, start: str) -> None:
-    monkeypatch.setattr(roles_module, "_LOOKUP_DELAY", 0.2)
-
-    async def main() -> None:
-        async with serving("2") as (rendezvous, _):
-            client = registered(rendezvous, 1001, other_role(start, timeout=0.5))
-            with pytest.raises(RendezvousError, match="in 0.5 s: .*: it is of another start of the app"):
-                await other_role(start).find("b", host_network(0), 0.5)
-            await client._connection
-            (event,) = rendezvous.events.pending
-            assert isinstance(event, StopRequested)
-            assert "replica 0 was not reached in 0.5 s" in event.result.reason
-            assert (await asked({"type": "lookup-role", "role": "b", "start": "2"}))["type"] == "refused"
 
     asyncio.run(main())
 

@@ -8,16 +8,20 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.backends.local.status import AppRecord, new_roles
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
+from torchx_monarch.supervisor import replica as replica_module
 from torchx_monarch.supervisor.replica import Replica, ReplicaRequest
 from torchx_monarch.system import processes
 
@@ -105,3 +109,14 @@ def test_a_host_that_waits_for_its_restart_is_not_started_after_its_role_has_suc
     loop.end("r/0", State.SUCCEEDED)
     assert loop._done and loop._record.state is State.SUCCEEDED
     assert loop.started == ["r/0", "r/1", "r/1"]
+
+
+def test_a_host_has_some_time_more_than_a_program_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr(processes, "hosts", lambda pids: {1: [], 2: [7]})
+    program, host = (Mock(alive=True, **{"record.pid": pid}) for pid in (1, 2))
+    killed: list[tuple[float, object]] = []
+    replica_module.stop([program, host], 30.0, lambda when, kill: killed.append((when, kill)))
+    assert killed == [(130.0, program.kill), (130.0 + HOST_EXTRA, host.kill)]
+    program.terminate.assert_called_once_with([])
+    host.terminate.assert_called_once_with([7])
