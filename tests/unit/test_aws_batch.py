@@ -21,9 +21,8 @@ from torchx_monarch import schedulers
 from torchx_monarch.backends.aws_batch import request, snapshot
 from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_VERSION, BatchJob, new_name
 from torchx_monarch.backends.aws_batch.snapshot import CANCELLED, app_snapshot
-from torchx_monarch.backends.core.state import count_restarts, reduce
+from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
 
@@ -299,26 +298,9 @@ def node(status: str, stopped: int = 0, code: int | None = None, **more: Any) ->
     ("described", "nodes", "state", "message", "shown"),
     [
         (batch_job("SUBMITTED"), {}, P, "", [P, P, P, P]),
-        (batch_job("RUNNABLE", "CAPACITY: none"), {}, P, "RUNNABLE: CAPACITY: none", [P, P, P, P]),
-        (batch_job("RUNNING"), {0: node("RUNNING"), 1: node("STARTING")}, R, "", [R, P, P, P]),
-        # Batch looks at the main node alone, and may restart the job.
-        (
-            batch_job("RUNNING"),
-            {0: node("RUNNING"), 3: node("FAILED", 5, 1)},
-            R,
-            "replica reader/1 exited",
-            [R, P, P, F],
-        ),
         # Batch stops the others when the main node has ended.
         (batch_job("SUCCEEDED"), {0: node("SUCCEEDED", 5, 0), 1: node("FAILED", 6, 143)}, S, "", [S, C, C, C]),
         (batch_job("FAILED", CANCELLED), {0: node("FAILED", 5, 143), 1: node("RUNNING")}, C, CANCELLED, [C, C, C, C]),
-        (
-            batch_job("FAILED", "Essential container in task exited"),
-            {0: node("FAILED", 7, 1), 2: node("FAILED", 6, 3), 3: node("FAILED", 8, 137)},
-            F,
-            "replica reader/0 exited with code 3",
-            [F, F, F, F],
-        ),
         (batch_job("FAILED", "Job attempt duration exceeded timeout"), {}, F, "Job attempt duration exceeded", [F] * 4),
         (batch_job("A_NEW_STATUS"), {}, U, "", [P, P, P, P]),
     ],
@@ -332,15 +314,3 @@ def test_states(
     assert status.message.startswith(message) and bool(status.message) == bool(message)
     assert [status.shown(replica) for replica in app.replicas] == shown
     assert app.app == APP
-
-
-def test_the_result_of_the_main_node_names_the_root_cause() -> None:
-    """Its host ends with the code of another node's rank."""
-    result = HostResult(3, "rank 1 exited with code 3", replica=1, rank_restarts=2).to_text()
-    nodes = {0: node("FAILED", 5, 3), 1: node("FAILED", 6, 3)}
-    attempts = [{"startedAt": 1000, "stoppedAt": 2000}, {"startedAt": 3000, "stoppedAt": 4000}]
-    app = app_snapshot("q:app-1", batch_job("FAILED", attempts=attempts, startedAt=3000), nodes, {0: ["", result]})
-    status = reduce(app)
-    assert status.message == "replica trainer/1 exited with code 3"
-    assert "rank 1 exited with code 3" in status.error
-    assert (count_restarts(app), app.started) == (3, 1.0)

@@ -18,12 +18,10 @@ from typing import Any
 import pytest
 from torchx.runner import Runner
 from torchx.specs import AppDef, InvalidRunConfigException, Resource, Role
-from torchx.specs.finder import ComponentValidationException
 
 from tests.contract.place import tree
 from torchx_monarch.backends.batch.folder import JobFolder
 from torchx_monarch.backends.batch.snapshot import QueuedJob
-from torchx_monarch.backends.batch.task import substitute
 from torchx_monarch.backends.core import state_files, stop_request
 from torchx_monarch.backends.core.errors import BackendError, StateDirError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
@@ -153,14 +151,6 @@ def test_dry_run_shows_what_runs_and_no_secret(runner: Runner) -> None:
     assert codec.decode(SlurmRequest, json.loads(json.dumps(asdict(filled)))) == filled
 
 
-def test_macros_are_filled_in_on_the_node(runner: Runner) -> None:
-    values = {"img_root": "", "app_id": "42", "replica_id": "2", "rank0_env": "TORCHX_RANK0_HOST"}
-    trainer, reader = dryrun(runner, app(env={"WHERE": "${rank0_env}", "K": "${replica_id}$$"})).roles
-    assert substitute(reader.command, {}, values)[0] == ["sh", "-c", "echo 2 $x 42"]
-    _, env = substitute(trainer.command, trainer.env, values)
-    assert (env["WHERE"], env["K"], env["TORCHX_JOB_ID"]) == ("TORCHX_RANK0_HOST", "2$", "monarch_slurm://torchx/42")
-
-
 def test_a_signal_for_the_ranks_is_refused(runner: Runner) -> None:
     with pytest.raises(InvalidRunConfigException, match="`signal` is 'USR1@60'; allowed is B:TERM@SECONDS"):
         runner.dryrun(app(), "monarch_slurm", cfg={"signal": "USR1@60"})
@@ -176,17 +166,6 @@ def test_the_folder_of_jobs_is_no_link(runner: Runner, tmp_path: Path, monkeypat
     with pytest.raises(StateDirError, match="jobs: is a symbolic link"):
         runner.run(app(), "monarch_slurm")
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_missing_commands_are_named(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(ComponentValidationException, match="'sbatch' is not on the PATH.*slurm-client"):
-        runner.run(app(), "monarch_slurm")
-    assert SlurmBackend().folders() == {}
-    with pytest.raises(RuntimeError, match="'squeue' is not on the PATH"):
-        runner.list("monarch_slurm")
-    for app_id in ("1", "nonsense"):
-        assert runner.status(f"monarch_slurm://torchx/{app_id}") is None
 
 
 def test_ctrl_c_while_sbatch_answers_leaves_nothing(
