@@ -248,16 +248,25 @@ def test_a_run_outlives_its_client_and_is_found_again(
         other.follow(1)
 
 
-def test_logs_of_one_rank(live: Callable[..., Live], script: Callable[[str], str]) -> None:
+def test_logs_of_a_rank_that_is_not_there(live: Callable[..., Live], script: Callable[[str], str]) -> None:
     path = script("print('rank', rank, flush=True)\ntime.sleep(1000 if sys.argv[1:] else 0)")
     hosts = live("torchrun", "--nproc-per-node", "2", path, "wait")
     handle = hosts.job.run_spmd_async(output="none")
     until(lambda: len(list(hosts.job.logs())) == 2, "the ranks")
-    assert list(hosts.job.logs(1)) == ["rank 1"] and list(hosts.job.logs(2)) == []
+    assert list(hosts.job.logs(1)) == ["rank 1"]
+    for rank in (2, 99, -1):
+        for follow in (False, True):
+            with pytest.raises(RefusedError, match=f"run 1 has no rank {rank}; it has ranks 0 to 1"):
+                list(hosts.job.logs(rank, follow=follow))
+    with pytest.raises(RefusedError, match="rank='1' is no number"):
+        list(hosts.job.logs("1"))  # type: ignore[arg-type]
+    # Of a run that waits for another it is not known yet.
     hosts.job.run_spmd_async([path], nproc=1, output="none", queue=True)
     assert list(hosts.job.logs(1, run=2)) == []
     handle.cancel()
     assert list(hosts.job.logs(0, follow=True, run=2)) == ["rank 0"]
+    with pytest.raises(RefusedError, match="run 2 has no rank 1; it has rank 0 alone"):
+        list(hosts.job.logs(1, run=2))
 
 
 def test_ends_when_nobody_comes(live: Callable[..., Live], script: Callable[[str], str]) -> None:

@@ -332,7 +332,7 @@ class SPMDJob(AttachedJob):
         Raises:
             UnreachableError: with ``follow``, a connection broke and was not restored, as when the hosts have ended.
         """
-        greeting = {"type": "follow", "run": run, "wait": follow}
+        greeting = {"type": "follow", "run": run, "rank": rank, "wait": follow}
         readers: dict[tuple[int, str], LineReader] = {}
         with contextlib.closing(self._records(greeting)) as records:
             for record in records:

@@ -5,7 +5,7 @@ Clients send these greetings to replica 0, one per connection, in addition to th
 
 =============  =====================================================================================================
 ``run``        submit a run; the answer is ``accepted`` and then the run's records up to its ``result``
-``follow``     the same for a run that was accepted before, from its first record on
+``follow``     the same for a run that was accepted before, from its first record on; refused if it has no such ``rank``
 ``runs``       list the known runs; the answer is ``runs``, oldest first
 ``end-run``    stop a run and keep the hosts; the answer is ``ending``
 =============  =====================================================================================================
@@ -59,7 +59,7 @@ _CLOSE_TIMEOUT = 5.0
 
 @dataclasses.dataclass(eq=False)
 class Run:
-    """One run. Its times are in seconds since the epoch, 0 before the hosts have started or ended it.
+    """One run. Its times are in seconds since the epoch, 0 before the hosts have started or ended it, as its ranks.
 
     Attributes:
         number: from 1.
@@ -76,6 +76,7 @@ class Run:
     ended: float = 0.0
     result: JobResult | None = None
     ending: JobResult | None = None
+    ranks: int = 0
 
     @property
     def state(self) -> str:
@@ -104,6 +105,15 @@ class Run:
         since = time.time() - (self.started or self.submitted)
         by = f" by {self.request.by}" if self.request.by else ""
         return f"run {self.number}{by} ({self.state} for {since:.0f} s: {self.request.shown})"
+
+    def why_no_rank(self, rank: int | None) -> str:
+        """Return why the run has no such rank; empty if it has, if ``rank`` is None, or if it has not started yet."""
+        if rank is None or 0 <= rank < self.ranks:
+            return ""
+        if not self.ranks:
+            return f"run {self.number} has started no ranks" if self.result else ""
+        existing = f"ranks 0 to {self.ranks - 1}" if self.ranks > 1 else "rank 0 alone"
+        return f"run {self.number} has no rank {rank}; it has {existing}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -200,6 +210,7 @@ class RunQueue(Session):
         run = self.current
         assert run is not None
         begun = dict([found async for found in self.hosts.ask(BeginRun(run.number, run.token, run.request))])
+        run.ranks = sum(answer.nproc for answer in begun.values())
         first = begun[0]
         options = dataclasses.replace(
             self.hosts.options, run_id=first.run_id, max_restarts=first.max_restarts, grace=first.grace
@@ -386,6 +397,11 @@ class RunQueue(Session):
 
     async def _follow(self, peer: Peer) -> None:
         run, wait = self.find(peer.greeting.get("run")), peer.greeting.get("wait") is not False
+        rank = peer.greeting.get("rank")
+        if rank is not None and type(rank) is not int:
+            raise RendezvousError(f"rank={rank!r:.20} is no number")
+        if why := run.why_no_rank(rank):
+            raise RendezvousError(why)
         await self._serve_records(run, peer, wait)
 
     async def _runs(self, peer: Peer) -> None:
