@@ -164,9 +164,9 @@ def ft(
     launch = plan.Launch.parse(script_args, m, script)
     resource = plan.resource(h, cpu, gpu, memMB)
     count, shape = plan.groups(j, group_hosts, min_groups, h)
-    plan.require_counts(max_restarts=max_restarts, max_retries=max_retries, heartbeat_timeout_ms=heartbeat_timeout_ms)
+    plan.require_counts(max_restarts=max_restarts, max_retries=max_retries)
     run_name, tracking = launch.names(name)
-    address, beside = (lighthouse, None) if lighthouse else plan.lighthouse(min_groups, heartbeat_timeout_ms, image)
+    address, beside = plan.lighthouse(lighthouse, min_groups, heartbeat_timeout_ms, image)
     groups = [
         specs.Role(
             name=f"group{group}",

@@ -250,6 +250,9 @@ def test_groups_are_roles_with_a_world_of_their_own() -> None:
         ("-j 2:4x8 t.py", "-j 2:4x8: use GROUPSxNPROC"),
         ("-j 2x8 --min-groups 3 t.py", "--min_groups 3: -j 2x8 has 2 groups; use 1 to 2"),
         ("-j 2x8 --group-hosts 0 t.py", "--group_hosts 0: use a number above 0"),
+        *((f"-j {j} t.py", f"-j {j}: use GROUPSxNPROC") for j in ("4", "0x1", "-1x2", "99999999x1")),
+        ("--heartbeat-timeout-ms 0 t.py", "--heartbeat_timeout_ms 0: use 200 to 3600000"),
+        *((f"--lighthouse {a} t.py", f"--lighthouse {a}: ") for a in ("head", "http://head", "http://head:99999")),
     ],
 )
 def test_wrong_groups_are_refused(text: str, part: str) -> None:

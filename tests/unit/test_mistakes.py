@@ -73,6 +73,7 @@ def torchx(
         (f"{RUN} --wait train.py", "--wait is an option of `torchx run`: type it before monarch.spmd"),
         (f"{RUN} --script src/train.py", "there is no file {folder}/src/train.py: {folder}/src: No such file"),
         (RUN, "No program to run: give a script"),
+        ("run -s monarch_local monarch.ft train.py", "pip install torchft-nightly, or use --lighthouse http://HOST:"),
         ("run -s monarch_local monarch.controller trian.py", "Did you mean train.py?"),
         ("run -s monarch_local monarch.spdm train.py", "Did you mean monarch.spmd?"),
         ("run -s monarch_local train.py", "To run a script: torchx run monarch.spmd --nproc 4 train.py"),
@@ -96,7 +97,10 @@ def torchx(
         ("monarch statsu", "Did you mean status?"),
     ],
 )
-def test_what_to_type_instead(torchx: Command, tmp_path: Path, command: str, answer: str) -> None:
+def test_what_to_type_instead(
+    torchx: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, answer: str
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # has no torchft_lighthouse
     for name in ("train.py", "package/__init__.py", "package/trainer.py", "data/digits.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

@@ -11,6 +11,7 @@ import argparse
 import importlib.machinery
 import inspect
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -97,6 +98,11 @@ def _checked(args: argparse.Namespace) -> list[str]:
             _require_module(parsed.options["m"], folder)
         elif parsed.script:
             _require_script(os.path.join(folder, parsed.script))
+        beside = component == f"{_OWN}ft" and not {"lighthouse", "env"} & set(parsed.options)
+        if beside and shutil.which("torchft_lighthouse") is None:
+            _exit(
+                "torchft_lighthouse is not on PATH: pip install torchft-nightly, or use --lighthouse http://HOST:PORT"
+            )
     return [component, *parsed.words]
 
 

@@ -191,10 +191,10 @@ def hosts(j: str, h: str | None) -> Shape:
 
 def groups(j: str, group_hosts: int, min_groups: int, h: str | None) -> tuple[int, Shape]:
     """Parse ``-j GROUPSxNPROC`` of ``monarch.ft``; return the number of groups and the shape of each."""
+    if not re.fullmatch("[1-9][0-9]{0,3}" + ("(x[1-9][0-9]{0,3})?" if h else "x[1-9][0-9]{0,3}"), j):
+        _refuse(f"-j {j}: use GROUPSxNPROC, such as 4x8, with at most 9999 of each.")
     shape = Shape.parse(j, None, None, h)
     count = shape.replicas
-    if shape.min_replicas != count or shape.spares is not None:
-        _refuse(f"-j {j}: use GROUPSxNPROC, such as 4x8.")
     if group_hosts < 1:
         _refuse(f"--group_hosts {group_hosts}: use a number above 0.")
     if not 1 <= min_groups <= count:
@@ -202,11 +202,21 @@ def groups(j: str, group_hosts: int, min_groups: int, h: str | None) -> tuple[in
     return count, Shape(str(group_hosts), shape.nproc)
 
 
-def lighthouse(min_groups: int, heartbeat_timeout_ms: int, image: str) -> tuple[str, specs.Role]:
-    """Return the address of torchft's lighthouse, on the loopback interface with a drawn port, and its role.
+def lighthouse(
+    own: str | None, min_groups: int, heartbeat_timeout_ms: int, image: str
+) -> tuple[str, specs.Role | None]:
+    """Return the address of torchft's lighthouse: the user's ``own`` or, with its role, one that is started.
 
+    That is on the loopback interface, with a drawn port.
     Hosts of several machines have it listen for all of them (``rewrite``). The times are those of torchft's README.
     """
+    if own is not None:
+        found = re.fullmatch(r"https?://[^\s/]+:([0-9]{1,5})/?", own)
+        if not found or not 0 < int(found[1]) < 65536:
+            _refuse(f"--lighthouse {own}: use http://HOST:PORT.")
+        return own, None
+    if not 200 <= heartbeat_timeout_ms <= 3600_000:
+        _refuse(f"--heartbeat_timeout_ms {heartbeat_timeout_ms}: use 200 to 3600000; groups send one every 100 ms.")
     port = random.randrange(30000, 32000)  # below Linux's default range of ephemeral ports, and not a rendezvous's
     return f"http://{LOOPBACK}:{port}", specs.Role(
         name="lighthouse",
