@@ -94,6 +94,8 @@ def torchx(
         ("delete last", "no app was submitted from this machine yet"),
         ("monarch cancel train", "there is no app 'train'"),
         ("monarch wait", "no app was submitted from this machine yet"),
+        ("monarch profile --seconds x", "'x' is not between 1 and 600 seconds"),
+        ("monarch profile -o results/x.svg", "there is no folder results"),
         ("monarch statsu", "Did you mean status?"),
     ],
 )

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import re
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 
 from torchx_monarch.cli import handles
@@ -42,6 +43,18 @@ def rank_list(text: str) -> tuple[range, ...]:
         if ranks and all(ranks):
             return ranks
     raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks, such as 0,3-5")
+
+
+def seconds(least: float, most: float) -> Callable[[str], float]:
+    """Return a function that parses a number of seconds within limits."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if least <= float(text) <= most:  # not NaN
+                return float(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not between {least:g} and {most:g} seconds")
+
+    return parse
 
 
 def since(text: str) -> datetime:

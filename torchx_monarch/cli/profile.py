@@ -9,7 +9,7 @@ import os
 import sys
 
 from torchx_monarch.cli import exit_codes
-from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of, rank_list
+from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of, rank_list, seconds
 from torchx_monarch.cli.output import STDOUT, add_json, print_json, write_output
 from torchx_monarch.client.hosts import say
 from torchx_monarch.client.rank_queries import ask_profiles, describe_absent
@@ -21,7 +21,9 @@ from torchx_monarch.system.untrusted_text import one_line
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser)
     parser.add_argument("--rank", type=rank_list, metavar="RANKS", help="only these ranks: 0,3-5 (default: all)")
-    parser.add_argument("--seconds", type=_seconds, default=10.0, help="how long they are sampled (default: 10)")
+    parser.add_argument(
+        "--seconds", type=seconds(1, MAX_SECONDS), default=10.0, help="how long they are sampled (default: 10)"
+    )
     parser.add_argument("--idle", action="store_true", help="with threads that wait, such as in a collective")
     parser.add_argument(
         *("-o", "--output"),
@@ -34,16 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 1 <= seconds <= MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 1 and {MAX_SECONDS:g} seconds")
-    return seconds
-
-
 def _output(path: str) -> str:
     if path not in STDOUT and os.path.splitext(path)[1] not in (".svg", ".json", ".txt"):
         raise argparse.ArgumentTypeError(f"{path!r} ends neither with .svg nor .json nor .txt")
+    if not os.path.isdir(folder := os.path.dirname(path) or os.curdir):  # said before ranks are sampled for minutes
+        raise argparse.ArgumentTypeError(f"there is no folder {folder}")
     return path
 
 

@@ -7,12 +7,11 @@ import argparse
 import shutil
 import sys
 import textwrap
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from torchx_monarch.cli.allocation_arguments import add_handle
+from torchx_monarch.cli.allocation_arguments import add_handle, seconds
 from torchx_monarch.cli.jobs import SAMPLE_PAUSE_S, JobFacts, opened_job
 from torchx_monarch.cli.output import Screen, add_json, print_record
 from torchx_monarch.cli.status import headline
@@ -33,21 +32,15 @@ _NO_TERMINAL_WIDTH = 160
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_handle(parser)
     parser.add_argument(
-        "--interval", type=_interval, default=_INTERVAL_S, metavar="SECONDS", help="time between two looks (default: 2)"
+        "--interval",
+        type=seconds(0.01, 86400),
+        default=_INTERVAL_S,
+        metavar="SECONDS",
+        help="time between two looks (default: 2)",
     )
     parser.add_argument("--once", action="store_true", help="print it once, with all ranks")
     parser.add_argument("--by-host", action="store_true", help="a line for each host instead of each rank")
     add_json(parser)
-
-
-def _interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= threading.TIMEOUT_MAX:  # NaN, too
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
-    return seconds
 
 
 def to_json(facts: JobFacts) -> dict[str, object]:
