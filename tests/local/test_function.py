@@ -224,11 +224,19 @@ def test_bad_calls_are_refused_before_hosts_are_asked() -> None:
         torchx_monarch.run(train, 0.1, nprocs=4)
     with pytest.raises(TypeError, match=r"run has no option epochs. For an argument of train: kwargs={'epochs': ...}"):
         torchx_monarch.run(train, 0.1, epochs=4)
+    for run in (job.run, torchx_monarch.run):
+        with pytest.raises(TypeError, match=r"options={'timeout': 1}: give RunOptions\(...\)"):
+            run(train, 0.1, options={"timeout": 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="scheduler_cfg='slots=1': give a dict"):
+        torchx_monarch.run(train, 0.1, scheduler_cfg="slots=1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="env='A=1': give a dict"):
+        RunOptions(env="A=1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="results='yaml' is none of pickle, json"):
         RunOptions(results="yaml")  # type: ignore[arg-type]
 
 
 PROGRAM = """
+import multiprocessing
 import torchx_monarch
 from own import scale
 
@@ -246,12 +254,18 @@ def train(lr):
     torch.distributed.destroy_process_group()
     return Fit(sum(ranks) * scale(lr))
 
-for lr in (0.5, -1):
+def main(lr):
     try:
         fits = torchx_monarch.run(train, lr, scheduler_cfg={"preload": "none"}, nnodes=2, nproc=1)
         print([isinstance(fit, Fit) and fit.loss for fit in fits])
     except ArithmeticError as error:
         print(repr(error))
+
+if __name__ == "__main__":
+    main(0.5)
+    child = multiprocessing.get_context("spawn").Process(target=main, args=[-1])
+    child.start()
+    child.join()
 """
 
 

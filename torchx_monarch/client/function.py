@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchx_monarch.client.run_options import RunOptions
+from torchx_monarch.client.run_options import RunOptions, merge_options
 from torchx_monarch.client.serve import serve
 from torchx_monarch.exceptions import ResultError, SPMDError
 from torchx_monarch.function import MAX_CALL_BYTES, MODULE, Encoding
@@ -84,7 +84,7 @@ def run(
         names = ["kwargs", "scheduler", "scheduler_cfg", "nnodes", "nproc", "max_restarts", "options", "start_timeout"]
         hint = did_you_mean(name, names) or f" For an argument of {_name(function)}: kwargs={{{name!r}: ...}}"
         raise TypeError(f"run has no option {name}.{hint}")
-    options = options or RunOptions()
+    options = merge_options(options, {})
     encode_call(function, args, kwargs or {}, options)  # bad arguments are reported before hosts are taken
     words = ["--nnodes", str(nnodes), "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
     command = ["torchrun", *words, "-m", MODULE, _name(function)]
@@ -119,6 +119,8 @@ def encode_call(
     if not callable(function):
         raise TypeError(f"function={function!r:.200} cannot be called: give a function and, after it, its arguments")
     _check_arguments(function, args, kwargs)
+    if "__mp_main__" in sys.modules:  # what a child that multiprocessing has spawned calls its __main__
+        cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
     try:
         call = cloudpickle.dumps((function, tuple(args), dict(kwargs), options.results))
     except Exception as error:  # whatever a method of an argument raises

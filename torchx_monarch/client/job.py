@@ -16,10 +16,9 @@ from torchx_monarch.client.function import decode_values, encode_call, program
 from torchx_monarch.client.hosts import ENDED, START_TIMEOUT, AllocationStatus, Hosts
 from torchx_monarch.client.result import RunInfo, RunResult
 from torchx_monarch.client.run import Collector, Records, RunHandle, collect_with_interrupts
-from torchx_monarch.client.run_options import Output, RunOptions, RunOptionsDict, run_message
+from torchx_monarch.client.run_options import Output, RunOptions, RunOptionsDict, merge_options, run_message
 from torchx_monarch.client.workspace_sync import SyncMode, check_when
 from torchx_monarch.exceptions import AllocationError, SPMDError, UnreachableError
-from torchx_monarch.model.spelling import did_you_mean
 from torchx_monarch.system.line_output import LineReader
 
 # After the base class, which prepares this import.
@@ -273,19 +272,12 @@ class SPMDJob(AttachedJob):
         return decode_values(self._wait(message, collector), collector.values, options.results)
 
     def _wait(self, message: dict[str, Any], collector: Collector) -> RunResult:
-        records = Records.request(self._role_hosts, message)
-        try:
+        with contextlib.closing(Records.request(self._role_hosts, message)) as records:
             return collect_with_interrupts(self._role_hosts, records, collector)
-        finally:
-            records.close()
 
     def _options(self, options: RunOptions | None, changes: RunOptionsDict) -> RunOptions:
         """Return the options of a run; what they leave open comes from this job."""
-        names = [field.name for field in dataclasses.fields(RunOptions)]
-        for name in changes:
-            if name not in names:
-                raise TypeError(f"a run has no option {name}.{did_you_mean(name, names)}")
-        options = dataclasses.replace(options or RunOptions(), **changes)
+        options = merge_options(options, changes)
         if options.cwd:
             return options
         return dataclasses.replace(
@@ -347,11 +339,8 @@ class SPMDJob(AttachedJob):
     def _records(self, greeting: dict[str, Any]) -> Generator[dict[str, Any]]:
         """Yield the records of a run up to its result; those so far if the greeting does not wait for more."""
         if greeting["wait"]:
-            records = Records.request(self._role_hosts, greeting)
-            try:
+            with contextlib.closing(Records.request(self._role_hosts, greeting)) as records:
                 yield from records
-            finally:
-                records.close()
             return
         with self._role_hosts.open(greeting) as link:
             while (record := link.receive(None)) is not None and record["type"] != "result":

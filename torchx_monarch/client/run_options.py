@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from typing import Any, Literal, TypedDict, get_args
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.workspace_sync import SyncMode, check_when, sync_workspace
 from torchx_monarch.function import Encoding
+from torchx_monarch.model.spelling import did_you_mean
 from torchx_monarch.system.processes import user_name
 
 Output = Literal["stream", "store", "none"] | Callable[[int, str, str], None]
@@ -87,10 +89,23 @@ class RunOptions:
             check_when(self.sync)
         if self.results not in get_args(Encoding):
             raise ValueError(f"results={self.results!r} is none of {', '.join(get_args(Encoding))}")
+        if not isinstance(self.env or {}, Mapping):
+            raise ValueError(f"env={self.env!r}: give a dict, such as {{'A': '1'}}")
         if self.cwd and self.workspace:
             raise ValueError(
                 f"give cwd={self.cwd!r}, a folder that the hosts have, or workspace={self.workspace!r}, not both"
             )
+
+
+def merge_options(options: RunOptions | None, changes: RunOptionsDict) -> RunOptions:
+    """Return options, the defaults for None, with changes; raise a TypeError if they are none, or have another name."""
+    if not isinstance(options or RunOptions(), RunOptions):
+        raise TypeError(f"options={options!r:.200}: give RunOptions(...)")
+    names = [field.name for field in dataclasses.fields(RunOptions)]
+    for name in changes:
+        if name not in names:
+            raise TypeError(f"a run has no option {name}.{did_you_mean(name, names)}")
+    return dataclasses.replace(options or RunOptions(), **changes)
 
 
 def check_output(output: Output) -> None:

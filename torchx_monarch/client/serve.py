@@ -72,7 +72,6 @@ def serve(
     """
     from torchx_monarch.backends.core.torchx_api import scheduler_of
     from torchx_monarch.client.job import SPMDJob  # imports Monarch
-    from torchx_monarch.command.command import CommandError
     from torchx_monarch.command.rewrite import hold
     from torchx_monarch.schedulers import registered
     from torchx_monarch.schedulers.monarch import MonarchScheduler
@@ -93,10 +92,9 @@ def serve(
         raise ValueError(
             f"scheduler={scheduler!r} does not hold hosts; those that do include {', '.join(registered())}"
         )
-    try:
-        held = hold(app, idle_timeout)
-    except CommandError as error:
-        raise ValueError(str(error)) from None
+    held = hold(app, idle_timeout)
+    if not isinstance(scheduler_cfg or {}, Mapping):
+        raise TypeError(f"scheduler_cfg={scheduler_cfg!r}: give a dict of run options, such as {{'grace': 10}}")
     info = runner.dryrun(held, scheduler, dict(scheduler_cfg or {}), workspace=workspace)
     handle = runner.schedule(info)
     return SPMDJob(handle, role, runner=runner, workspace=code, sync=sync, start_timeout=start_timeout)
@@ -105,12 +103,9 @@ def serve(
 def _app(command: list[str]) -> AppDef:
     from torchx.specs import AppDef, Role
 
-    from torchx_monarch.command.command import CommandError, parse
+    from torchx_monarch.command.command import parse
 
-    try:
-        parsed = parse(command)
-    except CommandError as error:
-        raise ValueError(str(error)) from None
+    parsed = parse(command)
     if parsed is None:
         advice = f". For a script: python {shlex.join(command)}" if command and command[0].endswith(".py") else ""
         raise ValueError(f"not a torchrun or Python command: {command!r}{advice}")
