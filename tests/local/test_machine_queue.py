@@ -22,6 +22,9 @@ from tests.local.detached import Detached, py, sh
 from tests.waits import until
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.local.machine_queue import MachineQueue, Ticket
+from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.rank_queries import ask_stacks
+from torchx_monarch.exceptions import UnreachableError
 
 _DRIVER = """#!/bin/sh
 case "$1" in
@@ -119,6 +122,9 @@ def test_slots_are_counted(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("MONARCH_SLOTS", "3")
     first, second = (MachineQueue(Ticket(name, slots=2), at) for name, at in (("a", 1.0), ("b", 2.0)))
     assert first.take() == "" and second.take() == "waits for 2 slots, 1 is free: a has 2 slots"
+    monkeypatch.setenv("MONARCH_SLOTS", "1")
+    assert second.take() == "waits for 2 slots, 0 are free: a has 2 slots"
+    monkeypatch.setenv("MONARCH_SLOTS", "3")
     first.close()
     assert second.take() == ""
     second.close()
@@ -131,6 +137,8 @@ def test_a_job_waits_pending_and_can_be_cancelled(driver: Path, apps: Detached) 
     until(lambda: "behind" in apps.status(third).msg, "the queue")
     assert apps.status(second).state is AppState.PENDING
     assert apps.status(second).msg == f"waits for 1 GPU, 0 are free: {first} has 0,1,2,3"
+    with pytest.raises(UnreachableError, match=f"{second} is PENDING, and no host answers: waits for 1 GPU, 0 are"):
+        ask_stacks(Hosts(f"monarch_local://torchx/{second}", runner=apps.runner))
     apps.runner.cancel(f"monarch_local://torchx/{second}")
     assert apps.wait(second).state is AppState.CANCELLED
     apps.runner.cancel(f"monarch_local://torchx/{first}")

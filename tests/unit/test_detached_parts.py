@@ -108,6 +108,8 @@ def test_counting_gpus(tmp_path: Path) -> None:
     assert gpus.devices(environ) == ["0", "1"]
     smi.write_text("#!/bin/sh\necho no driver >&2; exit 9\n")
     assert gpus.devices(environ) == []
+    smi.write_text("#!/bin/sh\nprintf '\\377'\n")
+    assert gpus.devices(environ) == []
     assert gpus.devices({"PATH": str(tmp_path / "none")}) == []
 
 

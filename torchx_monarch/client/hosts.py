@@ -200,7 +200,12 @@ class Hosts:
             except UnreachableError as error:
                 self._mark_unreachable(error)
                 self.check_alive()
-                raise
+                if error.final or not self._scheduler_state[0]:
+                    raise
+                role = f" of role {self._role}" if self._role else ""
+                state, waits = self._scheduler_state
+                why = f"{self.handle} is {state}, and no host{role} answers: {waits or error}"
+                raise UnreachableError(f"{why}. To see more: torchx monarch status {self.handle}") from None
         if ready:
             self.wait(self._start_timeout, say)
         return self.wait_for(operation, self._start_timeout, say)
@@ -289,16 +294,17 @@ class Hosts:
             return "the end of the hosts"
         if self._address:
             return f"an answer at {self._address}: {error}"
-        state, _ = self._scheduler_state
-        why = state == "RUNNING" and time.monotonic() > started + _SHOW_ERROR_AFTER
-        return f"the hosts ({state}){f': {error}' if why else ''}"
+        state, why = self._scheduler_state
+        if state == "RUNNING" and time.monotonic() > started + _SHOW_ERROR_AFTER:
+            why = str(error)
+        return f"the hosts ({state}){f': {why}' if why else ''}"
 
     def _mark_unreachable(self, error: UnreachableError | RefusedError) -> None:
         self._unreached = error
         self._target = None  # the scheduler may have restarted replica 0 at another address
 
     def _ask_scheduler(self) -> tuple[str, str]:
-        """Return the app's state from its scheduler, and the reason for its end; empty if the app has not ended."""
+        """Return the app's state from its scheduler, and the reason for its end, or why it has not begun, if any."""
         # torchx.specs is half of the import time of torchx, and a run on hosts that answer does not need it.
         from torchx.specs import NONE
 
@@ -307,6 +313,6 @@ class Hosts:
         if status is None:
             self._scheduler_state = "UNKNOWN", f"{self.handle} does not exist"
         else:
-            said = status.is_terminal() and status.msg != NONE
+            said = status.state.name not in ("RUNNING", "UNKNOWN") and status.msg != NONE
             self._scheduler_state = str(status.state.name), status.msg if said else ""
         return self._scheduler_state

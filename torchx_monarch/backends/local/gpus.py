@@ -31,7 +31,7 @@ def devices(environ: Mapping[str, str]) -> list[str]:
         listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=30, env=dict(environ)
         )
-    except (OSError, subprocess.SubprocessError) as e:
+    except (OSError, ValueError, subprocess.SubprocessError) as e:
         _log.warning("no GPU can be assigned: %s", e)
         return []
     return [str(i) for i, line in enumerate(line for line in listed.stdout.splitlines() if line.startswith("GPU "))]

@@ -102,7 +102,8 @@ class MachineQueue:
         unheld = [device for device in self._devices if device not in taken]
         usable = [device for device in unheld if device not in busy]
         self.ticket.devices = tuple(usable[: self.ticket.gpus])
-        free = len(usable) if self.ticket.gpus else _count_slots(os.environ) - sum(t.slots for t in holders)
+        held = sum(ticket.slots for ticket in holders)  # more than there are where MONARCH_SLOTS differs between shells
+        free = len(usable) if self.ticket.gpus else max(0, _count_slots(os.environ) - held)
         if free >= self.ticket.gpus + self.ticket.slots:
             return ""
         reasons = [f"{ticket.app_id} has {','.join(ticket.devices) or ticket.what}" for ticket in holders]
