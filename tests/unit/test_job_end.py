@@ -24,7 +24,8 @@ def test_the_command_gets_the_end_as_json(tmp_path: Path) -> None:
 
 def test_what_fails_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     said = _END.run("echo first >&2; printf 'la\\033[2Jst' >&2; exit 5", os.environ)
-    assert said == "the command of -cfg on_end has failed: exit code 5: la\\x1b[2Jst"
+    assert said == "the command of -cfg on_end has failed: it exited with code 5: la\\x1b[2Jst"
+    assert _END.run("kill -9 $$", os.environ).endswith("failed: it was killed by signal 9 (SIGKILL)")
     assert _END.run("exec sleep 1000 & exit 0", os.environ) == ""  # which does not outlive the command
     monkeypatch.setattr(job_end, "_TIMEOUT", 0.01)
     assert _END.run("sleep 1000", os.environ).endswith("it has not ended within 0.01 s, and was killed")

@@ -132,9 +132,11 @@ def groups(*states: State, least: int = 2) -> AppSnapshot:
 def test_a_group_may_be_lost_while_enough_others_go_on(given: AppSnapshot, state: State, outcome: State | None) -> None:
     status = reduce(given)
     assert (status.state, status.outcome and status.outcome.state) == (state, outcome)
+    lost = "without group1: replica group1/0 exited with code 3"
     if outcome is None:
-        lost = "2 of 3 groups go on, without group1: replica group1/0 exited with code 3"
-        assert status.message == f"{lost}; lighthouse: http://127.0.0.1:29510"
+        assert status.message == f"2 of 3 groups go on, {lost}; lighthouse: http://127.0.0.1:29510"
+    elif outcome is S:
+        assert status.message == f"2 of 3 groups have succeeded, {lost}"
 
 
 class _Stops:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.state import State
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -72,5 +73,5 @@ class JobEnd:
             said.seek(0, os.SEEK_END)
             said.seek(max(0, said.tell() - _MAX_SAID))
             last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
-        failure = f"exit code {process.returncode}{f': {one_line(last, 200)}' if last else ''}"
+        failure = f"it {describe_code(process.returncode)}{f': {one_line(last, 200)}' if last else ''}"
         return failure if process.returncode else ""

@@ -99,8 +99,10 @@ def _from_replicas(app: AppSnapshot) -> AppStatus:
     outcome = _decide(needed, failures)
     if outcome is None:
         running = any(replica.state is State.RUNNING for replica in app.replicas)
-        notes = "; ".join(filter(None, (_waiting(needed), _lost_groups(app, lost), _lighthouse(app))))
+        notes = "; ".join(filter(None, (_waiting(needed), _lost_groups(app, lost, "go on"), _lighthouse(app))))
         return AppStatus(State.RUNNING if running else State.PENDING, _with_notes(notes, app))
+    if outcome.state is State.SUCCEEDED:
+        outcome = replace(outcome, message=outcome.message or _lost_groups(app, lost, "have succeeded"))
     left = any(replica.is_alive and not replica.is_stopping for replica in app.replicas)
     left = left or any(role.is_open for role in app.roles)
     is_cancelled = app.ending is not None and app.ending.state is State.CANCELLED
@@ -124,14 +126,14 @@ def _tolerated_groups(app: AppSnapshot) -> list[RoleSnapshot]:
     return lost if lost and len(groups) - len(lost) >= groups[0].spec.min_groups else []
 
 
-def _lost_groups(app: AppSnapshot, lost: Sequence[RoleSnapshot]) -> str:
-    """Describe the groups without which the app goes on; empty if there are none."""
+def _lost_groups(app: AppSnapshot, lost: Sequence[RoleSnapshot], others: str) -> str:
+    """Describe the groups without which the app goes on or has succeeded; empty if there are none."""
     if not lost:
         return ""
     reason = next((failure.failure for role in lost for failure in role.failures if failure.failure), "")
     groups = sum(role.spec.min_groups > 0 for role in app.roles)
     names = ", ".join(role.spec.name for role in lost)
-    return f"{groups - len(lost)} of {groups} groups go on, without {names}{f': {reason}' if reason else ''}"
+    return f"{groups - len(lost)} of {groups} groups {others}, without {names}{f': {reason}' if reason else ''}"
 
 
 def _lighthouse(app: AppSnapshot) -> str:
