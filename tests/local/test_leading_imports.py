@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import time
 import venv
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.local.live import Live
+from tests.ports import free_port
 
 OPTIONS = ("--grace", "5", "--preload", "auto")
 
@@ -206,8 +206,7 @@ def test_what_a_rejected_import_has_taken_is_free_for_the_ranks(
     output: Callable[..., list[str]], live: Live, tmp_path: Path
 ) -> None:
     """The port is that of one rank: the other fails to bind it, unless it comes after the end of the first."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     bind = f"server = socket.create_server(('127.0.0.1', {port}))\n    bound = True\nexcept OSError:\n    bound = False"
     install(tmp_path, "other.py", f"import socket\ntry:\n    {bind}")
     text = f"import pack\nimport other\n{AHEAD}\nprint(ahead(pack, other), other.bound, flush=True)"

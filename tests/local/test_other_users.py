@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -16,8 +17,9 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.local.other_user import AS_OTHER_USER, abstract_sockets, requires_other_user
+from tests.ports import free_port
 from tests.waits import until
-from torchx_monarch.transport import credentials, local_addresses
+from torchx_monarch.transport import credentials
 
 pytestmark = requires_other_user
 
@@ -50,10 +52,8 @@ def start(folder: Path, script: Callable[[str], str], monkeypatch: pytest.Monkey
             metadata.write_text(f"Metadata-Version: 2.1\nName: torchmonarch\nVersion: {monarch}\n")
             environ["PYTHONPATH"] = os.environ["TMPDIR"]
         if scheme == "tls":
-            with local_addresses.bind_port("127.0.0.1", None) as free:
-                port = free.getsockname()[1]
             hosts, _ = credentials.create()
-            environ |= {"MONARCH_RENDEZVOUS": f"tls:127.0.0.1:{port}", "MONARCH_CREDENTIALS": hosts.to_text()}
+            environ |= {"MONARCH_RENDEZVOUS": f"tls:127.0.0.1:{free_port()}", "MONARCH_CREDENTIALS": hosts.to_text()}
         command = ["python", "-m", "torchx_monarch.actors", "--", "python", script(_WAITS), str(folder / "go")]
         job = Hosts(folder, command, 2, ("--preload", ""), environ, wrapper).start()
         until(lambda: "up" in job.out() or job.processes[0].poll() is not None, "the script")
@@ -86,7 +86,8 @@ def sleeps(pid: int) -> bool:
     states = set()
     for _ in range(20):
         for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-            states.add(stat.read_text().rpartition(")")[2].split()[0])
+            with contextlib.suppress(OSError):  # the thread has ended
+                states.add(stat.read_text().rpartition(")")[2].split()[0])
         time.sleep(0.01)
     return states == {"S"}
 

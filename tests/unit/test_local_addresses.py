@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from tests.ports import free_port
 from torchx_monarch.model.host_spec import HostSpec, parse_ports
 from torchx_monarch.monarch_adapter.attachment import _spelled
 from torchx_monarch.transport import local_addresses
@@ -50,9 +51,7 @@ def test_binds_to_addresses_and_interfaces() -> None:
 
 
 def test_takes_the_ports_of_its_range_and_no_other() -> None:
-    probe = socket.create_server(("127.0.0.1", 0))
-    port = probe.getsockname()[1]
-    probe.close()
+    port = free_port()
     with local_addresses.bind_port("127.0.0.1", (port, port)) as taken:
         assert taken.getsockname() == ("127.0.0.1", port)
         with pytest.raises(NetworkError, match=rf"none of the ports {port}-{port} \(--ports\) .* 127.0.0.1: Address"):

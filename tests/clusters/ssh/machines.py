@@ -61,7 +61,7 @@ class Machines:
 
     def __init__(self, count: int) -> None:
         self._name = f"th{uuid.uuid4().hex[:6]}"
-        self._net = random.randrange(256)
+        self._net = random.randrange(1, 256)  # 10.96.0 has the services of tests/clusters/kubernetes
         self._lab = Path(tempfile.mkdtemp(prefix=self._name, dir="/tmp"))
         self._lab.chmod(0o755)
         self.shared = self._lab / "shared"
