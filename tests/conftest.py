@@ -23,7 +23,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.conformance import recording
 from tests.fork_server import ForkServer
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until
 
 # Beside test modules, pytest shows the values in failed assertions of these.
 pytest.register_assert_rewrite("tests.contract.contract", "tests.contract.place")
@@ -211,8 +211,8 @@ def leaves_nothing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name, raising=False)  # of a Monarch that another test has imported here
     yield
     # A supervisor removes its folder last of all.
-    until = time.monotonic() + _gone_within(request)
-    while (alive := {**marked_processes(mark, older), **ForkServer.running()}) and time.monotonic() < until:
+    deadline = time.monotonic() + _gone_within(request)
+    while (alive := {**marked_processes(mark, older), **ForkServer.running()}) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in alive:
         with contextlib.suppress(ProcessLookupError):  # it ends with another one
@@ -251,11 +251,9 @@ def folder(request: pytest.FixtureRequest, leaves_nothing: None) -> Iterator[Pat
     """Yield a folder with a short path, for sockets, logs and events of hosts, which may be ending after the test."""
     path = Path(tempfile.mkdtemp(prefix="h"))
     yield path
-    until = time.monotonic() + _gone_within(request)
-    while path.exists():
-        try:
-            shutil.rmtree(path)
-        except OSError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.05)
+
+    def is_gone() -> bool:
+        shutil.rmtree(path, ignore_errors=True)
+        return not path.exists()
+
+    until(is_gone, f"everybody to leave {path}", _gone_within(request))

@@ -13,7 +13,6 @@ import re
 import shutil
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from tests.conformance.recording import Places, Recording, Stored
 from tests.fork_server import Forked, server
 from tests.local.hosts import Hosts
 from tests.ports import free_port
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until
 
 REPORT = textwrap.dedent("""
     import json, os, sys
@@ -72,10 +71,9 @@ class Job(NamedTuple):
 
     def await_marks(self, *marks: str) -> None:
         """Wait until ranks have made these marks."""
-        path, until = self.work / "marks", time.monotonic() + TIMEOUT
-        while not path.exists() or not set(marks) <= set(path.read_text().splitlines()):
-            assert time.monotonic() < until, f"{self.under}: still waiting for {marks} after {TIMEOUT:g} s"
-            time.sleep(0.02)
+        path = self.work / "marks"
+        made = lambda: path.exists() and set(marks) <= set(path.read_text().splitlines())  # noqa: E731
+        until(made, f"{marks} under {self.under}")
 
     def signal(self, number: int, node: int = 0) -> None:
         """Signal a launcher, as a scheduler or a terminal would."""

@@ -20,7 +20,7 @@ import pytest
 from tests.conformance.differences import Difference, differs
 from tests.local.hosts import Hosts
 from tests.ports import free_port
-from tests.waits import until
+from tests.waits import WITHIN, until
 from torchx_monarch.client.connection import Target, ask
 
 START = """
@@ -68,7 +68,7 @@ class TorchrunNodes:
                 os.kill(int(pid), signal.SIGKILL)
 
     def wait(self, node: int) -> int:
-        return self._processes[node].wait(60)
+        return self._processes[node].wait(WITHIN)
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -96,7 +96,7 @@ class HostNodes:
         self._hosts.processes[node].wait()
 
     def wait(self, node: int) -> int:
-        return self._hosts.processes[node].wait(60)
+        return self._hosts.processes[node].wait(WITHIN)
 
     def close(self) -> None:
         for process in self._hosts.processes.values():

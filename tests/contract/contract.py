@@ -231,8 +231,12 @@ class Contract(Groups):
 
     @pytest.mark.scenario("elastic role")
     def test_an_elastic_role_does_without_a_replica(self, place: Place) -> None:
-        role = place.role("sh", "-c", "test ${replica_id} = 0 || exit 3; sleep 1", replicas=2, min_replicas=1)
+        ends = "int(sys.argv[1]) and sys.exit(3)\nwhile not told('go'):\n    time.sleep(0.1)"
+        code = f"import os, sys, time\n{place.hears}\n{ends}"
+        role = place.role("env", "python", "-c", code, "${replica_id}", replicas=2, min_replicas=1)
         handle = place.run(role)
+        place.until(lambda: place.states(handle)["trainer/1"] is AppState.FAILED, "the failure", handle)
+        place.tell("go")
         place.wait(handle, AppState.SUCCEEDED)
         assert place.states(handle) == {"trainer/0": AppState.SUCCEEDED, "trainer/1": AppState.FAILED}
 

@@ -34,8 +34,11 @@ _OTHER_CASE = "it goes through the core as another case does; at least one other
 
 def tree(folder: str | Path) -> dict[str, tuple[int, bytes]]:
     """Return when each file and folder below a folder was changed, and the content of the files; empty without it."""
-    paths = [Path(folder), *Path(folder).rglob("*")] if os.path.exists(folder) else []
-    return {str(path): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in paths}
+    found = {}
+    for path in [Path(folder), *Path(folder).rglob("*")] if os.path.exists(folder) else ():
+        with contextlib.suppress(FileNotFoundError):  # a supervisor writes a file under another name first
+            found[str(path)] = path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b""
+    return found
 
 
 def left_to_others(*cases: str, training: bool = True) -> dict[str, str]:

@@ -13,12 +13,21 @@ from torchx.runner import Runner, get_runner
 
 from tests.local.detached import Detached
 from tests.local.live import Live
+from tests.local.place import LocalPlace
 
 
 @pytest.fixture
 def apps(leaves_nothing: None) -> Detached:
     """Apps on monarch_local, in the test's own state folder."""
     return Detached()
+
+
+@pytest.fixture
+def place(leaves_nothing: None, tmp_path: Path) -> Iterator[LocalPlace]:
+    """Yield monarch_local, as the contract uses it; its apps are deleted."""
+    place = LocalPlace(tmp_path)
+    yield place
+    place.close()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -116,19 +115,9 @@ class Detached:
 def fresh(code: str, wrapper: Sequence[str] = (), **more: Any) -> str:
     """Run code that has ``runner`` and ``handle`` in a fresh process; what it prints."""
     command = [*wrapper, sys.executable, "-c", _PREAMBLE + code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **more)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN, check=False, **more)
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
-
-
-def all_fresh(codes: Sequence[str]) -> list[str]:
-    """Run several such codes at once; what each prints."""
-    with contextlib.ExitStack() as owner:
-        started = []
-        for code in codes:
-            started.append(owner.enter_context(start_fresh(code)))
-            owner.callback(started[-1].kill)
-        return [process.communicate(timeout=WITHIN)[0].strip() for process in started]
 
 
 def start_fresh(code: str, **more: Any) -> subprocess.Popen[str]:

@@ -122,7 +122,7 @@ def test_a_live_allocation_has_actors_with_and_without_a_run(
 ) -> None:
     """The client keeps an idle allocation, and runs find nothing changed."""
     (tmp_path / "steps.py").write_text(STEPS.format(go=str(tmp_path / "go")))
-    hosts = live("torchrun", "--nproc-per-node", "2", str(tmp_path / "steps.py"), idle_timeout=3)
+    hosts = live("torchrun", "--nproc-per-node", "2", str(tmp_path / "steps.py"), idle_timeout=8)
     where = f", address={str(hosts.target.address)!r}"
     run = hosts.job.run_spmd_async(output="store")
     with client(tmp_path, hosts.job.handle, "sys.stdin.read()\nos._exit(0)", where) as (_, found):
@@ -221,7 +221,7 @@ def test_an_spmd_job_is_a_job_of_monarchs(tmp_path: Path, runner: Runner) -> Non
     program.write_text("print('a run')")
     (tmp_path / "job.py").write_text(JOB)
     command = [sys.executable, "job.py", str(program)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WITHIN, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     killed, other = done.stdout.split()
     assert runner.status(killed).state is AppState.CANCELLED

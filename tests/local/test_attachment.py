@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waits import until
+from tests.waits import WITHIN, until
 from torchx_monarch.host import worker_loop_main as worker_loop
 from torchx_monarch.model.env_names import keep_monarch_log_private
 
@@ -74,7 +74,7 @@ def test_a_request_that_comes_back_is_sent_again(folder: Path, start: Start) -> 
     until(lambda: (folder / "err3").read_text().count("undeliverable_message") > 1, "the returned requests")
     # The other worker loop lives on: Monarch would send to its successor what it has not acknowledged.
     (folder / "wanted").rename(folder / "worker")
-    assert client.wait(60) == 0
+    assert client.wait(WITHIN) == 0
     assert (folder / "out3").read_text() == "attached\n", (folder / "err3").read_text()
 
 
@@ -82,5 +82,5 @@ def test_a_request_that_comes_back_again_and_again_is_an_error(folder: Path, sta
     url = f"ipc://{folder}/worker"
     start(_WORKER, f"{worker_loop.new_service_id()}@{url}")
     client = start(_CLIENT, "3", f"{worker_loop.new_service_id()}@{url}")
-    assert client.wait(60) == 0
+    assert client.wait(WITHIN) == 0
     assert (folder / "out1").read_text() == "not in time\n", (folder / "err1").read_text()

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torchx.runner import Runner
@@ -239,9 +240,14 @@ def test_a_status_says_what_the_ranks_do(work: Path) -> None:
         "    torchx_monarch.progress(step, 1000, loss=0.5)\n    print('now', flush=True)\n    time.sleep(0.2)\n",
     )
     handle = run("-cfg", "preload=none,grace=2", "monarch.spmd", "-j", "1x2", name, cwd=work).stdout.strip()
-    events = folder(handle) / "events.jsonl"
-    until(lambda: '"output"' in (events.read_text() if events.exists() else ""), "the first output")
-    ranks = json.loads(torchx("monarch", "status", "--json", handle).stdout)["activity"]
+
+    def that_print() -> list[dict[str, Any]]:
+        """Return the activity of the ranks whose first output has come."""
+        ranks = json.loads(torchx("monarch", "status", "--json", handle).stdout)["activity"] or []
+        return [view for view in ranks if view["last_line"]]
+
+    until(lambda: len(that_print()) == 2, "the first output")
+    ranks = that_print()
     assert [(view["rank"], view["state"], view["last_line"]) for view in ranks] == [
         (0, "running", "now"),
         (1, "running", "now"),

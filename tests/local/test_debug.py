@@ -64,6 +64,8 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(folder: Path, scrip
             breakpoint()
             double(21)
             runs()
+        while not os.path.exists({str(folder / "waits")!r}):
+            time.sleep(0.01)
         dist.barrier()  # rank 0 waits here, and that is no hang
         {STREAMS}
     """)
@@ -75,6 +77,7 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(folder: Path, scrip
     hosts = Hosts(folder, torchrun(path, nproc=1, nnodes=2), 2, ("--grace", "5", "--hang-after", "2"), environ).start()
     ended.append(hosts)
     until(lambda: "rank 1 waits at " in hosts.err(), "the breakpoint")
+    (folder / "waits").touch()  # not before: a busy machine may keep rank 1 from it for longer than a hang takes
     assert "Debug it: torchx monarch debug app --role trainer --rank 1" in hosts.err()
     terminal = debugger(hosts)  # rank 1 is the only one that waits
     until(lambda: terminal.shows("-> double(21)") and terminal.shows("(Pdb) "), "pdb")

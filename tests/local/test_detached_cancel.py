@@ -62,7 +62,7 @@ def test_cancel_while_the_supervisor_starts(apps: Detached, monkeypatch: pytest.
 
 
 def test_a_program_that_will_not_end(apps: Detached, tmp_path: Path) -> None:
-    app_id = apps.run(py(STUBBORN, str(tmp_path), "fork"), grace=1)
+    app_id = apps.run(py(STUBBORN, str(tmp_path), "fork"))  # time for both to say that they were told
     until(lambda: pid_in(tmp_path / "main") and pid_in(tmp_path / "child"), "the start")
     fresh(f"runner.cancel(handle({app_id!r}))")
     assert apps.wait(app_id).state is AppState.CANCELLED

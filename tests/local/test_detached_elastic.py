@@ -56,7 +56,7 @@ def test_a_host_that_comes_too_late_does_not_keep_the_app(apps: Detached) -> Non
     words = "'--replica', '1', '--replicas', '2', '--preload', '', '--', 'torchrun', '--nnodes', '1:2', os.devnull])"
     code = f"import os, sys\nif sys.argv[1] == '1':\n    {host} {words}"
     app_id = apps.run(py(code, "${replica_id}", replicas=2, min_replicas=1))
-    assert apps.wait(app_id, 90).state is S
+    assert apps.wait(app_id).state is S
     assert apps.states(app_id) == {"r/0": S, "r/1": C}
 
 

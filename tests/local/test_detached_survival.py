@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torchx.specs import AppState
 
 from tests.contract.place import TORCHX, tree
 from tests.fork_server import run_torchx
-from tests.local.detached import Detached, all_fresh, lives, pid_in, py, sh, start_fresh
+from tests.local.detached import Detached, fresh, lives, pid_in, py, sh, start_fresh
 from tests.waits import WITHIN, until
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import BackendError
@@ -104,7 +105,8 @@ def test_the_supervisor_is_killed(apps: Detached, family: Family) -> None:
     until(lambda: not any(map(lives, killed)), "the kernel to kill it and the replica")
     before = tree(apps.paths(family.app_id).root)
     code = f"print(runner.status(handle({family.app_id!r})).state)"
-    assert all_fresh([code] * 3) == ["FAILED"] * 3
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(fresh, [code] * 3)) == ["FAILED\n"] * 3
     status = apps.status(family.app_id)
     assert status.state is AppState.FAILED
     why = f"it was killed, or {os.uname().nodename} was rebooted"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.local.hosts import NO_PRELOAD, Hosts
-from tests.waits import until
+from tests.waits import WITHIN, until
 
 
 class Job:
@@ -42,9 +42,6 @@ class Job:
         """Let the ranks end; exit codes of the hosts."""
         (self.folder / "go").touch()
         return self.hosts.wait()
-
-    def kill(self, *replicas: int) -> None:
-        self.hosts.lose(*replicas)
 
     def attempt(self, replica: int, number: int) -> list[str]:
         """What the ranks of a replica have said in an attempt, as far as they have."""
@@ -84,8 +81,9 @@ def test_starts_with_the_fewest_after_the_last_call_and_grows(folder: Path) -> N
     assert "size changed from 2 to 3 hosts: replica 1 came" in job.hosts.err()
     assert job.resizes() == [(2, 3)]
     # Another start of the whole job by the backend keeps the logs of this one.
-    job.hosts.environ["MONARCH_RESTART"] = "1"
-    assert job.hosts.start().wait() == [0, 0, 0]
+    again = Job(folder, *conf(last_call=600), fewest=2)
+    again.hosts.environ["MONARCH_RESTART"] = "1"
+    assert again.hosts.start().wait() == [0, 0, 0]
     assert {path.name for path in job.hosts.logs(0).glob("attempt_*")} == {"attempt_0", "attempt_1", "attempt_2"}
 
 
@@ -93,7 +91,7 @@ def test_all_hosts_do_not_wait_and_a_lost_one_is_not_the_end(folder: Path) -> No
     job = Job(folder, *conf(last_call=600), "--max-restarts", "1")
     job.hosts.start()
     until(lambda: len(job.attempt(2, 0)) == 2 and job.events("output"), "the ranks")
-    job.kill(1)
+    job.hosts.lose(1)
     for replica, group in ((0, 0), (2, 1)):
         until(lambda r=replica, g=group: job.attempt(r, 1) == ranks(2, g, restarts=1), f"ranks of {replica}")
     assert job.resizes() == [(3, 2)]
@@ -107,9 +105,9 @@ def test_fewer_than_the_fewest_fail(folder: Path) -> None:
     job = Job(folder, *conf(last_call=600), fewest=2)
     job.hosts.start()
     until(lambda: job.events("output"), "the ranks")
-    job.kill(1)
+    job.hosts.lose(1)
     until(lambda: job.resizes() == [(3, 2)], "the smaller size")
-    job.kill(2)
+    job.hosts.lose(2)
     assert job.hosts.wait() == [1, -9, -9]
     last = job.hosts.err().splitlines()[-1]
     assert "FAILED: host 2 (" in last and "was lost: its connection broke" in last
@@ -130,7 +128,7 @@ def test_a_replacement_that_comes_in_the_last_call_keeps_the_size(folder: Path) 
     job.hosts.start()
     for attempt in range(2):  # no replacement is spent where the fewest are left
         until(lambda n=attempt + 1: len(job.events("ranks")) == n, "the ranks")
-        job.kill(1)
+        job.hosts.lose(1)
         job.hosts.start(1)
     until(lambda: job.attempt(2, 2) == ranks(3, 2, restarts=2), "the last attempt")
     assert job.finish() == [0, 0, 0]
@@ -141,7 +139,7 @@ def test_below_the_fewest_waits_for_a_replacement(folder: Path) -> None:
     job = Job(folder, *conf(), fewest=2, options=("--replacements", "1"))
     job.hosts.start(0, 1)
     until(lambda: job.events("ranks"), "the ranks")
-    job.kill(1)
+    job.hosts.lose(1)
     until(lambda: job.events("replacement"), "the wish for a replacement")
     job.hosts.start(1)
     until(lambda: job.attempt(0, 1) == ranks(2, 0, restarts=1), "the next attempt")
@@ -154,7 +152,7 @@ def test_a_host_that_is_told_to_stop_leaves_alone(folder: Path) -> None:
     until(lambda: job.events("output"), "the ranks")
     job.hosts.processes[2].terminate()
     until(lambda: job.attempt(1, 1) == ranks(2, 1, restarts=1), "the smaller size")
-    assert job.hosts.processes[2].wait(60) == 143
+    assert job.hosts.processes[2].wait(WITHIN) == 143
     for process in job.hosts.processes.values():  # as a backend stops a job
         process.send_signal(signal.SIGTERM)
     assert job.hosts.wait() == [143, 143, 143]
@@ -167,7 +165,7 @@ def test_a_host_that_cannot_start_does_not_disturb_those_that_run(folder: Path) 
     until(lambda: job.events("output"), "the ranks")
     job.hosts.environ["PYTHON_EXEC"] = "/no/such/python"
     job.hosts.start(2)
-    assert job.hosts.processes[2].wait(60) == 1
+    assert job.hosts.processes[2].wait(WITHIN) == 1
     assert "cannot start the Python interpreter '/no/such/python'" in job.hosts.err(2)
     assert job.finish() == [0, 0, 1]
     assert len(job.events("ranks")) == 1
@@ -177,7 +175,7 @@ def test_a_replaced_replica_0_gathers_those_that_are_left(folder: Path) -> None:
     job = Job(folder, *conf(last_call=2), fewest=2, options=("--replacements", "1"))
     job.hosts.start(0, 2)
     until(lambda: job.events("output"), "the ranks")
-    job.kill(0)
+    job.hosts.lose(0)
     job.hosts.environ["MONARCH_RESTART"] = "1"
     job.hosts.start(0)
     # The numbers of log folders leave room for what the first start of replica 0 may have had.
@@ -208,5 +206,5 @@ def test_ranks_that_miss_a_lost_host_are_not_to_blame(folder: Path) -> None:
     hosts = Hosts(folder, command, replicas=2, options=("--grace", "5")).start()
     until(lambda: all("sum 2" in hosts.out(replica) for replica in range(2)), "the sum of two")
     hosts.processes[1].kill()
-    assert hosts.wait(60) == [0, -9], hosts.err()
+    assert hosts.wait() == [0, -9], hosts.err()
     assert "sum 1" in hosts.out(0)

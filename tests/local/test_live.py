@@ -18,7 +18,7 @@ import pytest
 import torchx_monarch
 from tests.local.live import Live
 from tests.ports import free_port
-from tests.waits import until
+from tests.waits import WITHIN, until
 from torchx_monarch.client import hosts as client_hosts
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.run_options import RunOptions, run_message
@@ -190,26 +190,26 @@ def test_one_at_a_time_unless_asked_to_wait(
         hosts.job.run_spmd()
     second = hosts.job.run_spmd_async([path, "2"], queue=True, output="store")
     third = hosts.job.run_spmd_async([path, "3"], queue=True)
-    assert third.cancel() and isinstance(third.exception(60), SPMDError) and third.cancelled()
+    assert third.cancel() and isinstance(third.exception(WITHIN), SPMDError) and third.cancelled()
     assert [run["state"] for run in hosts.job.runs()] == ["stopped", "running", "queued"]
     assert not first.done() and not second.done()
     with pytest.raises(TimeoutError):
         first.result(0.1)
     (tmp_path / "go").touch()
-    assert first.result(60).exit_code == 0 and second.result(60).exit_code == 0
+    assert first.result(WITHIN).exit_code == 0 and second.result(WITHIN).exit_code == 0
     assert not first.cancel()
     (tmp_path / "go").unlink()
     # Stopped while it runs; and killed, where the ranks ignore that.
     handle = hosts.job.run_spmd_async(output="none")
     until(lambda: list(hosts.job.logs()) == ["begun"] * 2, "both ranks")
     assert handle.cancel() and handle.cancelled() is handle.done()
-    error = handle.exception(60)
+    error = handle.exception(WITHIN)
     assert isinstance(error, SPMDError) and error.result.exit_code == 143 and error.result.stopped
     stubborn = ["-c", "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(1000)"]
     handle = hosts.job.run_spmd_async(["python", *stubborn], output="none", check=False)
     until(lambda: list(hosts.job.logs()) == ["1"], "the rank")
     assert handle.cancel() and handle.cancel(kill=True)
-    assert handle.result(60).stopped
+    assert handle.result(WITHIN).stopped
     (tmp_path / "go").touch()
     assert hosts.run().exit_code == 0
     assert hosts.end() == [0]
@@ -237,10 +237,10 @@ def test_a_run_outlives_its_client_and_is_found_again(
     lines = other.logs(rank=0, follow=True)
     assert next(lines) == "begun 0"
     (tmp_path / "go").touch()
-    assert handle.result(60).exit_code == 3
+    assert handle.result(WITHIN).exit_code == 3
     assert texts(handle.result()) == {rank: f"begun {rank}\nover {rank}\n" for rank in (0, 1)}
     assert list(lines) == ["over 0"]
-    assert texts(other.follow(1, output="store", check=False).result(60)) == texts(handle.result())
+    assert texts(other.follow(1, output="store", check=False).result(WITHIN)) == texts(handle.result())
     with pytest.raises(RefusedError, match="run 7 is not known here; the last was 1"):
         other.follow(7)
     assert hosts.end() == [0]
@@ -318,7 +318,7 @@ def test_a_lost_host_is_replaced(live: Callable[..., Live], script: Callable[[st
     hosts.lose(1)
     hosts.start(1)
     if handle is not None:
-        assert {rank: text.splitlines()[-1] for rank, text in texts(handle.result(60)).items()} == {
+        assert {rank: text.splitlines()[-1] for rank, text in texts(handle.result(WITHIN)).items()} == {
             0: "attempt 1",
             1: "attempt 1",
         }
@@ -339,7 +339,7 @@ def test_a_lost_first_host_takes_its_run_along_and_not_the_allocation(
     hosts.processes[0].kill()
     hosts.processes[0].wait()
     hosts.start(0)
-    error = handle.exception(60)
+    error = handle.exception(WITHIN)
     assert isinstance(error, UnreachableError) and "run 1 lost its connection: run 1 is not known here" in str(error)
     hosts.wait_mesh()
     result = hosts.run()
@@ -353,7 +353,7 @@ def test_the_end_of_the_hosts_ends_the_wait_for_a_run(live: Callable[..., Live],
     handle = hosts.job.run_spmd_async(output="none")
     until(lambda: list(hosts.job.logs()) == ["begun"], "the rank")
     hosts.processes[0].terminate()
-    error = handle.exception(60)
+    error = handle.exception(WITHIN)
     assert isinstance(error, SPMDError) and "the hosts have ended: preempted" in str(error)
     assert hosts.wait() == [143]
 
@@ -421,6 +421,8 @@ def test_many_runs_leave_no_trace(live: Callable[..., Live], script: Callable[[s
 def test_ended_before_torch_is_imported(live: Callable[..., Live], script: Callable[[str], str]) -> None:
     # What the zygote was asked for the first run must not be answered to the second.
     path = script("""
+        if sys.argv[1:]:
+            time.sleep(1000)
         import torch.distributed as dist
         dist.init_process_group("gloo")
         dist.barrier()  # gloo of one rank fails when the other destroys the group before both have connected
@@ -430,7 +432,7 @@ def test_ended_before_torch_is_imported(live: Callable[..., Live], script: Calla
     options = ("--grace", "5", "--preload", "torch")
     hosts = live("torchrun", "--nproc-per-node", "2", path, options=options)
     process = psutil.Process(hosts.processes[0].pid)
-    assert hosts.run(timeout=0.2).exit_code == 124
+    assert hosts.run(path, "wait", timeout=0.2).exit_code == 124
     result = hosts.run()
     assert result.exit_code == 0, (result.reason, result.output)
     assert texts(result) == dict.fromkeys((0, 1), "formed True\n")

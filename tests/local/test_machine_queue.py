@@ -200,7 +200,7 @@ def test_jobs_with_faults_never_share_a_device(driver: Path, apps: Detached, cou
             (driver / f"go{ids.index(app_id)}").touch()
     ends = {"killed": AppState.FAILED, "cancelled": AppState.CANCELLED}
     for app_id in ids:
-        assert apps.wait(app_id, 90).state is ends.get(faults[app_id], AppState.SUCCEEDED)
+        assert apps.wait(app_id).state is ends.get(faults[app_id], AppState.SUCCEEDED)
     assert not (driver / "overbooked").exists()
 
     def users() -> list[psutil.Process]:

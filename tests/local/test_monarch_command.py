@@ -15,7 +15,7 @@ import pytest
 from tests.contract.place import TORCHX
 from tests.fork_server import run_torchx
 from tests.unit.test_json_page import documented
-from tests.waits import until
+from tests.waits import WITHIN, until
 from torchx_monarch.cli import exit_codes
 
 PROGRAM = """
@@ -34,7 +34,7 @@ print("the end", flush=True)
 
 def torchx(*words: str, code: int = 0, cwd: Path | None = None) -> str:
     """The standard output of a command that exits with this code; its standard error where it is to fail."""
-    done = run_torchx(*words, cwd=cwd, seconds=100)
+    done = run_torchx(*words, cwd=cwd, seconds=WITHIN)
     assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert "Traceback (most recent call last)" not in done.stderr
     return done.stdout if code == 0 else done.stderr
@@ -85,9 +85,9 @@ def test_a_job_from_its_start_to_its_end(tmp_path: Path) -> None:
     assert table[1].startswith(handle.rpartition("/")[2]) and table[1].endswith("2x2")
 
     (tmp_path / "go on").touch()
-    out, _ = follower.communicate(timeout=100)
+    out, _ = follower.communicate(timeout=WITHIN)
     assert out.count("the end\n") == 4 and out.count("step 0 of attempt 0") == 4
-    records = [json.loads(line) for line in watcher.communicate(timeout=100)[0].splitlines()]
+    records = [json.loads(line) for line in watcher.communicate(timeout=WITHIN)[0].splitlines()]
     assert records[-1]["state"] == "SUCCEEDED" and records[-1]["exit_code"] == 0
     assert (follower.returncode, watcher.returncode) == (0, 0)
     ended = objects("status", handle)
@@ -176,7 +176,7 @@ def test_an_interrupted_follower_leaves_the_job_running(tmp_path: Path) -> None:
     assert follower.stdout is not None
     assert follower.stdout.readline()
     follower.send_signal(signal.SIGINT)
-    follower.communicate(timeout=60)
+    follower.communicate(timeout=WITHIN)
     assert follower.returncode == 128 + signal.SIGINT
     text = monarch("stop", handle, code=exit_codes.UNAVAILABLE)
     assert text == f"[monarch] {handle} is not a live allocation; to end it: torchx cancel {handle}\n"
@@ -190,7 +190,7 @@ def test_an_interrupted_follower_leaves_the_job_running(tmp_path: Path) -> None:
     torchx("cancel", handle)
     status = objects("status", handle)
     assert (status["state"], status["exit_code"]) == ("CANCELLED", None)
-    done = run_torchx("monarch", "logs", handle, "--rank", "0", seconds=100)
+    done = run_torchx("monarch", "logs", handle, "--rank", "0", seconds=WITHIN)
     assert done.stdout == "" and "this log has no line of these ranks; torchrun's --tee 3" in done.stderr
 
 

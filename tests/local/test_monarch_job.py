@@ -25,7 +25,7 @@ def program(tmp_path: Path, text: str, *args: str, **environ: str) -> Any:
     # An interpreter that has used Monarch may abort at its end: docs/explanation/upstream.md
     (tmp_path / "client.py").write_text(f"{text}\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n")
     command, env = [sys.executable, "client.py", *args], {**os.environ, **environ}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=WITHIN, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from tests.local.hosts import Hosts, torchrun
 from tests.local.live import Live
+from tests.waits import until
 from torchx_monarch.client.rank_queries import ask_samples
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
@@ -42,16 +44,17 @@ PROGRAM = """
 
 
 def wait_for(hosts: Hosts, holds: Callable[[dict[int, RankSample]], bool]) -> dict[int, RankSample]:
-    until, samples = time.monotonic() + 90, dict[int, RankSample]()
-    while not holds(samples):
-        assert time.monotonic() < until, samples
-        time.sleep(0.05)
-        try:
+    samples = dict[int, RankSample]()
+
+    def are_there() -> bool:
+        with contextlib.suppress(RefusedError, UnreachableError):  # replica 0 does not listen yet, or waits for hosts
             found, missing = ask_samples(hosts.client)
-        except (RefusedError, UnreachableError):
-            continue  # replica 0 does not listen yet, or the hosts are not together
-        assert not missing
-        samples = {sample.rank: sample for sample in found}
+            assert not missing
+            samples.clear()
+            samples.update({sample.rank: sample for sample in found})
+        return holds(samples)
+
+    until(are_there, lambda: f"these samples to be as expected: {samples}", every=0.05)
     return samples
 
 
@@ -89,9 +92,8 @@ def test_a_host_reads_proc_once_and_not_on_its_event_loop(tmp_path: Path) -> Non
 
 
 def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) -> None:
-    hosts = Hosts(folder, torchrun(script(PROGRAM), nnodes=2), replicas=2, options=("--grace", "1"))
-    hosts.start()
     began = time.time()
+    hosts = Hosts(folder, torchrun(script(PROGRAM), nnodes=2), replicas=2, options=("--grace", "1")).start()
     samples = wait_for(
         hosts,
         lambda found: (
@@ -99,6 +101,7 @@ def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) 
             and found[2].state == "stopped"
             and not found[2].groups  # a stopped process does not answer; it may have been asked before
             and all(found[rank].groups and len(found[rank].groups[0].recent) == 6 for rank in (0, 1))
+            and found[3].collectives == 5  # on a busy machine a rank may answer too late
             and all(sample.last_line for sample in found.values())
         ),
     )
@@ -119,7 +122,7 @@ def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) 
         sample.last_output is not None and began < sample.last_output <= sample.time for sample in samples.values()
     )
     assert samples[0].last_line.startswith("loss \\x1b[31m0 xxx") and len(samples[0].last_line) == 200
-    assert (samples[0].collectives, samples[3].collectives) == (6, 5)
+    assert samples[0].collectives == 6
     assert samples[0].groups[0].ranks == "0-3"
     hosts.stop()
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,13 +63,13 @@ def test_serve_leaves_the_app_as_it_is_and_holds_each_of_its_roles(
     jobs.append(job)
     assert app == before
     said: list[str] = []
-    assert job.wait_ready(60, said.append) is job
+    assert job.wait_ready(WITHIN, said.append) is job
     assert all(line.startswith("waiting for ") for line in said)
     result = job.run_spmd()
     assert sorted(capfd.readouterr().out.splitlines()) == ["trainer 0 2 t", "trainer 1 2 t"]
     assert result.exit_codes == {0: 0, 1: 0}
     other = torchx_monarch.SPMDJob.attach(job.handle, "evaluator")
-    other.wait_ready(60).run_spmd()
+    other.wait_ready(WITHIN).run_spmd()
     assert capfd.readouterr().out == "evaluator 0 1 None\n"
     assert job.status().runs == other.status().runs == 1 and job.status().hosts.keys() == {0, 1}
     # What TorchX shows is the app, with nothing of ours but that it waits.
@@ -84,7 +85,7 @@ def test_release_through_another_role_leaves_no_hosts(
     roles = [Role(name, image="", entrypoint="torchrun", args=[script("")]) for name in ("trainer", "evaluator")]
     job = serve(AppDef("two", roles), scheduler_cfg=CFG, role="evaluator")
     jobs.append(job)
-    job.wait_ready(60).release()
+    job.wait_ready(WITHIN).release()
     assert over(job) == over(torchx_monarch.SPMDJob.attach(job.handle)) == "CANCELLED"
 
 
@@ -146,7 +147,7 @@ def test_ctrl_c_and_signals_stop_the_run_and_not_the_allocation(
     """)
     job = serve(["torchrun", path], scheduler_cfg={**CFG, "grace": 1000})
     jobs.append(job)
-    job.wait_ready(60)
+    job.wait_ready(WITHIN)
     for run, number, name in (1, signal.SIGINT, ""), (2, signal.SIGTERM, " (SIGTERM)"):
         # What nohup ignores would be ignored here, too.
         exec = [sys.executable, "-c", DEFAULT_SIGHUP, *TORCHX, "monarch", "exec", job.handle]
@@ -174,24 +175,29 @@ REQUESTS: dict[str, Callable[[torchx_monarch.SPMDJob], object]] = {
     "logs": lambda job: list(job.logs()),
     "cancel_run": lambda job: job.cancel_run(),
     "run_spmd": lambda job: job.run_spmd(output="none"),
-    "run_spmd_async": lambda job: job.run_spmd_async(output="none").result(60),
+    "run_spmd_async": lambda job: job.run_spmd_async(output="none").result(WITHIN),
 }
 
 
 def test_all_requests_wait_for_the_hosts_and_say_when_they_have_ended(
-    script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+    script: Callable[[str], str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = script("print('rank', rank)")
-    with serve(f"torchrun --nproc-per-node 2 '{path}'", scheduler_cfg=CFG, start_timeout=120) as job:
-        assert job.runs() == []  # at once, when nothing listens yet
-        first, *more = capfd.readouterr().err.splitlines()
-        assert first.startswith("[monarch] waiting for the hosts ("), more
+    waits = f"until test -e '{tmp_path}/go'; do sleep 0.05; done; torchrun --nproc-per-node 2 '{path}'"
+    app = AppDef("app", [Role("trainer", image="", entrypoint="bash", args=["-c", waits])])
+    with serve(app, scheduler_cfg=CFG, start_timeout=WITHIN) as job:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(job.runs)  # when nothing listens yet
+            said = str(until(lambda: capfd.readouterr().err, "the wait"))
+            assert said.startswith("[monarch] waiting for the hosts ("), said
+            (tmp_path / "go").touch()
+            assert asked.result() == []
         attached = torchx_monarch.SPMDJob.attach(job.handle)
         for name in ("follow", "logs", "cancel_run"):
             with pytest.raises(RefusedError, match="a run is not known here; the last was none"):
                 REQUESTS[name](attached)
         assert attached.run_spmd(output="none").exit_code == 0
-        assert job.run_spmd_async(output="none").result(60).run == 2
+        assert job.run_spmd_async(output="none").result(WITHIN).run == 2
     for name, request in REQUESTS.items():
         for one in (job, attached, torchx_monarch.SPMDJob(job.handle)):
             with pytest.raises(AllocationError, match=rf"{job.handle} has ended \(SUCCEEDED\)"):
@@ -208,7 +214,7 @@ def test_a_run_is_lost_with_its_hosts(jobs: list[torchx_monarch.SPMDJob], script
     handle = job.run_spmd_async(output="none")
     until(lambda: list(job.logs()), "the rank")
     os.kill(int(next(job.logs()).split()[2]), signal.SIGKILL)  # the host
-    error = handle.exception(60)
+    error = handle.exception(WITHIN)
     assert isinstance(error, UnreachableError) and f"run 1 lost its connection: {job.handle} has ended (FAILED)" in str(
         error
     )
@@ -221,7 +227,7 @@ def test_the_component_and_what_is_refused(jobs: list[torchx_monarch.SPMDJob], t
     ]
     job = torchx_monarch.SPMDJob(handle)
     jobs.append(job)
-    job.wait_ready(60)
+    job.wait_ready(WITHIN)
     with pytest.raises(RuntimeError, match="nothing to run: this allocation has no command of its own"):
         job.run_spmd()
     assert job.run_spmd("python -c 'import sys; print(sys.argv[1:])' 'a b' c", output="store").output[0].stdout == (

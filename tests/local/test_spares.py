@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 from torchx.specs import AppState
 
 from tests.local.place import LocalPlace
@@ -25,13 +22,6 @@ if attempt == 0 and os.environ["GROUP_RANK"] == "1":
 while not told("end"):
     time.sleep(0.05)
 """
-
-
-@pytest.fixture
-def place(leaves_nothing: None, tmp_path: Path) -> Iterator[LocalPlace]:
-    made = LocalPlace(tmp_path)
-    yield made
-    made.close()
 
 
 def test_the_loss_of_a_spare_harms_nothing_and_a_bad_host_makes_way_for_the_other(place: LocalPlace) -> None:

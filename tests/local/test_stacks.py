@@ -124,6 +124,8 @@ def test_the_survivors_stacks_are_kept_before_each_restart(
     options = (*NO_PRELOAD, *how.split("="))
     hosts = Hosts(folder, torchrun(path, nnodes=2, restarts=1), 2, options, {"SEEN": str(seen)}).start()
     wait_for(hosts, "ready", 3)
+    tops = lambda: [functions(stack)[:1] for stack in stacks_of(hosts).values()]  # noqa: E731
+    until(lambda: tops().count(["survives"]) == 3, "the survivors to have said so", every=0.1)  # type: ignore[no-untyped-call]
     seen.write_text("x")
     assert hosts.wait() == [3, 3], hosts.err()
     for attempt in (0, 1):
@@ -155,6 +157,8 @@ def test_nothing_of_it_reaches_the_programs_files(folder: Path, script: Callable
             signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
         def executes():
             child = subprocess.Popen(["sleep", "100"])
+            while ") S " not in open(f"/proc/{{child.pid}}/stat").read():
+                time.sleep(0.01)
         [garbage, closes, blocks, executes][rank]()
         ready()
         time.sleep(1000)
@@ -268,7 +272,7 @@ def test_a_profile_ends_with_its_rank(folder: Path, script: Callable[[str], str]
         assert hosts.wait() == [0], hosts.err()
         with contextlib.suppress(UnreachableError):
             asked.result()
-    assert not any(sampler.is_running() for sampler in started)
+    until(lambda: not any(sampler.is_running() for sampler in started), "the end of py-spy")
 
 
 def test_a_profile_ends_with_its_client(folder: Path, script: Callable[[str], str]) -> None:

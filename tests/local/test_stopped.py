@@ -31,17 +31,17 @@ def test_the_process_that_does_not_answer_is_the_cause(
     options = ("--grace", "5", "--preload", "", "--lease", "6")
     command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--tee", "3", script(SLEEPER)]
     hosts = Hosts(folder, command, 2, options).start()
-    until(lambda: len(hosts.rank_pids()) == 4, "the ranks", seconds=60)
+    until(lambda: len(hosts.rank_pids()) == 4, "the ranks")
     until(lambda: any(event["kind"] == "output" for event in hosts.events()), "the controller's report of it")
     host, other = hosts.processes[replica].pid, 1 - replica
     os.kill(host, signal.SIGSTOP)
-    assert hosts.processes[other].wait(60) == 1
+    assert hosts.processes[other].wait(WITHIN) == 1
     error = json.loads((hosts.logs(other) / "error.json").read_text())["message"]
     assert error["message"].startswith(f"host {replica} ("), error
     assert f"pid {host}) does not answer: no message from it for 6 s (lease)" in error["message"]
     assert error["extraInfo"]["replica"] == replica
     os.kill(host, signal.SIGCONT)
-    assert hosts.wait(60) == [1, 1]
+    assert hosts.wait(WITHIN) == [1, 1]
     if replica == 0:  # it does not blame the host that has left it
         assert f"FAILED: host 0 ({os.uname().nodename}, pid {host}) did not run for " in hosts.err(0)
 
@@ -136,14 +136,6 @@ def test_output_that_is_not_taken_stops_the_rank_that_prints_and_not_its_host(
         assert hosts.wait() == [0, 0]
 
 
-def run_host(apps: Detached, path: str, **cfg: Any) -> tuple[str, int]:
-    """Submit an app of one host; its id and the pid of the host."""
-    role = Role("r", image="", entrypoint="python", args=[path])
-    app_id = apps.run(role, **{"grace": 30, "preload": "none", **cfg})
-    events = [json.loads(line) for line in Path(apps.paths(app_id).events).read_text().splitlines()]
-    return app_id, next(event["pid"] for event in events if event["kind"] == "replica_started")
-
-
 def test_a_stopped_host_that_is_cancelled_ends_its_ranks_in_good_order(
     apps: Detached, script: Callable[[str], str], tmp_path: Path
 ) -> None:
@@ -155,9 +147,9 @@ def test_a_stopped_host_that_is_cancelled_ends_its_ranks_in_good_order(
         print("ready", flush=True)
         time.sleep(1000)
     """)
-    app_id, host = run_host(apps, path)
-    until(lambda: any("ready" in line for line in apps.log(app_id)), "the rank", seconds=60)
-    os.kill(host, signal.SIGSTOP)
+    app_id = apps.run(Role("r", image="", entrypoint="python", args=[path]), grace=30, preload="none")
+    until(lambda: any("ready" in line for line in apps.log(app_id)), "the rank")
+    os.kill(apps.host(app_id, 0), signal.SIGSTOP)
     apps.runner.cancel(apps.handle(app_id))
-    assert apps.wait(app_id, 60).state == AppState.CANCELLED
+    assert apps.wait(app_id).state == AppState.CANCELLED
     assert (tmp_path / "saved").exists()

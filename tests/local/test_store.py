@@ -94,7 +94,7 @@ def test_each_attempt_has_its_own(folder: Path, script: Callable[[str], str]) ->
         Path(path).with_name(f"go{attempt}").touch()
     assert hosts.wait() == [0]
     assert stores[0].pid != stores[1].pid
-    assert all(has_ended(process) for process in stores)
+    until(lambda: all(map(has_ended, stores)), "the end of the stores' processes")
     assert "TCPStore" not in hosts.err()  # which told of no death
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.local.live import Live
 from tests.local.test_serve import torchx
-from tests.waits import until
+from tests.waits import WITHIN, until
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.workspace_sync import sync_workspace
@@ -87,7 +87,7 @@ def test_a_host_in_the_place_of_another_gets_the_code(
         live.processes[1].wait()
         live.start(1)
         go.touch()
-        output = running.result(60).output
+        output = running.result(WITHIN).output
         assert output[1].stdout.endswith("value 1\nlate 1 1 results ['1']\n"), output
         live.end()
     finally:
@@ -128,7 +128,7 @@ def test_each_run_has_the_code_as_it_was_when_it_began(hosts: Live, root: Path, 
     (root / "data" / "set.bin").write_bytes(bytes(2000))
     assert sent(hosts, root) < 2500
     go.touch()
-    assert said(running.result(60)) == "value 1\nlate 1 1 results ['1', '1']\n"
+    assert said(running.result(WITHIN)) == "value 1\nlate 1 1 results ['1', '1']\n"
     second = hosts.run(**more)
     assert said(second) == "value 2\nlate 2 2 results ['1', '1', '2']\n"
     assert second.code == tree_hash(root) != first_code and sent(hosts, root) < 300

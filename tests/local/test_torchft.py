@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -34,13 +33,6 @@ pytestmark = [
         importlib.util.find_spec("torchft") is None, reason="needs torchft: pip install torchft-nightly"
     ),
 ]
-
-
-@pytest.fixture
-def place(leaves_nothing: None, tmp_path: Path) -> Iterator[LocalPlace]:
-    place = LocalPlace(tmp_path)
-    yield place
-    place.close()
 
 
 @pytest.mark.parametrize("lost", ["rank", "host"])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.local.hosts import Hosts, torchrun
-from tests.waits import until
+from tests.waits import WITHIN, until
 
 FORKED = ("--grace", "5", "--preload", "json,random,tempfile,uuid,multiprocessing,concurrent.futures")
 
@@ -118,7 +118,7 @@ def test_a_killed_zygote_is_replaced(folder: Path, script: Callable[[str], str])
 
 
 def test_a_stop_while_modules_are_imported(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
-    (tmp_path / "mod.py").write_text(f"import time\nopen({str(tmp_path / 'importing')!r}, 'w')\ntime.sleep(3)")
+    (tmp_path / "mod.py").write_text(f"import time\nopen({str(tmp_path / 'importing')!r}, 'w')\ntime.sleep(1000)")
     path = script(f"open({str(tmp_path / 'ran')!r}, 'w')")
     hosts = Hosts(folder, torchrun(path), options=("--grace", "1", "--preload", "mod")).start()
     until((tmp_path / "importing").exists, "the import")
@@ -152,6 +152,6 @@ def test_a_program_runs_only_in_a_process_that_the_host_knows(
     tmp_path: Path, leaves_nothing: None, how: str, code: int
 ) -> None:
     words = [sys.executable, "-c", ORPHAN, str(tmp_path / "ran"), how]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=WITHIN)
     assert done.stdout == f"{code}\n", done.stderr
     assert (tmp_path / "ran").exists() == (how == "known")

@@ -30,9 +30,6 @@ _OPTIONS = ("--grace", "5", "--preload", "", "--peer-timeout", "1")
 
 _PROGRAM = ["--nproc-per-node", "1", "--tee", "3", "--no-python", "sh", "-c"]
 
-_SAYS_WITHIN = 20.0
-"""Seconds for what takes 5 or less on a machine that does nothing else."""
-
 
 @pytest.fixture
 def port() -> int:
@@ -61,7 +58,7 @@ def start(folder: Path, port: int) -> Iterator[Callable[..., Hosts]]:
     for hosts in started:
         for process in hosts.processes.values():
             process.terminate()
-            process.wait(60)
+            process.wait(WITHIN)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +83,7 @@ def test_a_host_that_replica_0_is_not_for_says_why(
         more = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
     first = start(0, MONARCH_CREDENTIALS=ours.to_text())
     second = start(1, rendezvous=rendezvous, MONARCH_CREDENTIALS=theirs.to_text(), **more)
-    assert second.processes[1].wait(_SAYS_WITHIN) == 1
+    assert second.processes[1].wait(WITHIN) == 1
     assert re.search(rf"^\[monarch\] (FAILED: )?host 1: {why}", second.err(1), re.M), second.err(1)
     assert len(second.err(1).splitlines()) <= 2
     assert first.processes[0].poll() is None
@@ -115,7 +112,7 @@ def test_a_host_that_finds_nobody_says_where_it_looks(
         secret = credentials.create()[0].to_text()
         hosts = start(1, rendezvous=rendezvous.format(**ports), MONARCH_CREDENTIALS=secret)
         line = rf"^\[monarch\] waiting for replica 0 \(.*{why.format(**ports)}"
-        until(lambda: re.search(line, hosts.err(1), re.M), f"{line} in {hosts.err(1)}", seconds=_SAYS_WITHIN)
+        until(lambda: re.search(line, hosts.err(1), re.M), f"{line} in {hosts.err(1)}")
         assert hosts.err(1).count("waiting") == 1, hosts.err(1)  # the first of these lines says it, after five seconds
 
 
@@ -131,7 +128,7 @@ def test_a_host_without_credentials_says_so(start: Callable[..., Hosts]) -> None
     for value, why in wrong.items():
         for replica in (0, 1):
             hosts = start(replica, MONARCH_CREDENTIALS=value)
-            assert hosts.processes[replica].wait(_SAYS_WITHIN) == 1
+            assert hosts.processes[replica].wait(WITHIN) == 1
             said = (hosts.logs(replica) / "err").read_text()
             assert f"host {replica}: " in said and why in said, said
             assert "hunter2" not in said.lower()
@@ -199,7 +196,7 @@ def test_opens_what_it_is_told_to_and_nothing_else(
 ) -> None:
     secret, client = credentials.create()
     go = tmp_path / "go"
-    low = port + 1 if port < 65000 else port - 9
+    low = port + 1
     options = ("--bind", bind, "--ports", f"{low}-{low + 7}")
     both = [
         start(
@@ -235,17 +232,9 @@ def test_says_what_is_wrong_with_an_option(start: Callable[..., Hosts], port: in
     }
     for options, why in wrong.items():
         hosts = start(1, *options, MONARCH_CREDENTIALS=secret)
-        assert hosts.processes[1].wait(_SAYS_WITHIN) == 1
+        assert hosts.processes[1].wait(WITHIN) == 1
         assert re.search(why, hosts.err(1)), hosts.err(1)
     with socket.create_server(("", port)):
         hosts = start(0, MONARCH_CREDENTIALS=secret)
-        assert hosts.processes[0].wait(_SAYS_WITHIN) == 1
+        assert hosts.processes[0].wait(WITHIN) == 1
         assert f"cannot listen for the other hosts at tls:127.0.0.1:{port}: Address already in use" in hosts.err(0)
-
-
-def test_plain_tcp_works_and_is_called_what_it_is(start: Callable[..., Hosts], port: int) -> None:
-    both = [start(replica, rendezvous=f"insecure-tcp:127.0.0.1:{port}", does="echo hi") for replica in (0, 1)]
-    assert [hosts.wait() for hosts in both] == [[0], [0]], both[0].err(0) + both[1].err(1)
-    for replica, hosts in enumerate(both):
-        assert "hi" in hosts.out(replica)
-        assert f"INSECURE: host {replica}: plain TCP: any process that reaches" in hosts.err(replica)

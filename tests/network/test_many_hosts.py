@@ -15,7 +15,7 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.network.namespaces import Network, requires_namespaces
-from tests.waits import until
+from tests.waits import WITHIN, until
 
 BENCH = Path(__file__).parents[2] / "bench" / "rendezvous.py"
 
@@ -61,7 +61,7 @@ def test_many_machines_lose_one_go_on_with_its_replacement_and_end(
     until(lambda: in_attempt(0), "the first attempt", 300)
     lost = count // 2
     hosts.processes[lost].send_signal(signal.SIGKILL)
-    hosts.processes[lost].wait(60)
+    hosts.processes[lost].wait(WITHIN)
     hosts.start(lost)
     until(lambda: in_attempt(1), "the second attempt", 300)
     done.touch()

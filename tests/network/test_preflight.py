@@ -35,14 +35,14 @@ def new_hosts(
 
 def test_hosts_that_are_alike_run(new_hosts: Callable[..., Hosts]) -> None:
     hosts = new_hosts("print('runs', flush=True)", "", "", options=("--preload", "", "--preflight", "on"))
-    assert hosts.start().wait(90) == [0, 0], hosts.err() + hosts.err(1)
+    assert hosts.start().wait() == [0, 0], hosts.err() + hosts.err(1)
     assert "[monarch] pre-flight: 2 hosts are alike" in hosts.out() + hosts.err()
     assert "runs" in hosts.out(1)
 
 
 def test_every_difference_is_named_and_no_rank_starts(new_hosts: Callable[..., Hosts]) -> None:
     hosts = new_hosts("print('runs', flush=True)", "", "# older", options=("--preload", "", "--preflight", "on"))
-    assert hosts.start().wait(90) == [1, 1], hosts.err() + hosts.err(1)
+    assert hosts.start().wait() == [1, 1], hosts.err() + hosts.err(1)
     (line,) = {line for line in (hosts.out() + hosts.err()).splitlines() if "[monarch] pre-flight: host" in line}
     assert "pre-flight: host 1 (" in line and " has the program " in line
     assert "runs" not in hosts.out() + hosts.out(1)
@@ -50,7 +50,7 @@ def test_every_difference_is_named_and_no_rank_starts(new_hosts: Callable[..., H
 
 def test_without_it_the_log_says_once_how_hosts_differ(new_hosts: Callable[..., Hosts]) -> None:
     hosts = new_hosts("import os\nos._exit(int(os.environ['RANK']))", "", "# older", options=("--preload", "sqlite3"))
-    assert hosts.start().wait(90) == [1, 1], hosts.err() + hosts.err(1)
+    assert hosts.start().wait() == [1, 1], hosts.err() + hosts.err(1)
     lines = [line for line in (hosts.out() + hosts.err()).splitlines() if "hosts differ" in line]
     (line,) = lines
     assert line.startswith("[monarch] hosts differ: host 1 (") and " has the program " in line and "; copy the" in line

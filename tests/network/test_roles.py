@@ -24,7 +24,7 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, Resource, Role
 
 from tests.network.namespaces import Network, requires_namespaces
-from tests.waits import until
+from tests.waits import WITHIN, until
 from torchx_monarch.backends.aws_batch.request import with_credentials
 from torchx_monarch.components import controller
 from torchx_monarch.schedulers import monarch_aws_batch
@@ -87,7 +87,7 @@ class Nodes:
 
     def wait(self, *nodes: int, attempt: int = 1) -> list[int]:
         """Their exit codes."""
-        return [self.processes[node, attempt].wait(60) for node in nodes]
+        return [self.processes[node, attempt].wait(WITHIN) for node in nodes]
 
     def end(self) -> None:
         """Kill what is left of them."""
@@ -155,7 +155,7 @@ def test_each_role_meets_at_a_replica_0_of_its_own(
     for node in range(6):
         at = f"10.99.0.{node // 2 * 2 + 1}"
         assert f"rank {node % 2} of 2 at {at}" in nodes.log(node), nodes.log(node)
-    assert "INSECURE" in nodes.log(0)
+        assert f"INSECURE: host {node % 2}: plain TCP: any process that reaches" in nodes.log(node)
 
 
 def test_a_job_that_begins_again_has_nothing_to_do_with_nodes_of_the_attempt_before(

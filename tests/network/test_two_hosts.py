@@ -11,7 +11,7 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.network.namespaces import Network, requires_namespaces
-from tests.waits import until
+from tests.waits import WITHIN, until
 
 pytestmark = requires_namespaces
 
@@ -40,7 +40,7 @@ def test_trains_over_mutual_tls_without_an_option(
     machines = network(2)
     command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--tee", "3", path]
     hosts = networked(machines, command).start()
-    assert hosts.wait(90) == [0, 0], hosts.err() + hosts.err(1)
+    assert hosts.wait() == [0, 0], hosts.err() + hosts.err(1)
     for replica in (0, 1):
         assert hosts.out(replica).count(f"sum 6.0 {machines.address(0)}") == 2
 
@@ -52,7 +52,7 @@ def test_the_port_is_the_users_and_the_address_the_meshs(
     machines = network(2)
     words = ["--nnodes", "2", "--master-addr", "node9", "--master-port", "29517", "--node-rank", "1", "--tee", "3"]
     hosts = networked(machines, ["torchrun", *words, path], options=("--grace", "5", "--preload", "")).start()
-    assert hosts.wait(90) == [0, 0], hosts.err() + hosts.err(1)
+    assert hosts.wait() == [0, 0], hosts.err() + hosts.err(1)
     for replica in (0, 1):
         assert f"{machines.address(0)} 29517" in hosts.out(replica)
     assert f"--master-addr=node9 is not used: the ranks meet at {machines.address(0)}, replica 0's" in hosts.err()
@@ -94,7 +94,7 @@ def test_goes_on_when_a_machine_is_cut_off_and_its_host_replaced(
     assert hosts.out(1 - lost).count("attempt 1") == 2
     assert hosts.out(lost).count("attempt 1") == 2
     # The host that was cut off ends by itself, and its ranks with it.
-    assert gone.wait(60) == (-9 if lost == 0 else 1)
+    assert gone.wait(WITHIN) == (-9 if lost == 0 else 1)
     if lost == 1:
         assert "host 1 (" in hosts.err(0)
         assert "lost replica 0" in hosts.err(1)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until_async
 from torchx_monarch.controller import hang_watch
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
@@ -83,23 +83,18 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_watch, "_SHORTEST", 0.005)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
 def looks(ranks: Ranks) -> int:
     return ranks.asked.count(ReadCollectives(False))
 
 
 def test_a_hang_is_reported_once_and_its_end_too() -> None:
     async def steps(ranks: Ranks, watch: HangWatch) -> None:
-        await until(lambda: looks(ranks) > 30)
+        await until_async(lambda: looks(ranks) > 30, "looks")
         assert ReadCollectives(True) not in ranks.asked  # nobody waits
         ranks.waited = 60
-        await until(lambda: ranks.asked.count(ReadCollectives(True)) > 3)
+        await until_async(lambda: ranks.asked.count(ReadCollectives(True)) > 3, "looks at details")
         ranks.waited, seen = 0, looks(ranks)
-        await until(lambda: looks(ranks) > seen + 3)
+        await until_async(lambda: looks(ranks) > seen + 3, "looks")
 
     hang, notes, _ = watched(steps)
     assert hang is None
@@ -114,7 +109,7 @@ def test_a_hang_is_reported_once_and_its_end_too() -> None:
 def test_nothing_is_concluded_without_all_hosts_or_while_the_watch_rests() -> None:
     async def steps(ranks: Ranks, watch: HangWatch) -> None:
         ranks.waited, ranks.missing = 60, {1: "no answer"}
-        await until(lambda: looks(ranks) > 20)
+        await until_async(lambda: looks(ranks) > 20, "looks")
         ranks.missing = {}
         with watch.rest():
             await asyncio.sleep(0.02)  # a look that has begun ends
@@ -122,7 +117,7 @@ def test_nothing_is_concluded_without_all_hosts_or_while_the_watch_rests() -> No
             await asyncio.sleep(0.1)
             assert len(ranks.asked) == seen
         assert not ranks.asked.count(ReadCollectives(True))
-        await until(lambda: ranks.asked.count(ReadCollectives(True)))
+        await until_async(lambda: ranks.asked.count(ReadCollectives(True)), "a look at details")
 
     _, notes, _ = watched(steps)
     assert len(notes.notes) <= 1
@@ -138,12 +133,12 @@ def test_a_watch_that_is_off_asks_nobody() -> None:
 def test_a_watch_goes_on_after_an_error_which_it_reports_once(capfd: pytest.CaptureFixture[str]) -> None:
     async def steps(ranks: Ranks, watch: HangWatch) -> None:
         ranks.waited = cast(Any, "60")
-        await until(lambda: looks(ranks) > 3)
+        await until_async(lambda: looks(ranks) > 3, "looks")
         ranks.waited = 60
-        await until(lambda: not isinstance(ranks.asked[-1], ReadCollectives))
+        await until_async(lambda: not isinstance(ranks.asked[-1], ReadCollectives), "a request for stacks")
         ranks.waited = cast(Any, "60")
         seen = looks(ranks)
-        await until(lambda: looks(ranks) > seen + 3)
+        await until_async(lambda: looks(ranks) > seen + 3, "looks")
 
     _, notes, _ = watched(steps)
     assert [kind for kind, _ in notes.notes] == ["hang"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until_async
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_events import Interrupted
 from torchx_monarch.controller.host_messages import (
@@ -69,10 +69,6 @@ class Replica:
             self.cancelled.append(request)
             raise
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            await asyncio.sleep(0.001)
-
 
 @asynccontextmanager
 async def joined(folder: Path) -> AsyncIterator[tuple[JobHosts, list[Replica], Rendezvous]]:
@@ -113,7 +109,7 @@ def test_a_host_that_does_not_answer_in_time_is_named_and_its_request_cancelled(
         answers, missing = await hosts.collect(SampleRanks(), 0.5)
         assert answers == {0: [], 1: []}
         assert missing == {2: "no answer within 0.5 s"}
-        await replicas[2].until(lambda: replicas[2].cancelled == [SampleRanks()])
+        await until_async(lambda: replicas[2].cancelled == [SampleRanks()], "the cancellation")
 
     run(tmp_path, scenario)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waits import until
+from tests.waits import WITHIN, until
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import folder
 from torchx_monarch.backends.local.request import LocalRequest
@@ -53,7 +53,7 @@ def test_waits_for_the_supervisor_before_it_removes_the_folder(
     removal.start()
     assert os.path.exists(paths.root) and supervisor.stdin is not None
     supervisor.stdin.close()
-    assert supervisor.wait(30) == 0, "it has ended by itself"
+    assert supervisor.wait(WITHIN) == 0, "it has ended by itself"
     removal.join(60)
     assert not os.path.exists(paths.root)
 
@@ -63,7 +63,7 @@ def test_kills_what_does_not_end(
 ) -> None:
     monkeypatch.setattr(folder, "_ENDING_TIME", 0.0)
     folder.remove_ended(paths)
-    assert supervisor.wait(30) == -9
+    assert supervisor.wait(WITHIN) == -9
     assert not os.path.exists(paths.root)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until_async
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.insight.hangs import Fault, RankCollectives, diagnose
 from torchx_monarch.insight.rank_sample import GroupStatus
@@ -66,8 +66,7 @@ class Rank:
         self.process = subprocess.Popen([sys.executable, RANK], stdin=subprocess.PIPE, text=True)
         self.recorders.expect({self.process.pid: self.folder / "3"})
         self._say(self._stub)
-        while self.process.pid not in self.recorders.grouped:
-            await asyncio.sleep(0.005)
+        await until_async(lambda: self.process.pid in self.recorders.grouped, "the rank's groups")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -87,8 +86,7 @@ class Rank:
 
     async def fail(self) -> None:
         self._say("fail")
-        while self.process.pid not in self.recorders.failed:
-            await asyncio.sleep(0.005)
+        await until_async(lambda: self.process.pid in self.recorders.failed, "the failure")
 
     def dumps(self) -> dict[str, list[dict[str, Any]]]:
         files = sorted((self.folder / "flight_recorder").iterdir())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.waits import WITHIN
+from tests.waits import WITHIN, until_async
 from torchx_monarch.controller import roles as roles_module
 from torchx_monarch.controller.host_events import StopRequested
 from torchx_monarch.controller.host_network import HostNetwork
@@ -90,11 +90,8 @@ def test_an_address_is_found_when_it_is_registered_and_the_newest_counts(
         return answer["type"], answer.get("port")
 
     async def until(expected: tuple[str, Any]) -> None:
-        async def poll() -> None:
-            while await looked_up() != expected:
-                await asyncio.sleep(0.01)
-
-        await asyncio.wait_for(poll(), WITHIN)
+        while await looked_up() != expected:
+            await asyncio.sleep(0.01)
 
     async def main() -> None:
         finding = asyncio.ensure_future(other_role().find("b", host_network(0), 20.0))  # before there is a server
@@ -111,7 +108,7 @@ def test_an_address_is_found_when_it_is_registered_and_the_newest_counts(
             clients[1]._connection.cancel()
             await until(("refused", None))
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), WITHIN))
 
 
 @pytest.mark.parametrize(
@@ -156,10 +153,8 @@ def test_the_end_of_another_role(
         async with serving("2", peer_roles=1) as (rendezvous, server):
             answered = await asked(*sent)
             assert answer in (answered["type"], answered.get("reason")) or answer in answered["reason"]
-            for _ in range(500):
-                if not server._links and (event is None or rendezvous.events.pending):
-                    break
-                await asyncio.sleep(0.01)
+            ended = lambda: not server._links and (event is None or rendezvous.events.pending)  # noqa: E731
+            await until_async(ended, "the end of the connection")
             assert len(rendezvous.events.pending) == (event is not None)
             if event is not None:
                 (posted,) = rendezvous.events.pending

@@ -24,7 +24,7 @@ def paths(root: Path) -> set[str]:
     return set(scan(str(root)).entries)
 
 
-def test_takes_all_kinds_and_names(tmp_path: Path) -> None:
+def test_takes_all_kinds_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = os.fsdecode(b"caf\xe9 \n.py")
     write(tmp_path, {"a b.py": "1", "sub/deep/c.py": "2", odd: "3"})
     (tmp_path / "run.sh").touch(mode=0o755)
@@ -32,7 +32,7 @@ def test_takes_all_kinds_and_names(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("sub/../elsewhere")
     (tmp_path / "to folder").symlink_to("sub")
     with socket.socket(socket.AF_UNIX) as unix:
-        os.chdir(tmp_path)  # a socket's path must be short
+        monkeypatch.chdir(tmp_path)  # a socket's path must be short
         unix.bind("socket")
         tree = scan(str(tmp_path))
     os.unlink("socket")

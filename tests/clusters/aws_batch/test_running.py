@@ -36,8 +36,8 @@ def test_two_roles_of_two_hosts_each_meet(running_apps: Apps) -> None:
             time.sleep(0.05)
     """)
     roles = [apps.torchrun(path, nproc=1, name=name) for name in ("trainer", "reader")]
-    handle = apps.run(*roles, host_timeout=60)
-    assert apps.wait(handle, seconds=120).state is AppState.SUCCEEDED, apps.log(handle)
+    handle = apps.run(*roles)
+    assert apps.wait(handle).state is AppState.SUCCEEDED, apps.log(handle)
     said = {path.name: path.read_text() for path in met.iterdir() if path.is_file()}
     assert sorted(said) == ["reader0", "reader1", "trainer0", "trainer1"]
     assert all(text.startswith("2 at ") for text in said.values()), said
@@ -77,11 +77,11 @@ def test_a_lost_node_ends_the_job_and_is_named(running_apps: Apps, daemon: Daemo
             nproc=1,
         )
     )
-    until(lambda: len(read(apps.folder / "up")) == 2, "both ranks", seconds=90)
+    until(lambda: len(read(apps.folder / "up")) == 2, "both ranks")
     with contextlib.closing(daemon.client()) as client:
         (lost,) = [container.name for container in client.containers.list() if container.name.endswith("-1")]
     daemon.kill(lost)
-    status = apps.wait(handle, seconds=90)
+    status = apps.wait(handle)
     assert status.state is AppState.FAILED
     assert "host 1" in json.loads(status.structured_error_msg)["message"]["message"], apps.log(handle)
 
@@ -98,9 +98,7 @@ def test_cancel_while_running(running_apps: Apps, daemon: Daemon) -> None:
     until(lambda: apps.status(handle).state is AppState.RUNNING, "the container")
     # A job runs before its shell has printed, or its container exists. moto has the log only after its end.
     with contextlib.closing(daemon.client()) as client:
-        until(
-            lambda: any(b"up\n" in container.logs() for container in client.containers.list()), "the shell", seconds=90
-        )
+        until(lambda: any(b"up\n" in container.logs() for container in client.containers.list()), "the shell")
     apps.torchx("cancel", handle)
     status = apps.wait(handle)
     assert (status.state, status.msg) == (AppState.CANCELLED, "cancelled through torchx")

@@ -15,7 +15,7 @@ from torchx.specs import AppState, RetryPolicy
 from tests.clusters.docker.apps import NAME, Apps
 from tests.clusters.docker.daemon import Daemon, mount_words
 from tests.contract.place import TORCHX
-from tests.waits import until
+from tests.waits import WITHIN, until
 
 pytestmark = [pytest.mark.slow]
 
@@ -76,7 +76,7 @@ def test_a_daemon_that_goes_away(leaves_nothing: None, tmp_path: Path) -> None:
     said = f"the Docker daemon at {daemon.host} does not answer any more"
     for process in (waits, follows):
         lines = process.stdout.read().splitlines()
-        assert process.wait(60) == 1
+        assert process.wait(WITHIN) == 1
         assert said in lines[-1] and lines[-1].endswith("What runs there may go on: ask again when it is back")
         process.stdout.close()
         if process is waits:  # what follows does so in threads, of which TorchX shows the traceback

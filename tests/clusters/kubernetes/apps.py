@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import textwrap
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.clusters.kubernetes.cluster import WIRE, Cluster
 from tests.contract.place import Place, left_to_others
 from tests.network import namespaces
 from tests.network.relay import Relay
+from tests.waits import WITHIN, until
 from torchx_monarch.backends.kubernetes.native import Api
 from torchx_monarch.backends.kubernetes.request import LABEL_APP
 from torchx_monarch.client.connection import Target
@@ -242,10 +242,10 @@ class Apps(Place):
         """Deletes all of them."""
         for app in self.runner.list(NAME, cfg={"namespace": self.namespace}):
             self.runner.delete(app.app_handle)
-        until = time.monotonic() + 30 * self.patience
-        while (left := self.left()) and time.monotonic() < until:
-            time.sleep(0.1)
-        self.runner.close()
-        self.api.delete(f"/api/v1/namespaces/{self.namespace}")
-        self.api.close()
-        assert not left, f"left in the cluster: {left}\n{self.cluster.log()[-3000:]}"
+        try:
+            what = lambda: f"the end of {self.left()}\n{self.cluster.log()[-3000:]}"  # noqa: E731
+            until(lambda: not self.left(), what, WITHIN * self.patience, every=0.1)
+        finally:
+            self.runner.close()
+            self.api.delete(f"/api/v1/namespaces/{self.namespace}")
+            self.api.close()

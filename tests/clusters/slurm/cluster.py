@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 from tests.clusters import packages
 from tests.network import namespaces
 from tests.ports import free_port
+from tests.waits import until
 from torchx_monarch.transport.connections import Address
 
 PROGRAMS = (
@@ -263,12 +263,11 @@ class SlurmCluster:
         return False
 
     def _wait(self, what: str, condition: Callable[[], bool]) -> None:
-        until = time.monotonic() + _UP_WITHIN
-        while not condition():
-            if time.monotonic() > until:
-                logs = "\n".join(f"{path}:\n{path.read_text()[-2000:]}" for path in (self._lab / "log").iterdir())
-                raise AssertionError(f"still waiting for {what} after {_UP_WITHIN:g} s\n{logs}")
-            time.sleep(0.05)
+        def shown() -> str:
+            logs = (f"{path}:\n{path.read_text()[-2000:]}" for path in (self._lab / "log").iterdir())
+            return "\n".join([what, *logs])
+
+        until(condition, shown, _UP_WITHIN)
 
     def lose_node(self, node: str) -> None:
         """As when its power fails: it is silent, its processes are gone, and the administrator's monitoring says so."""

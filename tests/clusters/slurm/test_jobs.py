@@ -38,12 +38,13 @@ def test_scancel_gives_them_slurms(apps: Apps) -> None:
 
 def test_roles_are_components_and_a_sidecar_ends_with_the_others(apps: Apps) -> None:
     reader = sh(
-        "echo ${replica_id} of ${app_id}, $$TORCHX_RANK0_HOST; trap 'echo bye; exit 0' TERM; sleep 1000 & wait",
+        "trap 'echo bye; exit 0' TERM; echo ${replica_id} of ${app_id}, $$TORCHX_RANK0_HOST; sleep 1000 & wait",
         name="reader",
         replicas=2,
         metadata={"monarch": {"sidecar": True}},
     )
-    awaited = "while ! test -e $$MONARCH_LOG_DIR/../../reader/0/stdout.log; do sleep 0.1; done; sleep 1; echo done"
+    log = "$$MONARCH_LOG_DIR/../../reader/$$k/stdout.log"
+    awaited = f"for k in 0 1; do while ! test -s {log}; do sleep 0.1; done; done; echo done"
     handle = apps.run(sh("true", name="main"), sh(awaited, name="last"), reader)
     status = apps.wait(handle, AppState.SUCCEEDED)
     app_id = handle.rpartition("/")[2]
@@ -115,7 +116,7 @@ def test_jobs_that_the_controller_has_forgotten(
                 words
             )
         ids = [handle.rpartition("/")[2] for handle in (good, bad, held)]
-        apps.until(lambda: not any(apps.slurm_state(job_id) for job_id in ids), "Slurm to forget", good, seconds=100)
+        apps.until(lambda: not any(apps.slurm_state(job_id) for job_id in ids), "Slurm to forget", good)
         assert apps.status(good).state is AppState.SUCCEEDED
         status = apps.status(bad)
         assert status.state is AppState.FAILED and status.msg.endswith("exited with code 7")

@@ -23,7 +23,7 @@ from tests.clusters.ssh.apps import STATE, Apps
 from tests.clusters.ssh.machine import USER
 from tests.clusters.ssh.machines import INNER, Machines
 from tests.contract.place import TORCHX
-from tests.waits import until
+from tests.waits import WITHIN, until
 
 _WAITS = "echo up $$CUDA_VISIBLE_DEVICES; exec sleep 1000"
 
@@ -88,11 +88,11 @@ def test_a_submission_that_is_ended_leaves_nothing(apps: Apps, machines: Machine
     )
     time.sleep(1.4)
     process.send_signal(signum)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=WITHIN)
     handles = [word for word in said.split() if word.startswith(f"{apps.name}://")]
     for handle in handles:  # it was faster
         apps.runner.delete(apps.adopt(handle))
-    until(lambda: not [*apps.running(), *apps.files()], f"nothing to be left: {said}", 60, every=0.1)
+    until(lambda: not [*apps.running(), *apps.files()], f"nothing to be left: {said}", every=0.1)
 
 
 def test_secrets_are_on_no_command_line(apps: Apps) -> None:
@@ -116,7 +116,7 @@ def test_secrets_are_on_no_command_line(apps: Apps) -> None:
         apps.wait(handle, AppState.SUCCEEDED)
     finally:
         done.set()
-        looker.join(60)
+        looker.join(WITHIN)
     key, _ = apps.credentials(handle)
     assert len(key) > 500
     assert not [words for words in seen if token.encode() in words or key.encode() in words]
