@@ -85,7 +85,8 @@ def test_a_host_that_replica_0_is_not_for_says_why(
     second = start(1, rendezvous=rendezvous, MONARCH_CREDENTIALS=theirs.to_text(), **more)
     assert second.processes[1].wait(WITHIN) == 1
     assert re.search(rf"^\[monarch\] (FAILED: )?host 1: {why}", second.err(1), re.M), second.err(1)
-    assert len(second.err(1).splitlines()) <= 2
+    # On a busy machine there are lines about the wait, too.
+    assert len([line for line in second.err(1).splitlines() if "waiting for replica 0" not in line]) <= 2
     assert first.processes[0].poll() is None
 
 

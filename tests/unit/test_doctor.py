@@ -57,10 +57,10 @@ def test_a_group_that_raises_or_hangs_is_a_failed_check() -> None:
         raise SystemExit("torchx is too old")
 
     try:
-        groups = doctor.run_groups({"slow": hangs, "broken": raises}, 0.2)
+        groups = doctor.run_groups({"slow": hangs, "broken": raises}, 2.0)
     finally:
         release.set()
-    assert groups["slow"][0] == [check("first", "1")] and groups["slow"][1].startswith("no answer in 0.2 s")
+    assert groups["slow"][0] == [check("first", "1")] and groups["slow"][1].startswith("no answer in 2 s")
     assert groups["broken"] == ([check("second", "2")], "torchx is too old")
 
 

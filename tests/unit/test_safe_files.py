@@ -161,7 +161,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
             safe_files.read_file(tmp_path / name, below=tmp_path)
         except OSError:
             continue
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # garbage of other tests may be collected meanwhile
 
 
 def _terminal(path: Path) -> tuple[int, str]:
