@@ -158,9 +158,9 @@ def test_an_answer_too_long_for_a_message_is_an_error_of_its_host_alone(tmp_path
     ("name", "fields", "reason"),
     [
         ("Explode", {}, "unknown request 'Explode'"),
-        ("StopRanks", {"signal": "15", "grace": 1.0}, "StopRanks.signal is '15', not int"),
+        ("StopRanks", {"signal": "15", "grace": 1.0}, "signal is '15', not int"),
         ("StopRanks", {"signal": 15}, "StopRanks lacks 'grace'"),
-        ("LaunchRanks", {"world": {}}, "LaunchRanks.world lacks 'attempt'"),
+        ("LaunchRanks", {"world": {}}, "world lacks 'attempt'"),
     ],
 )
 def test_an_invalid_request_is_named(name: str, fields: dict[str, Any], reason: str) -> None:
@@ -183,5 +183,5 @@ def test_an_invalid_answer_is_an_error(answer: dict[str, Any]) -> None:
 
 def test_a_heartbeat_is_no_report() -> None:
     assert decode_report({"type": "alive"}) is None
-    with pytest.raises(DecodeError, match="SignalReceived.number is '1', not int"):
+    with pytest.raises(DecodeError, match="number is '1', not int"):
         decode_report({"type": "SignalReceived", "number": "1", "announced": None})
