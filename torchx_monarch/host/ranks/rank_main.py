@@ -115,12 +115,6 @@ def set_command_line(words: Sequence[str]) -> None:
         ctypes.memmove(old_start, line[: room - 1].ljust(room, b"\0"), room)
 
 
-def program_argv(mode: str, target: str, args: Sequence[str]) -> list[str]:
-    """Return the program's part of the command line ``python -u ...``."""
-    lead = {"module": ["-m"], "code": ["-c"]}.get(mode, [])
-    return [*lead, target, *args]
-
-
 def set_path0(mode: str, target: str) -> bool:
     """Insert ``sys.path[0]`` as ``python`` does for a program; return whether it does."""
     # CPython adds a bundle to sys.path even with -P: without it the bundle could not run.
@@ -369,7 +363,8 @@ def run_program(
     ``on_failure`` is called if it has ended by an exception or with another exit code than 0, with that code: -n for
     death by signal n.
     """
-    sys.orig_argv = [sys.executable, "-u", *program_argv(mode, target, args)]
+    flag = {"module": ["-m"], "code": ["-c"]}.get(mode, [])
+    sys.orig_argv = [sys.executable, "-u", *flag, target, *args]
     set_command_line(sys.orig_argv)
     _distrust_young_bytecode()
     try:

@@ -390,7 +390,11 @@ def _reason(error: BaseException) -> str:
 def _renew_state() -> None:
     """Give a fork the state that an interpreter of its own would have."""
     gc.enable()
-    importlib.invalidate_caches()  # folders may have changed since the zygote has listed them
+    # Folders may have changed since the zygote has listed them.
+    if "importlib.metadata" in sys.modules:
+        importlib.invalidate_caches()
+    else:
+        sys.path_importer_cache.clear()  # without the import of that module, as Python 3.13 does it there
     time.tzset()
     if threading := sys.modules.get("threading"):
         threading.main_thread()._set_native_id()  # Python leaves it that of the process that has forked this one
