@@ -44,7 +44,7 @@ class Difference(Enum):
     )
     RELATIVE = (
         "`TORCHELASTIC_ERROR_FILE` with a relative `--log-dir`",
-        "relative: a script that changes its folder loses it",
+        "relative before Python 3.12: a script that changes its folder loses it",
         "absolute",
         "it is found wherever the script has gone",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
 from typing import Any
 
@@ -145,6 +146,8 @@ def test_end(name: str, both: Launchers) -> None:
         assert (expected_code(theirs), ours.code, ours.log(0, "stdout.log")) == (1, 0, b"after\n")
         return
     assert ours.code == expected_code(theirs) > 0, ours.err.decode()
+    if name == "sys.exit(2**70)" and (3, 12) <= sys.version_info < (3, 13, 5):
+        return  # Python does not clear an error, and prints it according to whether `threading` has been imported
     for stream in ("stdout.log", "stderr.log"):
         assert _without_addresses(ours.log(0, stream)) == _without_addresses(theirs.log(0, stream))
 
@@ -174,11 +177,15 @@ ENDS_OF_A_GROUP = {
 
 
 def test_ends_with_a_group_that_is_not_destroyed(both: Launchers) -> None:
-    """A process aborts if Python ends a thread of Gloo that waits for the GIL, as when the end follows too soon."""
+    """A process aborts if Python ends a thread of Gloo that waits for the GIL, as when the end follows too soon.
+
+    So do ranks of torchrun, in one run of three with Python 3.12 and 3.13 on two busy processors.
+    """
     bodies = [GROUP + end for end, number in ENDS_OF_A_GROUP.items() for _ in range(number)]
     theirs, ours = both.each(bodies, *LOGS)
-    assert theirs.code == ours.code == 0, ours.err.decode()
-    assert ours.log(7, "stdout.log") == theirs.log(7, "stdout.log") == b"not flushed"
+    assert ours.code == 0, ours.err.decode()
+    assert ours.log(7, "stdout.log") == b"not flushed"
+    assert theirs.code == 1 or theirs.log(7, "stdout.log") == b"not flushed"
 
 
 def _without_addresses(output: bytes | None) -> str:

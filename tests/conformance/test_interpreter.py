@@ -49,7 +49,7 @@ EXPRESSIONS = {
     "trace and profile": "[sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile()]",
     "current exception": "repr(sys.exc_info())",
     "garbage collection": "[gc.isenabled(), gc.get_threshold(), gc.get_debug(), len(gc.callbacks)]",
-    "frozen objects": "gc.get_freeze_count() > 0",
+    "frozen objects": "gc.get_freeze_count() > 1000",
     "faulthandler": "faulthandler.is_enabled()",
     "recursion": "[sys.getrecursionlimit(), sys.getswitchinterval()]",
     "encodings": "[(s.encoding, s.errors, s.newlines) for s in (sys.stdin, sys.stdout, sys.stderr)]"
