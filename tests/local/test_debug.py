@@ -80,7 +80,9 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(folder: Path, scrip
     (folder / "waits").touch()  # not before: a busy machine may keep rank 1 from it for longer than a hang takes
     assert "Debug it: torchx monarch debug app --role trainer --rank 1" in hosts.err()
     terminal = debugger(hosts)  # rank 1 is the only one that waits
-    until(lambda: terminal.shows("-> double(21)") and terminal.shows("(Pdb) "), "pdb")
+    stops_at_call = sys.version_info >= (3, 13)
+    first = "-> breakpoint()" if stops_at_call else "-> double(21)"
+    until(lambda: terminal.shows(first) and terminal.shows("(Pdb) "), "pdb")
 
     def types(keys: str, shown: str, then: str = "(Pdb) ") -> None:
         """Type keys at a prompt, and wait for the next one: keys that are typed ahead are no keys of readline's."""
@@ -89,6 +91,8 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(folder: Path, scrip
         wanted = lambda: terminal.shows(shown) and terminal.plain.endswith(then)  # noqa: E731
         until(wanted, lambda: f"{shown!r} after {keys!r}, at {terminal.plain!r}")
 
+    if stops_at_call:
+        types("n\r", "-> double(21)")
     types("s\r", "double()")
     types("n\r", "answer = 2")
     types("n\r", "return answer")

@@ -145,7 +145,7 @@ def test_a_dump_replaces_the_last_one_and_follows_no_link(folder: Path) -> None:
 
 def test_a_dump_of_a_process_that_is_no_rank_is_dropped(folder: Path) -> None:
     asyncio.run(_send(folder, dump(b"one"), None))
-    assert [path.name for path in folder.iterdir()] == ["recorder"]
+    assert {path.name for path in folder.iterdir()} <= {"recorder"}  # which Python removes itself from 3.13 on
 
 
 GROUP = {"name": "0", "ranks": "0-1", "enqueued": 3, "completed": 2}
