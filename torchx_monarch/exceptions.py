@@ -25,7 +25,8 @@ An argument of the wrong value or type raises Python's ``ValueError`` or ``TypeE
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copyreg
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 class TorchXMonarchError(Exception):
     """The base class of all exceptions that this package raises for its users."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have pickle call no constructor: some take other arguments than the message."""
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class UnreachableError(TorchXMonarchError, RuntimeError):
@@ -90,9 +95,6 @@ class SPMDError(TorchXMonarchError, RuntimeError):
             text += f"\n\nrank {result.cause}:\n{self.root_cause.traceback.rstrip()}"
         super().__init__(text)
 
-    def __reduce__(self) -> tuple[type[SPMDError], tuple[RunResult]]:
-        return type(self), (self.result,)
-
 
 class ResultError(TorchXMonarchError, RuntimeError):
     """Raised when a function has returned in all ranks, and the value of some could not be brought to the client.
@@ -108,6 +110,3 @@ class ResultError(TorchXMonarchError, RuntimeError):
         rank, reason = next(iter(missing.items()))
         more = f" ({len(missing) - 1} more in .missing)" if len(missing) > 1 else ""
         super().__init__(f"run {result.run} has no value of rank {rank}: {reason}{more}")
-
-    def __reduce__(self) -> tuple[type[ResultError], tuple[RunResult, Mapping[int, object], Mapping[int, str]]]:
-        return type(self), (self.result, self.values, self.missing)
