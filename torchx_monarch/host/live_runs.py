@@ -42,10 +42,6 @@ from torchx_monarch.model.run_request import RunRequest
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import safe_files
 
-_MESSAGE = 30_000
-"""Bytes of records in one message to replica 0. A message has at most 64 kB, and JSON may double the size."""
-
-
 _LAST_OUTPUT_TIMEOUT = 10.0
 """Seconds in which the last output of a run must reach replica 0."""
 
@@ -234,11 +230,5 @@ class LiveRuns(Workload):
     async def _forward(self, run_log: RunLog, token: str) -> None:
         """Send the records of a run log to replica 0 while they are written."""
         async for lines in run_log.follow():
-            while lines:
-                message = [lines.pop(0)]
-                size = len(message[0])
-                while lines and size + len(lines[0]) < _MESSAGE:
-                    size += len(lines[0])
-                    message.append(lines.pop(0))
-                if (report := self._host.report) is not None:
-                    await report(RunOutput(token, b"".join(message).decode()))
+            if (report := self._host.report) is not None:
+                await report(RunOutput(token, b"".join(lines).decode()))

@@ -18,8 +18,7 @@ from torchx_monarch.system import safe_files
 from torchx_monarch.system.console import WriterThread, write_all
 
 _PIECE = 4000
-"""Most characters of output in one record. A line to replica 0 has at most 64 kB. JSON can use twelve bytes per
-character, and JSON within JSON fourteen."""
+"""Most characters of output in one record, so that the records of one ``_CHUNK`` are far less than a message may be."""
 
 _CHUNK = 1 << 18
 
