@@ -146,7 +146,6 @@ class AttachedJob(JobTrait):  # type: ignore[misc]
         return Hosts(self.handle, role, runner=self._runner)
 
     def _meshes(self) -> dict[str, Any]:
-        """Attach to the hosts of every role; return a HostMesh for each, by role."""
         meshes = {role: monarch_api.host_mesh(role, found.addresses) for role, found in self._attach().items()}
         self._attached_meshes += meshes.values()
         return meshes
@@ -302,7 +301,6 @@ class _Client:
         return self._url, self.files(attachment.leaf) if attachment.leaf else []
 
     def files(self, leaf: Mapping[str, str]) -> list[str]:
-        """Write a certificate into files of this process; return the paths of certificate, key and authority."""
         if not self._folder:
             self._folder = tempfile.mkdtemp(prefix="tm-client-")
             atexit.register(shutil.rmtree, self._folder, ignore_errors=True)

@@ -276,7 +276,6 @@ class SPMDJob(AttachedJob):
             return collect_with_interrupts(self._role_hosts, records, collector)
 
     def _options(self, options: RunOptions | None, changes: RunOptionsDict) -> RunOptions:
-        """Return the options of a run; what they leave open comes from this job."""
         options = merge_options(options, changes)
         if options.cwd:
             return options

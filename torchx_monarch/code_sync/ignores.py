@@ -148,7 +148,6 @@ def _spec(text: str) -> GitIgnoreSpec:
 
 
 def _text(path: str) -> str:
-    """Return the text of an ignore file; empty if there is no such file."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The attempts of one run: start its ranks on all hosts, watch them, and restart them while that may help.
-
-torchrun restarts immediately, as long as ``--max-restarts`` lasts; ``model.backoff`` decides how long this waits.
-"""
+"""The attempts of one run: start its ranks on all hosts, watch them, and restart them while that may help."""
 
 from __future__ import annotations
 
@@ -52,9 +49,7 @@ Ranks that cannot start all fail within milliseconds, and the line is to name on
 class Attempts:
     """Run the attempts of one run, on one mesh or, when hosts are lost or join, on several.
 
-    Attributes:
-        number: number of the present attempt, from 0.
-        exits: exits of the ranks of the present attempt, by rank.
+    ``number`` is that of the present attempt, from 0, and ``exits`` are those of its ranks, by rank.
     """
 
     def __init__(self, hosts: JobHosts, gatherer: HostGatherer, hang_watch: HangWatch) -> None:
@@ -193,7 +188,6 @@ class Attempts:
         return None
 
     async def _add_early_failures(self, answers: AsyncIterator[tuple[int, Exits]]) -> None:
-        """Add the ranks of other hosts that fail at the same time as the first one."""
 
         async def add() -> None:
             async for _, exited in answers:
@@ -221,7 +215,6 @@ class Attempts:
         return RankExit(rank, rank - world.first_rank(replica), replica, name, 0, 1, now)
 
     async def _world(self, hosts: list[Registration]) -> World:
-        """Open the port where the ranks meet; return the ranks of the attempt."""
         options = self._options
         opening = self._hosts.ask_own(
             OpenStore(options.store_bind, options.master_addr, len(hosts)), options.spec.host_timeout

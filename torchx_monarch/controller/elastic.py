@@ -73,7 +73,6 @@ class HostRegistry:
     """The hosts of a role that are registered.
 
     Attributes:
-        registered: their registrations, by replica.
         members: the members of the present attempt, in the order of their node ranks; empty before the first.
         on_idle_change: called when hosts that are no members have changed, with the loss of one or with None.
     """
@@ -210,7 +209,6 @@ class HostGatherer:
         return None
 
     def _report_spares(self) -> None:
-        """Report the hosts that are present and run no ranks, if they have changed."""
         idle = [host for host in self._registry.able if host not in self._registry.members]
         excluded = self._excluded()
         spares = [host for host in idle if host.replica not in excluded]

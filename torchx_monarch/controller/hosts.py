@@ -35,9 +35,6 @@ class JobOptions:
     """The options of a job that its controller needs.
 
     Attributes:
-        run_id: TORCHELASTIC_RUN_ID of the ranks.
-        grace: seconds from SIGTERM to SIGKILL for ranks.
-        max_restarts: one budget for the whole job.
         first_log_attempt: number of the first attempt's log folders.
         master_addr: address by which ranks dial rank 0, unless the user names one.
         store_bind: local address on which rank 0's store listens, unless the user names one; empty for all.
@@ -59,7 +56,6 @@ class JobHosts:
     """The hosts of the present attempt, of which the leader's own is the first.
 
     Attributes:
-        events: the events that interrupt requests.
         present: the hosts, in the order of their node ranks; empty before the first attempt.
         running: replicas of the hosts whose ranks may run: those that are not known to be lost.
         formed: set while the hosts are together: from ``form`` on, until an event ends the attempt.

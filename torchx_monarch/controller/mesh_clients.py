@@ -73,7 +73,6 @@ class MeshClients:
         return {**vars(leaf), "authority": credentials.authority}
 
     async def _attach(self, leaf: dict[str, str] | None, peer: Peer) -> None:
-        """Start worker loops on the hosts of the present attempt, and return when all of them have ended."""
         await self._hosts.formed.wait()
         await peer.send({"type": "attaching"})
         with self._session.in_use():
@@ -89,7 +88,6 @@ class MeshClients:
     async def _stay_attached(
         self, members: Sequence[Member], running: _Loops, leaf: dict[str, str] | None, peer: Peer
     ) -> None:
-        """Send a client the addresses of its worker loops, and wait until all of them have ended."""
         self._hosts.reporter.line(f"a Monarch client has attached to {len(members)} hosts")
         ended = asyncio.ensure_future(self._ended(running, len(members), peer))
         try:

@@ -313,7 +313,6 @@ class Rendezvous:
         return host
 
     async def _follow(self, host: Registration, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> HostLost:
-        """Read the messages of a host until it is lost; return the event of its loss."""
         while message := await messages.receive(reader):
             # A host that was dismissed may still send when another one has its place.
             is_current = self._writers.get(host.replica) is writer

@@ -3,14 +3,11 @@
 
 Replica 0 of the first role is the server. Replica 0 of every other role registers with it, for one or both reasons:
 
-- The backend tells hosts only the address of the first role (AWS Batch, wrapped schedulers). The registration then
-  contains the address on which this replica 0 listens, and other hosts look it up. An entry lasts as long as its
-  connection.
+- The backend tells hosts only the address of the first role (AWS Batch, wrapped schedulers). Others look up what this
+  role has registered.
 - The backend lets each role end by itself, and all are to restart together (``RetryPolicy.APPLICATION`` with retries;
-  always on these two). When a role fails or its replica 0 is lost, the first role makes all others end as well, and the
-  backend restarts them. Replica 0 of the first role ends last, and puts off hosts that are restarted before then, so no
-  role starts while ranks of an earlier start are running. On these it also waits for the success of the other roles,
-  except sidecars.
+  always on these two). The first role ends last, and puts off hosts that are restarted before then, so no role starts
+  while ranks of an earlier start are running. On these two it also waits for the success of the others, but sidecars.
 
 =========================  =======================================================================================
 any host to the server     ``lookup-role`` (greeting; with role and start)
@@ -275,7 +272,6 @@ class RoleServer(RoleCoordinator):
             self._changes.notify()
 
     async def _follow(self, role: str, peer: Peer) -> bool:
-        """Wait for the end of another role; return whether it has succeeded."""
         try:
             if await peer.receive(_READY_TIMEOUT) is None:
                 return False  # the other role ended before it was ready
@@ -391,7 +387,6 @@ class RoleClient(RoleCoordinator):
         return reader, writer
 
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Wait for the end of the first role, which is the end of this one too unless all has succeeded."""
         await messages.send(writer, {"type": "ready"})
         ended = JobResult(1, f"replica 0 of the first role was lost; {_RESTART_NOTE}")
         with contextlib.suppress(messages.ProtocolError, DecodeError):
@@ -414,5 +409,4 @@ def _explained(result: JobResult, role: str, adopted: str = "") -> dict[str, Any
 
 
 def _failure(ended: JobResult) -> StopRequested:
-    """Return the event that ends this role with the result of another one."""
     return StopRequested(0, dataclasses.replace(ended, code=ended.code or 1, cause=None, consequence=True, replica=0))

@@ -62,7 +62,6 @@ class Run:
     """One run. Its times are in seconds since the epoch, 0 before the hosts have started or ended it, as its ranks.
 
     Attributes:
-        number: from 1.
         token: identifies the run on the hosts, even after a restart of this replica 0.
         ending: result of the run after a request to end it; None without such a request.
     """
@@ -133,12 +132,7 @@ class Run:
 
 
 class RunQueue(Session):
-    """The runs of an allocation, on replica 0.
-
-    Attributes:
-        current: the run that its hosts execute; None between runs.
-        idle_timeout: seconds without a run after which the allocation ends; 0 for no limit.
-    """
+    """The runs of an allocation, on replica 0; ``current`` is the one that its hosts execute."""
 
     def __init__(
         self,
@@ -363,7 +357,6 @@ class RunQueue(Session):
         return [*([self.current] if self.current else []), *self._queue]
 
     async def _serve_records(self, run: Run, peer: Peer, wait: bool = True) -> None:
-        """Send a run's records to a client, until the last or its disconnection."""
         if await peer.send({"type": "accepted", "run": run.number}):
             feeding = asyncio.ensure_future(self._feed(run, wait, peer))
             self._feeding.add(feeding)

@@ -129,7 +129,6 @@ def _event(line: bytes) -> Event | None:
 
 
 def _is_time(value: object) -> bool:
-    """Return whether a value is a valid number of seconds: not NaN, and within the range of dates."""
     return isinstance(value, (int, float)) and abs(value) < 1e11
 
 

@@ -161,5 +161,4 @@ def _rectangle(frame: _Frame, x: float, width: float, depth: int, total: int) ->
 
 
 def _color(file: str) -> tuple[float, float, float]:
-    """Return a light color, the same for all functions of a file."""
     return colorsys.hls_to_rgb(zlib.crc32(file.encode(errors="replace")) % 360 / 360, 0.8, 0.6)

@@ -92,7 +92,6 @@ class DeviceUse:
     """The use of one GPU by the process of a rank.
 
     Attributes:
-        name: name of its model.
         busy: part of the last second in which it computed, for any process; 0 to 1.
         memory_bytes: memory that the process has there.
     """
@@ -248,7 +247,6 @@ def _process(sample: RankSample) -> tuple[int, int, str, int]:
 
 
 def _rates(sample: RankSample, past: RankSample | None) -> tuple[float | None, float | None]:
-    """Return the cores that a rank uses, and its collectives in a second; None for what the samples do not tell."""
     if past is None or sample.time <= past.time or sample.state == "ended":
         return None, None
     seconds = sample.time - past.time

@@ -70,7 +70,6 @@ def rows_of(timeline: Timeline) -> list[BarRow]:
 
 
 def _rows_of_ranks(timeline: Timeline, role: str, prefix: str) -> list[BarRow]:
-    """Return a row for each rank, with the import of its host; for each host if there are many."""
     ranks = timeline.spans_of("rank", role)
     is_folded = len({span.number for span in ranks}) > _MAX_RANK_ROWS
     imports = defaultdict[int | None, list[Span]](list)
@@ -119,7 +118,6 @@ _STYLES = [*map(_style, PHASES), "import", "attempt", "failed", "stopped"]
 
 
 def _outcome(span: Span) -> str:
-    """Return the style of a rank or a run."""
     return "running" if span.code in (None, 0) else "stopped" if span.secondary else "failed"
 
 

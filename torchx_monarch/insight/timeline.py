@@ -171,7 +171,6 @@ def _as_they_happened(ordered: Sequence[Event]) -> Iterator[Event]:
 
 
 def _add_role(spans: list[Span], happened: Sequence[Event], role: str, live: bool) -> None:
-    """Add the spans of a role: its phases in their attempts, and those in their runs."""
     job = spans[0]
     top = len(spans)
     parent = top
@@ -223,7 +222,6 @@ def _phases(happened: Sequence[Event], job: Span, live: bool) -> list[tuple[str,
 
 
 def _runs(happened: Sequence[Event], role: str, end: float, parent: int) -> list[Span]:
-    """Return the runs of a live allocation."""
     found: list[Span] = []
     for event in happened:
         number = event.get("run")
@@ -285,7 +283,6 @@ def _decoded(values: object, kind: type[T]) -> Iterator[T]:
 
 
 def _add_hosts(spans: list[Span], happened: Sequence[Event], role: str, top: int) -> None:
-    """Add the imports of hosts and the ranks of each attempt."""
     attempts = [at for at, span in enumerate(spans) if span.kind == "attempt" and span.role == role]
     imports: set[tuple[int, float]] = set()
     ranks: dict[int, Span] = {}

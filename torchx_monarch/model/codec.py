@@ -105,7 +105,6 @@ def _kind(hint: collections.abc.Hashable) -> tuple[Any, tuple[Any, ...]]:
 
 @functools.cache
 def _fields(cls: Any) -> list[tuple[str, Any, bool]]:
-    """Return the names of the fields of a class, their types, and whether a value is required."""
     hints = typing.get_type_hints(cls, include_extras=True)
     if not dataclasses.is_dataclass(cls):
         return [(name, hints[name], name not in cls._field_defaults) for name in cls._fields]

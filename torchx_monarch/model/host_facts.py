@@ -34,7 +34,6 @@ class Registration:
     """The data with which a host registers.
 
     Attributes:
-        nproc: number of ranks that it will run.
         error: why it cannot take part; empty if it can.
         code: exit code that belongs to ``error``.
         attempt: the last attempt in which it took part, under an earlier replica 0; -1 for none.

@@ -7,7 +7,7 @@ The text is a torchelastic error file with further keys, so torchrun and TorchX 
 ``message``        ``message``, ``errorCode`` and ``extraInfo``, as torch's ``ErrorHandler`` nests them; absent
                    while the host runs. The short form has a text instead, and ``errorCode`` beside it.
 ``rank_restarts``  how often this start has restarted the ranks; absent for 0
-``final``          why the host must not be restarted; absent if it may be
+``final``          why the host must not be restarted (``no_retry_reason``); absent if it may be
 ``restarts``       how often the host was restarted; absent unless the host counts it itself
 ``ended``          when the host ended, in seconds since the epoch
 =================  ==============================================================================================
@@ -47,7 +47,6 @@ class HostResult:
         failed_at: time of the failure in seconds since the epoch; 0 if unknown.
         is_secondary: whether the host only lost another host, or ended because of it.
         replica: id of the replica where the failure happened; -1 if unknown.
-        no_retry_reason: ``final`` of the text, of which further fields have their names.
         is_short: whether the text has TorchX's short form, which a backend makes of an exit code where there is no
             error file.
         log: path of the root cause's stderr log on its host; empty without one.

@@ -16,16 +16,12 @@ class World:
     """The ranks of one attempt and the address of their store.
 
     Attributes:
-        attempt: number of the attempt, from 0.
         log_attempt: N of the log folders ``attempt_N``; it keeps counting when the backend restarts the job.
         restart_count: TORCHELASTIC_RESTART_COUNT: the number of earlier attempts, without those that ended because a
             host joined, which torchrun does not count either.
         replicas: ids of the participating replicas, in order; the position of a replica is its GROUP_RANK.
         local_world_sizes: number of ranks of each of these replicas.
-        master_addr: the host of the store, to which the ranks connect.
-        master_port: the TCP port of the store.
         agent_store: whether a TCPStore already listens there (else rank 0's program serves it).
-        run_id: TORCHELASTIC_RUN_ID.
     """
 
     attempt: int

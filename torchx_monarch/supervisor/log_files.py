@@ -89,7 +89,6 @@ class LogFile:
             self.at_line_start = data[done - 1 : done] == b"\n"
 
     def _append(self, data: bytes) -> int:
-        """Write as much as the disk has room for; return the number of bytes written."""
         done = 0
         while done < len(data) and self._fd >= 0:
             try:

@@ -305,7 +305,6 @@ def error_message(error: str | None) -> str:
 
 
 def _find_program(name: str, path: str, cwd: str) -> str:
-    """Return the path of a command's program: the first match on PATH, then in the working directory."""
     for folder in () if "/" in name else path.split(os.pathsep):
         candidate = os.path.join(cwd, folder, name)
         if os.path.isfile(candidate) and os.access(candidate, os.X_OK):
