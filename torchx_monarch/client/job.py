@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchx.runner import Runner
@@ -325,7 +325,7 @@ class SPMDJob(AttachedJob):
         """
         greeting = {"type": "follow", "run": run, "rank": rank, "wait": follow}
         readers: dict[tuple[int, str], LineReader] = {}
-        with contextlib.closing(self._records(greeting)) as records:
+        with contextlib.closing(Records.request(self._role_hosts, greeting)) as records:
             for record in records:
                 if record["type"] == "output" and rank in (None, record["rank"]):
                     reader = readers.setdefault((record["rank"], record["stream"]), LineReader())
@@ -334,16 +334,6 @@ class SPMDJob(AttachedJob):
         for reader in readers.values():
             if rest := reader.rest():
                 yield rest.decode(errors="replace")
-
-    def _records(self, greeting: dict[str, Any]) -> Generator[dict[str, Any]]:
-        """Yield the records of a run up to its result; those so far if the greeting does not wait for more."""
-        if greeting["wait"]:
-            with contextlib.closing(Records.request(self._role_hosts, greeting)) as records:
-                yield from records
-            return
-        with self._role_hosts.open(greeting) as link:
-            while (record := link.receive(None)) is not None and record["type"] != "result":
-                yield record
 
     # -- the Monarch job -----------------------------------------------------------------------------------------------
 

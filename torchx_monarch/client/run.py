@@ -44,12 +44,13 @@ _LINES = re.compile(r"[^\n]*\n|[^\n]+")
 class Records:
     """Iterate over the records of a run, from the first one; reconnect if the connection breaks.
 
-    The greeting of the connection was ``run`` or ``follow``.
+    The greeting of the connection was ``run`` or ``follow``. With ``wait`` False, there are only the records so far.
     """
 
-    def __init__(self, hosts: Hosts, link: Connection) -> None:
+    def __init__(self, hosts: Hosts, link: Connection, wait: bool) -> None:
         self._hosts = hosts
         self._link = link
+        self._wait = wait
         self._seen = 0
         self._closed = False
         self.run = 0
@@ -59,7 +60,7 @@ class Records:
         """Start or follow a run, after waiting for hosts that have not started yet."""
         link = hosts.open(greeting, ready=greeting["type"] == "run")
         try:
-            records = cls(hosts, link)
+            records = cls(hosts, link, greeting.get("wait") is not False)
             records._accepted()
         except BaseException:
             link.close()
@@ -85,7 +86,7 @@ class Records:
         while not self._closed:
             record = self._link.receive(None)
             if record is None:
-                if self._closed:
+                if self._closed or not self._wait:
                     return
                 self._again()
                 continue

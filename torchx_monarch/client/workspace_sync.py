@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from torchx_monarch.client.connection import Connection, Target
 from torchx_monarch.code_sync.manifest import MARKER, PIECE, ChangedError, Tree, is_home_or_root, pack
-from torchx_monarch.exceptions import CodeError, UnreachableError
+from torchx_monarch.exceptions import CodeError
 
 SyncMode = Literal["auto", "always", "never"]
 """When each host gets its own copy of the workspace. ``auto``: unless all hosts see the folder itself, for example on a
@@ -86,7 +86,7 @@ def _is_shared(link: Connection, root: str) -> bool:
         return False  # not a writable folder: the hosts cannot be tested for it
     try:
         link.send({"type": "probe", "path": name, "text": text})
-        return _answer(link, "shared")["shared"] is True
+        return _answer(link)["shared"] is True
     finally:
         with contextlib.suppress(OSError):
             os.unlink(name)
@@ -94,14 +94,14 @@ def _is_shared(link: Connection, root: str) -> bool:
 
 def _send(link: Connection, root: str, tree: Tree) -> None:
     link.send({"type": "tree", "tree": tree.hash})
-    if _answer(link, "have")["have"]:
+    if _answer(link)["have"]:
         return
     encoded = tree.encode()
     _send_frames(link, (encoded[at : at + PIECE] for at in range(0, len(encoded), PIECE)))
-    bits = int(_answer(link, "missing")["missing"], 16)
+    bits = int(_answer(link)["missing"], 16)
     missing = [digest for number, digest in enumerate(tree.contents) if bits >> number & 1]
     _send_frames(link, pack(tree.files(root, missing)))
-    _answer(link, "done")
+    _answer(link)
 
 
 def _send_frames(link: Connection, frames: Iterable[bytes]) -> None:
@@ -110,17 +110,8 @@ def _send_frames(link: Connection, frames: Iterable[bytes]) -> None:
     link.send_bytes(bytes(4))
 
 
-def _answer(link: Connection, kind: str) -> dict[str, Any]:
-    try:
-        answer = link.receive(_ANSWER_TIMEOUT)
-    except TimeoutError:
-        raise UnreachableError(
-            f"the hosts have not answered within {_ANSWER_TIMEOUT:g} s that they have the code"
-        ) from None
-    if answer is None:
-        raise UnreachableError("the connection broke while code was brought to the hosts")
-    if answer.get("type") == "failed":
+def _answer(link: Connection) -> dict[str, Any]:
+    answer = link.answer(_ANSWER_TIMEOUT)
+    if answer["type"] == "failed":
         raise CodeError(f"the code was not brought to the hosts: {answer.get('reason')}")
-    if answer.get("type") != kind:
-        raise UnreachableError(f"the hosts answered {str(answer.get('type'))!r:.40}, not {kind!r}")
     return answer

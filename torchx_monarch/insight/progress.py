@@ -8,14 +8,13 @@ import contextlib
 import dataclasses
 import functools
 import os
-import stat
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from torchx_monarch.insight import events
 from torchx_monarch.model.host_result import KEY_VARIABLE, HostResult, signed
-from torchx_monarch.system import error_files
+from torchx_monarch.system import error_files, safe_files
 from torchx_monarch.system.console import Console, WriterThread
 from torchx_monarch.system.untrusted_text import lines, one_line
 
@@ -56,19 +55,15 @@ class Reporter:
     def line(self, text: str) -> None:
         """Write a line to the log, without an event."""
         text = one_line(text)
-        self._write_line(text)
+        self.write_line(text)
         if self.echo is not None:
             self.echo(text)
-
-    def result_line(self, text: str) -> None:
-        """Write the signed result to the log, for the backend."""
-        self._write_line(text)
 
     def block(self, title: str, text: str) -> None:
         """Write a line and a text of several lines. Every line gets the prefix, as a rank may have written the text."""
         self.line(title)
         for line in lines(text):
-            self._write_line(f"  {line}")
+            self.write_line(f"  {line}")
             if self.echo is not None:
                 self.echo(f"  {line}")
 
@@ -118,7 +113,8 @@ class Reporter:
         finally:
             task.cancel()
 
-    def _write_line(self, text: str) -> None:
+    def write_line(self, text: str) -> None:
+        """Write a line to the log as it is."""
         self._console.write(self, f"[monarch] {text}\n".encode())
 
     def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
@@ -137,7 +133,7 @@ def write_result(result: HostResult, environ: Mapping[str, str], reporter: Repor
             file, of which Kubernetes reads 4096 bytes.
     """
     if key := environ.get(KEY_VARIABLE):
-        reporter.result_line(signed(result.to_text(_SHORT_RESULT), key))
+        reporter.write_line(signed(result.to_text(_SHORT_RESULT), key))
     if result.code == 0:
         return
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -149,13 +145,6 @@ def write_result(result: HostResult, environ: Mapping[str, str], reporter: Repor
 
 
 def _write(path: str | None, text: str) -> None:
-    """Overwrite a file in place: Kubernetes has mounted it, so it cannot be replaced, and another user may own it."""
-    if not path:
-        return
-    with contextlib.suppress(OSError):
-        # Where nothing is mounted, a rank may have put a FIFO or a symbolic link in its place.
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-        with open(fd, "w") as file:
-            if stat.S_ISREG(os.fstat(fd).st_mode):
-                os.ftruncate(fd, 0)
-                file.write(text)
+    if path:
+        with contextlib.suppress(OSError):
+            safe_files.replace_or_write(path, text.encode())
