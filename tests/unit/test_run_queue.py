@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
-from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
@@ -59,18 +58,9 @@ def test_the_refusal_of_a_run_names_the_role_in_the_command_that_ends_the_earlie
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("request_of", "why"),
-    [
-        ({"command": ["torchrun", "x.py"], "function": "aGk="}, "function of the run is for a program that calls it"),
-        ({"program": ["-m", "x"], "function": "aGk"}, "function of the run is no base64: "),
-        ({"program": ["-m", "x"], "function": "é"}, "function of the run is no base64: "),
-        ({"program": ["-m", "x"], "function": 3}, "function"),
-    ],
-)
-def test_a_function_that_is_none_is_refused(request_of: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        RunRequest.from_message(request_of)
+def test_a_function_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="function"):
+        RunRequest.from_message({"program": ["-m", "x"], "function": 3})
 
 
 def test_the_end_of_a_queued_run_leaves_the_timeout_of_the_running_one(tmp_path: Path) -> None:
