@@ -29,21 +29,15 @@ ALWAYS = frozenset({".git", ".hg", ".svn", "__pycache__"})
 """Version control data; and bytecode, which Python regenerates, and whose validity depends on the times of its sources
 (which are not sent)."""
 
-_NEVER_BY_TORCHX = "Dockerfile.torchx"
-"""TorchX builds images from this file at the top of a workspace, and never ignores it. A folder of this name can be
-ignored: ``walk_workspace`` tests it as ``./Dockerfile.torchx``, which its ``_ignore`` does not exempt."""
-
 
 class TorchXIgnore:
     """Match paths against the patterns of a ``.torchxignore``."""
 
     def __init__(self, text: str) -> None:
         lines = (line.partition("#")[0].strip() for line in text.splitlines())
-        self._patterns = [
-            (_glob(line[1:]) if line[0] == "!" else None, _glob(line)) for line in lines if line not in ("", ".")
-        ]
+        self._patterns = [(line[0] == "!", _glob(line.removeprefix("!"))) for line in lines if line not in ("", ".")]
 
-    def match(self, path: str, is_folder: bool, first: int = 0) -> tuple[bool | None, int]:
+    def match(self, path: str, first: int) -> tuple[bool | None, int]:
         """Decide whether a path below the workspace is ignored.
 
         Returns:
@@ -53,14 +47,9 @@ class TorchXIgnore:
         """
         answer: bool | None = None
         last = first
-        if path == _NEVER_BY_TORCHX and not is_folder:
-            return answer, last
-        for number in range(first, len(self._patterns)):
-            taken_back, pattern = self._patterns[number]
-            if taken_back and taken_back.match(path):
-                answer, last = False, number + 1
-            elif pattern.match(path):  # as in TorchX, a pattern with its ! may also match a name that begins with !
-                answer, last = True, number + 1
+        for number, (is_included, pattern) in enumerate(self._patterns[first:], first + 1):
+            if pattern.match(path):
+                answer, last = not is_included, number
         return answer, last
 
 
@@ -105,7 +94,7 @@ class IgnoreRules:
         name = path.rpartition("/")[2]
         if name in ALWAYS or name.startswith(MARKER):
             return True, self
-        answer, first = self._torchx.match(path, is_folder, self._first)
+        answer, first = self._torchx.match(path, self._first)
         if answer is None:
             answer = _by_git(self._git, f"{path}/" if is_folder else path)
         if first == self._first or not is_folder:
