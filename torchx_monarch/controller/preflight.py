@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torchx_monarch.controller.host_messages import TakeFacts
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.model.host_facts import HostFacts, Registration
+from torchx_monarch.model.host_facts import PROGRAM, HostFacts, Registration
 from torchx_monarch.system.untrusted_text import one_line
 
 _LINE = 600
@@ -61,17 +61,11 @@ class Preflight:
 
 
 def compare(names: Mapping[int, str], facts: Mapping[int, HostFacts]) -> Iterator[str]:
-    """Yield a text for each version, and for the script, if hosts, which are by replica, have different ones."""
-    for name in sorted({name for host in facts.values() for name in host.versions}):
-        values = {replica: host.versions.get(name, "none") for replica, host in facts.items() if host.versions}
-        yield from _differences(names, values, name, f"install the same {name} on all hosts")
-    files = {replica: host.program for replica, host in facts.items() if host.program is not None}
-    if len({file.digest for file in files.values()}) > 1:
-        shown = {
-            replica: f"{file.path} of {file.size} bytes (SHA-256 {file.digest[:12]})" for replica, file in files.items()
-        }
-        advice = "copy the same file to all hosts, or put it on a shared disk"
-        yield from _differences(names, shown, "the program", advice)
+    """Yield a text for each fact that hosts, which are by replica, do not have in common."""
+    for name in sorted({name for host in facts.values() for name in host}):
+        values = {replica: host.get(name, "none") for replica, host in facts.items()}
+        same = f"install the same {name} on" if name != PROGRAM else "copy the same file to"
+        yield from _differences(names, values, name, f"{same} all hosts")
 
 
 def _differences(names: Mapping[int, str], values: Mapping[int, str], what: str, advice: str) -> Iterator[str]:

@@ -7,19 +7,18 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from torchx_monarch.host.ranks.run_spec import RunSpec
-from torchx_monarch.model.host_facts import HostFacts, ProgramFile
+from torchx_monarch.model.host_facts import PROGRAM, HostFacts
 
 
-def take_facts(run: RunSpec, versions: Mapping[str, str]) -> HostFacts:
+def take_facts(run: RunSpec, versions: HostFacts) -> HostFacts:
     """Return the facts of this host for a run, whose zygote has told ``versions``. It reads the script."""
-    return HostFacts({**versions, **_driver()} if versions else {}, _program(run))
+    return {**versions, **_driver(), **_program(run)}
 
 
-def _driver() -> dict[str, str]:
+def _driver() -> HostFacts:
     with contextlib.suppress(OSError):
         driver = re.search(r"Kernel Module\D+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
         if driver:
@@ -27,11 +26,10 @@ def _driver() -> dict[str, str]:
     return {}
 
 
-def _program(run: RunSpec) -> ProgramFile | None:
+def _program(run: RunSpec) -> HostFacts:
     program = run.command.program_of(0)
     path = os.path.join(run.cwd or os.getcwd(), program.target)
     if program.mode == "script" and os.path.isfile(path):
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            content = file.read()
-            return ProgramFile(path, len(content), hashlib.sha256(content).hexdigest())
-    return None
+            return {PROGRAM: f"of SHA-256 {hashlib.sha256(file.read()).hexdigest()[:12]}"}
+    return {}

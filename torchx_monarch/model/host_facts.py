@@ -5,28 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import TypeAlias
 
+HostFacts: TypeAlias = Mapping[str, str]
+"""The versions of what a host imports, such as torch, by name, and the digest of the script (``PROGRAM``)."""
 
-@dataclasses.dataclass(frozen=True)
-class ProgramFile:
-    """The script of a run, with its size in bytes and its SHA-256 in hexadecimal digits."""
-
-    path: str
-    size: int
-    digest: str
-
-
-@dataclasses.dataclass(frozen=True)
-class HostFacts:
-    """Facts of one host.
-
-    Attributes:
-        versions: those of torch and others by name, as far as the host imports them; none if that has failed.
-        program: the script; None for a module or another program, or if the file cannot be read.
-    """
-
-    versions: Mapping[str, str]
-    program: ProgramFile | None = None
+PROGRAM = "the program"
 
 
 @dataclasses.dataclass(frozen=True)
