@@ -95,48 +95,6 @@ def _without(own: frozenset[str], frames: tuple[Frame, ...]) -> tuple[Frame, ...
     return frames[:program] if program < end else frames
 
 
-# -- groups ------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class StackGroup:
-    """Threads with equal stacks, or processes with the same problem.
-
-    Attributes:
-        what: which thread of which process: ``main thread``, ``other thread``, ``pt_data_worker, main thread``, ….
-        problem: the common problem (see ``ProcessStacks``).
-    """
-
-    what: str
-    ranks: tuple[int, ...]
-    processes: tuple[ProcessStacks, ...]
-    frames: tuple[Frame, ...]
-    problem: str
-
-
-def group(stacks: Iterable[ProcessStacks]) -> list[StackGroup]:
-    """Group equal stacks: those of the ranks' main threads first, the rarest of them first."""
-    found: dict[tuple[int, str, tuple[Frame, ...], str], list[ProcessStacks]] = {}
-    for process in sorted(stacks, key=lambda process: (process.rank, process.child, process.pid)):
-        prefix = f"{process.child}, " if process.child else ""
-        if not process.threads:
-            key = (1 if process.child else 0, f"{prefix}main thread", (), process.problem)
-            found.setdefault(key, []).append(process)
-        for index, thread in enumerate(process.threads):
-            what = f"{prefix}{f'thread {thread.name}' if thread.name and index else 'other thread'}"
-            order, problem = (2, what), ""
-            if index == 0:
-                order, problem = (1 if process.child else 0, f"{prefix}main thread"), process.problem
-            elif not thread.frames:
-                continue  # a thread that is in no Python function tells nothing
-            found.setdefault((*order, thread.frames, problem), []).append(process)
-    groups = [
-        (order, StackGroup(what, tuple(sorted({member.rank for member in alike})), tuple(alike), frames, problem))
-        for (order, what, frames, problem), alike in found.items()
-    ]
-    return [stack for _, stack in sorted(groups, key=lambda pair: (pair[0], len(pair[1].ranks), pair[1].ranks))]
-
-
 def rank_ranges(ranks: Sequence[int]) -> str:
     """Return ascending ranks in the form ``rank 3`` or ``ranks 0-2,4-7``."""
     shown = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in consecutive(ranks))
@@ -144,16 +102,27 @@ def rank_ranges(ranks: Sequence[int]) -> str:
 
 
 def render(stacks: Iterable[ProcessStacks]) -> list[str]:
-    """Return the lines that show the groups of stacks to a person."""
-    lines = []
-    for stack in group(stacks):
-        many = "" if len(stack.processes) == len(stack.ranks) else f" ({len(stack.processes)} of them)"
-        where = (
-            f" (host {stack.processes[0].replica}, pid {stack.processes[0].pid})" if len(stack.processes) == 1 else many
-        )
-        text = f": {stack.problem}" if stack.problem else ""
-        lines.append(one_line(f"{rank_ranges(stack.ranks)}{where}: {stack.what}{text}"))
-        lines += [f"    {one_line(str(frame))}" for frame in stack.frames]
-        if not stack.frames and not stack.problem:
+    """Return the lines that show stacks to a person, equal ones once: the main threads of ranks first, rarest first."""
+    found: dict[tuple[int, str, tuple[Frame, ...], str], list[ProcessStacks]] = {}
+    for process in sorted(stacks, key=lambda process: (process.rank, process.child, process.pid)):
+        prefix = f"{process.child}, " if process.child else ""
+        first = process.threads[0].frames if process.threads else ()
+        key = (1 if process.child else 0, f"{prefix}main thread", first, process.problem)
+        found.setdefault(key, []).append(process)
+        for thread in process.threads[1:]:
+            if thread.frames:  # a thread that is in no Python function tells nothing
+                what = f"{prefix}{f'thread {thread.name}' if thread.name else 'other thread'}"
+                found.setdefault((2, what, thread.frames, ""), []).append(process)
+    shown = []
+    for (order, what, frames, problem), alike in found.items():
+        ranks = sorted({process.rank for process in alike})
+        where = f" (host {alike[0].replica}, pid {alike[0].pid})" if len(alike) == 1 else ""
+        if len(alike) > len(ranks):
+            where = f" ({len(alike)} of them)"
+        text = f": {problem}" if problem else ""
+        lines = [one_line(f"{rank_ranges(ranks)}{where}: {what}{text}")]
+        lines += [f"    {one_line(str(frame))}" for frame in frames]
+        if not frames and not problem:
             lines.append("    (in no Python function)")
-    return lines
+        shown.append((order, len(ranks), ranks, lines))
+    return [line for *_, lines in sorted(shown, key=lambda entry: entry[:3]) for line in lines]
