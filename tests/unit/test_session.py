@@ -133,4 +133,4 @@ def test_an_attempt_that_ends_before_its_ranks_have_started_has_no_exits(tmp_pat
 def test_a_failure_that_all_hosts_share_is_not_counted_for_a_machine(codes: tuple[int, ...], blamed: list[str]) -> None:
     failures, ended = HostFailures(9), [exits(replica, code)[1][0] for replica, code in enumerate(codes)]
     assert batch([(0, ended)], GOOD, failures=failures).code == 0
-    assert [name for name in ("node0", "node1") if failures.describe(name) == "1 failure within 1 h"] == blamed
+    assert [name for name in ("node0", "node1") if name in failures._failures] == blamed

@@ -197,9 +197,9 @@ class HostGatherer:
         if len(self._registry.registered) == 1:  # no other host can take its place
             return None
         name = machine(host, self._registry.registered.values())
-        if not self._failures.add(name):
+        if not (failures := self._failures.add(name)):
             return None
-        message = f"{name} is excluded after {self._failures.describe(name)}, the last: {reason}"
+        message = f"{name} is excluded after {failures}, the last: {reason}"
         if host.replica in {chosen.replica for chosen in self._choose()}:
             why = "the controller runs there" if host.replica == 0 else "no other host can take its place now"
             message = f"{message}; it stays, because {why}"
@@ -336,17 +336,12 @@ class HostFailures:
         self._clock = clock
         self._failures: dict[str, list[float]] = {}
 
-    def add(self, name: str) -> bool:
-        """Count a failure of a machine; return whether it is the one that excludes the machine."""
+    def add(self, name: str) -> str:
+        """Count a failure of a machine; return how many there were if it excludes the machine, else an empty text."""
         now = self._clock()
-        recent = [at for at in self._failures.get(name, ()) if at > now - _FAILURES_WITHIN]
-        self._failures[name] = [*recent, now]
-        if not self._after or name in self.excluded or len(recent) + 1 < self._after:
-            return False
+        recent = [*(at for at in self._failures.get(name, ()) if at > now - _FAILURES_WITHIN), now]
+        self._failures[name] = recent
+        if not self._after or name in self.excluded or len(recent) < self._after:
+            return ""
         self.excluded.add(name)
-        return True
-
-    def describe(self, name: str) -> str:
-        """Return how often a machine has failed: ``3 failures within 1 h``."""
-        count = len(self._failures.get(name, ()))
-        return f"{count} failure{'' if count == 1 else 's'} within 1 h"
+        return f"{len(recent)} failure{'' if len(recent) == 1 else 's'} within 1 h"
