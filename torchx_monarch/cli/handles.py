@@ -69,10 +69,11 @@ def resolve(word: str) -> str:
 
 def unknown(word: str) -> CommandError:
     """Return the error for a word that names no app, with the apps whose names are similar."""
-    from torchx_monarch.model.spelling import similar
+    import difflib
 
     apps = recorded_apps()
-    alike = similar(word.rpartition("/")[2], {app_word for app in apps for app_word in app.words}, _CANDIDATES)
+    words = {app_word for app in apps for app_word in app.words}
+    alike = {*difflib.get_close_matches(word.rpartition("/")[2], words, _CANDIDATES)}
     near = [f"  {one_line(app.handle)}" for app in apps if app.words & alike]
     text = f"there is no app {one_line(word)!r}"
     if near:

@@ -32,12 +32,5 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f" Did you mean {name}?" if name else ""
 
 
-def similar(word: str, choices: Iterable[str], at_most: int) -> set[str]:
-    """Return at most so many known names that are like a word, with the same tolerance for case, ``-`` and ``_``."""
-    folded = {name: _folded(name) for name in choices}
-    near = difflib.get_close_matches(_folded(word), set(folded.values()), n=at_most)
-    return {name for name, folded_name in folded.items() if folded_name in near}
-
-
 def _folded(name: str) -> str:
     return name.strip("-").replace("_", "-").lower()
