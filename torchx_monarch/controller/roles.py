@@ -43,13 +43,10 @@ _LOOKUP_DELAY = 3.0
 """Seconds for which a lookup waits for an address before the host is told to ask again, and can report why it waits."""
 
 _TRY_FOR = 5.0
-"""Seconds for which a role that needs no answer tries to reach the server before it pauses."""
-
-_RETRY_PAUSE = 5.0
-"""Seconds of that pause: the first role may have ended long ago."""
+"""Seconds for which a role that needs no answer tries to reach the server, again and again."""
 
 _REGISTER_AGAIN = 0.5
-"""Seconds between the loss of the server and the next try to reach it."""
+"""Seconds between the loss of the server, or its refusal, and the next try to reach it."""
 
 _REGISTERED_WITHIN = 5.0
 """Seconds for which the first role waits for the others before it starts. Roles that have not registered yet would not
@@ -364,8 +361,7 @@ class RoleClient(RoleCoordinator):
                     if not self._registered.is_set():
                         self._events.post(StopRequested(0, JobResult(1, str(error), replica=0)))
                     return
-                if self._may_begin.is_set():
-                    await asyncio.sleep(_RETRY_PAUSE)
+                await asyncio.sleep(_REGISTER_AGAIN)
                 continue
             self._may_begin.set()
             self._registered.set()
