@@ -14,7 +14,7 @@ from torchx_monarch.host.no_restart_marker import VARIABLE, NoRestartMarker
 from torchx_monarch.model import backoff
 from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.host_result import HostResult
-from torchx_monarch.model.host_spec import parse_exit_codes
+from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes
 from torchx_monarch.model.job_result import JobResult, RankExit
 
 
@@ -37,7 +37,7 @@ def failed(rank: int = 0, code: int = 1, **extra: object) -> RankExit:
     ],
 )
 def test_what_an_exit_code_says(cause: RankExit, retry_on: tuple[int, ...], reason: str) -> None:
-    assert why_no_restart(cause, (), (), retry_on) == reason
+    assert why_no_restart(cause, (), (), HostSpec(retry_on=retry_on)) == reason
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_what_an_exit_code_says(cause: RankExit, retry_on: tuple[int, ...], reas
     ],
 )
 def test_a_rank_that_never_joins(now: set[int], before: set[int], reason: str) -> None:
-    assert why_no_restart(failed(0), now, before, ()) == reason
+    assert why_no_restart(failed(0), now, before, HostSpec()) == reason
 
 
 def test_who_has_never_joined() -> None:

@@ -108,9 +108,6 @@ class AttachedJob(JobTrait):  # type: ignore[misc]
         meshes: dict[str, Any] = super()._connect_host_meshes(running_job)
         return meshes
 
-    def _cleanup_log_context(self) -> dict[str, Any]:
-        return {"job_type": type(self).__name__, "handle": self.handle}
-
     def _rebind_connection_inputs(self, spec: JobTrait) -> None:
         if isinstance(spec, AttachedJob):
             self._start_timeout = spec._start_timeout

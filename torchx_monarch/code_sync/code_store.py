@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Container, Iterator
 
-from torchx_monarch.code_sync.manifest import ChangedError, PackError, Tree, Unpacker, brief, pack
+from torchx_monarch.code_sync.manifest import ChangedError, PackError, Tree, Unpacker, pack
 from torchx_monarch.code_sync.work_folder import WorkFolder
 
 _TREES = 32
@@ -131,7 +131,7 @@ class CodeStore(ContentStore):
         """Return a tree by its hash; raise ``StoreError`` unless the store has it."""
         tree = self.find_tree(tree_hash)
         if tree is None:
-            raise StoreError(f"the code {brief(tree_hash)} is not on this host (any more): it must be sent again")
+            raise StoreError(f"the code {tree_hash:.12} is not on this host (any more): it must be sent again")
         return tree
 
     def sendable(self, tree_hash: str) -> Tree:

@@ -141,11 +141,6 @@ class Tree:
             raise TreeError(f"something lies below {min(wrong)!r}, which is no folder with something in it")
 
 
-def brief(tree_hash: str) -> str:
-    """Shorten the hash of a tree for messages and folder names."""
-    return tree_hash[:12]
-
-
 class ChangedError(Exception):
     """A file does not have the expected content, as it had when its digest was taken; the message is its path."""
 

@@ -29,6 +29,7 @@ from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.backoff import describe as describe_delay
 from torchx_monarch.model.host_facts import Registration
 from torchx_monarch.model.host_result import no_retry_reason
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import (
     EARLY_FAILURES_WITHIN,
     JobResult,
@@ -101,8 +102,7 @@ class Attempts:
             stuck = self._same_step.why_not(self.exits.values(), cause, options.spec.same_step_limit)
             if excluded := self._blame_host_of(cause, failure):
                 self._same_step, stuck = SameStep(), ""  # other machines may get further
-            spec = options.spec
-            reason = why_no_restart(cause, unjoined, before, spec.retry_on, spec.on_hang) or stuck
+            reason = why_no_restart(cause, unjoined, before, options.spec) or stuck
             if self._restarts_left == 0 or reason:
                 if self._restarts_left:
                     self._reporter.line(f"no restart: {reason}")
@@ -360,24 +360,17 @@ def never_joined(exits: Iterable[RankExit]) -> frozenset[int]:
     return frozenset(rank_exit.rank for rank_exit in exits if rank_exit.failed and rank_exit.joined is False)
 
 
-def why_no_restart(
-    cause: RankExit,
-    failed_now: Collection[int],
-    failed_before: Collection[int],
-    retry_on: Collection[int],
-    on_hang: str = "restart",
-) -> str:
+def why_no_restart(cause: RankExit, failed_now: Collection[int], failed_before: Collection[int], spec: HostSpec) -> str:
     """Return why the ranks must not be restarted; empty if they may be.
 
     ``failed_now`` and ``failed_before`` are the results of ``never_joined`` for this and the previous attempt.
-    ``retry_on`` are exit codes, as a shell reports them, after which ranks are restarted; empty for any.
     """
     if cause.hang:
-        return "" if on_hang == "restart" else f"the ranks hung (on_hang={on_hang})"
+        return "" if spec.on_hang == "restart" else f"the ranks hung (on_hang={spec.on_hang})"
     code = shell_code(cause.code)
     if not cause.began:
         return "the program cannot even begin"
-    if reason := _forbidden_by(code, retry_on):
+    if reason := _forbidden_by(code, spec.retry_on):
         return reason
     again = set(failed_now) & set(failed_before)
     if cause.rank in failed_now and again:
