@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
+from collections.abc import Iterator
 
 from torchx_monarch.code_sync.ignores import GIT_IGNORE, IgnoreRules
 from torchx_monarch.code_sync.manifest import EXECUTABLE, FILE, FOLDER, LINK, MAX_ENTRIES, Entry, Tree
@@ -29,7 +31,7 @@ def scan(root: str) -> Tree:
     if not os.path.isdir(root):
         raise ScanError(f"the workspace {root} is no folder")
     try:
-        return _Scan(root).run()
+        return Tree(_entries(root))
     except OSError as error:
         raise ScanError(
             f"cannot read {error.filename} of the workspace: {error.strerror}; what is not for the hosts can be "
@@ -37,83 +39,77 @@ def scan(root: str) -> Tree:
         ) from None
 
 
-class _Scan:
-    def __init__(self, root: str) -> None:
-        self._root = root
-        self._entries: dict[str, Entry] = {}
-        self._files: list[str] = []
-        self._size = 0
-
-    def run(self) -> Tree:
-        """Walk the folders, then read the files. Checks the limits before reading."""
-        folders = [("", IgnoreRules.load(self._root))]
-        while folders:
-            folder, rules = folders.pop()
-            try:
-                with os.scandir(os.path.join(self._root, folder)) as found:
-                    inside = list(found)
-            except FileNotFoundError:
-                continue
-            if any(entry.name == GIT_IGNORE for entry in inside):
-                rules = rules.below(self._root, folder)
-            taken = 0
-            for entry in inside:
-                path = f"{folder}/{entry.name}" if folder else entry.name
-                is_folder = entry.is_dir(follow_symlinks=False)
-                is_ignored, below = rules.leave_out(path, is_folder)
-                taken += not is_ignored
-                if is_folder and not is_ignored:
-                    folders.append((path, below))
-                elif not is_ignored:
-                    self._add(path, entry)
-            if folder and not taken:
-                self._entries[folder] = Entry(FOLDER, "", 0)
-            if len(self._entries) + len(self._files) > MAX_ENTRIES:
-                raise ScanError(
-                    f"the workspace {self._root} has more than {MAX_ENTRIES} files: name a smaller folder as "
-                    "the workspace, or what is not code in .torchxignore or .gitignore"
-                )
-        if self._size > _MAX_TOTAL_BYTES:
+def _entries(root: str) -> dict[str, Entry]:
+    """Walk the folders, then read the files; the limits are checked before that."""
+    entries, files, total = dict[str, Entry](), list[str](), 0
+    for path, found in _walk(root):
+        with contextlib.suppress(FileNotFoundError):
+            if found is None:
+                entries[path] = Entry(FOLDER, "", 0)
+            elif found.is_symlink():
+                entries[path] = Entry(LINK, os.readlink(found.path), 0)
+            elif found.is_file(follow_symlinks=False):  # sockets and pipes are meaningless on another machine
+                total += _limited(found.path, found.stat(follow_symlinks=False).st_size)
+                files.append(path)
+        if len(entries) + len(files) > MAX_ENTRIES:
             raise ScanError(
-                f"the files of the workspace {self._root} have {_in_words(self._size)}, and code at most "
-                f"{_in_words(_MAX_TOTAL_BYTES)}: name what is not code in .torchxignore or .gitignore"
+                f"the workspace {root} has more than {MAX_ENTRIES} files: name a smaller folder as the workspace, or "
+                "what is not code in .torchxignore or .gitignore"
             )
-        for path in self._files:
-            self._read(path)
-        return Tree(self._entries)
+    if total > _MAX_TOTAL_BYTES:
+        raise ScanError(
+            f"the files of the workspace {root} have {_in_words(total)}, and code at most "
+            f"{_in_words(_MAX_TOTAL_BYTES)}: name what is not code in .torchxignore or .gitignore"
+        )
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):
+            entries[path] = _read(os.path.join(root, path))
+    return entries
 
-    def _add(self, path: str, found: os.DirEntry[str]) -> None:
+
+def _walk(root: str) -> Iterator[tuple[str, os.DirEntry[str] | None]]:
+    """Yield what is not ignored, but for folders, of which the empty ones are yielded with None."""
+    folders = [("", IgnoreRules.load(root))]
+    while folders:
+        folder, rules = folders.pop()
         try:
-            if found.is_symlink():
-                self._entries[path] = Entry(LINK, os.readlink(found.path), 0)
-                return
-            status = found.stat(follow_symlinks=False)
+            with os.scandir(os.path.join(root, folder)) as found:
+                inside = list(found)
         except FileNotFoundError:
-            return
-        if stat.S_ISREG(status.st_mode):  # sockets and pipes are meaningless on another machine
-            self._limit(path, status.st_size)
-            self._size += status.st_size
-            self._files.append(path)
+            continue
+        if any(entry.name == GIT_IGNORE for entry in inside):
+            rules = rules.below(root, folder)
+        is_empty = bool(folder)
+        for entry in inside:
+            path = f"{folder}/{entry.name}" if folder else entry.name
+            is_folder = entry.is_dir(follow_symlinks=False)
+            is_ignored, below = rules.leave_out(path, is_folder)
+            is_empty = is_empty and is_ignored
+            if is_folder and not is_ignored:
+                folders.append((path, below))
+            elif not is_ignored:
+                yield path, entry
+        if is_empty:
+            yield folder, None
 
-    def _read(self, path: str) -> None:
-        digest, size = hashlib.sha256(), 0
-        try:
-            with open(os.path.join(self._root, path), "rb", buffering=0) as file:
-                is_executable = os.fstat(file.fileno()).st_mode & stat.S_IXUSR
-                while data := file.read(_READ):
-                    digest.update(data)
-                    size += len(data)
-        except FileNotFoundError:
-            return
-        self._limit(path, size)
-        self._entries[path] = Entry(EXECUTABLE if is_executable else FILE, digest.hexdigest(), size)
 
-    def _limit(self, path: str, size: int) -> None:
-        if size > _MAX_FILE_BYTES:
-            raise ScanError(
-                f"{os.path.join(self._root, path)} has {_in_words(size)}, and a file of code at most "
-                f"{_in_words(_MAX_FILE_BYTES)}: name it in .torchxignore or .gitignore"
-            )
+def _read(path: str) -> Entry:
+    digest, size = hashlib.sha256(), 0
+    with open(path, "rb", buffering=0) as file:
+        kind = EXECUTABLE if os.fstat(file.fileno()).st_mode & stat.S_IXUSR else FILE
+        while data := file.read(_READ):
+            digest.update(data)
+            size += len(data)
+    return Entry(kind, digest.hexdigest(), _limited(path, size))
+
+
+def _limited(path: str, size: int) -> int:
+    if size > _MAX_FILE_BYTES:
+        raise ScanError(
+            f"{path} has {_in_words(size)}, and a file of code at most {_in_words(_MAX_FILE_BYTES)}: name it in "
+            ".torchxignore or .gitignore"
+        )
+    return size
 
 
 def _in_words(size: int) -> str:
