@@ -167,11 +167,9 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, message: messages.Message) -> None:
-        """Send a message after the greeting."""
         self.send_bytes(messages.encode(message))
 
     def send_bytes(self, data: bytes) -> None:
-        """Send bytes after the greeting."""
         try:
             self._socket.settimeout(None)
             self._socket.sendall(data)

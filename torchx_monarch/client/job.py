@@ -54,11 +54,7 @@ class SPMDJob(AttachedJob):
     does, or with the hosts. ``dump``, ``job_load``, ``enable_admin``, ``enable_telemetry``, ``remote_mount`` and
     ``gather_mount`` are Monarch's. A cached state of another job is ignored, and its hosts are left alone.
 
-    Attributes:
-        handle: the app's TorchX handle.
-        role: name of the role; empty for the first role.
-        workspace: absolute path of the folder with the code; None if the hosts use the code that they have.
-        sync: when the hosts get a copy of the workspace.
+    ``handle``, ``role``, ``workspace`` and ``sync`` are attributes, too.
 
     Args:
         handle: the app's TorchX handle, ``SCHEDULER://SESSION/APP``, as ``torchx run`` prints it.

@@ -140,7 +140,6 @@ class CodeStore(ContentStore):
         return incoming if incoming is not None and incoming.hash == tree_hash else self.tree(tree_hash)
 
     def holds(self, digest: str) -> bool:
-        """Return whether a content is stored."""
         return digest in self._contents
 
     def pieces(self, tree: Tree, digests: list[str]) -> Iterator[bytes]:

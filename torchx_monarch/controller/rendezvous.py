@@ -79,7 +79,6 @@ class Peer:
         return connections.is_client(self.writer)
 
     async def receive(self, timeout: float | None = None) -> messages.Message | None:
-        """Receive a message (see ``messages.receive``)."""
         return await messages.receive(self.reader, timeout)
 
     async def send(self, message: messages.Message) -> bool:

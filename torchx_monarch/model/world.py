@@ -36,7 +36,6 @@ class World:
 
     @property
     def size(self) -> int:
-        """The number of ranks on all hosts."""
         return sum(self.local_world_sizes)
 
     def first_rank(self, replica: int) -> int:

@@ -299,7 +299,6 @@ class TimeIndex:
             self._count = 0
 
     def close(self) -> None:
-        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
