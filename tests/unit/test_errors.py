@@ -69,7 +69,6 @@ def test_others_are_grouped_by_how_they_failed() -> None:
     said = "RuntimeError: Connection closed by peer [127.0.0.1]:3145"
     peers = [exit_of(rank, 1, error=error(f"{said}{rank}")) for rank in (0, 1)]
     assert describe_others([*same, cause, *peers, exit_of(12, -6)], cause) == [
-        f"ranks 0 and 1 exited with code 1: {said}0 (a consequence)",
         "ranks 3, 7, 8 and 2 more exited with code 1: ValueError: x",
         "rank 12 was killed by signal 6 (SIGABRT)",
     ]

@@ -225,22 +225,16 @@ def failed_alike(exits: Collection[RankExit], cause: RankExit) -> list[int]:
 def describe_others(exits: Collection[RankExit], cause: RankExit) -> list[str]:
     """Describe how the ranks other than the root cause failed, one line per kind: ``ranks 3, 7 and 510 more: ...``.
 
-    If all failed alike, ``describe_failure`` says so, and nothing is left to describe.
-
-    Messages about a lost peer that differ only in numbers, such as an address or a port, are one kind. Its line shows
-    the message of the lowest rank.
+    Nothing is left to describe of ranks that blame a lost peer, or if all failed alike (``describe_failure``).
     """
-    groups: dict[str, tuple[str, list[int]]] = {}
+    groups: dict[str, list[int]] = {}
     if failed_alike(exits, cause):
         return []
     for rank_exit in sorted(exits, key=lambda rank_exit: rank_exit.rank):
-        if rank_exit.failed and rank_exit.rank != cause.rank:
+        if rank_exit.failed and not rank_exit.is_collateral and rank_exit.rank != cause.rank:
             how = describe_code(rank_exit.code) + (f": {rank_exit._cause}" if rank_exit.message else "")
-            if rank_exit.is_collateral:
-                how += " (a consequence)"
-            way = re.sub(r"\d+", "N", how) if rank_exit.is_collateral else how
-            groups.setdefault(way, (how, []))[1].append(rank_exit.rank)
-    return [f"{_ranks_in_words(ranks)} {how}" for how, ranks in groups.values()]
+            groups.setdefault(how, []).append(rank_exit.rank)
+    return [f"{_ranks_in_words(ranks)} {how}" for how, ranks in groups.items()]
 
 
 def _ranks_in_words(ranks: list[int]) -> str:
