@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from torchx_monarch.host.ranks.rank_recorder import format_ranks
-from torchx_monarch.insight.hangs import Fault, RankCollectives, describe_places, diagnose, place_of
+from torchx_monarch.insight.hangs import Fault, RankCollectives, describe_places, diagnose
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus, parse_ranks
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
 
@@ -214,8 +214,7 @@ def test_places() -> None:
     fetch = Frame("/data.py", 41, "fetch")
     read = Frame("/venv/lib/python3.12/site-packages/torch/utils/data/dataloader.py", 9, "_next_data")
     assert describe_places([2], [stacks(2, "", read, fetch)]) == "rank 2 (host 1, pid 72): is at /data.py:41 in fetch"
-    assert place_of(2, [stacks(2, "busy", read)]).endswith("dataloader.py:9 in _next_data; busy")
-    assert place_of(2, [stacks(1, "x")]) == ""
+    assert describe_places([2], [stacks(2, "busy", read)]).endswith("dataloader.py:9 in _next_data; busy")
     all_stacks = [stacks(3, "stopped (SIGSTOP)"), stacks(1, "", fetch, Frame("/a.py", 1, "<module>")), stacks(0)]
     assert describe_places([1], all_stacks) == "rank 1 (host 0, pid 71): is at /data.py:41 in fetch"
     assert describe_places([3], all_stacks) == "rank 3 (host 1, pid 73): stopped (SIGSTOP)"

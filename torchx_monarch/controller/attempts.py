@@ -203,8 +203,7 @@ class Attempts:
         rank = hang.ranks[0]
         # The exits of a host that was lost meanwhile are not known.
         exited = self.exits.get(rank) or self._unknown_exit(rank, world, now)
-        text = "; ".join(filter(None, (hang.describe(), hang.place)))
-        cause = dataclasses.replace(exited, code=1, time=now, stopped_at=None, error=None, hang=text)
+        cause = dataclasses.replace(exited, code=1, time=now, stopped_at=None, error=None, hang=hang.describe())
         self.exits[rank] = cause
         self._reporter.report("failure", cause.describe(), rank=rank, failed_at=now)
         return cause

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from torchx_monarch.controller.host_messages import ReadCollectives, TakeStacks
 from torchx_monarch.controller.hosts import JobHosts
-from torchx_monarch.insight.hangs import Hang, describe_places, diagnose, place_of
+from torchx_monarch.insight.hangs import Hang, describe_places, diagnose
 from torchx_monarch.insight.stacks import rank_ranges
 
 _LOOKS = 10
@@ -108,11 +108,10 @@ class HangWatch:
 
     async def _report(self, hang: Hang, attempt: int) -> Hang:
         answers, _ = await self._hosts.collect(TakeStacks(None, save_as="while ranks hang"), _TIMEOUT)
-        stacks = list(itertools.chain.from_iterable(answers.values()))
-        place = describe_places(hang.ranks, stacks)
+        hang = dataclasses.replace(hang, place=describe_places(hang.ranks, itertools.chain(*answers.values())))
         self._reporter.report(
             "hang",
-            f"hang: {hang.describe()}{f'; {place}' if place else ''}",
+            f"hang: {hang.describe()}",
             attempt=attempt,
             fault=hang.fault.value,
             ranks=hang.ranks,
@@ -121,6 +120,6 @@ class HangWatch:
             operation=hang.collective.name,
             number=hang.collective.number,
             waited=round(hang.seconds, 3),
-            place=place,
+            place=hang.place,
         )
-        return dataclasses.replace(hang, place=place_of(hang.ranks[0], stacks))
+        return hang

@@ -75,7 +75,7 @@ class Hang:
         collective: the collective in which they wait.
         seconds: for how long the first of them has waited.
         called: what ``ranks`` have called or wait in instead; empty if that is not known.
-        place: where the first of ``ranks`` is; empty if that is not known.
+        place: where they are (``describe_places``); empty if that is not known.
     """
 
     fault: Fault
@@ -96,24 +96,22 @@ class Hang:
         return self.fault, self.ranks, self.group, self.collective.number
 
     def describe(self) -> str:
-        """Describe the hang in one line: which ranks have done what, and in what others wait for them."""
+        """Describe the hang in one line: what the ranks have done, in what others wait for them, and where they are."""
         have = "has" if len(self.ranks) == 1 else "have"
         others = f"{rank_ranges(self.waiting)} {'has' if len(self.waiting) == 1 else 'have'} waited"
         number = f"number {self.collective.number} of group {_cut(self.group)}"
         seconds = f"{self.seconds:.0f} s"
         not_called = f"not called {_show(self.collective)}, {number}, in which {others} for {seconds}"
         shown = f"{_show(self.collective)} {_shapes(self.collective)}".rstrip()
-        return (
-            f"{rank_ranges(self.ranks)} "
-            + {
-                Fault.MISSING: f"{have} {not_called}",
-                Fault.NO_GROUP: f"{have} not formed the group, and so {not_called}",
-                Fault.ENDED: f"{have} ended and {not_called}",
-                Fault.SILENT: f"{'does' if len(self.ranks) == 1 else 'do'} not answer, and {have} {not_called}",
-                Fault.MISMATCH: f"{have} called {self.called} as {number}, the others {shown}; {others} for {seconds}",
-                Fault.ORDER: f"{have} {not_called}; {self.called}: the order of calls differs",
-            }[self.fault]
-        )
+        what = {
+            Fault.MISSING: f"{have} {not_called}",
+            Fault.NO_GROUP: f"{have} not formed the group, and so {not_called}",
+            Fault.ENDED: f"{have} ended and {not_called}",
+            Fault.SILENT: f"{'does' if len(self.ranks) == 1 else 'do'} not answer, and {have} {not_called}",
+            Fault.MISMATCH: f"{have} called {self.called} as {number}, the others {shown}; {others} for {seconds}",
+            Fault.ORDER: f"{have} {not_called}; {self.called}: the order of calls differs",
+        }[self.fault]
+        return f"{rank_ranges(self.ranks)} {what}{f'; {self.place}' if self.place else ''}"
 
 
 def diagnose(ranks: Sequence[RankCollectives], hang_after: float, at_most: float = float("inf")) -> Hang | None:
@@ -269,11 +267,6 @@ def _shapes(collective: Collective) -> str:
     return ", ".join(f"[{', '.join(map(str, size))}]" for size in collective.sizes)
 
 
-def place_of(rank: int, stacks: Sequence[ProcessStacks]) -> str:
-    """Say where one rank is, as ``describe_places`` does."""
-    return one_line(next((_place(process) for process in stacks if process.rank == rank and not process.child), ""))
-
-
 def _place(process: ProcessStacks) -> str:
     frames = process.threads[0].frames if process.threads else ()
     # A wait inside a library says less than the line that called it; the stacks have both.
@@ -282,7 +275,7 @@ def _place(process: ProcessStacks) -> str:
     return "; ".join(filter(None, (place, process.problem)))
 
 
-def describe_places(ranks: Collection[int], stacks: Sequence[ProcessStacks]) -> str:
+def describe_places(ranks: Collection[int], stacks: Iterable[ProcessStacks]) -> str:
     """Say where ranks are, by the lines of the program that their main threads execute; empty if that is not known."""
     places = []
     for process in stacks:
