@@ -101,8 +101,8 @@ class Hang:
         others = f"{rank_ranges(self.waiting)} {'has' if len(self.waiting) == 1 else 'have'} waited"
         number = f"number {self.collective.number} of group {_cut(self.group)}"
         seconds = f"{self.seconds:.0f} s"
-        not_called = f"not called {_show(self.collective)}, {number}, in which {others} for {seconds}"
-        shown = f"{_show(self.collective)} {_shapes(self.collective)}".rstrip()
+        not_called = f"not called {_cut(self.collective.name)}, {number}, in which {others} for {seconds}"
+        shown = f"{_cut(self.collective.name)} {_shapes(self.collective)}".rstrip()
         what = {
             Fault.MISSING: f"{have} {not_called}",
             Fault.NO_GROUP: f"{have} not formed the group, and so {not_called}",
@@ -230,7 +230,7 @@ def _waiting(by_rank: _CollectivesByRank, group: GroupStatus, number: int) -> tu
 def _waits_of(by_rank: _CollectivesByRank, ranks: Sequence[int]) -> str:
     """Say in which collectives ranks wait: ``rank 1 waits in gloo:all_reduce, number 1 of group 2``."""
     waits = [
-        f"rank {rank} waits in {_show(group.waiting)}, number {group.waiting.number} of group {_cut(group.name)}"
+        f"rank {rank} waits in {_cut(group.waiting.name)}, number {group.waiting.number} of group {_cut(group.name)}"
         for rank in ranks
         for group in by_rank[rank].groups or ()
         if group.waiting is not None
@@ -246,7 +246,7 @@ def _mismatch(by_rank: _CollectivesByRank, group: GroupStatus, number: int) -> t
         called = [] if status is None else [*([status.waiting] if status.waiting else []), *status.recent]
         if (collective := next((recorded for recorded in called if recorded.number == number), None)) is not None:
             shapes = _shapes(collective) if collective.name.rpartition(":")[2] in _EQUAL_SHAPES else ""
-            ways.setdefault(f"{_show(collective)} {shapes}".rstrip(), []).append((rank, collective))
+            ways.setdefault(f"{_cut(collective.name)} {shapes}".rstrip(), []).append((rank, collective))
     if len(ways) < 2:
         return None
     # Of two ways with as many ranks that of rank 0, or of the lowest rank, counts as the right one.
@@ -257,10 +257,6 @@ def _mismatch(by_rank: _CollectivesByRank, group: GroupStatus, number: int) -> t
 
 def _cut(name: str) -> str:
     return one_line(name, _MAX_NAME)
-
-
-def _show(collective: Collective) -> str:
-    return _cut(collective.name)
 
 
 def _shapes(collective: Collective) -> str:
