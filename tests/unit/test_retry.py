@@ -11,7 +11,6 @@ import pytest
 from torchx_monarch.controller.attempts import SameStep, never_joined, why_no_other_start, why_no_restart
 from torchx_monarch.host import no_restart_marker
 from torchx_monarch.host.no_restart_marker import VARIABLE, NoRestartMarker
-from torchx_monarch.model import backoff
 from torchx_monarch.model.backoff import Backoff
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.host_spec import HostSpec, parse_exit_codes
@@ -114,11 +113,11 @@ def test_restarts_wait_longer_and_longer_unless_the_last_attempt_has_lived(monke
     forever = Backoff()
     assert forever.delay(0.0) == 0
     assert max(forever.delay(0.0) for _ in range(2000)) <= 60
-    monkeypatch.setattr(backoff, "_random", lambda: 1.0)
+    monkeypatch.setattr("random.uniform", lambda lowest, highest: highest)
     longest = Backoff()
     assert [longest.delay(0.3) for _ in range(10)] == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert [longest.delay(lived) for lived in (3600.0, 0.3, 0.3, 59.0, 60.0)] == [0, 1, 2, 4, 0]
-    monkeypatch.setattr(backoff, "_random", lambda: 0.0)
+    monkeypatch.setattr("random.uniform", lambda lowest, highest: lowest)
     shortest = Backoff()
     assert [shortest.delay(0.3) for _ in range(9)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30]
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-
 _FIRST_DELAY = 1.0
 """Upper limit in seconds of the delay before the second restart in a row. It doubles with each further restart."""
 
@@ -12,11 +10,6 @@ _MAX_DELAY = 60.0
 
 _LIVED = 60.0
 """Seconds after which an attempt has made progress, so that its failure does not continue the previous one."""
-
-
-def _random() -> float:
-    """Return a random number from 0 to 1. (The module ``random`` imports more than a supervisor needs at its start.)"""
-    return int.from_bytes(os.urandom(4), "big") / 2**32
 
 
 class Backoff:
@@ -37,8 +30,10 @@ class Backoff:
         self._in_a_row += 1
         if self._in_a_row == 1:
             return 0.0
+        import random  # here: a supervisor imports this module, and rarely waits
+
         longest = min(_MAX_DELAY, _FIRST_DELAY * 2.0 ** min(self._in_a_row - 2, 32))
-        return longest * (0.5 + _random() / 2)
+        return random.uniform(longest / 2, longest)
 
 
 def describe(delay: float, lived: float) -> str:
