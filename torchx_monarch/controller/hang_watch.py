@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Watch the ranks of an attempt for hangs: ranks that wait in a collective for one that does not call it.
-
-Each look asks the hosts only how long their ranks have waited. When that is long enough, the hosts are asked for the
-state of all collectives, and ``insight.hangs`` decides.
-"""
+"""Watch the ranks of an attempt for hangs: ranks that wait in a collective for one that does not call it."""
 
 from __future__ import annotations
 

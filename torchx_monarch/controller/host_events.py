@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The events that interrupt the work of a controller, and the collection of events that it has not handled yet.
-
-Connections, signal handlers and clients post events. Only the controller settles them: an event stays pending, as the
-controller's state, until the transition that it causes has been made, and any phase may examine it before then.
-"""
+"""The events that interrupt the work of a controller, and the collection of events that it has not handled yet."""
 
 from __future__ import annotations
 
