@@ -90,14 +90,11 @@ class Run:
             return None
         return {
             "type": "result",
-            "run": self.number,
-            "exit_code": self.result.code,
+            **self.to_json(),
             "reason": self.result.reason,
             "stopped": self.result.stopped,
             "cause": self.result.cause.rank if self.result.cause else None,
-            "started": self.started,
             "seconds": self.ended - (self.started or self.ended),
-            "code": self.request.code,
         }
 
     def describe(self) -> str:
