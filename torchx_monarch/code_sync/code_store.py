@@ -109,7 +109,7 @@ class CodeStore(ContentStore):
             super().take(piece)
 
     def complete(self) -> None:
-        """Finish the transfer, and add the expected tree to the store."""
+        """Finish the transfer, add the expected tree, and delete the oldest trees and what no tree needs any more."""
         with self._lock:
             tree = self._incoming
             if tree is None or self._unpacker is None or self._unpacker.missing:
@@ -118,7 +118,12 @@ class CodeStore(ContentStore):
             self.cancel_transfer()
             self._trees.pop(tree.hash, None)
             self._trees[tree.hash] = tree
-            self._prune()
+            for old in list(self._trees)[:-_TREES]:
+                del self._trees[old]
+            for digest in self._contents.difference(*(other.contents for other in self._trees.values())):
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path(digest))
+                self._contents.discard(digest)
 
     def cancel_transfer(self) -> None:
         with self._lock:
@@ -167,19 +172,6 @@ class CodeStore(ContentStore):
             del self._trees[tree_hash]
             self._trees[tree_hash] = tree
             return folder.path
-
-    # -- disk space ----------------------------------------------------------------------------------------------------
-
-    def _prune(self) -> None:
-        """Delete the oldest trees, and contents that no tree needs."""
-        for old in list(self._trees)[:-_TREES]:
-            del self._trees[old]
-        trees = [*self._trees.values(), *([self._incoming] if self._incoming is not None else [])]
-        needed = {digest for tree in trees for digest in tree.contents}
-        for digest in self._contents - needed:
-            with contextlib.suppress(OSError):
-                os.unlink(self.path(digest))
-            self._contents.discard(digest)
 
     @contextlib.contextmanager
     def _as_store_error(self, what: str) -> Iterator[None]:
