@@ -33,7 +33,7 @@ from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.schedulers import monarch_local
-from torchx_monarch.supervisor.replica import ReplicaRequest, error_message
+from torchx_monarch.supervisor.replica import ReplicaRequest
 from torchx_monarch.system import processes, safe_files
 
 words = st.text(max_size=20)
@@ -146,22 +146,6 @@ def test_names_of_paths(two: list[str]) -> None:
     assert first != other
     for part in (first, other):
         assert part not in ("", ".", "..") and "/" not in part and "\0" not in part and part.isascii()
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (None, ""),
-        ('{"message": "flat"}', "flat"),
-        ('{"message": {"message": "nested\\nsecond"}}', "nested"),
-        ('{"message": {"message": 3}}', ""),
-        ('{"message": ""}', ""),
-        ("[]", ""),
-        ('"text"', ""),
-    ],
-)
-def test_messages_of_error_files(error: str | None, message: str) -> None:
-    assert error_message(error) == message
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,9 @@ class Target:
         stored = stored_apps.load_credentials(scheduler, app_id)
         credentials, addresses = stored.credentials, stored.rendezvous
         if address:
-            return cls(_given(address, addresses, role), role, credentials)
+            scheme = addresses.get(role or next(iter(addresses), ""), "tls:").partition(":")[0]
+            is_full = address.startswith(("unix:", "tls:", "insecure-tcp:"))
+            return cls(_parsed(address if is_full else f"{scheme}:{address}", "address"), role, credentials)
         if not addresses:
             return cls(_on_this_machine(handle, app_id, role), role)
         role = role or next(iter(addresses))
@@ -69,12 +71,6 @@ class Target:
         there = _parsed(addresses[role], f"the address in {stored_apps.credentials(scheduler).path(app_id)}")
         where = Address(there.scheme, _host(handle, app_id, role, there.host, runner), there.port)
         return cls(where, role, credentials)
-
-
-def _given(address: str, addresses: dict[str, str], role: str) -> Address:
-    scheme = addresses.get(role or next(iter(addresses), ""), "tls:").partition(":")[0]
-    full = address if address.startswith(("unix:", "tls:", "insecure-tcp:")) else f"{scheme}:{address}"
-    return _parsed(full, "address")
 
 
 def _parsed(text: str, source: str) -> Address:

@@ -163,19 +163,15 @@ def _make(where: str, entry: Entry, source: Callable[[str], str]) -> None:
             raise OSError(errno.ESTALE, "a program has changed it", source(entry.content))
         target = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
-            _copy(content.fileno(), target, entry.size)
+            left = entry.size
+            while left and (data := content.read(min(left, _PIECE))):
+                left -= len(data)
+                safe_files.write_all(target, data)
         except OSError as error:
             error.filename = where
             raise
         finally:
             os.close(target)
-
-
-def _copy(source: int, target: int, size: int) -> None:
-    left = size
-    while left and (data := os.read(source, min(left, _PIECE))):
-        left -= len(data)
-        safe_files.write_all(target, data)
 
 
 def _set_aside(where: str) -> None:

@@ -227,9 +227,8 @@ class Replica:
         self.record.state = State.CANCELLED if self.stopping else State.FAILED
         if not self.stopping:
             self.failure = text
-            message = error_message(self.record.error)
-            if message:
-                self.failure += f": {message}"
+            if lines := HostResult.from_text(self.record.error).reason.strip().splitlines():
+                self.failure += f": {one_line(lines[0], 500)}"
             if self.record.error is None:
                 # `torchx status` shows the short form, and thereby the exit code.
                 substitute = HostResult(code, text, failed_at=self.record.ended, is_short=True)
@@ -296,12 +295,6 @@ def stop(replicas: Iterable[Replica], grace: float, call_at: Callable[[float, Ca
         else:
             replica.terminate(hosts[pid])
             call_at(time.monotonic() + grace + (HOST_EXTRA if hosts[pid] else 0.0), replica.kill)
-
-
-def error_message(error: str | None) -> str:
-    """Return the first line of the message in an error file; "" if it has none."""
-    lines = HostResult.from_text(error).reason.strip().splitlines()
-    return one_line(lines[0], 500) if lines else ""
 
 
 def _find_program(name: str, path: str, cwd: str) -> str:
