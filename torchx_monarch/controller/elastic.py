@@ -209,9 +209,8 @@ class HostGatherer:
         return None
 
     def _report_spares(self) -> None:
-        idle = [host for host in self._registry.able if host not in self._registry.members]
-        excluded = self._excluded()
-        spares = [host for host in idle if host.replica not in excluded]
+        excluded, members = self._excluded(), self._registry.members
+        spares = [host for host in self._registry.able if host not in members and host.replica not in excluded]
         if self._sizes.spares and frozenset(host.replica for host in spares) != self._reported_spares:
             self._reported_spares = frozenset(host.replica for host in spares)
             text = f"spare: {', '.join(host.name for host in spares)}" if spares else "no spare host is left"

@@ -95,9 +95,8 @@ class HangWatch:
         answers, missing = await self._hosts.collect(ReadCollectives(details=True), _TIMEOUT)
         if missing or self._rests:
             return None
-        return diagnose(
-            [rank for answer in answers.values() for rank in answer.ranks], self._hang_after, self._at_most()
-        )
+        ranks = [rank for answer in answers.values() for rank in answer.ranks]
+        return diagnose(ranks, self._hang_after, self._at_most())
 
     def _at_most(self) -> float:
         return asyncio.get_running_loop().time() - self._since

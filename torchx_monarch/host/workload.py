@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import functools
 import os
 import shlex
 from collections.abc import Callable
@@ -117,11 +118,7 @@ class Workload(abc.ABC):
         debug_command = f"torchx monarch debug {host.options.app} --role {host.options.role}"
         rendezvous.clients.update(DebugSessions(debug_command, reporter.report, hang_watch.rest).clients)
         host.connector = rendezvous.connect
-
-        def new_attempts() -> Attempts:
-            return Attempts(hosts, gatherer, hang_watch)
-
-        session = self._session(rendezvous, hosts, new_attempts)
+        session = self._session(rendezvous, hosts, functools.partial(Attempts, hosts, gatherer, hang_watch))
         rendezvous.clients["attach"] = MeshClients(hosts, network, host.environ.get(CREDENTIALS, ""), session).serve
         return session
 
