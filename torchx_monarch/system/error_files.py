@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Callable
 from typing import Any
 
@@ -65,30 +66,30 @@ def make_reserve(path: str) -> None:
     Without room for a reserve, make none: it must not keep the job from running.
     """
     with contextlib.suppress(OSError):
-        safe_files.make_reserve(_reserve(path), RESERVE_BYTES)
+        safe_files.make_reserve(f"{path}.reserve", RESERVE_BYTES)
 
 
 def remove_reserve(path: str) -> None:
     """Remove the reserve file beside an error file, if it exists."""
     with contextlib.suppress(OSError):
-        os.unlink(_reserve(path))
+        os.unlink(f"{path}.reserve")
 
 
 def write(path: str, text: Callable[[int], str]) -> None:
     """Write an error file; on a full disk, write into its reserve file.
 
     ``text`` returns the content in at most the given number of bytes; 0 for no limit, and if the disk is not full.
+    A device of that name stays what it is.
     """
+    with contextlib.suppress(OSError):  # there is none
+        if stat.S_IFMT(os.lstat(path).st_mode) in (stat.S_IFCHR, stat.S_IFBLK):
+            return
     try:
-        safe_files.replace_or_write(path, text(0).encode())
+        safe_files.replace_file(path, text(0).encode())
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        safe_files.write_into_reserve(_reserve(path), path, text(RESERVE_BYTES).encode())
-
-
-def _reserve(path: str) -> str:
-    return f"{path}.reserve"
+        safe_files.write_into_reserve(f"{path}.reserve", path, text(RESERVE_BYTES).encode())
 
 
 def parse(text: str | None) -> dict[str, Any]:
