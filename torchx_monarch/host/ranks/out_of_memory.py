@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Detect out-of-memory kills on this host from the counters of cgroups and /proc/vmstat.
+"""Detect out-of-memory kills on this host from the counters of its cgroup, version 1 or 2, which its ranks share.
 
-The cgroup, version 1 or 2, is that of the host process, which its ranks share. If it has no counter (the root cgroup of
-version 2, an old kernel), the machine's counter is used, which includes processes of other jobs.
+Without a counter (the root cgroup of version 2) nothing is said: the machine's counts processes of other jobs, too.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class OutOfMemory:
         self._root = root
         self._cgroups = _own_cgroups(root)
         counters = [cgroup / name for cgroup in self._cgroups for name in _COUNTERS]
-        self._counter = next((path for path in counters if _count(path) is not None), root / "proc/vmstat")
+        self._counter = next((path for path in counters if _count(path) is not None), root / "none")
         self._kills_before = _count(self._counter) or 0
 
     def evidence(self) -> str:
@@ -34,24 +33,17 @@ class OutOfMemory:
 
         The counters do not say which process it was: it may have been one that the rank had started.
         """
-        number, limit, where = (_count(self._counter) or 0) - self._kills_before, 0, "this machine"
-        if number <= 0:
+        if (number := (_count(self._counter) or 0) - self._kills_before) <= 0:
             return ""
-        if self._counter.name != "vmstat":
-            where = "its cgroup"
-            # The lowest limit of the cgroup and its parents.
-            limits = [_number(cgroup / name) for cgroup in self._cgroups for name in _LIMITS]
-            limit = min((limit for limit in limits if 0 < limit < _NO_LIMIT), default=0)
-        bound = f"the memory limit of its cgroup is {limit / 2**20:.0f} MiB" if limit else self._of_machine()
+        # The lowest limit of the cgroup and its parents.
+        limits = [_number(cgroup / name) for cgroup in self._cgroups for name in _LIMITS]
+        limit = min((limit for limit in limits if 0 < limit < _NO_LIMIT), default=0)
+        bound = f" (the memory limit of its cgroup is {limit / 2**20:.0f} MiB)" if limit else ""
         processes = "1 process" if number == 1 else f"{number} processes"
         return (
-            f"probably for want of memory: the kernel's OOM killer has killed {processes} of {where} since the ranks "
-            f"were started ({bound})"
+            f"probably for want of memory: the kernel's OOM killer has killed {processes} of its cgroup since the "
+            f"ranks were started{bound}"
         )
-
-    def _of_machine(self) -> str:
-        found = re.search(r"^MemTotal: *(\d+)", _text(self._root / "proc/meminfo"), re.M)
-        return f"the machine has {int(found[1]) / 2**10:.0f} MiB" if found else "its size is unknown"
 
 
 def _own_cgroups(root: Path) -> list[Path]:
