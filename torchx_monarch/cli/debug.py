@@ -32,9 +32,6 @@ DETACH_KEY = b"\x1d"
 _PIECE = 4096
 """Bytes of input in one message."""
 
-_SIZE_INTERVAL_S = 0.5
-"""Seconds after which a new size of the terminal is noticed."""
-
 _MORE_TIMEOUT = 0.01
 """Seconds for a message of which the first part has arrived, or that waits in the buffers of TLS."""
 
@@ -120,14 +117,10 @@ def attach(hosts: Hosts, rank: int) -> Connection:
 
 def interact(link: Connection) -> str:
     """Pass keys on to the rank, and show its output, until one side ends; return what has become of the rank."""
-    sent_size = _size()
     with link, _raw_terminal():
         reason = _show(link)  # messages may have arrived with the answer
         while not reason:
-            readable, _, _ = select.select([0, link.fileno()], [], [], _SIZE_INTERVAL_S)
-            if (size := _size()) != sent_size:
-                sent_size = size
-                link.send({"type": "size", **size})
+            readable, _, _ = select.select([0, link.fileno()], [], [])
             if 0 in readable:
                 keys = os.read(0, _PIECE)
                 before, detach, _ = keys.partition(DETACH_KEY)

@@ -15,7 +15,7 @@ rank to replica 0          ``breakpoint`` (greeting: ``rank``, ``pid``, ``file``
                            the seconds for which it waits), ``output`` (``data``), ``end`` (``reason``)
 client to replica 0        ``breakpoints`` (greeting; the answer has ``ranks``, a list of greetings of ranks with
                            ``attached``), ``debug`` (greeting: ``rank``, ``kind`` of terminal, ``rows``, ``columns``),
-                           ``input`` (``data``), ``size`` (``rows``, ``columns``), ``detach``
+                           ``input`` (``data``), ``detach``
 replica 0 to a rank        ``attach`` (``kind``, ``rows``, ``columns``), the client's messages, and ``expired`` when no
                            client has come in time
 replica 0 to a client      ``attached``, ``output``, and ``end``

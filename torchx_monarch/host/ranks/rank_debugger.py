@@ -111,13 +111,14 @@ class _Terminal:
         self.is_hung_up = False
         self._relaying = _thread.allocate_lock()
         self._relaying.acquire()
-        self._resize(client)
+        with contextlib.suppress(TypeError, ValueError, OverflowError):  # no numbers
+            size = [min(max(int(client.get(name, 24)), 1), 0xFFFF) for name in ("rows", "columns")]
+            fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
         os.set_blocking(self._far_end, False)
         os.register_at_fork(after_in_child=self._hang_up)
         _thread.start_new_thread(self._relay, ())
 
     def _relay(self) -> None:
-        """Pass on keys and output, until the connection ends."""
         received = keys = b""
         poll = select.poll()
         poll.register(self._link, select.POLLIN)
@@ -129,7 +130,9 @@ class _Terminal:
                     if not (data := self._link.recv(_PIECE)):
                         break
                     *lines, received = (received + data).split(b"\n")
-                    keys += b"".join(map(self._obey, map(json.loads, lines)))
+                    keys += b"".join(
+                        str(json.loads(line).get("data", "")).encode("latin-1", "replace") for line in lines
+                    )
                 if ready.get(self._far_end, 0) & select.POLLOUT:
                     keys = keys[self._type(keys) :]
                 if ready.get(self._far_end, 0) & select.POLLIN:
@@ -141,13 +144,6 @@ class _Terminal:
             _send(self._link, type="end", reason="goes on: its debugger was detached")
         self._hang_up()
 
-    def _obey(self, message: Mapping[str, Any]) -> bytes:
-        """Return the keys of a message, or resize the terminal."""
-        if message.get("type") == "size":
-            self._resize(message)
-            os.kill(os.getpid(), signal.SIGWINCH)
-        return str(message.get("data", "")).encode("latin-1", "replace")
-
     def _type(self, keys: bytes) -> int:
         """Type keys, or send the signal of the first interrupt key; return how many keys that were."""
         attributes: Any = termios.tcgetattr(self._far_end)
@@ -157,11 +153,6 @@ class _Terminal:
             os.kill(os.getpid(), signal.SIGINT)
             return keys.index(interrupt) + 1
         return os.write(self._far_end, keys)
-
-    def _resize(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(TypeError, ValueError, OverflowError):  # no numbers
-            size = [min(max(int(message.get(name, 24)), 1), 0xFFFF) for name in ("rows", "columns")]
-            fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
 
     def _show(self) -> None:
         _send(self._link, type="output", data=os.read(self._far_end, _PIECE).decode("latin-1"))
@@ -180,7 +171,7 @@ class _Terminal:
         for stream in streams[1:]:
             with contextlib.suppress(Exception):  # of a stream of the program's
                 stream.flush()
-        copies = [_duplicate(number) for number in (0, 1)]
+        copies = [os.dup(number) for number in (0, 1)]
         os.environ["TERM"] = self._kind
         try:
             for number in (0, 1):
@@ -192,11 +183,8 @@ class _Terminal:
             sys.stdout.flush()
             sys.stdin, sys.stdout, sys.stderr = streams
             for number, copy in enumerate(copies):
-                if copy is None:
-                    os.close(number)
-                else:
-                    os.dup2(copy, number)
-                    os.close(copy)
+                os.dup2(copy, number)
+                os.close(copy)
             del os.environ["TERM"]
             if kind is not None:
                 os.environ["TERM"] = kind
@@ -292,10 +280,3 @@ def _writer(descriptor: int) -> io.TextIOWrapper:
 
 def _send(link: socket.socket, **message: Any) -> None:
     link.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _duplicate(descriptor: int) -> int | None:
-    try:
-        return os.dup(descriptor)
-    except OSError:
-        return None  # the program has closed it
