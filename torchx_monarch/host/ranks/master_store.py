@@ -38,14 +38,12 @@ class MasterEndpoint:
         port: 0 for any free port.
         bind: local address that the store listens on; empty for all.
         option: the user's option that names the address; empty without one.
-        unused: the user's option whose address is not used because of several machines; empty otherwise.
     """
 
     address: str
     port: int
     bind: str
     option: str = ""
-    unused: str = ""
 
     @classmethod
     async def create(cls, options: TorchrunOptions, bind: str, advertised: str, hosts: int) -> MasterEndpoint:
@@ -63,8 +61,7 @@ class MasterEndpoint:
         else:
             return cls(advertised, 0, bind)
         if not is_local and (hosts > 1 or named is None):
-            unused = option if not _is_loopback(address) and address != advertised else ""
-            return cls(advertised, port, bind, unused=unused)
+            return cls(advertised, port, bind)
         try:
             found = await asyncio.get_running_loop().getaddrinfo(address, None, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -142,13 +139,14 @@ class StoreProcess:
 
     Attributes:
         pid: 0 before ``begin``.
+        address: that on which it listens; empty for all.
         given: the read end of the pipe, and the socket of the port, which a zygote gives to the process; closed by
             ``begin`` and ``close``.
     """
 
     def __init__(self, address: str, port: int, say: Callable[[str], None]) -> None:
         self.pid = 0
-        self._address = address
+        self.address = address
         self._say = say
         with _bound(address, port, reuse=port != 0) as listener:
             listener.listen(_BACKLOG)
@@ -156,11 +154,6 @@ class StoreProcess:
             read_end, self._lifeline = os.pipe()
             self.given: tuple[int, ...] = (read_end, listener.detach())
         self._closed = False
-
-    @property
-    def description(self) -> dict[str, str]:
-        """The description for the zygote that forks it (see ``zygote_main``)."""
-        return {"store": self._address}
 
     def begin(self, pid: int) -> None:
         """Watch the process, which runs now, as a child of this one."""

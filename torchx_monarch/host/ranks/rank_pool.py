@@ -18,7 +18,7 @@ from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
 from torchx_monarch.host.ranks.rank_output import RankLogs
 from torchx_monarch.host.ranks.rank_process import Rank, RankProcess, end_orphans
 from torchx_monarch.host.ranks.rank_profiles import profile
-from torchx_monarch.host.ranks.rank_samples import RankSampler, prepare_progress, read_progress
+from torchx_monarch.host.ranks.rank_samples import prepare_progress, read_progress, take_samples
 from torchx_monarch.host.ranks.rank_stacks import RankStacks
 from torchx_monarch.host.ranks.rank_starter import RankStarter
 from torchx_monarch.host.ranks.run_spec import INTERFACE, rank_environment
@@ -79,12 +79,9 @@ class RankPool:
         self._clearing = asyncio.Lock()
         self._marker = logs.run.environ.get(processes.MARKER, "")
         self._stacks = RankStacks(logs.replica, logs.hostname, self._marker)
-        self._sampler = RankSampler(logs.replica, logs.hostname, self._marker, recorders)
 
     async def start(self, nproc: str) -> int:
         """Prepare for the ranks (see ``RankStarter.prepare``) and return their number on this host."""
-        if (node_rank := self.run.command.options.node_rank) not in (0, self._replica):
-            self._say(f"--node-rank={node_rank} is not used: this is the host of replica {self._replica}")
         await self._recorders.start()
         return await self.starter.prepare(nproc)
 
@@ -114,8 +111,6 @@ class RankPool:
         """Open the port where the ranks meet, on rank 0's host (``OpenStore``)."""
         try:
             endpoint = await MasterEndpoint.create(self.run.command.options, bind, advertised, hosts)
-            if endpoint.unused and self.attempt < 0:
-                self._say(f"{endpoint.unused} is not used: the ranks meet at {advertised}, replica 0's")
             port, served = await self.starter.open_store(endpoint)
         except EndpointError as error:
             raise LaunchError(str(error)) from None
@@ -213,7 +208,7 @@ class RankPool:
     async def profile(self, ranks: Collection[int], seconds: float, idle: bool) -> list[RankProfile]:
         """Return profiles of the ranks that run now, of those with these global ranks if any are given."""
         chosen = [rank for rank in self._ranks if not ranks or rank.rank in ranks]
-        return await profile(chosen, self._stacks.replica, seconds, idle)
+        return await profile(chosen, self._replica, seconds, idle)
 
     async def collectives(self) -> list[RankCollectives]:
         """Return the state of the collectives of the ranks that run now."""
@@ -225,7 +220,7 @@ class RankPool:
 
     async def samples(self) -> list[RankSample]:
         """Return a sample of each rank of the attempt."""
-        return await self._sampler.take(self._ranks)
+        return await take_samples(self._ranks, self._replica, self._logs.hostname, self._marker, self._recorders)
 
     async def _stop_running(self, ranks: Sequence[Rank], number: int) -> list[Rank]:
         """Signal the ranks that still run, each once unless by SIGKILL; return all ranks that still run.
@@ -263,7 +258,6 @@ class RankPool:
         return [self._exit_of(rank) for rank in self._ranks if not rank.is_running]
 
     def _assign(self, world: World, local_rank: int, unstarted: contextlib.ExitStack) -> Rank:
-        """Return a rank with its log files; ``unstarted`` discards its process on exit."""
         rank = world.first_rank(self._replica) + local_rank
         process = RankProcess(self._on_first_output)
         unstarted.callback(process.discard)
@@ -271,7 +265,6 @@ class RankPool:
         return Rank(process, rank, local_rank, directory, world.attempt)
 
     def _describe(self, world: World, rank: Rank) -> dict[str, Any]:
-        """Return the description of a rank for ``RankStarter.start``."""
         run, program, error_file = self.run, self.run.command.program_of(rank.local_rank), ""
         if rank.directory is not None:
             error_file = str(rank.directory / "error.json")

@@ -36,60 +36,55 @@ _STATES = {"D": "uninterruptible", "T": "stopped", "t": "stopped", "Z": "zombie"
 """The states of the kernel that are no ordinary running or sleeping."""
 
 
-class RankSampler:
-    """Take samples of ranks. Nothing is measured between two calls."""
+async def take_samples(
+    ranks: Sequence[Rank], replica: int, hostname: str, marker: str, recorders: FlightRecorders
+) -> list[RankSample]:
+    """Return a sample of each rank, also of those that have ended. Nothing is measured between two calls."""
+    running = [rank.process.pid for rank in ranks if rank.is_running]
 
-    def __init__(self, replica: int, hostname: str, marker: str, recorders: FlightRecorders) -> None:
-        self._replica = replica
-        self._hostname = hostname
-        self._marker = marker
-        self._recorders = recorders
-
-    async def take(self, ranks: Sequence[Rank]) -> list[RankSample]:
-        """Return a sample of each rank, also of those that have ended."""
-        running = [rank.process.pid for rank in ranks if rank.is_running]
-        asking = asyncio.ensure_future(self._recorders.status(running, _TIMEOUT))
-        # In a thread: NVIDIA's driver may take a while, and so may /proc and the disk.
-        samples = await asyncio.get_running_loop().run_in_executor(None, self._measure, ranks, running)
-        statuses = await asking
-        for place, sample in enumerate(samples):
-            shortened = tuple(_shortened(number, group) for number, group in enumerate(statuses.get(sample.pid, ())))
-            samples[place] = dataclasses.replace(sample, groups=shortened)
-        return samples
-
-    def _measure(self, ranks: Sequence[Rank], running: Sequence[int]) -> list[RankSample]:
-        """Return the samples without the groups; ``running`` has the pids of the ranks that have not ended."""
+    def measure() -> list[RankSample]:
         children = processes.children()
-        families = {pid: [pid, *processes.descendants(pid, self._marker, children)] for pid in running}
+        families = {pid: [pid, *processes.descendants(pid, marker, children)] for pid in running}
         devices = device_use(families)
-        now = time.time()
         return [
-            self._sample(rank, now, families.get(rank.process.pid, []), devices.get(rank.process.pid, ()))
+            _sample(rank, replica, hostname, families.get(rank.process.pid, []), devices.get(rank.process.pid, ()))
             for rank in ranks
         ]
 
-    def _sample(self, rank: Rank, now: float, family: Sequence[int], devices: tuple[DeviceUse, ...]) -> RankSample:
-        """Return the sample of a rank without its groups; its family is empty if it has ended."""
-        process, status = rank.process, process_status.status(rank.process.pid) if family else None
-        uses = [use for pid in family if (use := processes.process(pid)) is not None]
-        last = max(process.stdout, process.stderr, key=lambda output: output.last_at)
-        return RankSample(
-            time=now,
-            rank=rank.rank,
-            local_rank=rank.local_rank,
-            replica=self._replica,
-            host=self._hostname,
-            pid=process.pid,
-            attempt=rank.attempt,
-            state="ended" if status is None else _STATES.get(status.state, "running"),
-            started=rank.started,
-            cpu_seconds=sum(use.cpu_seconds for use in uses),
-            rss_bytes=sum(use.rss_bytes for use in uses),
-            last_output=last.last_at or None,
-            last_line=one_line(last.last_line.decode(errors="replace"))[:_MAX_LINE],
-            progress=read_progress(rank.directory),
-            devices=devices,
-        )
+    asking = asyncio.ensure_future(recorders.status(running, _TIMEOUT))
+    # In a thread: NVIDIA's driver may take a while, and so may /proc and the disk.
+    samples = await asyncio.to_thread(measure)
+    statuses = await asking
+    for place, sample in enumerate(samples):
+        shortened = tuple(_shortened(number, group) for number, group in enumerate(statuses.get(sample.pid, ())))
+        samples[place] = dataclasses.replace(sample, groups=shortened)
+    return samples
+
+
+def _sample(
+    rank: Rank, replica: int, hostname: str, family: Sequence[int], devices: tuple[DeviceUse, ...]
+) -> RankSample:
+    """Return the sample of a rank without its groups; its family is empty if it has ended."""
+    process, status = rank.process, process_status.status(rank.process.pid) if family else None
+    uses = [use for pid in family if (use := processes.process(pid)) is not None]
+    last = max(process.stdout, process.stderr, key=lambda output: output.last_at)
+    return RankSample(
+        time=time.time(),
+        rank=rank.rank,
+        local_rank=rank.local_rank,
+        replica=replica,
+        host=hostname,
+        pid=process.pid,
+        attempt=rank.attempt,
+        state="ended" if status is None else _STATES.get(status.state, "running"),
+        started=rank.started,
+        cpu_seconds=sum(use.cpu_seconds for use in uses),
+        rss_bytes=sum(use.rss_bytes for use in uses),
+        last_output=last.last_at or None,
+        last_line=one_line(last.last_line.decode(errors="replace"))[:_MAX_LINE],
+        progress=read_progress(rank.directory),
+        devices=devices,
+    )
 
 
 def _shortened(place: int, group: GroupStatus) -> GroupStatus:

@@ -107,7 +107,7 @@ class RankStarter:
     ) -> str:
         """Fork the ranks and the store whose port is open, which only the importer can serve (see ``Zygote.fork``)."""
         current = self.store.current
-        store = [(current, current.description)] if current is not None and not current.pid else []
+        store = [(current, {"store": current.address})] if current is not None and not current.pid else []
         if zygote is importer or not store:
             # In one order: its middle process is one fork of torch's page tables less, 8 ms.
             return await zygote.fork([*store, *ranks])
