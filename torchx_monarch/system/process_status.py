@@ -59,13 +59,6 @@ def blocking(pid: int, signum: int) -> set[int]:
     return {thread for thread, thread_status in found if thread_status is not None and thread_status.blocked & bit}
 
 
-def waits_in(pid: int) -> str:
-    """Return the name of the kernel function in which a process waits; empty if the kernel does not tell."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan") as file:
-        return file.read().strip("0\n")
-    return ""
-
-
 def has_open(pid: int, descriptor: int) -> bool:
     """Return whether a process has the file of one of our descriptors open; False if that may not be read."""
     ours = os.fstat(descriptor)

@@ -52,7 +52,7 @@ class RankStacks:
     """Take the stacks of the ranks of a host, and write them into the folders of their attempts."""
 
     def __init__(self, replica: int, hostname: str, marker: str) -> None:
-        self.replica = replica
+        self._replica = replica
         self._host = f"host {replica} ({hostname})"
         self._marker = marker
         self._writing: asyncio.Task[None] | None = None
@@ -61,7 +61,7 @@ class RankStacks:
         """Take the stacks of ranks that run, all at once, and of the processes that they have started."""
         ranks = [rank for rank in ranks if rank.is_running]
         limit = min(_MAX_SIZE, _MAX_SIZE_OF_HOST // max(1, len(ranks)))
-        takers = [_Taker(rank, self.replica, time.monotonic() + timeout, limit) for rank in ranks]
+        takers = [_Taker(rank, self._replica, time.monotonic() + timeout, limit) for rank in ranks]
         taken = await asyncio.gather(*(taker.take(self._marker) for taker in takers))
         return [stacks for of_rank in taken for stacks in of_rank]
 
@@ -148,7 +148,7 @@ class _Taker:
             if self._file.closed or (status := process_status.status(pid)) is None:
                 return None
             if time.monotonic() > self._until:
-                return self._result(pid, child, self._read(), f"has not answered; it is {_doing(status, pid)}")
+                return self._result(pid, child, self._read(), f"has not answered; it is {_doing(status)}")
         return self._result(pid, child, self._read())
 
     def _has_answered(self, pid: int, before: set[int]) -> bool:
@@ -166,11 +166,6 @@ class _Taker:
         return parse_faulthandler(os.pread(self._file.fileno(), size, 0).decode(errors="replace"), OWN_FILES)
 
 
-def _doing(status: process_status.KernelStatus, pid: int = 0) -> str:
-    """Describe what a process is doing; with its id also in which function of the kernel it waits."""
-    if status.state in _STATES:
-        return _STATES[status.state]
-    words = {"R": "running", "S": "sleeping", "D": "uninterruptible, inside the kernel"}
-    where = process_status.waits_in(pid) if pid and status.state == "D" else ""
-    word = words.get(status.state, f"in state {one_line(status.state)}")
-    return f"{word} ({one_line(where, 60)})" if where else word
+def _doing(status: process_status.KernelStatus) -> str:
+    words = {**_STATES, "R": "running", "S": "sleeping", "D": "uninterruptible, inside the kernel"}
+    return words.get(status.state, f"in state {one_line(status.state)}")
