@@ -17,7 +17,7 @@ from torchx_monarch.client import this_job
 from torchx_monarch.client.attached_job import CACHE, AttachedJob, Attachment
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
-from torchx_monarch.model.env_names import THIS_JOB
+from torchx_monarch.model.env_names import BATCH_JOB, THIS_JOB
 from torchx_monarch.monarch_adapter import monarch_api
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 
@@ -143,6 +143,6 @@ class MonarchJob(AttachedJob):
 
     def _is_this_job(self) -> bool:
         """Whether this process is the client script of a job with the same meshes."""
-        if not monarch_api.in_batch_job() or not os.environ.get(THIS_JOB):
+        if os.environ.get(BATCH_JOB) != "1" or not os.environ.get(THIS_JOB):
             return False
         return this_job.this_job().sizes == {role.name: role.num_replicas for role in self._app.roles}

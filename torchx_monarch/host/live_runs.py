@@ -18,17 +18,9 @@ from typing import Any
 from torchx_monarch.command.allocation_spec import AllocationSpec, run_command, with_program
 from torchx_monarch.command.command import Command, CommandError, Program, parse
 from torchx_monarch.command.torchrun_options import DEFAULTS, unused_options
+from torchx_monarch.controller import host_messages
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.controller import Session
-from torchx_monarch.controller.host_messages import (
-    BeginRun,
-    FetchCode,
-    FinishRun,
-    ProbeFile,
-    Request,
-    RunBegun,
-    RunOutput,
-)
 from torchx_monarch.controller.hosts import JobHosts
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run_queue import VALUES_TIMEOUT, RunQueue
@@ -60,7 +52,8 @@ class LiveRuns(Workload):
         self._run_queue: RunQueue | None = None
         # The controller gives up a request when a host is lost, and sends the next while the first is still executed.
         self._changing = asyncio.Lock()
-        self._begun: tuple[str, RunBegun] | None = None  # token of the present run, and the answer to its request
+        # The token of the present run, and the answer to its request.
+        self._begun: tuple[str, host_messages.RunBegun] | None = None
         self._run_log: RunLog | None = None
         self._forwarding: asyncio.Task[None] | None = None
         self._code: HostCode | None = None
@@ -91,23 +84,23 @@ class LiveRuns(Workload):
         rendezvous.clients["code"] = code.serve_host
         return self._run_queue
 
-    async def _execute(self, request: Request[Any]) -> Any:
+    async def _execute(self, request: host_messages.Request[Any]) -> Any:
         match request:
-            case BeginRun():
+            case host_messages.BeginRun():
                 async with self._changing:
                     return await self._begin(request)
-            case FinishRun():
+            case host_messages.FinishRun():
                 async with self._changing:
                     return await self._finish(request.token)
-            case FetchCode():
+            case host_messages.FetchCode():
                 return await self._fetch(request.tree)
-            case ProbeFile():
+            case host_messages.ProbeFile():
                 return await probe(request.path, request.text)
         return await super()._execute(request)
 
     # -- a run ---------------------------------------------------------------------------------------------------------
 
-    async def _begin(self, begin: BeginRun) -> RunBegun:
+    async def _begin(self, begin: host_messages.BeginRun) -> host_messages.RunBegun:
         """Prepare for a run; if the same run is requested again, after another host was lost, change nothing."""
         host, request = self._host, begin.request
         if self._begun is not None and self._begun[0] == begin.token:
@@ -136,7 +129,7 @@ class LiveRuns(Workload):
         self._start_timers(run, f"timers{begin.number}")
         timeout = command.options.shutdown_timeout
         grace = host.grace if timeout is None else float(timeout)
-        begun = RunBegun(nproc, run_id, command.options.max_restarts, grace)
+        begun = host_messages.RunBegun(nproc, run_id, command.options.max_restarts, grace)
         self._begun = (begin.token, begun)
         return begun
 
@@ -228,7 +221,6 @@ class LiveRuns(Workload):
                 await asyncio.wait_for(forwarding, within)
 
     async def _forward(self, run_log: RunLog, token: str) -> None:
-        """Send the records of a run log to replica 0 while they are written."""
         async for lines in run_log.follow():
             if (report := self._host.report) is not None:
-                await report(RunOutput(token, b"".join(lines).decode()))
+                await report(host_messages.RunOutput(token, b"".join(lines).decode()))

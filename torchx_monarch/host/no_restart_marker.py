@@ -58,7 +58,6 @@ class NoRestartMarker:
 
 
 def _read(path: str) -> HostResult | None:
-    """Read a marker file; return None if it is missing or is not a marker."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         result = HostResult.from_text(safe_files.read_file(path).decode())
         return result if result.restarts is not None else None

@@ -65,6 +65,7 @@ class WorkerLoops:
         self._host = host
         self._network = network
         self._addresses: dict[str, asyncio.Future[str]] = {}
+        self._numbers = itertools.count()
 
     async def run(self, token: str) -> WorkerLoopEnded:
         """Run a worker loop until it ends; end it if the request is cancelled."""
@@ -72,7 +73,9 @@ class WorkerLoops:
         address.add_done_callback(lambda done: done.cancelled() or done.exception())
         reason, shut_down = "has not started", False
         try:
-            reason, shut_down = await self._run(self._new_folder(), address)
+            # A short name: a socket's path has at most 107 bytes.
+            os.mkdir(folder := os.path.join(self._host.sockets, str(next(self._numbers))), 0o700)
+            reason, shut_down = await self._run(folder, address)
         except OSError as error:
             reason = f"cannot be started: {error}"
         finally:
@@ -87,14 +90,6 @@ class WorkerLoops:
         if address is None:
             raise LaunchError("it has ended")
         return await asyncio.shield(address)
-
-    def _new_folder(self) -> str:
-        """Make the folder of a worker loop's sockets, whose name is short: a socket's path has at most 107 bytes."""
-        for number in itertools.count():
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder := os.path.join(self._host.sockets, str(number)), 0o700)
-                return folder
-        raise AssertionError("unreachable")
 
     async def _run(self, folder: str, address: asyncio.Future[str]) -> tuple[str, bool]:
         host, network = self._host, self._network

@@ -17,28 +17,11 @@ from typing import Any
 from torchx_monarch.command.allocation_spec import parse_script
 from torchx_monarch.command.command import Command, CommandError, check, parse
 from torchx_monarch.command.torchrun_options import unused_options
+from torchx_monarch.controller import host_messages
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.controller import Session
 from torchx_monarch.controller.elastic import HostGatherer
 from torchx_monarch.controller.hang_watch import HangWatch
-from torchx_monarch.controller.host_messages import (
-    CollectivesRead,
-    GetWorkerLoop,
-    HostRefused,
-    Launched,
-    LaunchRanks,
-    OpenStore,
-    ProfileRanks,
-    ReadCollectives,
-    Request,
-    RunWorkerLoop,
-    SampleRanks,
-    StopRanks,
-    StoreOpened,
-    TakeFacts,
-    TakeStacks,
-    WatchRanks,
-)
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.hosts import JobHosts, JobOptions
 from torchx_monarch.controller.mesh_clients import MeshClients
@@ -60,7 +43,15 @@ from torchx_monarch.model.env_names import BATCH_JOB, CREDENTIALS
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import safe_files
 
-_QUERIES = (TakeStacks, ProfileRanks, ReadCollectives, SampleRanks, TakeFacts, RunWorkerLoop, GetWorkerLoop)
+_QUERIES = (
+    host_messages.TakeStacks,
+    host_messages.ProfileRanks,
+    host_messages.ReadCollectives,
+    host_messages.SampleRanks,
+    host_messages.TakeFacts,
+    host_messages.RunWorkerLoop,
+    host_messages.GetWorkerLoop,
+)
 
 
 class Workload(abc.ABC):
@@ -149,7 +140,7 @@ class Workload(abc.ABC):
 
     # -- requests of the controller ------------------------------------------------------------------------------------
 
-    async def handle(self, request: Request[Any]) -> Any:
+    async def handle(self, request: host_messages.Request[Any]) -> Any:
         """Execute a request of the controller; ``HostRefused``, if it cannot be, ends the run, and not the hosts."""
         executing = asyncio.ensure_future(self._execute(request))
         executing.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -160,40 +151,42 @@ class Workload(abc.ABC):
             reason, code = str(error), 2 if isinstance(error, CommandError) else 1
         except Exception as error:
             reason, code = repr(error), 1
-        raise HostRefused(self._host.name, reason, code)
+        raise host_messages.HostRefused(self._host.name, reason, code)
 
-    async def _execute(self, request: Request[Any]) -> Any:
+    async def _execute(self, request: host_messages.Request[Any]) -> Any:
         pool = self.pool
         assert pool is not None and self._loops is not None
         match request:
-            case OpenStore():
-                return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
-            case LaunchRanks():
+            case host_messages.OpenStore():
+                return host_messages.StoreOpened(
+                    *await pool.serve_store(request.bind, request.advertised, request.hosts)
+                )
+            case host_messages.LaunchRanks():
                 pids = tuple(await pool.launch(request.world))
                 facts = await asyncio.to_thread(take_facts, pool.run, pool.starter.versions)
-                return Launched(pids, pool.starter.imported, pool.starter.unshared, facts)
-            case WatchRanks():
+                return host_messages.Launched(pids, pool.starter.imported, pool.starter.unshared, facts)
+            case host_messages.WatchRanks():
                 await pool.watch()
                 return pool.exits()
-            case StopRanks():
+            case host_messages.StopRanks():
                 await pool.stop(request.signal, request.grace)
                 return pool.exits()
-            case TakeStacks():
+            case host_messages.TakeStacks():
                 return await pool.stacks(request.rank, request.save_as)
-            case ProfileRanks():
+            case host_messages.ProfileRanks():
                 return await pool.profile(request.ranks, request.seconds, request.idle)
-            case ReadCollectives():
+            case host_messages.ReadCollectives():
                 ranks = await pool.collectives()
                 longest = max((rank.longest_wait for rank in ranks), default=0.0)
-                return CollectivesRead(longest, tuple(ranks) if request.details else ())
-            case SampleRanks():
+                return host_messages.CollectivesRead(longest, tuple(ranks) if request.details else ())
+            case host_messages.SampleRanks():
                 return await pool.samples()
-            case TakeFacts():
+            case host_messages.TakeFacts():
                 await pool.starter.importer()  # which the ranks wait for, too
                 return await asyncio.to_thread(take_facts, pool.run, pool.starter.versions)
-            case RunWorkerLoop():
+            case host_messages.RunWorkerLoop():
                 return await self._loops.run(request.token)
-            case GetWorkerLoop():
+            case host_messages.GetWorkerLoop():
                 return await self._loops.get(request.token)
         raise ValueError(f"no request of a batch job: {type(request).__name__}")
 
@@ -244,10 +237,8 @@ class BatchRun(Workload):
     def first_log_attempt(self) -> int:
         """Return the number of the first attempt's log folders, after all that earlier starts may have used.
 
-        A start uses at most one number for each attempt that it may make. This bound is unknown if a job can lose
-        hosts, which may then make any number of attempts, and in a restarted container without MONARCH_RESTART; the
-        folders that exist show it, as replica 0 takes part in each attempt. (With replacements the remaining hosts
-        know the number.)
+        A start uses at most one for each attempt that it may make. This bound is unknown if a job can lose hosts, and
+        in a restarted container without MONARCH_RESTART; then the folders that exist show it.
         """
         options = self._host.options
         max_restarts = self.command.options.max_restarts if self.command else 0

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Attach to worker loops, and again where one of them has lost the request.
 
-Monarch's worker loop accepts connections a moment before it can deliver messages to its host agent. A request that
-arrives in this moment is sent back ("ttl expired"), on a busy machine in about one of a hundred jobs. Monarch would
-wait a minute for the answer, and fail. It reports the returned message only as a fault of this process's root client,
-which can attach again. See docs/explanation/upstream.md.
-
-Each client numbers its messages to a host agent, which holds back those after a missing one: with it, all further
-requests. But a client counts from 1 for each spelling of an address. So it sends a request that was returned to another
-spelling, and the others to the same one as before. Replica 0 connects to addresses of a network before it attaches
-(``HostNetwork.why_unreachable``), so that its requests rarely arrive in that moment. A user's client only attaches.
+A request that reaches a worker loop a moment before that can deliver messages is sent back, which Monarch reports as a
+fault of this process's root client alone (docs/explanation/upstream.md): on a busy machine in about one of a hundred
+jobs. Each client numbers its messages to a host agent, which holds back those after a missing one. But a client counts
+from 1 for each spelling of an address. So it sends a request that was returned to another spelling.
 
 A fault that reaches the root client before Monarch has constructed its actor interrupts the main thread instead
 ("Actor object is missing when executing method __supervise__"). So the actor is waited for first.

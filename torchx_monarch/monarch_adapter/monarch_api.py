@@ -85,11 +85,9 @@ def _without_noise() -> Iterator[None]:
 
 
 def _wait_for_threads() -> None:
-    """Wait until Monarch's threads have ended, but 10 s at most.
+    """Wait until Monarch's threads have ended: one that takes the GIL later aborts the process (upstream.md).
 
-    Monarch's functions at exit run before this one, as they are registered later. They stop the threads, and wait for
-    them for one second. A thread that takes the GIL later, on a busy machine, aborts the process ("FATAL: exception not
-    rethrown", see docs/explanation/upstream.md).
+    Monarch's functions at exit, registered later, run before this one, and wait for the threads for one second.
     """
     until = time.monotonic() + _THREADS_END_WITHIN
     while any(name.startswith(_THREAD) for name in _thread_names()) and time.monotonic() < until:
@@ -135,7 +133,15 @@ def start_worker(
     _guard(warn)
     actor.unhandled_fault_hook = lambda failure: on_fault(str(failure))
     actor.enable_transport(client_url)
-    _serve_until_shutdown(serve_address, on_fault, on_shutdown)
+
+    def serve() -> None:
+        try:
+            actor.run_worker_loop_until_shutdown(ca=CA, address=serve_address)
+        except Exception as error:
+            on_fault(f"the worker loop failed: {error}")
+        on_shutdown()
+
+    threading.Thread(target=serve, name="monarch-worker-loop", daemon=True).start()
 
 
 def _patience(lease: float) -> dict[str, str]:
@@ -161,19 +167,6 @@ def _guard(warn: Callable[[str], None]) -> None:
     except metadata.PackageNotFoundError:  # a build of the user's own
         version = ""
     socket_guard.protect(_rust_bindings.__file__, version, warn)
-
-
-def _serve_until_shutdown(address: str, on_fault: Callable[[str], None], on_shutdown: Callable[[], None]) -> None:
-    from monarch import actor
-
-    def serve() -> None:
-        try:
-            actor.run_worker_loop_until_shutdown(ca=CA, address=address)
-        except Exception as error:
-            on_fault(f"the worker loop failed: {error}")
-        on_shutdown()
-
-    threading.Thread(target=serve, name="monarch-worker-loop", daemon=True).start()
 
 
 # -- a user's process as a client of hosts that wait for actors --------------------------------------------------------
@@ -238,8 +231,3 @@ def batch_job(job: JobTrait) -> JobTrait:
     from monarch._src.job.job import BatchJob
 
     return BatchJob(job)
-
-
-def in_batch_job() -> bool:
-    """Return whether this process is the client script of a job."""
-    return os.environ.get("MONARCH_BATCH_JOB") == "1"

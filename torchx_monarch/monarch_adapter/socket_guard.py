@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A guard that restricts Monarch's abstract unix sockets to connections from this user and root.
 
-Monarch 0.7 listens on *abstract* unix sockets in the process of its worker loop (``ChannelTransport::Unix``), whatever
-address it serves. Such a socket has a name in ``/proc/net/unix`` and no file mode: every user in the same network
-namespace can connect, and a client can run any code in this process. No option turns these sockets off, and Monarch
-dials them itself, so they must stay open. The guard therefore rejects connections by the peer's user id, which the
-kernel provides (SO_PEERCRED).
-
-The guard replaces the ``accept4`` that Monarch's library imports by a Python function. A library calls functions of
-other libraries through its GOT, a table of addresses, and its ELF relocations name the entries. The guard writes other
-addresses into them, which holds for the calls of this library only. The function holds the interpreter lock for some
-microseconds per connection, so no thread may wait for the accepting thread while it holds that lock.
-
-A later Monarch may accept connections in another way: with a version that is not among ``TESTED``, hosts say so.
+Monarch 0.7 always listens on such sockets (docs/explanation/security.md). They have no file mode, no option turns them
+off, and Monarch dials them itself. So the guard rejects connections by the peer's user id, which the kernel provides
+(SO_PEERCRED): it replaces the ``accept4`` that Monarch's library imports by a Python function, in the library's GOT,
+whose entries its ELF relocations name. The function holds the interpreter lock for some microseconds per connection, so
+no thread may wait for the accepting thread while it holds that lock.
 
 The guard can go when Monarch can serve without abstract sockets, or checks its peers itself.
 """

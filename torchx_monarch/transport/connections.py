@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Connections between hosts: listening on an address, connecting to it, and the certificates of both ends.
 
-======================  ============================================================================================
-``unix:PATH``           hosts of one machine: a socket file of mode 0600 in a folder of mode 0700
-``tls:HOST:PORT``       TLS 1.3; both ends show a certificate of the job's authority
-``insecure-tcp:H:P``    no protection: anyone who reaches the port can run code; for networks that are closed otherwise
-======================  ============================================================================================
-
-A cut network link produces no error. The kernel therefore probes silent connections and breaks one after
+A socket file has mode 0600, in a folder of mode 0700. With TLS both ends show a certificate of the job's authority. A
+cut network link produces no error. The kernel therefore probes silent connections and breaks one after
 ``peer_timeout`` seconds without an answer, however busy the processes at both ends are.
 """
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The certificates of one job. They are created when the job is submitted and are valid for that job only.
 
-Each job has two certificate authorities. Every host carries the hosts' authority with its key. When a host starts, it
-signs its own certificate for the names and addresses by which it is dialled, so a host can start on any machine, and
-restart on another. The client's authority signs one certificate, for the client that submitted the job; its key is then
-discarded. Hosts trust each other by the hosts' authority only. A client's certificate gives access to the rendezvous,
-where the client may query and stop the job and, on a live allocation, run commands. It gives no access to Monarch.
+Each job has two certificate authorities. Every host carries the hosts' authority with its key, and signs its own
+certificate for the names by which it is dialled when it starts, on any machine. The client's authority signs one
+certificate, for the client that submitted the job; its key is then discarded. Hosts trust each other by the hosts'
+authority only: a client's certificate gives access to the rendezvous, and none to Monarch.
 
-All keys are P-256. This module is imported only where hosts talk over a network, because importing ``cryptography``
-takes 30 ms.
+All keys are P-256. The module is imported only where hosts talk over a network: ``cryptography`` takes 30 ms.
 """
 
 from __future__ import annotations

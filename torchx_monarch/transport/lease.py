@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Leases: how long a peer process may be silent before it counts as lost.
 
-A process that has ended breaks its connection, and the kernel breaks the connection to a machine that is gone
-(``peer_timeout`` in ``transport.connections``). A lease detects a process that still exists but does nothing: stopped
-by SIGSTOP, or hung. Heartbeats renew the lease. The event loop sends and answers them, so a process counts as alive
-only while its event loop runs.
-
-A busy machine must not look like a lost one. Leases are therefore long, and only time in which the watching process has
-itself run counts: a process that was stopped or got no CPU for a minute must not blame its peers for the silence.
+A lease detects a process that still exists but does nothing: stopped by SIGSTOP, or hung. The event loop sends and
+answers the heartbeats that renew it. Only time in which the watching process has itself run counts: one that was
+stopped or got no CPU for a minute must not blame its peers for the silence.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Ask torch's flight recorders in the ranks of a host for dumps and for the state of their collectives.
 
-A rank connects when its program forms a process group (``rank_recorder``). It sends a dump of each recorder when the
-host asks, before ranks are stopped, and when its program fails; and its process groups when the host asks. Each message
-of a rank has a head, its kind and its size. A dump is a pickle in torch's own format, which the host stores in
-``attempt_N/flight_recorder/``, as ``gloo_rank_K`` or ``nccl_rank_K``, and does not read; the process groups are JSON,
-which is checked: what a rank says reaches the controller and every client.
+A rank connects when its program forms a process group (``rank_recorder``), and sends messages with a head, their kind
+and their size. A dump is a pickle in torch's own format, which the host stores in ``attempt_N/flight_recorder/``, as
+``gloo_rank_K`` or ``nccl_rank_K``, and does not read; the process groups are JSON, which is checked: what a rank says
+reaches the controller and every client.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class Resources:
         self._threads = set(os.listdir("/proc/self/task"))
         self._descriptors = _descriptors()
         self._children = children()
-        self._shared = _shared_memory()
+        with open("/proc/self/maps") as file:  # writable memory that forks share with this process
+            self._shared = {line.split(None, 5)[-1].strip() for line in file if " rw-s " in line}
 
     def tracer(self) -> str:
         """Return why a tracer or profiler, which would count the ranks as one process, forbids forks; else empty."""
@@ -125,12 +126,6 @@ class Generators:
 def _set_functions(seed: Any, global_seed: Any, urandom: Any) -> None:
     vars(random).update(seed=global_seed, _urandom=urandom)
     setattr(random.Random, "seed", seed)  # noqa: B010
-
-
-def _shared_memory() -> set[str]:
-    """Return the paths of writable memory that forks share with this process."""
-    with open("/proc/self/maps") as file:
-        return {line.split(None, 5)[-1].strip() for line in file if " rw-s " in line}
 
 
 def _descriptors() -> dict[str, str]:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Execute the leading statements of a program (``leading_statements``) in the zygote, before its ranks are forked.
 
-``zygote_main`` runs this file: it imports the standard library alone. The statements are executed as the program would
-execute them: in its folder, with its environment but for the variables of a rank, in their order. A statement must not
-be shared by ranks if it reads such a variable, imports the user's own modules, or has an effect that a fork does not
-get, or must not share (``fork_safety``). A copy of this process is forked before each import; if the import must not
-be shared, that copy goes on as the zygote, and the ranks execute the statement and those after it themselves.
+``zygote_main`` runs this file: it imports the standard library alone. A statement must not be shared by ranks if it
+reads a variable of a rank, imports the user's own modules, or has an effect that a fork does not get, or must not share
+(``fork_safety``). A copy of this process is forked before each import; if the import must not be shared, that copy goes
+on as the zygote, and the ranks execute the statement and those after it themselves.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@
 of its own, as ``python -u rank_main.py BREAKPOINTS MODE TARGET [ARGUMENT...]``, by any interpreter: it imports the
 standard library alone. ``BREAKPOINTS`` is the socket at which the host waits for ranks that are to be debugged.
 
-The program has the state that ``python script.py`` gives it: the main thread, a fresh ``__main__``, ``sys.argv``,
-``sys.path[0]``, signals, exit codes and tracebacks. In addition, ``STACKS_SIGNAL`` has the stacks of all threads
-written where the host reads them, a crash prints the Python stack, and an uncaught exception is written to
+In addition, ``STACKS_SIGNAL`` has the stacks of all threads written where the host reads them, a crash prints the
+Python stack, and an uncaught exception is written to
 ``TORCHELASTIC_ERROR_FILE`` as ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` writes it.
 """
 
@@ -215,7 +214,6 @@ def _run(mode: str, target: str, args: list[str]) -> None:
 
 
 def _record(error: BaseException, began: bool) -> None:
-    """Write the torchelastic error file (``rank_errors.record``)."""
     with contextlib.suppress(OSError):  # a failure here must not hide the program's error
         run_sibling_file("rank_errors.py")["record"](error, began)
 

@@ -273,7 +273,9 @@ class RankLogs:
                 own = prefix if teed and template == TEMPLATE else ""
                 sinks.append(RunLogSink(self.run_log, rank, name, own))
             if directory and (texts := getattr(options, f"duplicate_{name}_filters")):
-                filtered = directory.with_name(self._filtered_name(name))
+                # Torchrun's name. Replicas may share the folder, and machines cannot append to one file over NFS.
+                own_name = f"filtered_{name}.{self.replica}.log" if self.replica else f"filtered_{name}.log"
+                filtered = directory.with_name(own_name)
                 # The file exists even if no stream is teed, as under torchrun.
                 os.close(safe_files.open_log(filtered))
                 if teed and shown:
@@ -281,8 +283,3 @@ class RankLogs:
             path = str(directory / f"{name}.log") if directory else None
             output.assign(path, console if onto_console else None, prefix if teed else "", sinks)
         return directory
-
-    def _filtered_name(self, stream: str) -> str:
-        """Return torchrun's name, with the number of another replica than the first, which may share the folder: two
-        machines cannot append to one file over NFS."""
-        return f"filtered_{stream}.log" if self.replica == 0 else f"filtered_{stream}.{self.replica}.log"

@@ -107,7 +107,6 @@ class _Sampler:
 
 
 def _py_spy() -> str:
-    """Return the path of py-spy; raise ValueError if it is not there."""
     beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
     program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
     if program is None:

@@ -2,10 +2,8 @@
 """In a rank: give torch's flight recorders, the last collectives, to the host (see ``flight_recorders``).
 
 ``zygote_main`` runs this file in a rank that is forked. All private names of torch that ranks need for it are here.
-
-When the program forms its first process group, this process connects to the host, and a thread waits for requests. The
-thread uses no time until then, and is none of ``threading``'s. An answer takes the GIL, which a collective does not
-hold.
+When the program forms its first process group, this process connects to the host, and a thread, none of
+``threading``'s, waits for requests. An answer takes the GIL, which a collective does not hold.
 """
 
 from __future__ import annotations
@@ -193,7 +191,6 @@ class _RecordedGroups:
         return dumps
 
     def _used_by(self, group: Any) -> list[str]:
-        """Return the names of the recorders of a group's backends."""
         config = str(self._c10d._world.pg_backend_config.get(group, ""))  # such as "cpu:gloo,cuda:nccl"
         backends = [part.rpartition(":")[2] for part in config.split(",")]
         used = dict.fromkeys("nccl" if backend.startswith("nccl") else "gloo" for backend in backends)

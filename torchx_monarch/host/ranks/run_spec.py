@@ -117,7 +117,11 @@ class RunSpec:
     def start_environ(self, count: int) -> dict[str, str]:
         """Return the environment with which the zygote of a number of ranks starts; these get the others later."""
         early = {name: value for name, value in self.added.items() if self._is_read_early(name)}
-        return interpreter_environment({**self.role_environ, **early}, count)
+        env = {name: value for name, value in {**self.role_environ, **early}.items() if not is_for_hosts(name)}
+        keep_monarch_log_private(env)
+        if count > 1:  # as torchrun does; torch reads it when it is imported
+            env.setdefault("OMP_NUM_THREADS", "1")
+        return env
 
     def why_no_python(self) -> str:
         """Return why the interpreter of the run's programs does not exist; empty if it may.
@@ -161,19 +165,6 @@ def env_number(environ: Mapping[str, str], variable: str, default: float) -> flo
     if not 0 <= value < float("inf"):
         raise CommandError(f"{variable}={text!r} is not a number of 0 or more")
     return value
-
-
-def interpreter_environment(host: Mapping[str, str], local_world_size: int) -> dict[str, str]:
-    """Return the environment with which a rank's interpreter starts, before its rank is known.
-
-    OMP_NUM_THREADS must be set before torch is imported. torchrun sets it to 1 when it starts several ranks and the
-    user has not set it.
-    """
-    env = {name: value for name, value in host.items() if not is_for_hosts(name)}
-    keep_monarch_log_private(env)
-    if local_world_size > 1:
-        env.setdefault("OMP_NUM_THREADS", "1")
-    return env
 
 
 def rank_environment(

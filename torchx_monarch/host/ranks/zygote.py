@@ -11,7 +11,7 @@ import resource
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import IO, Any
 
 from torchx_monarch.host.ranks.leading_statements import source_path
@@ -49,7 +49,7 @@ class Zygote:
         pid: process id.
         signature: equal for runs whose ranks can be forks of this zygote (``RunSpec.signature``).
         ready: whether it runs and has imported its modules.
-        is_led: whether it executes the leading statements of a program.
+        is_led: whether it executes the leading statements of a program, too.
         imported: when its import of the modules began and ended, in seconds since the epoch; empty before that.
     """
 
@@ -66,18 +66,13 @@ class Zygote:
         self._showing = asyncio.ensure_future(_show_output(self._process.stdout, say))
         self._asking = asyncio.Lock()
         self._exchanges: set[asyncio.Future[dict[str, Any]]] = set()
-        self._imported = asyncio.ensure_future(self._ask("import", b"", (), _IMPORT_TIMEOUT))
-        self._imported.add_done_callback(_retrieve)
-        self._imported.add_done_callback(self._set_imported)
-        self._led: asyncio.Future[dict[str, Any]] | None = None
+        self.is_led = False
+        self._importing: asyncio.Future[dict[str, Any]]
+        self._import(self._ask("import", b"", (), _IMPORT_TIMEOUT))
 
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    @property
-    def is_led(self) -> bool:
-        return self._led is not None
 
     @property
     def ended(self) -> bool:
@@ -85,7 +80,12 @@ class Zygote:
 
     @property
     def ready(self) -> bool:
-        return self._imported.done() and (self._led is None or self._led.done()) and not self.ended
+        return self._importing.done() and not self.ended
+
+    def _import(self, answering: Coroutine[Any, Any, dict[str, Any]]) -> None:
+        self._importing = asyncio.ensure_future(answering)
+        self._importing.add_done_callback(_retrieve)
+        self._importing.add_done_callback(self._set_imported)
 
     def lead(self, run: RunSpec, count: int) -> None:
         """Begin to execute the leading statements of a run's program; the ranks of other programs need another zygote.
@@ -103,9 +103,13 @@ class Zygote:
             "env": dict(run.added),
             "statements": run.leading,
         }
-        self._led = asyncio.ensure_future(self._ask("lead", json.dumps(order).encode() + b"\n", (), _IMPORT_TIMEOUT))
-        self._led.add_done_callback(_retrieve)
-        self._led.add_done_callback(self._set_imported)
+        before, self.is_led = self._importing, True
+
+        async def lead() -> dict[str, Any]:
+            line = json.dumps(order).encode() + b"\n"
+            return {**await before, **await self._ask("lead", line, (), _IMPORT_TIMEOUT)}
+
+        self._import(lead())
 
     async def is_current(self, path0: str) -> bool:
         """Return whether a program in a folder would import the files that its leading statements have imported."""
@@ -114,11 +118,9 @@ class Zygote:
     async def imports(self) -> dict[str, Any]:
         """Wait for the import of the modules; return the answer (see ``zygote_main``)."""
         try:
-            answer = await asyncio.shield(self._imported)
-            if self._led is not None:
-                answer = {**answer, **await asyncio.shield(self._led)}
+            answer = await asyncio.shield(self._importing)
         except asyncio.CancelledError:
-            if self._imported.cancelled() or (self._led is not None and self._led.cancelled()):
+            if self._importing.cancelled():
                 raise ZygoteError(f"the zygote (pid {self.pid}) is not needed any more") from None
             raise
         if "error" in answer:
@@ -164,7 +166,7 @@ class Zygote:
 
     def close(self) -> None:
         """End the zygote; its forks run on."""
-        self._imported.cancel()
+        self._importing.cancel()
         for exchange in list(self._exchanges):
             exchange.cancel()
         self._end()

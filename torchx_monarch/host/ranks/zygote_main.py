@@ -80,7 +80,6 @@ def _die_with(parent: int) -> None:
 
 
 def _import(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
-    """Import the modules that ranks are to find imported; return the answer to the order."""
     if not order["modules"]:
         return {"unsafe": "", "serves_store": False, "versions": {}}  # each rank executes an interpreter of its own
     safety = program["run_sibling_file"]("fork_safety.py")
@@ -114,7 +113,6 @@ def _import(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of what hosts should have in common, by name."""
     found, torch = {"python": sys.version.split()[0]}, sys.modules.get("torch")
     if torch is not None:
         found["torch"] = str(torch.__version__)
@@ -126,7 +124,6 @@ def _versions() -> dict[str, str]:
 
 
 def _lead(order: dict[str, Any], program: dict[str, Any]) -> dict[str, Any]:
-    """Execute the leading statements of a program; return the answer to the order."""
     if program["unsafe"]:
         return {}  # each rank executes an interpreter of its own
     zygote, run_sibling_file = os.getpid(), program["run_sibling_file"]
@@ -249,13 +246,7 @@ class _Forks:
 
     def fork(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
         """Fork the processes; return, in a rank, its description, and in the zygote a pid or an error for each."""
-        try:
-            middle = _fork()
-        except OSError:
-            os.close(self._reader)
-            os.close(self._writer)
-            raise
-        if middle == 0:
+        if (middle := _fork()) == 0:
             number = self._fork_all()
             if "store" in self._processes[number]:
                 try:
@@ -372,7 +363,6 @@ class _Forks:
 
 
 def _show_preloaded(program: dict[str, Any]) -> None:
-    """Have a fork find the modules that the zygote has hidden."""
     if "leading" in program:
         program["preloaded"].show()
 
