@@ -24,6 +24,7 @@ _SHELLS = frozenset({"bash", "sh", "zsh", "dash"})
 _SHELL_FLAGS_WITH_VALUE = frozenset({"--rcfile", "--init-file"})
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(\[[^]]*\])?\+?=", re.ASCII)
+_OPENING, _QUOTED_OPENING = re.compile(r"""["`]|\$["'({]"""), re.compile(r'["`]|\$[({]')
 _PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]", re.ASCII)
 _REDIRECTION = re.compile(r"&>>?|<<<|<<-?|<>|<&|>>|>&|>\||[<>](?!\()")
 _OPERATOR = re.compile(r"&&|\|\||;;&|;;|;&|\|&|[\n;&|()]")
@@ -237,7 +238,7 @@ class _Scanner:
             opens_array = character == "(" and _ASSIGNMENT.fullmatch(self._text, start, self._position)
             if opens_array or _PROCESS_SUBSTITUTION.match(self._text, self._position):
                 self._position += 1 if opens_array else 2
-                self._nested(")")
+                self._until(")")
                 value, bare = value + UNEXPANDED, False
             elif character in _WORD_END:
                 break
@@ -253,72 +254,45 @@ class _Scanner:
                 self._position += 1
         return Word(start, value, bare)
 
-    def _quote_or_expansion(self) -> str:
+    def _quote_or_expansion(self, *, quoted: bool = False) -> str:
+        """Skip a quote, one ``$…`` or a backquoted command; return the quoted text, or UNEXPANDED."""
+        start = self._position + 1
         if self._peek() == "'":
-            start = self._position + 1
             self._position = self._text.find("'", start) + 1
             if self._position == 0:
                 raise _OpenEnded
             return self._text[start : self._position - 1]
-        if self._peek() == '"':
-            return self._double_quoted()
-        return self._expansion(quoted=False)
+        if opening := (_QUOTED_OPENING if quoted else _OPENING).match(self._text, self._position):
+            self._position, mark = opening.end(), opening[0][-1]
+            closing, inside = {"(": ")", "{": "}"}.get(mark, mark), mark == '"' or (quoted and mark == "{")
+            text = self._until(closing, quoted=inside, literal=mark in "`'")
+            return text if mark == '"' else UNEXPANDED
+        parameter = _PARAMETER.match(self._text, start)
+        self._position = parameter.end() if parameter else start
+        return UNEXPANDED if parameter else "$"
 
-    def _double_quoted(self) -> str:
-        self._position += 1
+    def _until(self, closing: str, *, quoted: bool = False, literal: bool = False) -> str:
+        """Skip the text up to and including ``closing``; return it without its quotes.
+
+        Args:
+            quoted: whether it is in double quotes.
+            literal: whether nothing nests in it.
+        """
         value = ""
-        while character := self._peek():
-            if character == '"':
-                self._position += 1
-                return value
-            if character == "\\":
-                following = self._peek(1)
-                value += "" if following == "\n" else following if following in '$`"\\' else "\\" + following
-                self._position += 2
-            elif character in "$`":
-                value += self._expansion(quoted=True)
-            else:
-                value += character
-                self._position += 1
-        raise _OpenEnded
-
-    def _expansion(self, *, quoted: bool) -> str:
-        """Skip one ``$…`` or backquoted command; return its replacement in the word."""
-        following = self._peek(1)
-        if self._peek() == "`":
-            self._position += 1
-            self._nested("`", literal=True)
-        elif following == "(":
-            self._position += 2
-            self._nested(")")
-        elif following == "{":
-            self._position += 2
-            self._nested("}", quoted=quoted)
-        elif following == "'" and not quoted:
-            self._position += 2
-            self._nested("'", literal=True)
-        elif following == '"' and not quoted:
-            self._position += 1
-            return self._double_quoted()
-        elif parameter := _PARAMETER.match(self._text, self._position + 1):
-            self._position = parameter.end()
-        else:
-            self._position += 1
-            return "$"
-        return UNEXPANDED
-
-    def _nested(self, closing: str, *, quoted: bool = False, literal: bool = False) -> None:
-        """Skip the text up to and including the counterpart of what was just read; ``literal``: nothing nests in it."""
         while (character := self._peek()) != closing:
             if not character:
                 raise _OpenEnded
             if character == "\\":
+                following = self._peek(1)
+                value += "\\" if quoted and following not in '\n$`"\\' else ""
+                value += following.strip("\n")
                 self._position += 2
             elif not literal and (character in '"$`' or (character == "'" and not quoted)):
-                self._quote_or_expansion()
-            elif character == "(" and closing == ")":
-                self._position += 1
-                self._nested(")")
+                value += self._quote_or_expansion(quoted=quoted)
             else:
+                value += character
                 self._position += 1
+                if character == "(" and closing == ")":
+                    self._until(")")
         self._position += 1
+        return value
